@@ -1,0 +1,64 @@
+# Everything a contributor runs. Needs only make and a Python 3.11 or later; each target sets itself up.
+
+SHELL   := /bin/bash
+BIN     := .venv/bin
+STAMP   := .venv/.installed
+ARGS    ?=
+PIP      = $(BIN)/python -m pip --disable-pip-version-check
+COMPILE  = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+           --no-emit-index-url --no-header $(UPGRADE)
+
+# The version we test with comes first. A candidate must really run, and be able to make environments.
+PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+             $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+             && echo $$p && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test slow check bench lock clean up
+
+help:   ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)   ## make .venv with everything in it (the other targets do this by themselves)
+
+demo: $(STAMP)   ## see it work, on real data
+	$(BIN)/timeball demo $(ARGS)
+
+up: $(STAMP)   ## run a broker with its pipeline
+	$(BIN)/timeball up $(ARGS)
+
+test: $(STAMP)   ## the fast tests
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
+	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+
+check: $(STAMP)   ## lint, format, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)   ## the benchmarks
+	$(BIN)/timeball bench $(ARGS)
+
+lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
+	$(COMPILE) --group build -o requirements/build.txt
+	$(COMPILE) pyproject.toml -o requirements/runtime.txt
+	$(COMPILE) pyproject.toml --extra spark --extra demo --extra dev -o requirements/all.txt
+	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
+
+clean:   ## remove what is built, and .venv
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Three steps, and every package fetched is named with its hash in a lock file: the build tool, the packages
+# (some of them source packages, built with that tool and no other), and this package, which fetches nothing.
+$(STAMP): requirements/build.txt requirements/all.txt
+	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11 or later that can make environments (with its venv module)"; exit 1; }
+	@echo "setting up .venv with $(PYTHON): about a minute, the first time"
+	$(PYTHON) -m venv --clear .venv
+	$(PIP) install --quiet --require-hashes --no-deps -r requirements/build.txt
+	$(PIP) install --quiet --require-hashes --no-deps --no-build-isolation -r requirements/all.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
