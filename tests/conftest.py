@@ -1,0 +1,10 @@
+"""What all tests share. Keep it small: a fixture that one room needs belongs in that room's conftest.py."""
+
+import os
+
+import hypothesis
+
+# In CI the same examples every time, so that a red run is a change's fault. No deadline: machines are shared.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
