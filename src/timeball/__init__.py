@@ -1,0 +1,27 @@
+"""Timeball: a broker that keeps a message until its instant, and then delivers it exactly once into its queue.
+
+    from timeball import Timeball
+
+    with Timeball("grpc://127.0.0.1:7400") as ball:
+        ball.send("orders", b"close order 17 if unpaid", after="30m")
+
+The rooms, in the order a message meets them:
+
+    message clock errors limits   the vocabulary; imports nothing of ours
+    files config                  the disk and the settings, as arguments
+    log                           decisions -> bytes that stay
+    table                         promises at rest: the pending table's layout and catalogue
+    schedule                      bytes that wait -> due at T
+    broker                        requests -> decisions
+    protocols                     bytes <-> requests
+    pipeline                      the log, as tables (Spark)
+    client                        what a Python program imports
+    node                          composition root
+    cli                           one file a command
+"""
+
+from timeball.client import Timeball
+
+__all__ = ["Timeball", "__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,151 @@
+"""Time as an argument: the only module that reads a clock.
+
+Two readings matter. The *wall* says which instant it is, and may be stepped by an operator or by NTP; the
+*boot* clock (CLOCK_BOOTTIME) only ever grows, counts suspend, and says nothing about the date. A scheduler
+that trusts the wall alone fires everything early after a spike forward; one that never moves back stalls for
+the length of a step back. `SchedulerClock` follows the wall but distrusts its steps:
+
+    step = (wall - boot) - (the same at the previous reading)
+
+    |step| <= 100 ms            now = max(now, wall)             slew and jitter
+    forward, <= 1 s             now = wall                       too small to matter, too common to suspect
+    forward, > 1 s              suspect: advance by boot only; accepted once it has stood for 5 s, or at once
+                                when the boot clock ran ahead of the monotonic one (a real suspend)
+    backward, <= 1 s            hold until the wall catches up
+    backward, > 1 s             the past was wrong: now = wall; what was released is in the log and cannot
+                                be released again
+
+The rules, and the reasons for them, are those of the reliability study summed up in docs/decisions/0004-clock.md.
+Invariant: between two readings without a backward step > 1 s, `now_ms` does not decrease.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+JITTER_MS = 100
+STEP_MS = 1_000
+PROBATION_MS = 5_000
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970-01-01 UTC, as the machine believes."""
+
+    def boot_ms(self) -> int:
+        """Milliseconds since some fixed point, growing through suspend."""
+
+    def monotonic_ns(self) -> int:
+        """Nanoseconds for measuring durations; stands still during suspend."""
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def wall_ms(self) -> int:
+        """See Clock."""
+        return time.time_ns() // 1_000_000
+
+    def boot_ms(self) -> int:
+        """See Clock."""
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+
+    def monotonic_ns(self) -> int:
+        """See Clock."""
+        return time.monotonic_ns()
+
+
+@dataclass
+class ManualClock:
+    """A clock for tests: it moves only when told, so that a delay of 40 days costs nothing."""
+
+    wall: int = 1_700_000_000_000
+    boot: int = 1_000_000
+    monotonic: int = 1_000_000
+
+    def wall_ms(self) -> int:
+        """See Clock."""
+        return self.wall
+
+    def boot_ms(self) -> int:
+        """See Clock."""
+        return self.boot
+
+    def monotonic_ns(self) -> int:
+        """See Clock."""
+        return self.monotonic * 1_000_000
+
+    def advance(self, ms: int) -> None:
+        """Let real time pass: all three clocks move."""
+        self.wall += ms
+        self.boot += ms
+        self.monotonic += ms
+
+    def step_wall(self, ms: int) -> None:
+        """Set the wall clock forward or back, as an operator or NTP would."""
+        self.wall += ms
+
+    def suspend(self, ms: int) -> None:
+        """Sleep the machine: wall and boot go on, the monotonic clock does not."""
+        self.wall += ms
+        self.boot += ms
+
+
+class SchedulerClock:
+    """The instant by which promises are judged due. Not thread safe: owned by the event loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._wall = clock.wall_ms()
+        self._boot = clock.boot_ms()
+        self._monotonic_ms = clock.monotonic_ns() // 1_000_000
+        self._now = self._wall
+        self._suspect_since_boot: int | None = None
+        self.steps_suspected = 0
+
+    @property
+    def suspect(self) -> bool:
+        """Whether a forward step is on probation."""
+        return self._suspect_since_boot is not None
+
+    def now_ms(self) -> int:
+        """Read the clocks, apply the table above, and return the scheduler's instant in milliseconds."""
+        wall, boot = self.clock.wall_ms(), self.clock.boot_ms()
+        monotonic_ms = self.clock.monotonic_ns() // 1_000_000
+        passed = boot - self._boot
+        slept = passed - (monotonic_ms - self._monotonic_ms)
+        step = (wall - self._wall) - passed
+        self._wall, self._boot, self._monotonic_ms = wall, boot, monotonic_ms
+        if step < -STEP_MS:
+            self._step_back(wall, step, passed)
+        elif step > STEP_MS and slept <= JITTER_MS:
+            self._suspect_since_boot = boot
+            self.steps_suspected += 1
+            self._now += passed
+        elif self._suspect_since_boot is not None:
+            self._on_probation(wall, boot, passed)
+        else:
+            self._now = max(self._now, wall)
+        return self._now
+
+    def _step_back(self, wall: int, step: int, passed: int) -> None:
+        """A large step back either undoes a suspected step forward, or shows that the past was wrong."""
+        self._suspect_since_boot = None
+        undone = wall >= self._now + passed - STEP_MS
+        self._now = max(self._now, wall) if undone else wall
+
+    def _on_probation(self, wall: int, boot: int, passed: int) -> None:
+        assert self._suspect_since_boot is not None
+        if wall <= self._now + passed + JITTER_MS:
+            # The suspected step has gone away in small pieces: nothing is left to distrust.
+            self._suspect_since_boot = None
+            self._now = max(self._now, wall)
+        elif boot - self._suspect_since_boot >= PROBATION_MS:
+            self._suspect_since_boot = None
+            self._now = max(self._now, wall)
+        else:
+            self._now += passed

@@ -1,0 +1,69 @@
+"""One frozen record of settings: a field is a command-line option is a key of the settings file.
+
+`Settings` refuses what cannot work when it is built, so that nothing further in has to check again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from timeball import limits
+from timeball.errors import SetupError
+
+Durability = Literal["sync", "async"]
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an operator may choose. Units stand last in each name."""
+
+    # where
+    data: Path = Path("timeball-data")
+    host: str = "127.0.0.1"
+    port: int = 7400
+
+    # the log
+    durability: Durability = (
+        "sync"  # "async" acknowledges before the disk has it: it may lose the last second
+    )
+    segment_bytes: int = 256 * MIB
+    retention_ms: int = 72 * limits.HOUR_MS  # RocketMQ's fileReservedTime
+    checkpoint_interval_ms: int = 10_000
+
+    # topics
+    queues_per_topic: int = 8  # RocketMQ's defaultTopicQueueNums
+    auto_create_topics: bool = True
+
+    # waiting
+    delay_ms_max: int = limits.DELAY_MS_MAX
+    gather_ahead_ms: int = 10_000  # bodies due within this time are in memory
+    gather_bytes: int = 512 * MIB  # and never more than about this much of them
+
+    # moving what waits; the pipeline does it when it runs, the broker itself otherwise
+    compact_rows: int = 1_000_000  # compact when the tail holds this many promises
+    compact_interval_ms: int = 60_000  # or when this time has passed and there is anything worth moving
+    compact_rows_min: int = 10_000  # "worth moving": fewer rows wait for the next round
+    compact_self: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work, naming the option."""
+        if not 0 <= self.port <= 65_535:
+            raise SetupError(f"--port {self.port}: a port lies between 0 and 65535")
+        if self.durability not in ("sync", "async"):
+            raise SetupError(f"--durability {self.durability}: it is 'sync' or 'async'")
+        if not 1 * MIB <= self.segment_bytes <= 2048 * MIB:
+            raise SetupError(f"--segment-bytes {self.segment_bytes}: between 1 MiB and 2 GiB")
+        if not 1 <= self.queues_per_topic <= limits.QUEUES_PER_TOPIC_MAX:
+            raise SetupError(
+                f"--queues-per-topic {self.queues_per_topic}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}"
+            )
+        if not 0 < self.delay_ms_max <= limits.DELAY_MS_MAX:
+            raise SetupError(
+                f"--delay-ms-max {self.delay_ms_max}: between 1 and {limits.DELAY_MS_MAX} (ten years)"
+            )
+        if self.gather_ahead_ms < 1_000:
+            raise SetupError(f"--gather-ahead-ms {self.gather_ahead_ms}: at least 1000")

@@ -1,0 +1,106 @@
+"""Every error Timeball raises on purpose, sorted by who must act.
+
+    TimeballError
+    ├── RequestError        the caller asked for something that cannot be: change the request
+    │   ├── InvalidMessage      a name, size or property that no broker of ours accepts
+    │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
+    │   ├── NotFound            no such topic, group, promise or file
+    │   └── OutOfRange          a position outside what is kept; carries the range that is
+    ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
+    ├── Unavailable         the broker is starting, stopping or stopped: retry elsewhere or later
+    ├── SetupError          the operator must act: port, folder, Java, a setting
+    └── StorageError        the disk must be looked at; the log has stopped
+        ├── Corrupt             bytes that do not match their checksum; never delivered, never dropped
+        └── DiskFailed          a write or sync failed; the first one is final
+
+`code` is for machines and never changes; the sentence is for people and says what to do.
+A broken invariant of our own is an AssertionError and none of these.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TimeballError(Exception):
+    """Base of all errors raised on purpose."""
+
+    code: ClassVar[str] = "error"
+
+
+class RequestError(TimeballError):
+    """The request cannot be granted as it stands."""
+
+    code = "bad_request"
+
+
+class InvalidMessage(RequestError):
+    """A field of a message is not acceptable."""
+
+    code = "invalid_message"
+
+
+class InvalidDelay(RequestError):
+    """The due instant is negative, not a number or beyond the maximum delay."""
+
+    code = "invalid_delay"
+
+
+class NotFound(RequestError):
+    """The named thing does not exist here."""
+
+    code = "not_found"
+
+
+class OutOfRange(RequestError):
+    """A position lies outside what is kept."""
+
+    code = "out_of_range"
+
+
+class OverLimit(TimeballError):
+    """A limit is reached; nothing else suffers."""
+
+    code = "over_limit"
+
+
+class Unavailable(TimeballError):
+    """The broker cannot serve now."""
+
+    code = "unavailable"
+
+
+class SetupError(TimeballError):
+    """The operator must change the set-up."""
+
+    code = "setup"
+
+
+class StorageError(TimeballError):
+    """The storage failed; the log has stopped."""
+
+    code = "storage"
+
+
+class Corrupt(StorageError):
+    """Stored bytes do not match their checksum or their neighbours."""
+
+    code = "corrupt"
+
+
+class DiskFailed(StorageError):
+    """A write or a sync failed; it is not tried again (docs/decisions/)."""
+
+    code = "disk_failed"
+
+
+def _tree(root: type[TimeballError]) -> dict[str, type[TimeballError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def from_code(code: str, text: str) -> TimeballError:
+    """The error with this `code`, for the far side of a wire; an unknown code becomes the base class."""
+    return _tree(TimeballError).get(code, TimeballError)(text)

@@ -1,0 +1,266 @@
+"""The disk as an argument: the only module that opens, maps, syncs, renames and removes.
+
+Every store receives a `Files` and names things relative to its root, so that the same code runs on a real
+folder (`RealFiles`) and on the crash model of the tests, which forgets what was not synced, tears what was in
+flight and loses directory entries nobody synced. What a caller may rely on is therefore exactly this:
+
+    * bytes written are on disk after `File.sync()` has returned, and not before;
+    * a created, renamed or removed name is on disk after `sync_dir()` of its folder, and not before;
+    * `replace()` leaves either the old or the new content, whole, and has synced both file and name;
+    * a mapping shows what was written through the same Files object at once.
+
+Errors of the operating system become typed ones here: ENOSPC and EDQUOT are OverLimit (the caller may free
+space and go on), a missing name is NotFound, everything else is DiskFailed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError
+
+
+class File(Protocol):
+    """One open file; offsets are absolute, there is no file position."""
+
+    def write_at(self, offset: int, data: bytes | memoryview | pa.Buffer) -> None:
+        """Write all of `data`; not durable before `sync`."""
+
+    def allocate(self, size_bytes: int) -> None:
+        """Make the file `size_bytes` long, the new part reading as zeros."""
+
+    def map(self) -> memoryview:
+        """The whole file, writable and shared; valid until the file is closed and all views are gone."""
+
+    def sync(self) -> None:
+        """Content and size are durable once this returns. A failure is final: never retry on this file."""
+
+    def close(self) -> None:
+        """Let go of the descriptor; views stay valid."""
+
+
+class Files(Protocol):
+    """A folder. Names use '/' and are relative to the root."""
+
+    def make_dir(self, name: str) -> None:
+        """Create a folder and its parents; the new names are durable on return."""
+
+    def list_dir(self, name: str) -> list[str]:
+        """Sorted names in a folder; empty when it does not exist."""
+
+    def exists(self, name: str) -> bool:
+        """Whether a file or folder has this name."""
+
+    def size(self, name: str) -> int:
+        """Length of a file in bytes."""
+
+    def create(self, name: str) -> File:
+        """Open for writing, empty; the name is not durable before `sync_dir`."""
+
+    def open(self, name: str) -> File:
+        """Open an existing file for writing."""
+
+    def map_readonly(self, name: str) -> pa.Buffer:
+        """The whole file as an Arrow buffer that stays valid after removal of the name."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Make `data` the content of `name`, atomically and durably."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file's name; not durable before `sync_dir`."""
+
+    def sync_file(self, name: str) -> None:
+        """Make durable the content of a file that something else has written."""
+
+    def sync_dir(self, name: str) -> None:
+        """Make durable the names in a folder."""
+
+    def external(self, name: str) -> str:
+        """A path of the operating system for libraries that do their own I/O in this folder."""
+
+    def absorb(self, name: str) -> None:
+        """Take note of what a library has written below `external(name)`; it is not durable yet."""
+
+
+@contextmanager
+def _typed(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"{doing} failed: there is no such file or folder") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text = f"disk full while {doing}: free some space on this file system, then go on"
+            raise OverLimit(text) from error
+        raise DiskFailed(f"{doing} failed: {error.strerror} (errno {error.errno})") from error
+
+
+class RealFile:
+    """A file of the operating system."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
+        self.path = path
+        with _typed(f"opening {path.name}"):
+            self._fd = os.open(path, flags, 0o640)
+
+    def write_at(self, offset: int, data: bytes | memoryview | pa.Buffer) -> None:
+        """See File."""
+        view = memoryview(data).cast("B")
+        with _typed(f"writing {self.path.name}"):
+            while view:
+                written = os.pwrite(self._fd, view, offset)
+                view, offset = view[written:], offset + written
+
+    def allocate(self, size_bytes: int) -> None:
+        """See File. Reserves the blocks, so that a full disk shows here and not at a commit."""
+        with _typed(f"allocating {size_bytes} bytes for {self.path.name}"):
+            if size_bytes < os.fstat(self._fd).st_size:
+                os.ftruncate(self._fd, size_bytes)
+            elif size_bytes > 0:  # posix_fallocate takes no empty range
+                os.posix_fallocate(self._fd, 0, size_bytes)
+
+    def map(self) -> memoryview:
+        """See File."""
+        with _typed(f"mapping {self.path.name}"):
+            if os.fstat(self._fd).st_size == 0:  # mmap takes no empty range
+                return memoryview(bytearray())
+            return memoryview(mmap.mmap(self._fd, 0, mmap.MAP_SHARED))
+
+    def sync(self) -> None:
+        """See File. ENOSPC is no OverLimit here: what was written is lost, freeing space does not help."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise DiskFailed(f"fdatasync of {self.path.name} failed: {error.strerror}") from error
+
+    def close(self) -> None:
+        """See File. A second close does nothing: the number may be another file's by then."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class RealFiles:
+    """A folder of the operating system, held by one process at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock_fd: int | None = None
+
+    def lock(self) -> None:
+        """Claim the folder for this process, or raise SetupError."""
+        self.make_dir(".")
+        fd = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise SetupError(
+                f"data folder {self.root} is in use by another Timeball; stop it first"
+            ) from error
+        self._lock_fd = fd
+
+    def unlock(self) -> None:
+        """Give the folder back."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def make_dir(self, name: str) -> None:
+        """See Files."""
+        path = self.root / name
+        with _typed(f"making folder {name}"):
+            missing = {p for p in (path, *path.parents) if not p.exists()}
+            path.mkdir(parents=True, exist_ok=True)
+        # Below the root every name is synced even when it was there: a run killed between making it and
+        # syncing it leaves a folder that everybody sees and a power cut takes away with all it holds.
+        for made in (path, *path.parents):
+            if made in missing or (made != self.root and made.is_relative_to(self.root)):
+                _sync_directory(made.parent)
+
+    def list_dir(self, name: str) -> list[str]:
+        """See Files."""
+        path = self.root / name
+        return sorted(os.listdir(path)) if path.is_dir() else []
+
+    def exists(self, name: str) -> bool:
+        """See Files."""
+        return (self.root / name).exists()
+
+    def size(self, name: str) -> int:
+        """See Files."""
+        with _typed(f"reading the size of {name}"):
+            return (self.root / name).stat().st_size
+
+    def create(self, name: str) -> RealFile:
+        """See Files."""
+        return RealFile(self.root / name, create=True)
+
+    def open(self, name: str) -> RealFile:
+        """See Files."""
+        return RealFile(self.root / name, create=False)
+
+    def map_readonly(self, name: str) -> pa.Buffer:
+        """See Files."""
+        with _typed(f"mapping {name}"), (self.root / name).open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:  # mmap takes no empty range
+                return pa.py_buffer(b"")
+            return pa.py_buffer(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ))
+
+    def replace(self, name: str, data: bytes) -> None:
+        """See Files."""
+        fresh = f"{name}.new"
+        file = self.create(fresh)
+        try:
+            file.write_at(0, data)
+            file.sync()
+        finally:
+            file.close()
+        with _typed(f"renaming {fresh}"):
+            os.replace(self.root / fresh, self.root / name)
+        _sync_directory((self.root / name).parent)
+
+    def remove(self, name: str) -> None:
+        """See Files."""
+        with _typed(f"removing {name}"):
+            (self.root / name).unlink(missing_ok=True)
+
+    def sync_file(self, name: str) -> None:
+        """See Files."""
+        file = self.open(name)
+        try:
+            file.sync()
+        finally:
+            file.close()
+
+    def sync_dir(self, name: str) -> None:
+        """See Files."""
+        _sync_directory(self.root / name)
+
+    def external(self, name: str) -> str:
+        """See Files."""
+        return str(self.root / name)
+
+    def absorb(self, name: str) -> None:
+        """See Files. The operating system has seen every write already."""
+
+
+def _sync_directory(path: Path) -> None:
+    with _typed(f"opening folder {path.name}"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise DiskFailed(f"fsync of folder {path} failed: {error.strerror}") from error
+    finally:
+        os.close(fd)

@@ -1,0 +1,54 @@
+"""Every bound in one place, each with its reason; precedents are named where a user may expect them.
+
+Nothing here is a tuning knob in disguise: what an operator may change is in `config.py`, and it may not
+exceed what stands here, because these follow from field widths and from memory that must stay bounded.
+"""
+
+from __future__ import annotations
+
+import re
+
+SECOND_MS = 1_000
+MINUTE_MS = 60 * SECOND_MS
+HOUR_MS = 60 * MINUTE_MS
+DAY_MS = 24 * HOUR_MS
+
+# RocketMQ's timer ends at 3 days, Aliyun's at 40; ten years is beyond any order, licence or warranty reminder.
+DELAY_MS_MAX = 3_653 * DAY_MS
+# 9999-12-31: the last instant Python's datetime and Delta's timestamp can both name.
+INSTANT_MS_MAX = 253_402_300_799_000
+
+BODY_BYTES_MAX = 4 * 1024 * 1024  # RocketMQ's maxMessageSize
+PROPERTIES_BYTES_MAX = 32_767  # RocketMQ's Short.MAX_VALUE, a 16-bit length on its wire
+KEYS_BYTES_MAX = 4_096  # many short keys; each is hashed and indexed
+KEYS_PER_MESSAGE_MAX = 64
+TAG_BYTES_MAX = 255
+TOPIC_BYTES_MAX = 127  # RocketMQ's TOPIC_MAX_LENGTH
+GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before
+UNIQUE_KEY_BYTES_MAX = 255
+NAME = re.compile(r"^[%|a-zA-Z0-9_-]+$")  # RocketMQ's own pattern; excludes separators and dots of paths
+
+TOPICS_MAX = 100_000
+QUEUES_PER_TOPIC_MAX = 1_024
+GROUPS_MAX = 100_000
+
+ROWS_PER_REQUEST_MAX = 131_072  # one request is one frame, hence atomic; the client splits larger ones
+FRAME_ROWS_MAX = ROWS_PER_REQUEST_MAX  # keeps one commit, and one decode, within some tens of milliseconds
+FRAME_BYTES_MAX = (
+    256 * 1024 * 1024
+)  # the length field is 32 bits wide; this bounds the allocation behind a corrupt one
+APPEND_BYTES_IN_FLIGHT_MAX = (
+    512 * 1024 * 1024
+)  # accepted but not yet on disk; beyond it the caller is told to wait
+RELEASE_ROWS_IN_FLIGHT_MAX = 524_288  # released but not yet on disk
+PULL_ROWS_MAX = 65_536
+PULL_BYTES_MAX = 64 * 1024 * 1024
+PULL_WAIT_MS_MAX = 60_000
+PULLS_WAITING_MAX = 10_000
+CANCELS_PER_REQUEST_MAX = 10_000
+ATTACH_FILES_MAX = 10_000
+RESERVATIONS_MAX = 10_000  # ranges set aside by writers that have not attached yet
+
+assert FRAME_BYTES_MAX < 2**31
+assert BODY_BYTES_MAX + PROPERTIES_BYTES_MAX < FRAME_BYTES_MAX
+assert INSTANT_MS_MAX + DELAY_MS_MAX < 2**63

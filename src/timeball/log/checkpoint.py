@@ -1,0 +1,82 @@
+"""The checkpoint: how far the caches had got, so that recovery need not replay the whole log.
+
+    byte  0           8        16        24
+          +-----------+--------+---------+------- … -------+------- … --------+
+          | "TBCHECK1"| length | crc32c  | JSON facts      | settled: due, seq |
+          +-----------+--------+---------+------- … -------+------- … --------+
+
+Written whole with `Files.replace`, after everything it vouches for has been synced. A missing or damaged
+checkpoint costs time, never data: the log is replayed from its beginning. (It is then not possible to notice
+that the very last commit was damaged; see recovery.py.)
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+
+import google_crc32c
+import msgspec
+import numpy as np
+
+from timeball.files import Files
+from timeball.message import Int64Array
+
+logger = logging.getLogger(__name__)
+
+NAME = "checkpoint"
+MAGIC = b"TBCHECK1"
+HEADER = struct.Struct("<8sQQ")
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """What is true at `seq`: all rows below it have been applied to the caches."""
+
+    seq: int = 0
+    settled_before_ms: int = -(1 << 62)
+    watermark: int = 1
+    table_attach_seq: int = 0  # the ATTACH row that the pending table's last commit stands for
+    epochs: dict[str, int] = {}  # job id -> last epoch attached
+    reserved: list[tuple[int, int]] = []  # (first_seq, rows) set aside and not attached yet
+    queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """Facts, and the promises settled although due at or after `settled_before_ms`: (due_ms, seq) pairs."""
+
+    facts: Facts
+    settled_due: Int64Array
+    settled_seq: Int64Array
+
+
+def save(files: Files, checkpoint: Checkpoint) -> None:
+    """Replace the checkpoint, durably."""
+    facts = msgspec.json.encode(checkpoint.facts)
+    payload = b"".join(
+        [
+            struct.pack("<QQ", len(facts), len(checkpoint.settled_due)),
+            facts,
+            checkpoint.settled_due.astype("<i8").tobytes(),
+            checkpoint.settled_seq.astype("<i8").tobytes(),
+        ]
+    )
+    files.replace(NAME, HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
+
+
+def load(files: Files) -> Checkpoint | None:
+    """The last checkpoint, or None when there is none that can be trusted."""
+    if not files.exists(NAME):
+        return None
+    data = bytes(files.map_readonly(NAME))
+    try:
+        magic, length, crc = HEADER.unpack_from(data)
+        payload = data[HEADER.size :]
+        if magic != MAGIC or length != len(payload) or crc != google_crc32c.value(payload):
+            raise ValueError("it does not match its checksum")
+        facts_size, count = struct.unpack_from("<QQ", payload)
+        facts = msgspec.json.decode(payload[16 : 16 + facts_size], type=Facts)
+        arrays = np.frombuffer(payload, dtype="<i8", offset=16 + facts_size, count=2 * count).astype(np.int64)
+    except (ValueError, struct.error, msgspec.DecodeError) as error:
+        logger.warning("ignoring the checkpoint (%s); the whole log will be replayed", error)
+        return None
+    return Checkpoint(facts, arrays[:count], arrays[count:])

@@ -1,0 +1,148 @@
+"""Rows of the log by sequence number or by range, as column batches; safe in any thread.
+
+Every frame is checked against its checksum when it is decoded, however it got into the page cache: a row that
+rotted is an error (G8), never a message. A few decoded frames are kept, because consumers of a queue and
+gathers of neighbouring promises come back to the same ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.errors import Corrupt, OutOfRange
+from timeball.log import format as fmt
+from timeball.log.segment import Segment, Segments
+from timeball.message import READ_SCHEMA, Int64Array
+
+CACHE_ROWS = 262_144  # decoded frames are views of the mapping, so this bounds objects and not bodies
+
+
+class LogReader:
+    """Reads what the writer has made durable."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._cache: OrderedDict[tuple[int, int], tuple[int, pa.RecordBatch]] = OrderedDict()
+        self._cached_rows = 0
+        self._lock = threading.Lock()
+
+    @property
+    def first_seq(self) -> int:
+        """Oldest sequence number kept."""
+        return self._segments.first_seq
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number after the last durable row."""
+        return self._segments.next_seq
+
+    def frames(self, from_seq: int, to_seq: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(first_seq, LOG_SCHEMA rows) of every frame that touches [from_seq, to_seq), whole, in order.
+
+        Raises OutOfRange when the range begins before what is kept; it may end beyond what is durable.
+        """
+        to_seq = min(to_seq, self.next_seq)
+        if from_seq >= to_seq:
+            return
+        segments, first = self._segments.all, self._segments.holding(from_seq)
+        for segment in segments:
+            if segment.ordinal < first.ordinal:
+                continue
+            if segment.first_seq >= to_seq:
+                return
+            yield from self._frames_of(segment, from_seq, to_seq)
+
+    def _frames_of(self, segment: Segment, from_seq: int, to_seq: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        seqs = segment.frame_seqs
+        start = max(0, bisect_right(seqs, from_seq) - 1)
+        for i in range(start, len(seqs)):
+            if seqs[i] >= to_seq:
+                return
+            yield self._decode(segment, segment.frame_positions[i], keep=False)
+
+    def rows(self, from_seq: int, to_seq: int, kinds: Iterable[int] | None = None) -> Iterator[pa.RecordBatch]:
+        """READ_SCHEMA rows of [from_seq, to_seq), a batch a frame, only of these kinds."""
+        wanted = None if kinds is None else np.array(sorted(kinds), dtype=np.int8)
+        for first_seq, rows in self.frames(from_seq, to_seq):
+            begin = max(0, from_seq - first_seq)
+            batch = fmt.with_seq(rows, first_seq).slice(begin, max(0, to_seq - first_seq - begin))
+            if wanted is not None:
+                mask = np.isin(batch.column("kind").to_numpy(), wanted)
+                if not mask.all():
+                    batch = batch.filter(pa.array(mask))
+            if batch.num_rows:
+                yield batch
+
+    def coalesced(
+        self, from_seq: int, to_seq: int, kinds: Iterable[int] | None, coalesce_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """As `rows`, in batches of at least `coalesce_rows` (the last one aside), so that a reader far away is not
+        fed commit by commit."""
+        held: list[pa.RecordBatch] = []
+        count = 0
+        for batch in self.rows(from_seq, to_seq, kinds):
+            held.append(batch)
+            count += batch.num_rows
+            if count >= coalesce_rows:
+                yield pa.concat_batches(held)
+                held, count = [], 0
+        if held:
+            yield pa.concat_batches(held)
+
+    def take(self, seqs: Int64Array) -> pa.RecordBatch:
+        """READ_SCHEMA rows with exactly these sequence numbers, in the order given; raises OutOfRange."""
+        if len(seqs) == 0:
+            return pa.RecordBatch.from_pylist([], READ_SCHEMA)
+        order = np.argsort(seqs, kind="stable")
+        wanted = seqs[order]
+        batches = []
+        done = 0
+        while done < len(wanted):
+            segment = self._segments.holding(int(wanted[done]))
+            first_seq, rows = self._decode(segment, segment.frame_position_of(int(wanted[done])), keep=True)
+            end = int(np.searchsorted(wanted, first_seq + rows.num_rows))
+            if end == done:
+                raise OutOfRange(f"seq {wanted[done]} was set aside for a bulk attach and is not in the log")
+            picked = wanted[done:end] - first_seq
+            whole = len(picked) == picked[-1] - picked[0] + 1
+            part = rows.slice(int(picked[0]), len(picked)) if whole else rows.take(pa.array(picked))
+            batches.append(part)
+            done = end
+        rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        result = pa.RecordBatch.from_arrays([pa.array(wanted), *rows.columns], schema=READ_SCHEMA)
+        if np.array_equal(order, np.arange(len(order))):
+            return result
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return result.take(pa.array(back))
+
+    def _decode(self, segment: Segment, position: int, *, keep: bool) -> tuple[int, pa.RecordBatch]:
+        key = (segment.ordinal, position)
+        with self._lock:
+            hit = self._cache.get(key)
+            if hit is not None:
+                self._cache.move_to_end(key)
+                return hit
+        frame = fmt.read_frame(segment.buffer, position)
+        if frame is None:
+            raise Corrupt(f"{segment.name}: the frame at byte {position} has become blank")
+        entry = (frame.first_seq, fmt.decode_rows(segment.buffer, frame))
+        if keep:
+            self._keep(key, entry)
+        return entry
+
+    def _keep(self, key: tuple[int, int], entry: tuple[int, pa.RecordBatch]) -> None:
+        with self._lock:
+            if key in self._cache:
+                return
+            self._cache[key] = entry
+            self._cached_rows += entry[1].num_rows
+            while self._cached_rows > CACHE_ROWS and len(self._cache) > 1:
+                _, (_, rows) = self._cache.popitem(last=False)
+                self._cached_rows -= rows.num_rows

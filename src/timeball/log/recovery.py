@@ -1,0 +1,176 @@
+"""Open the log after whatever happened: cut a torn tail, refuse everything else that does not match itself.
+
+    1. Segments are taken in order of their ordinals, which must have no hole. Trailing files with an all-zero
+       header are spares that were never begun.
+    2. In every segment but the last begun one, frames must follow each other up to the first sequence number
+       of the next: a commit never spans segments, so all of it was acknowledged.
+    3. In the last begun one, the first frame that is not whole is the end, *unless* a whole frame behind it says
+       (`synced_to`) that these bytes were on disk before it was written. Then they have been damaged since, and
+       recovery raises Corrupt: repair by deletion would lose acknowledged messages (G8).
+    4. What lies behind the end is overwritten with zeros and synced, so that an old frame can never follow a
+       new one.
+
+Knowingly imperfect: damage to the very last commit looks like a torn one. `known_durable` (the checkpoint's
+sequence number) narrows that window: rows below it must be there.
+
+Assumptions about the disk: a sync that returned is kept; a write in flight may be torn at 512 bytes, in any
+order; a synced block changes only by damage. SQLite and raft-wal assume the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.errors import Corrupt
+from timeball.files import File, Files
+from timeball.log import format as fmt
+from timeball.log.segment import FOLDER, SUFFIX, Segment, Segments, begin, prepare, segment_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The log, ready for a writer. `cut_bytes` of a torn tail were overwritten."""
+
+    segments: Segments
+    file: File
+    cut_bytes: int
+
+
+def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: int = 0) -> Opened:
+    """Open or create the log below `files`; raises Corrupt, SetupError (newer format) or OverLimit (no space)."""
+    files.make_dir(FOLDER)
+    begun, spares = _find(files)
+    for ordinal in spares:
+        files.remove(segment_name(ordinal))  # cheaper to make again than to trust
+    if spares:
+        files.sync_dir(FOLDER)
+    if not begun:
+        if known_durable:
+            raise Corrupt(f"the log is gone, but a checkpoint knows of seq {known_durable - 1}")
+        file = prepare(files, 1, segment_bytes)
+        return Opened(Segments([begin(files, file, 1, 1, now_ms)]), file, 0)
+    for segment, following in zip(begun, begun[1:], strict=False):
+        _scan_sealed(segment, following)
+    damage = _scan_last(begun[-1])
+    if begun[-1].next_seq < known_durable:
+        raise Corrupt(
+            f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of seq {known_durable - 1}: {damage}"
+        )
+    file = files.open(begun[-1].name)
+    return Opened(Segments(begun), file, _cut(file, begun[-1]))
+
+
+def _find(files: Files) -> tuple[list[Segment], list[int]]:
+    """Begun segments in order, and the ordinals of spares."""
+    ordinals = [int(n.removesuffix(SUFFIX)) for n in files.list_dir(FOLDER) if n.endswith(SUFFIX)]
+    begun: list[Segment] = []
+    spares: list[int] = []
+    for ordinal in ordinals:
+        buffer = files.map_readonly(segment_name(ordinal))
+        first_seq = _first_seq(buffer, segment_name(ordinal), is_last=ordinal == ordinals[-1])
+        if first_seq is None:
+            spares.append(ordinal)
+            continue
+        if spares or (begun and begun[-1].ordinal + 1 != ordinal):
+            raise Corrupt(f"{segment_name(ordinal)} exists, but the segment before it is missing or was never begun")
+        begun.append(Segment(ordinal, first_seq, buffer))
+    return begun, spares
+
+
+def _first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
+    try:
+        first_seq = fmt.read_segment_header(buffer)
+    except Corrupt as error:
+        if is_last and _last_written(buffer, 0) <= fmt.ALIGN:
+            return None  # torn while it was being begun: its header is synced before any frame is written
+        raise Corrupt(f"{name}: {error}") from error
+    if first_seq is None and _last_written(buffer, 0) > fmt.ALIGN:
+        raise Corrupt(f"{name} holds data but its header is blank")
+    return first_seq
+
+
+def _scan_sealed(segment: Segment, following: Segment) -> None:
+    try:
+        while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
+            segment.add(_in_sequence(segment, frame))
+    except Corrupt as error:
+        raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
+    if segment.next_seq != following.first_seq:
+        raise Corrupt(
+            f"{segment.name} ends at seq {segment.next_seq} but {following.name} begins with {following.first_seq}: "
+            "restore the first from a copy"
+        )
+
+
+def _scan_last(segment: Segment) -> str:
+    """Take in all whole frames; returns what was found behind them, for messages."""
+    found = "nothing behind it"
+    try:
+        while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
+            segment.add(_in_sequence(segment, frame))
+    except Corrupt as error:
+        found = str(error)
+    position = segment.end + fmt.ALIGN
+    last_written = _last_written(segment.buffer, segment.end)
+    while position < last_written:
+        proof = _frame_or_none(segment.buffer, position)
+        if proof is not None and proof.synced_to > segment.end:
+            raise Corrupt(
+                f"{segment.name}: {found}; the frame at byte {position} (seq {proof.first_seq}) proves that it was "
+                "acknowledged: restore this file from a copy"
+            )
+        position += fmt.ALIGN
+        if proof is None:
+            position = _next_magic(segment.buffer, position, last_written)
+    return found
+
+
+def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
+    if frame.first_seq != segment.next_seq:
+        raise Corrupt(f"frame at byte {frame.position} begins with seq {frame.first_seq}, expected {segment.next_seq}")
+    return frame
+
+
+def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
+    try:
+        return fmt.read_frame(buffer, position)
+    except Corrupt:
+        return None  # looking for proof among damaged bytes: most places are no frame
+
+
+def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
+    """First aligned position >= `position` that carries a frame's magic, or `end`."""
+    words = np.frombuffer(buffer, dtype="<u4", count=(buffer.size // fmt.ALIGN) * (fmt.ALIGN // 4))
+    hits = np.flatnonzero(words[position // 4 : end // 4 : fmt.ALIGN // 4] == fmt.FRAME_MAGIC)
+    return position + int(hits[0]) * fmt.ALIGN if len(hits) else end
+
+
+def _last_written(buffer: pa.Buffer, start: int) -> int:
+    """Position after the last non-zero byte at or behind `start`; `start` when there is none."""
+    view = np.frombuffer(buffer, dtype=np.uint8)
+    step = 1 << 20
+    for end in range(buffer.size, start, -step):
+        begin_at = max(start, end - step)
+        filled = np.flatnonzero(view[begin_at:end])
+        if len(filled):
+            return begin_at + int(filled[-1]) + 1
+    return start
+
+
+def _cut(file: File, segment: Segment) -> int:
+    """Overwrite the torn tail with zeros; returns its length."""
+    end = _last_written(segment.buffer, segment.end)
+    size = end - segment.end
+    if size:
+        logger.warning("%s: cutting %d bytes of a torn commit behind seq %d", segment.name, size, segment.next_seq - 1)
+        step = 1 << 20
+        for position in range(segment.end, end, step):
+            file.write_at(position, bytes(min(step, end - position)))
+        file.sync()
+    return size

@@ -1,0 +1,146 @@
+"""One mapped file of the commit log, and the row of them that is the log.
+
+A segment is allocated whole and mapped once, so that reading it is slicing memory. It is named by its ordinal
+and says itself which sequence number it begins with: a spare can be prepared, name and all, before anyone
+knows what its first row will be. The spare's header is zero until the log rolls into it.
+
+Frames are known by two parallel arrays a segment. Only the event loop appends to them, after the commit is
+durable, and always position before sequence number, so that a reader thread that bisects the sequence
+numbers never finds one whose position is missing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+
+import pyarrow as pa
+
+from timeball.errors import OutOfRange
+from timeball.files import File, Files
+from timeball.log import format as fmt
+
+FOLDER = "log"
+SUFFIX = ".log"
+
+
+def segment_name(ordinal: int) -> str:
+    """File name of a segment; the ordinal is padded so that names sort."""
+    return f"{FOLDER}/{ordinal:010d}{SUFFIX}"
+
+
+class Segment:
+    """A segment in use or sealed. `end` is where the next frame goes; `next_seq` what it starts with."""
+
+    def __init__(self, ordinal: int, first_seq: int, buffer: pa.Buffer) -> None:
+        self.ordinal = ordinal
+        self.first_seq = first_seq
+        self.next_seq = first_seq
+        self.buffer = buffer
+        self.end = fmt.ALIGN
+        self.last_append_ms = 0
+        self.frame_positions = array("q")
+        self.frame_seqs = array("q")
+
+    @property
+    def name(self) -> str:
+        """File name, relative to the data folder."""
+        return segment_name(self.ordinal)
+
+    def add(self, frame: fmt.Frame) -> None:
+        """Note a frame that is durable (or was found by recovery)."""
+        assert frame.first_seq == self.next_seq and frame.position == self.end
+        self.frame_positions.append(frame.position)
+        self.frame_seqs.append(frame.first_seq)
+        self.end, self.next_seq, self.last_append_ms = frame.end, frame.next_seq, frame.append_ms
+
+    def frame_position_of(self, seq: int) -> int:
+        """Position of the frame that holds `seq`."""
+        return self.frame_positions[bisect_right(self.frame_seqs, seq) - 1]
+
+
+class Segments:
+    """The segments of the log, oldest first; the last one is being written.
+
+    The list is replaced, never changed in place, so that a reader in another thread keeps a consistent view.
+    """
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self._segments = segments
+
+    @property
+    def all(self) -> list[Segment]:
+        """All segments, oldest first."""
+        return self._segments
+
+    @property
+    def last(self) -> Segment:
+        """The segment being written."""
+        return self._segments[-1]
+
+    @property
+    def first_seq(self) -> int:
+        """Oldest sequence number kept."""
+        return self._segments[0].first_seq
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number after the last durable row."""
+        return self._segments[-1].next_seq
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all frames."""
+        return sum(segment.end for segment in self._segments)
+
+    def add(self, segment: Segment) -> None:
+        """Roll into a new segment."""
+        assert segment.first_seq == self.next_seq
+        self._segments = [*self._segments, segment]
+
+    def drop(self, segments: list[Segment]) -> None:
+        """Forget segments that retention lets go; they must be the oldest."""
+        assert segments == self._segments[: len(segments)] and len(segments) < len(self._segments)
+        self._segments = self._segments[len(segments) :]
+
+    def holding(self, seq: int) -> Segment:
+        """The segment that holds `seq`; raises OutOfRange with what is kept."""
+        segments = self._segments
+        if not segments[0].first_seq <= seq < segments[-1].next_seq:
+            raise OutOfRange(
+                f"seq {seq}: the log keeps {segments[0].first_seq} to {segments[-1].next_seq - 1}"
+            )
+        low, high = 0, len(segments)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if segments[middle].first_seq <= seq:
+                low = middle
+            else:
+                high = middle
+        return segments[low]
+
+
+def prepare(files: Files, ordinal: int, size_bytes: int) -> File:
+    """A spare segment: allocated, named, durable, all zeros. Raises OverLimit when the disk is full."""
+    file = files.create(segment_name(ordinal))
+    try:
+        file.allocate(size_bytes)
+        file.sync()
+        files.sync_dir(FOLDER)
+    except BaseException:
+        # Half a spare would look like a short segment to recovery; without the name it never was.
+        file.close()
+        files.remove(segment_name(ordinal))
+        raise
+    return file
+
+
+def begin(files: Files, file: File, ordinal: int, first_seq: int, now_ms: int) -> Segment:
+    """Turn a spare into the segment being written; durable before its first frame.
+
+    The header has a sync of its own: frames in a segment without a valid header are then always damage, and
+    never an interrupted roll.
+    """
+    file.write_at(0, fmt.encode_segment_header(first_seq, now_ms))
+    file.sync()
+    return Segment(ordinal, first_seq, files.map_readonly(segment_name(ordinal)))

@@ -1,0 +1,324 @@
+"""Group commit: whatever has arrived when the disk becomes idle is one write and one fdatasync.
+
+There is no timer. `append` gives out sequence numbers at once, on the event loop, so that the order of calls is
+the order of the log and every decision (a cancel against a release) is settled by it; the future it returns
+is done when the rows are on disk. One commit is in flight at a time, in the disk thread, and a commit never
+spans two segments: both are what recovery relies on to tell a torn commit from damage.
+
+Refuses: to go on after the first failed write or sync (G9). What the page cache then shows is not what the disk
+holds, and a second fsync would answer OK (docs/decisions/0003-fail-stop.md). A disk that fills up is noticed earlier: the
+next segment is prepared while the present one is half full, and until that has worked again `check_room`
+answers OverLimit, while releases and cancels still fit into the segment at hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from timeball import limits
+from timeball.clock import Clock
+from timeball.config import Durability
+from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
+from timeball.files import File, Files
+from timeball.log import format as fmt
+from timeball.log.segment import Segment, Segments, begin, prepare
+
+logger = logging.getLogger(__name__)
+
+ASYNC_SYNC_INTERVAL_S = 1.0
+ROOM_RETRY_S = 2.0
+EPOCH = 1
+
+DurableCallback = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Entry:
+    rows: pa.RecordBatch
+    first_seq: int
+    span: int
+    size_bytes: int
+    done: asyncio.Future[int]
+    on_durable: DurableCallback | None
+
+
+@dataclass(slots=True)
+class WriterStatistics:
+    """Counts since the start."""
+
+    commits: int = 0
+    frames: int = 0
+    rows: int = 0
+    bytes: int = 0
+    rolls: int = 0
+
+
+@dataclass(slots=True)
+class _Commit:
+    """What the disk thread did: frames of one segment."""
+
+    segment: Segment
+    frames: list[fmt.Frame] = field(default_factory=list)
+
+
+class LogWriter:
+    """Appends to the log. All methods belong to the event loop; only `_write` runs in the disk thread."""
+
+    def __init__(
+        self,
+        files: Files,
+        segments: Segments,
+        file: File,
+        clock: Clock,
+        disk: Executor,
+        *,
+        segment_bytes: int,
+        durability: Durability = "sync",
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._files, self._segments, self._file = files, segments, file
+        self._clock, self._disk = clock, disk
+        self._segment_bytes, self._durability = segment_bytes, durability
+        self._on_failure = on_failure
+        self._loop = asyncio.get_running_loop()
+        self.next_seq = segments.next_seq
+        self._pending: list[_Entry] = []
+        self._pending_bytes = 0
+        self._busy = False
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._spare: File | None = None
+        self._spare_task: asyncio.Task[None] | None = None
+        self._room_error: TimeballError | None = None
+        self.failed: BaseException | None = None
+        self.statistics = WriterStatistics()
+        self._unsynced = False
+        self._written_to = self._synced_to = segments.last.end  # disk thread only
+
+    def check_room(self) -> None:
+        """Raise OverLimit when new promises or messages should not be accepted now."""
+        if self._room_error is not None:
+            raise OverLimit(str(self._room_error))
+        if self._pending_bytes > limits.APPEND_BYTES_IN_FLIGHT_MAX:
+            raise OverLimit(f"{self._pending_bytes} bytes wait for the disk; try again in a moment")
+
+    def append(
+        self, rows: pa.RecordBatch, *, span: int | None = None, on_durable: DurableCallback | None = None
+    ) -> tuple[int, asyncio.Future[int]]:
+        """Take `rows` (LOG_SCHEMA) into the log; returns their first sequence number and when it is durable.
+
+        `span` sets numbers aside beyond the rows. `on_durable` runs on the loop right before the future is set,
+        in log order: caches that must have seen a row before its acknowledgement are updated there.
+        """
+        if self.failed is not None:
+            raise StorageError(f"the log has stopped: {self.failed}")
+        if self._closing:
+            raise Unavailable("the broker is stopping")
+        first_seq, span = self.next_seq, rows.num_rows if span is None else span
+        self.next_seq += span
+        entry = _Entry(rows, first_seq, span, rows.nbytes, self._loop.create_future(), on_durable)
+        self._pending.append(entry)
+        self._pending_bytes += entry.size_bytes
+        if not self._busy:
+            self._busy = True
+            self._idle.clear()
+            # The end of this loop iteration, so that all that has just been read from sockets shares the commit.
+            self._loop.call_soon(self._start_commit)
+        return first_seq, entry.done
+
+    def _start_commit(self) -> None:
+        taken, rows, size_bytes = 0, 0, 0
+        for entry in self._pending:
+            rows += entry.rows.num_rows
+            size_bytes += entry.size_bytes
+            if taken and (rows > limits.FRAME_ROWS_MAX or size_bytes > limits.FRAME_BYTES_MAX // 2):
+                break
+            taken += 1
+        entries, self._pending = self._pending[:taken], self._pending[taken:]
+        task = self._loop.run_in_executor(self._disk, self._write, entries)
+        task.add_done_callback(lambda done: self._finish_commit(entries, done))
+
+    def _write(self, entries: list[_Entry]) -> _Commit:
+        """Encode, write and sync one commit (disk thread)."""
+        segment = self._segments.last
+        groups = _group(entries)
+        needed = sum(batch.nbytes + 8192 * (1 + batch.num_rows // 4096) for batch, _, _ in groups)
+        if segment.end + needed > segment.buffer.size:
+            segment = self._roll(groups[0][1], needed)
+        commit, position, now_ms = _Commit(segment), segment.end, self._clock.wall_ms()
+        if self._durability == "sync":
+            self._synced_to = position
+        for batch, first_seq, span in groups:
+            frame, parts = fmt.encode_frame(
+                batch,
+                first_seq=first_seq,
+                span=span,
+                append_ms=now_ms,
+                epoch=EPOCH,
+                position=position,
+                commit_start=start,
+            )
+            assert frame.end <= segment.buffer.size
+            self._write_parts(position, parts)
+            commit.frames.append(frame)
+            position = frame.end
+        self._written_to = position
+        if self._durability == "sync":
+            self._file.sync()
+        return commit
+
+    def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:
+        size = sum(len(part) for part in parts)
+        if size <= 65_536:
+            self._file.write_at(position, b"".join(parts))  # one call costs less than the copy saves
+            return
+        for part in parts:
+            if len(part):
+                self._file.write_at(position, part)
+            position += len(part)
+
+    def _roll(self, first_seq: int, needed: int) -> Segment:
+        """Begin the next segment (disk thread): the spare when there is one and it is large enough."""
+        ordinal = self._segments.last.ordinal + 1
+        if self._durability != "sync":
+            self._file.sync()
+        spare, self._spare = self._spare, None
+        size = max(self._segment_bytes, needed + fmt.ALIGN)
+        if spare is not None and size > self._segment_bytes:
+            spare.allocate(size)
+        elif spare is None:
+            spare = prepare(self._files, ordinal, size)
+        old, self._file = self._file, spare
+        old.close()
+        self._synced_to = fmt.ALIGN
+        return begin(self._files, spare, ordinal, first_seq, self._clock.wall_ms())
+
+    def _finish_commit(self, entries: list[_Entry], done: asyncio.Future[_Commit]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._stop(entries, error)
+            return
+        commit = done.result()
+        if commit.segment is not self._segments.last:
+            self._segments.add(commit.segment)
+            self.statistics.rolls += 1
+        for frame in commit.frames:
+            commit.segment.add(frame)
+        self.statistics.commits += 1
+        self.statistics.frames += len(commit.frames)
+        for entry in entries:
+            self._pending_bytes -= entry.size_bytes
+            self.statistics.rows += entry.rows.num_rows
+            self.statistics.bytes += entry.size_bytes
+            if entry.on_durable is not None:
+                entry.on_durable()
+            if not entry.done.done():
+                entry.done.set_result(entry.first_seq)
+        self._after_commit()
+
+    def _after_commit(self) -> None:
+        if self._durability == "async" and not self._unsynced:
+            self._unsynced = True
+            self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._sync_later)
+        last = self._segments.last
+        if self._spare is None and self._spare_task is None and last.end > last.buffer.size // 2:
+            self._spare_task = self._loop.create_task(self._prepare_spare(last.ordinal + 1))
+        if self._pending:
+            self._start_commit()
+        else:
+            self._busy = False
+            self._idle.set()
+
+    async def _prepare_spare(self, ordinal: int) -> None:
+        """Have the next segment ready before it is needed; a full disk closes admission until there is room."""
+        try:
+            while not self._closing and self.failed is None:
+                try:
+                    spare = await self._loop.run_in_executor(self._disk, self._prepare_unless_rolled, ordinal)
+                    self._spare, self._room_error = spare, None
+                    return
+                except OverLimit as error:
+                    logger.warning("no room for the next segment: %s", error)
+                    self._room_error = error
+                    await asyncio.sleep(ROOM_RETRY_S)
+        finally:
+            self._spare_task = None
+
+    def _prepare_unless_rolled(self, ordinal: int) -> File | None:
+        # A commit ahead of us in the disk thread may have needed the segment already.
+        if self._files.exists(f"log/{ordinal:010d}.log"):
+            return None
+        return prepare(self._files, ordinal, self._segment_bytes)
+
+    def _sync_later(self) -> None:
+        """Bound what `async` durability may lose to about a second."""
+        self._unsynced = False
+
+        def sync() -> None:
+            self._file.sync()
+            self._synced_to = self._written_to
+
+        if self.failed is None and not self._closing:
+            task = self._loop.run_in_executor(self._disk, sync)
+            task.add_done_callback(lambda done: done.exception() and self._stop([], done.exception()))
+
+    def _stop(self, entries: list[_Entry], error: BaseException | None) -> None:
+        """Fail-stop: nobody is acknowledged any more; only a restart, which reads the disk anew, helps."""
+        assert error is not None
+        if self.failed is None:
+            self.failed = error
+            logger.critical("the log has stopped: %s", error)
+        waiting, self._pending = [*entries, *self._pending], []
+        typed = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
+        for entry in waiting:
+            if not entry.done.done():
+                entry.done.set_exception(typed)
+                # Some callers have gone; the failure is reported once, through on_failure.
+                entry.done.exception()
+        self._idle.set()
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    async def close(self) -> None:
+        """Finish what was accepted, sync, and let go of the file."""
+        self._closing = True
+        await self._idle.wait()
+        if self._spare_task is not None:
+            self._spare_task.cancel()
+        await self._loop.run_in_executor(self._disk, self._close_file)
+
+    def _close_file(self) -> None:
+        if self.failed is None:
+            self._file.sync()
+        self._file.close()
+        if self._spare is not None:
+            self._spare.close()
+
+
+def _group(entries: list[_Entry]) -> list[tuple[pa.RecordBatch, int, int]]:
+    """Entries as frames: (rows, first_seq, span). Neighbours share a frame unless one sets numbers aside."""
+    groups: list[tuple[pa.RecordBatch, int, int]] = []
+    run: list[_Entry] = []
+
+    def flush() -> None:
+        if run:
+            batches = [entry.rows for entry in run]
+            rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+            groups.append((rows, run[0].first_seq, rows.num_rows))
+            run.clear()
+
+    for entry in entries:
+        if entry.span != entry.rows.num_rows:
+            flush()
+            groups.append((entry.rows, entry.first_seq, entry.span))
+        else:
+            run.append(entry)
+    flush()
+    return groups

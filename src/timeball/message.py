@@ -1,0 +1,127 @@
+"""What travels: one schema for every row of the log, and the kinds a row can have.
+
+A batch of messages is an Arrow record batch in `LOG_SCHEMA`; a single message exists only at the edges.
+The schema is the format: it is named by `SCHEMA_VERSION` in every frame header, so a change of a column
+means a new version and a reader for the old one (docs/formats/commit-log.md). `seq`, the row's sequence
+number, is not a column of the log: rows are dense within a frame, so the header's first number says it all.
+
+Kinds are small integers and zero is invalid, so that memory nobody wrote can never be a message.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Kind(IntEnum):
+    """What a row of the log says. Values are on disk: never reuse one."""
+
+    INVALID = 0
+    MESSAGE = 1  # visible at once
+    PROMISE = 2  # accepted, due later
+    RELEASE = 3  # the message, now visible; `source_seq` names the promise it keeps
+    CANCEL = 4  # the promise named by `source_seq` will not be kept
+    ATTACH = 5  # body: JSON of a set of files that joined (and left) the pending table
+    RESERVE = 6  # the frame's span was set aside for rows of a later ATTACH
+
+
+LOG_SCHEMA = pa.schema(
+    [
+        ("kind", pa.int8()),
+        ("topic", pa.string()),
+        ("queue_id", pa.int32()),  # -1 until a queue is chosen, which happens when the row becomes visible
+        ("queue_offset", pa.int64()),  # position in (topic, queue) of a visible row; null for all others
+        ("tag", pa.string()),
+        ("keys", pa.string()),  # blank-separated, as RocketMQ has them
+        ("unique_key", pa.string()),  # the message id a client knows
+        ("body", pa.binary()),
+        ("properties", pa.string()),  # RocketMQ's own text form: name \x01 value \x02 …
+        ("born_ms", pa.int64()),
+        ("born_host", pa.string()),
+        ("store_ms", pa.int64()),  # when this row was appended
+        ("store_host", pa.string()),
+        ("flag", pa.int32()),
+        ("sys_flag", pa.int32()),
+        ("reconsume_times", pa.int32()),
+        ("prepared_seq", pa.int64()),  # transactions: the half message
+        ("due_ms", pa.int64()),  # null for an ordinary message
+        ("accepted_ms", pa.int64()),  # releases and cancels: when the promise was appended
+        ("source_seq", pa.int64()),  # releases and cancels: the promise settled
+    ]
+)
+
+# A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md.
+TABLE_SCHEMA = pa.schema(
+    [
+        ("seq", pa.int64()),
+        ("due_ms", pa.int64()),
+        ("topic", pa.string()),
+        ("queue_id", pa.int32()),
+        ("tag", pa.string()),
+        ("keys", pa.string()),
+        ("unique_key", pa.string()),
+        ("body", pa.binary()),
+        ("properties", pa.string()),
+        ("born_ms", pa.int64()),
+        ("born_host", pa.string()),
+        ("flag", pa.int32()),
+        ("sys_flag", pa.int32()),
+        ("reconsume_times", pa.int32()),
+        ("accepted_ms", pa.int64()),
+    ]
+)
+
+# What readers get: the log's columns behind the sequence number.
+READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
+
+PROPERTY_NAME_END = "\x01"
+PROPERTY_END = "\x02"
+
+
+def encode_properties(properties: dict[str, str]) -> str:
+    """RocketMQ's text form of message properties (`MessageDecoder.messageProperties2String`)."""
+    return "".join(f"{k}{PROPERTY_NAME_END}{v}{PROPERTY_END}" for k, v in properties.items())
+
+
+def decode_properties(text: str) -> dict[str, str]:
+    """Inverse of `encode_properties`; entries without a name separator are ignored, as RocketMQ does."""
+    pairs = (entry.split(PROPERTY_NAME_END, 1) for entry in text.split(PROPERTY_END))
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+def build_rows(count: int, **columns: object) -> pa.RecordBatch:
+    """A batch of `count` rows in LOG_SCHEMA from arrays, scalars or None; columns left out are null.
+
+    Arrays may be Arrow, numpy or sequences of length `count`. This is the one place that knows all columns.
+    """
+    unknown = columns.keys() - set(LOG_SCHEMA.names)
+    if unknown:
+        raise ValueError(f"no such column in LOG_SCHEMA: {sorted(unknown)}")
+    return pa.RecordBatch.from_arrays(
+        [_column(field, columns.get(field.name), count) for field in LOG_SCHEMA], schema=LOG_SCHEMA
+    )
+
+
+def _column(field: pa.Field, value: object, count: int) -> pa.Array:
+    if value is None:
+        return pa.nulls(count, field.type)
+    if isinstance(value, pa.ChunkedArray):
+        value = value.combine_chunks()
+    if isinstance(value, pa.Array):
+        return value if value.type == field.type else value.cast(field.type)
+    if isinstance(value, (str, bytes, int)):
+        return pa.repeat(pa.scalar(value, field.type), count)
+    return pa.array(value, field.type)
+
+
+def int64(column: pa.Array) -> Int64Array:
+    """The values of a null-free int64 column as numpy, without a copy."""
+    return np.asarray(column.to_numpy(zero_copy_only=True), dtype=np.int64)

@@ -1,0 +1,79 @@
+"""Attach: the one way by which files enter and leave the pending table, as a value.
+
+An `Attachment` travels over Flight as JSON, becomes the body of an ATTACH row of the log, and from there the
+commit of the Delta table. It names files, never rows, so that its size does not grow with what it attaches.
+
+    compact   rows of the log [from_seq, to_seq) were written to `files`; the watermark moves to `to_seq`
+    bulk      rows that never passed through the log; `ranges` are reserved sequence ranges, used once
+    rewrite   `files` replace `removes`, holding the same rows less those already settled
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from timeball import limits
+from timeball.errors import InvalidMessage, OverLimit
+
+Job = Literal["compact", "bulk", "rewrite"]
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One data file. `path` is relative to the table; sizes in bytes; instants and seqs are inclusive."""
+
+    path: str
+    bucket: str
+    rows: int
+    size_bytes: int
+    min_due_ms: int
+    max_due_ms: int
+    min_seq: int
+    max_seq: int
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the pending table. `job_id` and `epoch` make a repeated attach a no-op."""
+
+    job: Job
+    job_id: str
+    epoch: int
+    files: list[FileEntry] = []
+    removes: list[str] = []
+    from_seq: int = 0
+    to_seq: int = 0
+    ranges: list[tuple[int, int]] = []  # (first_seq, rows)
+
+    @property
+    def rows(self) -> int:
+        """Promises in the attached files."""
+        return sum(entry.rows for entry in self.files)
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True):
+    """The broker's answer: the table version and watermark after the attach; `repeated` if it had it already."""
+
+    version: int
+    watermark: int
+    seq: int
+    repeated: bool = False
+
+
+def encode(attachment: Attachment) -> bytes:
+    """JSON, as it stands in the log and on the wire."""
+    return msgspec.json.encode(attachment)
+
+
+def decode(data: bytes) -> Attachment:
+    """Inverse of `encode`; raises InvalidMessage on anything malformed, OverLimit on too many files."""
+    try:
+        attachment = msgspec.json.decode(data, type=Attachment)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise InvalidMessage(f"not an attachment: {error}") from error
+    if len(attachment.files) > limits.ATTACH_FILES_MAX:
+        raise OverLimit(f"{len(attachment.files)} files in one attach; at most {limits.ATTACH_FILES_MAX}")
+    for entry in attachment.files:
+        if ".." in entry.path or entry.path.startswith("/") or not entry.path.endswith(".parquet"):
+            raise InvalidMessage(f"file path {entry.path!r}: relative to the table, ending in .parquet")
+    return attachment

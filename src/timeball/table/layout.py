@@ -1,0 +1,122 @@
+"""Where a promise lies in the pending table: bucket, order, file.
+
+A file holds one bucket's rows, sorted by (due_ms, seq). Buckets are hours for the near future, days for the
+next two months and months beyond, because one file per hour and run would be a flood: two years hold 17,520
+hours but only 48 hours + 60 days + 24 months = 132 buckets.
+
+    due in         bucket            example
+    < 48 h         an hour, UTC      2026-11-21T13
+    < 60 days      a day, UTC        2026-12-24
+    later          a month           2028-02
+
+Readers never rely on the bucket: every file carries its due range and is sorted, so a coarse bucket that has
+come near is still served by binary search. Rewriting it into hours only keeps the number of open files small.
+
+Pure functions on column batches; the caller writes the bytes, to a folder of ours or to an object store.
+"""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from timeball import limits
+from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.table.attachment import FileEntry
+
+HOURS_AHEAD_MS = 48 * limits.HOUR_MS
+DAYS_AHEAD_MS = 60 * limits.DAY_MS
+ROW_GROUP_ROWS = 65_536  # the unit of a gather: small enough to read in ~10 ms, large enough to compress
+PARTITION_COLUMN = "bucket"
+
+
+def sort_rows(rows: pa.Table | pa.RecordBatch) -> pa.Table:
+    """Rows of TABLE_SCHEMA by (due_ms, seq)."""
+    table = pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
+    table = table.combine_chunks()
+    due, seq = _values(table, "due_ms"), _values(table, "seq")
+    return table.take(pa.array(np.lexsort((seq, due))))
+
+
+def bucket_starts(due_ms: Int64Array, now_ms: int) -> Int64Array:
+    """First instant of each row's bucket, as seen at `now_ms`; `bucket_name` turns it into text."""
+    hours = due_ms - due_ms % limits.HOUR_MS
+    days = due_ms - due_ms % limits.DAY_MS
+    months = due_ms.astype("datetime64[ms]").astype("datetime64[M]").astype("datetime64[ms]").astype(np.int64)
+    far = np.where(due_ms < now_ms + DAYS_AHEAD_MS, days, months)
+    return np.asarray(np.where(due_ms < now_ms + HOURS_AHEAD_MS, hours, far), dtype=np.int64)
+
+
+def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
+    """Bucket of each of a few instants."""
+    starts = bucket_starts(due_ms, now_ms).astype("datetime64[ms]")
+    units = np.where(
+        due_ms < now_ms + HOURS_AHEAD_MS, "h", np.where(due_ms < now_ms + DAYS_AHEAD_MS, "D", "M")
+    )
+    return [str(np.datetime_as_string(s, unit=u)) for s, u in zip(starts, units, strict=True)]
+
+
+def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table]]:
+    """Slices of sorted `rows`, one a bucket, in due order.
+
+    Sorted by due time, a bucket is one contiguous run: hours, days and months follow each other, and a day
+    that is cut by the 48 h border gives an hour run and then a day run.
+    """
+    due = _values(rows, "due_ms")
+    if len(due) == 0:
+        return
+    starts = bucket_starts(due, now_ms)
+    zone = np.searchsorted(due, [now_ms + HOURS_AHEAD_MS, now_ms + DAYS_AHEAD_MS])
+    changed = np.flatnonzero(np.diff(starts)) + 1
+    cuts = np.unique(np.concatenate(([0], changed, zone[zone < len(due)])))
+    names = bucket_names(due[cuts], now_ms)
+    for name, begin, end in zip(names, cuts, np.append(cuts[1:], len(due)), strict=True):
+        yield name, rows.slice(int(begin), int(end - begin))
+
+
+def encode_file(rows: pa.Table) -> bytes:
+    """A Parquet file of sorted rows: zstd level 1, page index and statistics on the columns we search by."""
+    sink = io.BytesIO()
+    pq.write_table(
+        rows.select(TABLE_SCHEMA.names),
+        sink,
+        compression="zstd",
+        compression_level=1,
+        row_group_size=ROW_GROUP_ROWS,
+        use_dictionary=["topic", "tag", "born_host"],
+        write_statistics=["due_ms", "seq"],
+        column_encoding=None,
+    )
+    return sink.getvalue()
+
+
+def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
+    """The entry for a new file holding `rows`; the name is fresh on each call, so a retried task overwrites nothing."""
+    due, seq = _values(rows, "due_ms"), _values(rows, "seq")
+    return FileEntry(
+        path=f"{PARTITION_COLUMN}={bucket}/{uuid.uuid4().hex}.parquet",
+        bucket=bucket,
+        rows=len(due),
+        size_bytes=size_bytes,
+        min_due_ms=int(due[0]),
+        max_due_ms=int(due[-1]),
+        min_seq=int(seq.min()),
+        max_seq=int(seq.max()),
+    )
+
+
+def cut_files(rows: pa.Table, now_ms: int) -> Iterator[tuple[FileEntry, bytes]]:
+    """Entries and contents of the files for sorted `rows`: what compaction, bulk and rewrite all write."""
+    for bucket, part in split_by_bucket(rows, now_ms):
+        data = encode_file(part)
+        yield describe(bucket, part, len(data)), data
+
+
+def _values(table: pa.Table, name: str) -> Int64Array:
+    column = table.column(name)
+    return int64(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
