@@ -28,6 +28,8 @@ import pyarrow as pa
 
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError
 
+_CLOSED = (1 << 31) - 1  # a descriptor that no process has: every call on it is EBADF
+
 
 class File(Protocol):
     """One open file; offsets are absolute, there is no file position."""
@@ -145,8 +147,8 @@ class RealFile:
 
     def close(self) -> None:
         """See File. A second close does nothing: the number may be another file's by then."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        fd, self._fd = self._fd, _CLOSED
+        if fd != _CLOSED:
             os.close(fd)
 
 
