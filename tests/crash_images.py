@@ -1,0 +1,24 @@
+"""Short cuts for tests of the crash model itself."""
+
+from __future__ import annotations
+
+from tests.crash_files import CrashFile, CrashFiles
+
+SEEDS = range(60)
+
+
+def images(files: CrashFiles, name: str) -> set[bytes | None]:
+    """What the file may be after a cut now; None: it is not there."""
+    found: set[bytes | None] = set()
+    for seed in SEEDS:
+        after = files.crash(seed)
+        found.add(after.content(name) if after.exists(name) else None)
+    return found
+
+
+def synced_file(files: CrashFiles, name: str, data: bytes) -> CrashFile:
+    file = files.create(name)
+    file.write_at(0, data)
+    file.sync()
+    files.sync_dir(".")
+    return file

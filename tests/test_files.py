@@ -1,0 +1,345 @@
+"""What a store may rely on, the same for a real folder and for the crash model; then what only a real one has."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.crash_files import CrashFiles
+
+from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError, TimeballError
+from timeball.files import Files, RealFiles
+
+
+@pytest.fixture(params=["real", "crash"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
+    if request.param == "real":
+        yield RealFiles(tmp_path)
+    else:
+        model = CrashFiles()
+        yield model
+        model.close()
+
+
+def content(files: Files, name: str) -> bytes:
+    return bytes(files.map_readonly(name).to_pybytes())
+
+
+# ---- the contract ---------------------------------------------------------------------------------------
+
+
+def test_written_bytes_are_read_back_at_their_offsets(files: Files) -> None:
+    file = files.create("a")
+    file.write_at(0, b"hello world")
+    file.write_at(6, b"there")
+    file.write_at(700, b"!")
+    file.sync()
+    file.close()
+    assert content(files, "a") == b"hello there" + bytes(689) + b"!"
+    assert files.size("a") == 701
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"abc",
+        memoryview(b"xabcx")[1:4],
+        pa.py_buffer(b"abc"),
+        memoryview(bytearray(b"abc")),
+    ],
+)
+def test_all_buffers_can_be_written(files: Files, data: bytes) -> None:
+    files.create("a").write_at(2, data)
+    assert content(files, "a") == b"\0\0abc"
+
+
+def test_an_array_of_wide_items_is_written_as_bytes(files: Files) -> None:
+    files.create("a").write_at(0, np.arange(3, dtype=np.int64).data)
+    assert np.frombuffer(content(files, "a"), dtype=np.int64).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("empty", [b"", memoryview(b""), pa.py_buffer(b"")])
+def test_writing_nothing_changes_nothing(files: Files, empty: bytes) -> None:
+    files.create("a").write_at(10, empty)
+    assert files.size("a") == 0
+
+
+def test_an_empty_file_has_empty_mappings(files: Files) -> None:
+    file = files.create("a")
+    assert len(file.map()) == 0
+    assert files.map_readonly("a").size == 0
+
+
+def test_allocate_sets_the_size_and_reads_as_zeros(files: Files) -> None:
+    file = files.create("a")
+    file.allocate(0)
+    assert files.size("a") == 0
+    file.allocate(5000)
+    assert content(files, "a") == bytes(5000)
+    file.write_at(0, b"x" * 5000)
+    file.allocate(600)
+    file.allocate(5000)
+    assert content(files, "a") == b"x" * 600 + bytes(4400)
+    file.allocate(5000)
+    assert files.size("a") == 5000
+
+
+def test_a_mapping_and_the_file_are_the_same_bytes(files: Files) -> None:
+    file = files.create("a")
+    file.allocate(4096)
+    writable = file.map()
+    readable = files.map_readonly("a")
+    file.write_at(100, b"by write")
+    assert bytes(writable[100:108]) == b"by write"
+    assert readable.slice(100, 8).to_pybytes() == b"by write"
+    writable[200:206] = b"by map"
+    assert readable.slice(200, 6).to_pybytes() == b"by map"
+    assert content(files, "a")[200:206] == b"by map"
+    file.close()
+    writable[300:302] = b"ok"
+    assert content(files, "a")[300:302] == b"ok"
+
+
+def test_a_read_only_mapping_cannot_be_written(files: Files) -> None:
+    files.create("a").write_at(0, b"abc")
+    buffer = files.map_readonly("a")
+    assert not buffer.is_mutable
+    assert memoryview(buffer).readonly
+
+
+def test_mappings_stay_valid_when_the_file_grows_and_when_its_name_goes(files: Files) -> None:
+    file = files.create("a")
+    file.write_at(0, b"first")
+    early = files.map_readonly("a")
+    file.allocate(1 << 20)
+    file.write_at(0, b"later")
+    files.remove("a")
+    assert not files.exists("a")
+    assert early.to_pybytes() == b"later"
+    file.write_at(0, b"after")
+    assert early.to_pybytes() == b"after"
+
+
+def test_create_empties_what_was_there(files: Files) -> None:
+    files.create("a").write_at(0, b"old")
+    files.create("a")
+    assert files.size("a") == 0
+
+
+def test_open_keeps_what_was_there(files: Files) -> None:
+    files.create("a").write_at(0, b"old")
+    files.open("a").write_at(1, b"xx")
+    assert content(files, "a") == b"oxx"
+
+
+def test_replace_swaps_the_content_and_leaves_earlier_mappings(files: Files) -> None:
+    files.replace("state", b"one")
+    before = files.map_readonly("state")
+    files.replace("state", b"two!")
+    assert content(files, "state") == b"two!"
+    assert before.to_pybytes() == b"one"
+    assert files.list_dir(".") == ["state"]
+
+
+def test_folders(files: Files) -> None:
+    files.make_dir("x/y/z")
+    files.make_dir("x/y/z")
+    files.create("x/y/b").close()
+    files.create("x/y/a").close()
+    assert files.list_dir("x/y") == ["a", "b", "z"]
+    assert files.list_dir("nowhere") == []
+    assert files.exists("x/y") and files.exists("x/y/a") and not files.exists("x/a")
+    files.sync_dir("x/y")
+    files.sync_dir(".")
+    files.sync_file("x/y/a")
+
+
+def test_removing_what_is_not_there_is_fine(files: Files) -> None:
+    files.remove("a")
+    files.remove("no/a")
+    assert files.list_dir(".") == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda files: files.size("a"),
+        lambda files: files.open("a"),
+        lambda files: files.map_readonly("a"),
+        lambda files: files.sync_file("a"),
+        lambda files: files.sync_dir("a"),
+        lambda files: files.create("no/a"),
+        lambda files: files.replace("no/a", b""),
+    ],
+)
+def test_a_missing_name_is_not_found(files: Files, call: Callable[[Files], object]) -> None:
+    with pytest.raises(NotFound, match="failed: "):
+        call(files)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda files: files.create("folder"),
+        lambda files: files.open("folder"),
+        lambda files: files.map_readonly("folder"),
+        lambda files: files.remove("folder"),
+        lambda files: files.replace("folder", b""),
+        lambda files: files.make_dir("file"),
+    ],
+)
+def test_a_name_of_the_wrong_kind_is_a_typed_error(files: Files, call: Callable[[Files], object]) -> None:
+    files.make_dir("folder")
+    files.create("file").close()
+    with pytest.raises(DiskFailed):
+        call(files)
+
+
+def test_a_closed_file_refuses_and_a_second_close_harms_nobody(files: Files) -> None:
+    closed = files.create("a")
+    closed.close()
+    other = files.create("b")  # on a real disk this gets the number the first one had
+    closed.close()
+    other.write_at(0, b"fine")
+    for call in (lambda: closed.write_at(0, b"x"), lambda: closed.allocate(9), closed.sync, closed.map):
+        with pytest.raises(DiskFailed):
+            call()
+    with pytest.raises(DiskFailed):
+        other.write_at(-1, b"x")
+    assert content(files, "b") == b"fine"
+
+
+def test_a_library_works_in_the_external_folder(files: Files) -> None:
+    files.make_dir("table")
+    files.replace("table/ours", b"from us")
+    path = Path(files.external("table"))
+    assert (path / "ours").read_bytes() == b"from us"
+    (path / "part=1").mkdir()
+    (path / "part=1" / "theirs").write_bytes(b"from them")
+    files.absorb("table")
+    assert files.list_dir("table") == ["ours", "part=1"]
+    assert content(files, "table/part=1/theirs") == b"from them"
+    files.sync_file("table/part=1/theirs")
+    files.sync_dir("table/part=1")
+    files.remove("table/part=1/theirs")
+    assert list((path / "part=1").iterdir()) == []
+    files.create("table/part=1/more").write_at(0, b"more")
+    assert (path / "part=1" / "more").read_bytes() == b"more"
+    assert files.external("table") == str(path)
+
+
+# ---- only a real folder ----------------------------------------------------------------------------------
+
+
+def test_one_process_holds_the_folder(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "data"
+    first, second = RealFiles(root), RealFiles(root)
+    first.lock()
+    with pytest.raises(SetupError, match="in use"):
+        second.lock()
+    first.unlock()
+    second.lock()
+    second.unlock()
+    second.unlock()
+
+
+def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from timeball.files import RealFiles\n"
+        "RealFiles(pathlib.Path(sys.argv[1])).lock(); print('held', flush=True); sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(SetupError):
+            RealFiles(tmp_path).lock()
+        holder.kill()
+        holder.wait()
+    again = RealFiles(tmp_path)
+    again.lock()
+    again.unlock()
+
+
+def test_a_full_disk_is_over_limit(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    file = RealFiles(tmp_path).open("full")
+    with pytest.raises(OverLimit, match="free some space"):
+        file.write_at(0, b"x")
+    file.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_file_system_refuses_the_allocation_and_goes_on_after_a_removal(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    try:
+        files = RealFiles(tmp_path)
+        file = files.create("a")
+        file.allocate(600_000)
+        other = files.create("b")
+        with pytest.raises(OverLimit):
+            other.allocate(600_000)
+        with pytest.raises(OverLimit):
+            files.replace("c", bytes(600_000))
+        file.close()
+        files.remove("a")
+        files.remove("c.new")
+        other.allocate(600_000)
+        other.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_limit_on_the_file_size_is_a_typed_error_and_keeps_what_was_there(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    file = files.create("a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(TimeballError):
+            file.write_at(0, b"x" * 10_000)
+        with pytest.raises(TimeballError):
+            file.allocate(10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.close()
+    assert content(files, "a") == b"x" * 4096
+
+
+def watch_fsync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The inode numbers that fsync is called for; it is still called."""
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def watched(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return synced
+
+
+def test_a_folder_left_unsynced_by_a_killed_run_is_synced_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name `log` is there, but nobody has synced the root since: make_dir must."""
+    (tmp_path / "log").mkdir()
+    synced = watch_fsync(monkeypatch)
+    RealFiles(tmp_path).make_dir("log")
+    assert tmp_path.stat().st_ino in synced
+
+
+def test_a_new_root_is_synced_into_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = watch_fsync(monkeypatch)
+    files = RealFiles(tmp_path / "a" / "data")
+    files.lock()
+    files.unlock()
+    assert {tmp_path.stat().st_ino, (tmp_path / "a").stat().st_ino} <= set(synced)
