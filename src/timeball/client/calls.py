@@ -1,0 +1,119 @@
+"""One call, one answer: actions and reads over a Flight connection, with our errors.
+
+A call that changes nothing, or that the broker recognises when it is repeated, is tried again a few times when
+no broker answers (it may be restarting); any other is tried once, because nobody can tell whether it was done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from timeball.client.failures import translated
+from timeball.errors import RequestError, Unavailable
+from timeball.message import READ_SCHEMA
+
+# Attempts after the first, and the pause before each: a broker restarts within seconds.
+RETRY_PAUSES_S = (0.1, 0.3, 1.0)
+# Verbs whose repetition changes nothing. Attach carries a job id and an epoch by which the broker knows it.
+REPEATABLE = frozenset({"status", "topics", "queues", "offsets", "commit", "attach", "compactor"})
+
+# gRPC waits up to 20 s before it looks again whether a broker has come back.
+_CHANNEL = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+T = TypeVar("T")
+
+
+class Calls:
+    """A connection to one broker. Connects with the first call. Thread safe."""
+
+    def __init__(self, endpoint: str, timeout_ms: int) -> None:
+        """`endpoint` as in grpc://host:port. RequestError if it is not of that form."""
+        self.endpoint = endpoint
+        self.timeout_ms = timeout_ms
+        self._closed = threading.Event()
+        if not endpoint.startswith(("grpc://", "grpc+tcp://", "grpc+tls://", "grpc+unix://")):
+            raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port")
+        try:
+            self.flight: Any = flight.FlightClient(endpoint, generic_options=_CHANNEL)
+        except (pa.ArrowException, flight.FlightError) as error:
+            raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port ({error})") from error
+
+    def close(self) -> None:
+        """Let go of the connection; calls that wait for another attempt give up."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self.flight.close()
+
+    def attempts(self) -> Iterator[bool]:
+        """For each attempt, after its pause: whether another may follow."""
+        yield True
+        for number, pause_s in enumerate(RETRY_PAUSES_S, 1):
+            if self._closed.wait(pause_s):
+                raise Unavailable("the client was closed")
+            yield number < len(RETRY_PAUSES_S)
+
+    def action(self, verb: str, body: object, answer: type[T]) -> T:
+        """Do an action: JSON out, JSON in, decoded as `answer`. `body` may be bytes that are JSON already."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        call = flight.Action(verb, data)
+
+        def once() -> T:
+            self._check_open()
+            options = flight.FlightCallOptions(timeout=self.timeout_ms / 1000)
+            results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
+            return msgspec.json.decode(results[0], type=answer)
+
+        return self._repeat(once) if verb in REPEATABLE else self._once(once)
+
+    def rows(self, ticket: dict[str, Any], wait_ms: int = 0) -> pa.RecordBatch:
+        """The one batch a ticket names, in READ_SCHEMA; `wait_ms` is how long the broker may take besides."""
+        data = flight.Ticket(msgspec.json.encode(ticket))
+
+        def once() -> pa.RecordBatch:
+            self._check_open()
+            options = flight.FlightCallOptions(timeout=(self.timeout_ms + wait_ms) / 1000)
+            table = self.flight.do_get(data, options).read_all()
+            batches = table.combine_chunks().to_batches()
+            return batches[0] if batches else pa.RecordBatch.from_pylist([], READ_SCHEMA)
+
+        return self._repeat(once)
+
+    def stream(self, ticket: dict[str, Any]) -> pa.RecordBatchReader:
+        """The batches a ticket names, as they come; without a time limit, because a log may be long."""
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with translated(self.endpoint):
+                for chunk in reader:
+                    yield chunk.data
+
+        self._check_open()
+        with translated(self.endpoint):
+            reader = self.flight.do_get(flight.Ticket(msgspec.json.encode(ticket)))
+        return pa.RecordBatchReader.from_batches(READ_SCHEMA, batches())
+
+    def _once(self, call: Callable[[], T]) -> T:
+        with translated(self.endpoint):
+            return call()
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        for more in self.attempts():
+            try:
+                return self._once(call)
+            except Unavailable:
+                if not more:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise RequestError("this Timeball client is closed")

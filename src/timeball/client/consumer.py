@@ -1,0 +1,194 @@
+"""Reading queues as a group: a position per queue that moves with each pull, and is kept by the broker on commit.
+
+Position and commit are two things, as in every log: the position is where the next pull reads, held by this
+client; the commit is where a client begins that comes after it. What is pulled and not committed is delivered
+again, so consuming is at least once. One client of a group reads all queues of a topic: queues are not shared
+out among clients here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.client.answers import QueueRange
+from timeball.client.calls import Calls
+from timeball.client.instants import After, delay_ms
+from timeball.client.messages import Message, view
+from timeball.clock import Clock
+from timeball.errors import RequestError
+
+COMMIT_INTERVAL_MS = 1_000  # at most this much is delivered again after a crash of the consumer
+Start = Literal["earliest", "latest"]
+
+
+class Positions:
+    """The next offset of each queue of one topic, for one group."""
+
+    def __init__(self, calls: Calls, topic: str, group: str, start: Start) -> None:
+        self._calls = calls
+        self._topic = topic
+        self._group = group
+        self._start = start
+        self.next: dict[int, int] = {}
+        self.committed: dict[int, int] = {}
+
+    def refresh(self) -> None:
+        """Learn of queues not known yet: from the group's commits, else from the start asked for."""
+        ranges = queues(self._calls, self._topic)
+        if ranges.keys() <= self.next.keys():
+            return
+        self.committed = {**offsets(self._calls, self._group, self._topic), **self.committed}
+        for queue, span in ranges.items():
+            first = span.min if self._start == "earliest" else span.max
+            self.next.setdefault(queue, self.committed.get(queue, first))
+
+    def move(self, batch: pa.RecordBatch) -> None:
+        """Behind the last row of each queue in the batch."""
+        queue_ids = batch.column("queue_id").to_numpy(zero_copy_only=False)
+        queue_offsets = batch.column("queue_offset").to_numpy(zero_copy_only=False)
+        for queue in np.unique(queue_ids):
+            self.next[int(queue)] = int(queue_offsets[queue_ids == queue].max()) + 1
+
+    def commit(self, wanted: dict[int, int]) -> None:
+        """Have the broker remember what differs from what it has."""
+        changed = {queue: offset for queue, offset in wanted.items() if self.committed.get(queue) != offset}
+        if changed:
+            commit(self._calls, self._group, self._topic, changed)
+            self.committed.update(changed)
+
+
+class Consumer:
+    """The reading half of a client. Thread safe; two threads of one group share one position."""
+
+    def __init__(self, calls: Calls, clock: Clock) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._positions: dict[tuple[str, str], tuple[threading.Lock, Positions]] = {}
+
+    def pull_batch(self, topic: str, group: str, rows: int, wait: After, start: Start) -> pa.RecordBatch:
+        """Up to `rows` rows in READ_SCHEMA behind the position, which moves on."""
+        if not 0 < rows <= limits.PULL_ROWS_MAX:
+            raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
+        wait_ms = min(delay_ms(wait), limits.PULL_WAIT_MS_MAX)
+        lock, positions = self._position(topic, group, start)
+        with lock:
+            if not positions.next:
+                positions.refresh()
+            batch = self._pull(topic, positions.next, rows, wait_ms)
+            if batch.num_rows:
+                positions.move(batch)
+            else:
+                positions.refresh()  # a quiet moment: queues may have been added
+            return batch
+
+    def pull(self, topic: str, group: str, rows: int, wait: After, start: Start) -> list[Message]:
+        """The same as messages."""
+        return view(self.pull_batch(topic, group, rows, wait, start), self._clock.wall_ms())
+
+    def commit(self, topic: str, group: str, wanted: dict[int, int] | None) -> None:
+        """Commit the positions, or the offsets given."""
+        lock, positions = self._position(topic, group, "earliest")
+        with lock:
+            positions.commit(dict(positions.next) if wanted is None else wanted)
+
+    def ack(self, group: str, messages: list[Message]) -> None:
+        """Commit behind the last of these messages in each of their queues."""
+        behind: dict[str, dict[int, int]] = {}
+        for message in messages:
+            queue, offset = message.queue_id, message.queue_offset + 1
+            offsets_of = behind.setdefault(message.topic, {})
+            offsets_of[queue] = max(offset, offsets_of.get(queue, 0))
+        for topic, wanted in behind.items():
+            self.commit(topic, group, wanted)
+
+    def consume(
+        self,
+        topic: str,
+        group: str,
+        rows: int,
+        idle: After | None,
+        stop: threading.Event | None,
+        start: Start,
+    ) -> Iterator[Message]:
+        """See Timeball.consume."""
+        wait_ms = limits.SECOND_MS * 10
+        idle_ms = None if idle is None else delay_ms(idle)
+        if idle_ms is not None:
+            wait_ms = min(wait_ms, idle_ms)
+        if stop is not None:
+            wait_ms = min(wait_ms, limits.SECOND_MS)
+        done: dict[int, int] = {}
+        last_ms = flushed_ms = self._monotonic_ms()
+        try:
+            while stop is None or not stop.is_set():
+                batch = self.pull(topic, group, rows, wait_ms / 1000, start)
+                for message in batch:
+                    yield message
+                    # The next one is asked for: this one is dealt with.
+                    done[message.queue_id] = message.queue_offset + 1
+                    if self._monotonic_ms() - flushed_ms >= COMMIT_INTERVAL_MS:
+                        self.commit(topic, group, dict(done))
+                        flushed_ms = self._monotonic_ms()
+                    if stop is not None and stop.is_set():
+                        return
+                now_ms = self._monotonic_ms()
+                if batch:
+                    self.commit(topic, group, dict(done))
+                    last_ms = flushed_ms = now_ms
+                elif idle_ms is not None and now_ms - last_ms >= idle_ms:
+                    return
+        finally:
+            self._rewind(topic, group, done)
+
+    def _rewind(self, topic: str, group: str, done: dict[int, int]) -> None:
+        """Commit what was dealt with; what was pulled besides is read again by the next pull."""
+        lock, positions = self._position(topic, group, "earliest")
+        with lock:
+            positions.commit(done)
+            positions.next.clear()
+
+    def _position(self, topic: str, group: str, start: Start) -> tuple[threading.Lock, Positions]:
+        with self._lock:
+            found = self._positions.get((topic, group))
+            if found is None:
+                found = threading.Lock(), Positions(self._calls, topic, group, start)
+                self._positions[topic, group] = found
+            return found
+
+    def _pull(self, topic: str, wanted: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
+        ticket: dict[str, Any] = {
+            "read": "pull",
+            "topic": topic,
+            "offsets": {str(queue): offset for queue, offset in wanted.items()},
+            "rows": rows,
+            "wait_ms": wait_ms,
+        }
+        return self._calls.rows(ticket, wait_ms)
+
+    def _monotonic_ms(self) -> int:
+        return self._clock.monotonic_ns() // 1_000_000
+
+
+def queues(calls: Calls, topic: str) -> dict[int, QueueRange]:
+    """First and next offset of each queue of a topic; NotFound."""
+    found = calls.action("queues", {"topic": topic}, dict[str, dict[int, QueueRange]])
+    return found["queues"]
+
+
+def offsets(calls: Calls, group: str, topic: str) -> dict[int, int]:
+    """What a group has committed."""
+    found = calls.action("offsets", {"group": group, "topic": topic}, dict[str, dict[int, int]])
+    return found["offsets"]
+
+
+def commit(calls: Calls, group: str, topic: str, wanted: dict[int, int]) -> None:
+    """Have the broker remember these offsets."""
+    body = {"group": group, "topic": topic, "offsets": {str(q): offset for q, offset in wanted.items()}}
+    calls.action("commit", body, dict[str, Any])

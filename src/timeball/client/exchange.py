@@ -1,0 +1,153 @@
+"""One open send stream: batches out, acknowledgements in, in the same order.
+
+A batch is in one of three states, and the caller always learns which:
+
+    never sent   `NotSent`: the stream was dead before the batch was on it; sending it again is safe
+    answered     the future has the acknowledgement, or the broker's error: nothing of it was kept
+    lost         the stream broke in between: the future has `Lost`; the broker may or may not have it
+
+A reading thread settles the futures; any thread may submit. A full network makes `submit` wait: that is the
+broker's back-pressure.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from timeball.client.answers import SendAck
+from timeball.client.failures import translate
+from timeball.errors import TimeballError, Unavailable, from_code
+
+_CLOSE_WAIT_S = 5.0
+
+
+class NotSent(Unavailable):
+    """The stream was dead before the batch was written."""
+
+    code = "not_sent"
+
+
+class Lost(Unavailable):
+    """The stream broke before the answer came."""
+
+    code = "answer_lost"
+
+
+class _Answer(msgspec.Struct):
+    """An acknowledgement or a refusal; which of the two, the fields say."""
+
+    first_seq: int = -1
+    rows: int = 0
+    store_ms: int = 0
+    error: str | None = None
+    text: str = ""
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+class SendExchange:
+    """See the module. Opens when built; raises NotSent when there is nobody to open it to."""
+
+    def __init__(self, client: Any, schema: pa.Schema, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._waiting: deque[Future[SendAck]] = deque()
+        self._state = threading.Lock()
+        self._write = threading.Lock()
+        self._end: TimeballError | None = None
+        self._finished = False
+        try:
+            descriptor = flight.FlightDescriptor.for_path(b"send")
+            self._writer, self._reader = client.do_exchange(descriptor)
+            self._writer.begin(schema)
+        except (pa.ArrowException, flight.FlightError) as error:
+            raise NotSent(str(translate(error, endpoint))) from error
+        self._thread = threading.Thread(target=self._read, name="timeball-acks", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be written to, as far as known."""
+        return self._end is None and not self._finished
+
+    def submit(self, batch: pa.RecordBatch) -> Future[SendAck]:
+        """Write a batch of the stream's schema; the future gets its answer. Raises NotSent."""
+        future: Future[SendAck] = Future()
+        with self._write:
+            with self._state:
+                if self._end is not None or self._finished:
+                    raise NotSent(str(self._end or "the stream is closed"))
+                self._waiting.append(future)
+            try:
+                self._writer.write_batch(batch)
+            except (pa.ArrowException, flight.FlightError) as error:
+                with self._state:
+                    if future in self._waiting:
+                        self._waiting.remove(future)
+                # The broker may have said why, to whoever reads.
+                self._thread.join(_CLOSE_WAIT_S)
+                reason = self._end if self._end is not None else translate(error, self._endpoint)
+                if not isinstance(reason, Unavailable):
+                    raise reason from error
+                raise NotSent(str(reason)) from error
+        return future
+
+    def finish(self) -> None:
+        """Say that nothing more comes; the answers still do."""
+        with self._write:
+            if not self._finished:
+                self._finished = True
+                try:
+                    self._writer.done_writing()
+                except (pa.ArrowException, flight.FlightError):
+                    pass  # it is broken: the reading thread knows why
+
+    def close(self) -> None:
+        """Finish, wait a little for the last answers, and let go."""
+        self.finish()
+        self._thread.join(_CLOSE_WAIT_S)
+        if self._thread.is_alive():
+            self._reader.cancel()
+            self._thread.join()
+        try:
+            self._writer.close()
+        except (pa.ArrowException, flight.FlightError):
+            pass  # whoever waited for an answer has been told
+
+    def _read(self) -> None:
+        end: TimeballError = Lost(f"{self._endpoint} closed the stream")
+        try:
+            while True:
+                metadata = self._reader.read_chunk().app_metadata
+                if metadata is not None:
+                    self._settle(_decoder.decode(metadata))
+        except StopIteration:
+            pass
+        except (pa.ArrowException, flight.FlightError) as error:
+            end = translate(error, self._endpoint)
+            if type(end) is Unavailable:
+                end = Lost(f"{end}; a message under way may or may not have been accepted")
+        except msgspec.MsgspecError as error:
+            end = Lost(f"{self._endpoint} sent an answer that cannot be read: {error}")
+        with self._state:
+            self._end = end
+            lost, self._waiting = self._waiting, deque()
+        for future in lost:
+            future.set_exception(end)
+
+    def _settle(self, answer: _Answer) -> None:
+        with self._state:
+            future = self._waiting.popleft() if self._waiting else None
+        if future is None:
+            return  # its writer failed and has been told that nothing was sent
+        if answer.error is not None:
+            future.set_exception(from_code(answer.error, answer.text))
+        else:
+            future.set_result(SendAck(answer.first_seq, answer.rows, answer.store_ms))

@@ -1,0 +1,123 @@
+"""What a person writes for `after=` and `at=`, as milliseconds.
+
+`after` is relative and stays relative until the broker admits the message, so that a wrong clock on this
+machine does not move it. `at` is absolute. Fractions of a millisecond are rounded up: never early.
+
+Refused, with the reason: negative, not a number, further away than the broker's limit, a datetime without a
+zone (whose noon?), and whole seconds where milliseconds are meant.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, datetime, timedelta
+from fractions import Fraction
+from operator import index
+from typing import SupportsIndex
+
+from timeball import limits
+from timeball.errors import InvalidDelay
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+_UNIT_MS = {
+    "ms": 1,
+    "s": limits.SECOND_MS,
+    "m": limits.MINUTE_MS,
+    "h": limits.HOUR_MS,
+    "d": limits.DAY_MS,
+    "w": 7 * limits.DAY_MS,
+}
+_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(ms|[smhdw])")
+_TEXT_MAX = 100
+# An `at` below this, 1973 in milliseconds, is 5138 in seconds: certainly meant as seconds.
+_SECONDS_BELOW = 100_000_000_000
+
+After = float | SupportsIndex | timedelta | str
+At = datetime | SupportsIndex
+
+
+def delay_ms(after: After) -> int:
+    """Milliseconds of a delay: seconds, a timedelta, or text such as "250ms", "30m", "1h30m", "1.5d".
+
+    >>> delay_ms("1h30m"), delay_ms(2.5), delay_ms(timedelta(days=40))
+    (5400000, 2500, 3456000000)
+    """
+    if isinstance(after, bool):
+        raise InvalidDelay(f"after={after}: a number of seconds, a timedelta, or text like '30m'")
+    if isinstance(after, str):
+        delay = _parse(after)
+    elif isinstance(after, timedelta):
+        delay = -(-(after // _MICROSECOND) // 1000)
+    elif isinstance(after, float):
+        if not math.isfinite(after):
+            raise InvalidDelay(f"after={after}: not a number of seconds")
+        # 0.29 means 290 ms, though that float lies a hair above: take the number as it is written.
+        delay = math.ceil(Fraction(repr(float(after))) * limits.SECOND_MS)
+    elif isinstance(after, SupportsIndex):
+        delay = index(after) * limits.SECOND_MS
+    else:
+        raise InvalidDelay(f"after={after!r}: a number of seconds, a timedelta, or text like '30m'")
+    if delay < 0:
+        raise InvalidDelay(f"after={_shown(after)}: negative; leave it out to deliver at once")
+    if delay > limits.DELAY_MS_MAX:
+        days = limits.DELAY_MS_MAX // limits.DAY_MS
+        raise InvalidDelay(f"after={_shown(after)}: further away than {days} days, the most a broker takes")
+    return delay
+
+
+def due_ms(at: At) -> int:
+    """Milliseconds since 1970 UTC of an instant: an aware datetime, or that number itself.
+
+    >>> due_ms(datetime(2026, 1, 1, tzinfo=UTC))
+    1767225600000
+    """
+    if isinstance(at, datetime):
+        if at.tzinfo is None or at.utcoffset() is None:
+            raise InvalidDelay(
+                f"at={at.isoformat()}: without a time zone it names a different instant on each machine; "
+                "use datetime.now(timezone.utc), or add tzinfo=…"
+            )
+        due = -(-((at - _EPOCH) // _MICROSECOND) // 1000)
+    elif isinstance(at, SupportsIndex) and not isinstance(at, bool):
+        due = index(at)
+        if 0 < due < _SECONDS_BELOW:
+            raise InvalidDelay(f"at={at}: milliseconds since 1970 are meant; this looks like seconds")
+    else:
+        raise InvalidDelay(f"at={at!r}: an aware datetime, or milliseconds since 1970 as an int")
+    if not 0 <= due <= limits.INSTANT_MS_MAX:
+        raise InvalidDelay(f"at={_shown(at)}: an instant lies between 1970 and 9999")
+    return due
+
+
+def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
+    """(delay_ms, due_ms) of a message: at most one of them is not None."""
+    if after is not None and at is not None:
+        raise InvalidDelay("after= and at= name two instants; give one of them")
+    return (
+        None if after is None else delay_ms(after),
+        None if at is None else due_ms(at),
+    )
+
+
+def _parse(text: str) -> int:
+    compact = text.strip().lower()
+    total, end = Fraction(0), 0
+    if len(compact) <= _TEXT_MAX:
+        for part in _PART.finditer(compact):
+            if part.start() != end:
+                break
+            total += Fraction(part[1]) * _UNIT_MS[part[2]]
+            end = part.end()
+    if not compact or end != len(compact):
+        raise InvalidDelay(f"after={_shown(text)}: numbers with units, as in '30m', '1h30m', '250ms', '2d'")
+    return math.ceil(total)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,116 @@
+"""A message as a consumer sees it: a view of one row of a batch. Nothing is copied or decoded until asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from timeball.message import decode_properties
+
+
+class Message:
+    """One visible message. Instants are milliseconds since 1970 UTC."""
+
+    __slots__ = ("_batch", "_row", "received_ms")
+
+    def __init__(self, batch: pa.RecordBatch, row: int, received_ms: int) -> None:
+        self._batch = batch
+        self._row = row
+        self.received_ms = received_ms  # when this client got it, by its own clock
+
+    def _value(self, column: str) -> Any:
+        return self._batch.column(column)[self._row].as_py()
+
+    @property
+    def topic(self) -> str:
+        """The topic it was sent to."""
+        return str(self._value("topic"))
+
+    @property
+    def body(self) -> bytes:
+        """What the producer sent."""
+        body: bytes = self._value("body") or b""
+        return body
+
+    @property
+    def tag(self) -> str | None:
+        """RocketMQ's tag: one word to filter by."""
+        tag: str | None = self._value("tag")
+        return tag
+
+    @property
+    def keys(self) -> list[str]:
+        """The business keys it can be found and cancelled by."""
+        return (self._value("keys") or "").split()
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """The producer's own properties."""
+        return decode_properties(self._value("properties") or "")
+
+    @property
+    def id(self) -> str | None:
+        """The id its sender knows."""
+        key: str | None = self._value("unique_key")
+        return key
+
+    @property
+    def seq(self) -> int:
+        """Its place in the log. For a delayed message: of its release, not of its promise."""
+        return int(self._value("seq"))
+
+    @property
+    def promise_seq(self) -> int | None:
+        """The sequence number in the sender's receipt, if it was delayed."""
+        seq: int | None = self._value("source_seq")
+        return seq
+
+    @property
+    def queue_id(self) -> int:
+        """Which queue of its topic it is in."""
+        return int(self._value("queue_id"))
+
+    @property
+    def queue_offset(self) -> int:
+        """Its place in that queue."""
+        return int(self._value("queue_offset"))
+
+    @property
+    def born_ms(self) -> int | None:
+        """When its producer made it, by the producer's clock."""
+        instant: int | None = self._value("born_ms")
+        return instant
+
+    @property
+    def store_ms(self) -> int:
+        """When it became visible, by the broker's clock."""
+        return int(self._value("store_ms"))
+
+    @property
+    def due_ms(self) -> int | None:
+        """When it was to become visible; None if it was not delayed."""
+        instant: int | None = self._value("due_ms")
+        return instant
+
+    @property
+    def lateness_ms(self) -> int | None:
+        """How long after its instant it became visible; None if it was not delayed. Never negative."""
+        due_ms = self.due_ms
+        return None if due_ms is None else self.store_ms - due_ms
+
+    @property
+    def attempts(self) -> int:
+        """How often it was consumed before and given back."""
+        return int(self._value("reconsume_times") or 0)
+
+    def __repr__(self) -> str:
+        return (
+            f"Message(topic={self.topic!r}, id={self.id!r}, queue_id={self.queue_id}, "
+            f"queue_offset={self.queue_offset}, body={len(self.body)} bytes)"
+        )
+
+
+def view(batch: pa.RecordBatch, received_ms: int) -> list[Message]:
+    """The rows of a batch in READ_SCHEMA as messages."""
+    return [Message(batch, row, received_ms) for row in range(batch.num_rows)]

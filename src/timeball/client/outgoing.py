@@ -1,0 +1,245 @@
+"""What a program has, as the record batches that a send stream takes.
+
+One message becomes a batch of one row in `ONE_SCHEMA`. Many come as a table, a batch, a reader or a list of
+dicts; their columns are those of the Flight protocol, and besides, for people:
+
+    at      timestamp with a time zone -> due_ms      (dicts: what `send(at=…)` takes)
+    after   duration, or seconds       -> delay_ms    (dicts: what `send(after=…)` takes)
+
+Ids and birth times are filled in where they are missing. Unknown columns are left for the broker to refuse by
+name, so that the rule stands in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.client.identifiers import IDENTIFIERS
+from timeball.client.instants import After, At, when
+from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END, encode_properties
+
+ONE_SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("body", pa.binary()),
+        ("tag", pa.string()),
+        ("keys", pa.string()),
+        ("unique_key", pa.string()),
+        ("properties", pa.string()),
+        ("born_ms", pa.int64()),
+        ("due_ms", pa.int64()),
+        ("delay_ms", pa.int64()),
+    ]
+)
+BATCH_BYTES = 16 * 1024 * 1024  # a batch is cut in halves until it is smaller, or one row
+
+Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
+Body: TypeAlias = bytes | bytearray | memoryview | str
+Keys: TypeAlias = str | Iterable[str]
+
+
+def one(
+    topic: str,
+    body: Body,
+    tag: str | None,
+    keys: Keys | None,
+    properties: Mapping[str, str] | None,
+    message_id: str,
+    born_ms: int,
+    delay_ms: int | None,
+    due_ms: int | None,
+) -> pa.RecordBatch:
+    """A batch of one message; raises InvalidMessage."""
+    row = (
+        topic,
+        _bytes(body),
+        tag,
+        _keys(keys),
+        message_id,
+        _properties(properties),
+        born_ms,
+        due_ms,
+        delay_ms,
+    )
+    try:
+        columns = [pa.array([value], field.type) for value, field in zip(row, ONE_SCHEMA)]
+    except (pa.ArrowException, TypeError, UnicodeError) as error:
+        raise InvalidMessage(f"topic, tag and message_id are text: {error}") from error
+    return pa.RecordBatch.from_arrays(columns, schema=ONE_SCHEMA)
+
+
+def batches(rows: Rows, topic: str | None, batch_rows: int, born_ms: int) -> Iterator[pa.RecordBatch]:
+    """Batches of at most `batch_rows` rows, all of one schema, with ids; raises InvalidMessage, InvalidDelay."""
+    for batch in _record_batches(rows, batch_rows):
+        for start in range(0, batch.num_rows, batch_rows):
+            yield from _halves(complete(batch.slice(start, batch_rows), topic, born_ms))
+
+
+def _record_batches(rows: Rows, batch_rows: int) -> Iterator[pa.RecordBatch]:
+    if isinstance(rows, pa.RecordBatch):
+        yield rows
+    elif isinstance(rows, pa.Table):
+        yield from rows.to_batches(max_chunksize=batch_rows)
+    elif isinstance(rows, pa.RecordBatchReader):
+        yield from rows
+    elif isinstance(rows, (str, bytes, Mapping)):
+        raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
+    else:
+        part: list[Mapping[str, Any]] = []
+        for row in rows:
+            part.append(row)
+            if len(part) == batch_rows:
+                yield from_dicts(part)
+                part = []
+        if part:
+            yield from_dicts(part)
+
+
+def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.RecordBatch:
+    """The batch with `at` and `after` as due_ms and delay_ms, and with topic, ids and birth times."""
+    columns = dict(zip(batch.schema.names, batch.columns))
+    if len(columns) != batch.num_columns:
+        raise InvalidMessage(f"two columns have one name: {', '.join(batch.schema.names)}")
+    for name, target, convert in (("at", "due_ms", due_column), ("after", "delay_ms", delay_column)):
+        if name in columns:
+            if target in columns:
+                raise InvalidDelay(f"columns {name!r} and {target!r} name two instants; give one of them")
+            columns[target] = convert(columns.pop(name))
+    if topic is not None and "topic" not in columns:
+        columns["topic"] = pa.repeat(topic, batch.num_rows)
+    columns.setdefault("born_ms", pa.repeat(pa.scalar(born_ms, pa.int64()), batch.num_rows))
+    given = columns.get("unique_key")
+    if given is None or given.null_count:
+        made = IDENTIFIERS.take_many(batch.num_rows)
+        columns["unique_key"] = made if given is None else pc.coalesce(pc.cast(given, pa.string()), made)
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def due_column(column: pa.Array) -> pa.Array:
+    """Epoch milliseconds of a timestamp column with a time zone, fractions rounded up."""
+    if not pa.types.is_timestamp(column.type) or column.type.tz is None:
+        raise InvalidDelay(
+            f"column 'at' is {column.type}; it must be a timestamp with a time zone (else: whose noon?), "
+            "or give due_ms, milliseconds since 1970"
+        )
+    up = pc.ceil_temporal(pc.cast(column, pa.timestamp(column.type.unit)), 1, "millisecond")
+    return pc.cast(pc.cast(up, pa.timestamp("ms")), pa.int64())
+
+
+def delay_column(column: pa.Array) -> pa.Array:
+    """Milliseconds of a column of durations or of seconds, fractions rounded up."""
+    if pa.types.is_duration(column.type):
+        per_ms = {"s": None, "ms": 1, "us": 1_000, "ns": 1_000_000}[column.type.unit]
+        count = pc.cast(column, pa.int64())
+        if per_ms is None:
+            return pc.multiply_checked(count, 1_000)
+        return pc.divide(pc.add_checked(count, per_ms - 1), per_ms)
+    if pa.types.is_integer(column.type):
+        return pc.multiply_checked(pc.cast(column, pa.int64()), 1_000)
+    if pa.types.is_floating(column.type):
+        try:
+            return pc.cast(pc.ceil(pc.round(pc.multiply(column, 1_000.0), 6)), pa.int64())
+        except pa.ArrowInvalid as error:
+            raise InvalidDelay(f"column 'after' has a value that is no number of seconds: {error}") from error
+    raise InvalidDelay(f"column 'after' is {column.type}; it must be a duration or a number of seconds")
+
+
+def from_dicts(rows: list[Mapping[str, Any]]) -> pa.RecordBatch:
+    """Dicts with the arguments of `send` (and the protocol's columns) as a batch; every column nullable."""
+    names: dict[str, None] = {}
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        names.update(dict.fromkeys(row))
+    if "message_id" in names:
+        names = dict.fromkeys("unique_key" if name == "message_id" else name for name in names)
+    delayed = [when(row.get("after"), row.get("at")) for row in rows]
+    for name in names:
+        if name == "after":
+            columns["delay_ms"] = [_only(row, "delay_ms", ms[0]) for row, ms in zip(rows, delayed)]
+        elif name == "at":
+            columns["due_ms"] = [_only(row, "due_ms", ms[1]) for row, ms in zip(rows, delayed)]
+        elif name not in columns:
+            columns[name] = [_cell(row, name) for row in rows]
+    # All batches of a stream have one schema, whichever keys the dicts of one of them happen to have.
+    typed: dict[str, pa.Array] = {}
+    try:
+        for name in dict.fromkeys([*ONE_SCHEMA.names, *columns]):
+            if name in ("topic", "unique_key") and name not in columns:
+                continue  # `complete` fills them in
+            values = columns.get(name, [None] * len(rows))
+            wanted = ONE_SCHEMA.field(name).type if name in ONE_SCHEMA.names else None
+            typed[name] = pa.array(values, wanted)
+    except (pa.ArrowException, TypeError, UnicodeError, OverflowError) as error:
+        raise InvalidMessage(f"column {name!r}: {error}") from error
+    return pa.RecordBatch.from_arrays(list(typed.values()), names=list(typed))
+
+
+def _only(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
+    """`after` beside `delay_ms` (or `at` beside `due_ms`) in one dict would be two instants."""
+    given: int | None = row.get(name)
+    if given is not None and value is not None:
+        raise InvalidDelay(f"a message with two instants: {name}={given} and {value}")
+    return value if given is None else given
+
+
+def _cell(row: Mapping[str, Any], name: str) -> Any:
+    value = row.get(name)
+    if name == "unique_key" and value is None:
+        return row.get("message_id")
+    if value is None:
+        return None
+    if name == "body":
+        return _bytes(value)
+    if name == "keys":
+        return _keys(value)
+    if name == "properties" and not isinstance(value, str):
+        return _properties(value)
+    return value
+
+
+def _bytes(body: Body) -> bytes:
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, str):
+        return body.encode()
+    if isinstance(body, (bytearray, memoryview)):
+        return bytes(body)
+    raise InvalidMessage(f"a body is bytes or str, not {type(body).__name__}; encode it first")
+
+
+def _keys(keys: Keys | None) -> str | None:
+    if keys is None or isinstance(keys, str):
+        return keys
+    parts = list(keys)
+    for part in parts:
+        if not isinstance(part, str) or not part or any(c.isspace() for c in part):
+            raise InvalidMessage(f"key {part!r}: text without blanks, because blanks separate keys")
+    return " ".join(parts)
+
+
+def _properties(properties: Mapping[str, str] | None) -> str | None:
+    if not properties:
+        return None
+    for name, value in properties.items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name:
+            raise InvalidMessage(f"property {name!r}: names and values are text")
+        if any(mark in name or mark in value for mark in (PROPERTY_NAME_END, PROPERTY_END)):
+            raise InvalidMessage(f"property {name!r}: the characters U+0001 and U+0002 separate properties")
+    return encode_properties(dict(properties))
+
+
+def _halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    if batch.nbytes <= BATCH_BYTES or batch.num_rows <= 1:
+        yield batch
+        return
+    middle = batch.num_rows // 2
+    yield from _halves(batch.slice(0, middle))
+    yield from _halves(batch.slice(middle))
+
+
+__all__ = ["BATCH_BYTES", "ONE_SCHEMA", "After", "At", "Body", "Keys", "Rows", "batches", "complete", "one"]

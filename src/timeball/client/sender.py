@@ -1,0 +1,170 @@
+"""Sending: one message over a stream that stays open, many over a stream of their own.
+
+What is repeated, and what is not. A batch that was never written (`NotSent`) is tried again on a new stream, a
+few times. A batch whose answer was lost is not: the broker may have it, and sending it again would deliver it
+twice. Who prefers twice to never says `retry=True`; the message keeps its id, so that its consumers can tell.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import NoReturn
+
+import pyarrow as pa
+
+from timeball.client.answers import RefusedRows, SendAck, SendSummary
+from timeball.client.calls import Calls
+from timeball.client.exchange import Lost, NotSent, SendExchange
+from timeball.client.outgoing import ONE_SCHEMA, Rows, batches
+from timeball.clock import Clock
+from timeball.errors import RequestError, TimeballError, Unavailable
+
+
+class Sender:
+    """The sending half of a client. Thread safe."""
+
+    def __init__(self, calls: Calls, clock: Clock) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._opening = threading.Lock()
+        self._exchange: SendExchange | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Finish the open stream; answers under way are waited for, a little."""
+        with self._opening:
+            self._closed = True
+            exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    def send(self, batch: pa.RecordBatch, *, retry: bool) -> SendAck:
+        """A batch in ONE_SCHEMA, on disk when this returns. Raises what the broker says, or Unavailable."""
+        for more in self._calls.attempts():
+            try:
+                return self._outcome(self._open().submit(batch))
+            except NotSent:
+                if not more:
+                    raise
+            except Unavailable:
+                if not (more and retry):
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def send_many(
+        self, rows: Rows, topic: str | None, batch_rows: int, window: int, collect: bool
+    ) -> SendSummary:
+        """See Timeball.send_many."""
+        run = _Run(self._calls, window, collect)
+        try:
+            for batch in batches(rows, topic, batch_rows, self._clock.wall_ms()):
+                run.put(batch)
+            return run.end()
+        finally:
+            run.close()
+
+    def _open(self) -> SendExchange:
+        with self._opening:
+            if self._closed:
+                raise RequestError("this Timeball client is closed")
+            if self._exchange is None or not self._exchange.alive:
+                self._exchange = SendExchange(self._calls.flight, ONE_SCHEMA, self._calls.endpoint)
+            return self._exchange
+
+    def _outcome(self, future: Future[SendAck]) -> SendAck:
+        return outcome(future, self._calls.timeout_ms, self._calls.endpoint)
+
+
+def outcome(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
+    """The answer to a batch; Lost when it does not come in time."""
+    try:
+        return future.result(timeout_ms / 1000)
+    except TimeoutError:
+        raise Lost(
+            f"{endpoint} did not answer within {timeout_ms} ms; the message may or may not have been accepted"
+        ) from None
+
+
+class _Run:
+    """One send_many: a stream opened with the first batch, and the batches it has not been answered for."""
+
+    def __init__(self, calls: Calls, window: int, collect: bool) -> None:
+        self._calls = calls
+        self._window = window
+        self._collect = collect
+        self._exchange: SendExchange | None = None
+        self._schema: pa.Schema | None = None
+        self._waiting: deque[tuple[int, int, Future[SendAck]]] = deque()
+        self._rows = 0
+        self._ranges: list[tuple[int, int]] = []
+        self._refused: list[RefusedRows] = []
+        self._ids: list[pa.Array] = []
+
+    def put(self, batch: pa.RecordBatch) -> None:
+        """Send a batch, after waiting for room in the window."""
+        while len(self._waiting) >= self._window:
+            self._settle()
+        first_row = self._rows
+        self._rows += batch.num_rows
+        self._ids.append(batch.column("unique_key"))
+        self._waiting.append((first_row, batch.num_rows, self._submit(batch)))
+
+    def end(self) -> SendSummary:
+        """Wait for the last answers."""
+        while self._waiting:
+            self._settle()
+        ids = pa.chunked_array(self._ids, pa.string()) if self._ids else pa.chunked_array([], pa.string())
+        return SendSummary(self._rows, self._ranges, self._refused, ids)
+
+    def close(self) -> None:
+        """Let go of the stream."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def _submit(self, batch: pa.RecordBatch) -> Future[SendAck]:
+        if self._schema is not None and batch.schema != self._schema:
+            try:
+                batch = batch.select(self._schema.names).cast(self._schema)
+            except (pa.ArrowException, KeyError, ValueError) as error:
+                raise RequestError(f"all batches of one send_many have one schema: {error}") from error
+        self._schema = batch.schema
+        for more in self._calls.attempts():
+            try:
+                if self._exchange is None or not self._exchange.alive:
+                    # A stream that broke has batches whose fate is unknown: `_settle` will say so.
+                    if self._waiting:
+                        self._drain_lost()
+                    self._exchange = SendExchange(self._calls.flight, self._schema, self._calls.endpoint)
+                return self._exchange.submit(batch)
+            except NotSent:
+                if not more:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _drain_lost(self) -> None:
+        while self._waiting:
+            self._settle()
+
+    def _settle(self) -> None:
+        first_row, rows, future = self._waiting.popleft()
+        try:
+            ack = outcome(future, self._calls.timeout_ms, self._calls.endpoint)
+        except TimeballError as error:
+            self._refused.append(RefusedRows(first_row, rows, error))
+            if isinstance(error, Unavailable) or not self._collect:
+                self._fail(self._refused[-1])
+        else:
+            self._ranges.append((ack.first_seq, ack.rows))
+
+    def _fail(self, refused: RefusedRows) -> NoReturn:
+        """Raise this refusal, after counting what else is known to be accepted."""
+        self._collect = True
+        while self._waiting and (self._waiting[0][2].done() or not isinstance(refused.error, Unavailable)):
+            self._settle()
+        accepted = sum(count for _, count in self._ranges)
+        raise type(refused.error)(
+            f"rows {refused.first_row} to {refused.first_row + refused.rows - 1}: {refused.error} "
+            f"(of {self._rows} rows sent so far, {accepted} are known to be accepted)"
+        ) from refused.error

@@ -1,0 +1,324 @@
+"""Timeball, the client: hand a message over now, and it is in its queue at the instant you named.
+
+    from timeball import Timeball
+
+    with Timeball("grpc://127.0.0.1:7400") as ball:
+        ball.send("orders", "close order 17 if unpaid", after="30m")
+
+One object serves any number of threads. It connects with its first call and again when the broker has been
+away. When a method returns, what it says is on the broker's disk; when it raises, the error's class says who
+must act (`timeball.errors`), and its sentence says what to do.
+
+In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import pyarrow as pa
+
+from timeball import limits
+from timeball.client import consumer, outgoing
+from timeball.client.answers import Attached, QueueRange, Receipt, SendSummary, Verdict
+from timeball.client.calls import Calls
+from timeball.client.consumer import Consumer, Start
+from timeball.client.identifiers import IDENTIFIERS
+from timeball.client.instants import After, At, when
+from timeball.client.messages import Message
+from timeball.client.outgoing import Body, Keys, Rows
+from timeball.client.sender import Sender
+from timeball.clock import SystemClock
+from timeball.errors import RequestError
+
+ENDPOINT = "grpc://127.0.0.1:7400"
+BATCH_ROWS = 8_192
+WINDOW = 32  # batches of a send_many on their way at once
+
+
+class Timeball:
+    """A connection to a broker; a context manager.
+
+    >>> with Timeball(endpoint) as ball:
+    ...     receipt = ball.send("greetings", "hello", after="5m")
+    >>> receipt.due_ms > receipt.store_ms
+    True
+    """
+
+    def __init__(self, endpoint: str = ENDPOINT, *, timeout_ms: int = 30_000) -> None:
+        """`timeout_ms`: how long any answer may take, long polls apart."""
+        if timeout_ms <= 0:
+            raise RequestError(f"timeout_ms={timeout_ms}: at least 1")
+        clock = SystemClock()
+        self._clock = clock
+        self._calls = Calls(endpoint, timeout_ms)
+        self._sender = Sender(self._calls, clock)
+        self._consumer = Consumer(self._calls, clock)
+
+    def close(self) -> None:
+        """Let go of the connection. Answers under way are waited for, a little."""
+        self._sender.close()
+        self._calls.close()
+
+    def __enter__(self) -> Timeball:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- sending ----------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        topic: str,
+        body: Body,
+        *,
+        tag: str | None = None,
+        keys: Keys | None = None,
+        properties: Mapping[str, str] | None = None,
+        after: After | None = None,
+        at: At | None = None,
+        message_id: str | None = None,
+        retry: bool = False,
+    ) -> Receipt:
+        """Send one message: visible at once, `after` a while, or `at` an instant.
+
+        `after`: seconds, a timedelta, or text ("250ms", "30m", "1h30m"). `at`: an aware datetime, or milliseconds
+        since 1970. `keys`: names it can be cancelled by, blank-separated or a list. `message_id`: made if not
+        given. `retry`: send again if the answer was lost, at the risk of delivering twice.
+
+        Raises InvalidMessage, InvalidDelay, OverLimit; Unavailable if the broker cannot be reached, or the answer
+        was lost (the text says which).
+
+        >>> ball = Timeball(endpoint)
+        >>> ball.send("orders", b"close order 17 if unpaid", keys="order-17", after="30m").seq >= 0
+        True
+        >>> from datetime import datetime, timedelta, timezone
+        >>> tomorrow = datetime.now(timezone.utc) + timedelta(days=1)
+        >>> len(ball.send("orders", "remind customer 4", at=tomorrow).id)
+        32
+        >>> ball.send("orders", "what?", at=datetime(2030, 1, 1))
+        Traceback (most recent call last):
+        timeball.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
+        >>> ball.close()
+        """
+        relative_ms, due_ms = when(after, at)
+        key = IDENTIFIERS.take() if message_id is None else message_id
+        batch = outgoing.one(
+            topic, body, tag, keys, properties, key, self._clock.wall_ms(), relative_ms, due_ms
+        )
+        ack = self._sender.send(batch, retry=retry)
+        if relative_ms is not None:
+            due_ms = ack.store_ms + relative_ms
+        return Receipt(key, ack.first_seq, due_ms, ack.store_ms)
+
+    def send_many(
+        self,
+        rows: Rows,
+        *,
+        topic: str | None = None,
+        batch_rows: int = BATCH_ROWS,
+        window: int = WINDOW,
+        on_refused: Literal["raise", "collect"] = "raise",
+    ) -> SendSummary:
+        """Send a table, a record batch, a reader or an iterable of dicts; pipelined, a batch atomic.
+
+        Columns (or keys of the dicts): topic and body, and of tag, keys, properties, unique_key, queue_id, born_ms,
+        flag, due_ms, delay_ms, at (timestamp with zone), after (duration or seconds) what there is. `topic` fills a
+        missing column. Returns when every batch was answered. A refused batch ends it with the broker's error, in
+        which the text names the rows; with on_refused="collect" it goes on, and the summary lists them.
+
+        >>> import pyarrow as pa
+        >>> with Timeball(endpoint) as ball:
+        ...     orders = pa.table({"body": [b"17", b"18"], "delay_ms": [60_000, 90_000]})
+        ...     ball.send_many(orders, topic="orders").rows
+        2
+        """
+        if not 0 < batch_rows <= limits.FRAME_ROWS_MAX:
+            raise RequestError(f"batch_rows={batch_rows}: between 1 and {limits.FRAME_ROWS_MAX}")
+        if window < 1:
+            raise RequestError(f"window={window}: at least 1")
+        if on_refused not in ("raise", "collect"):
+            raise RequestError(f"on_refused={on_refused!r}: 'raise' or 'collect'")
+        return self._sender.send_many(rows, topic, batch_rows, window, on_refused == "collect")
+
+    @overload
+    def cancel(self, id: str) -> Verdict: ...
+    @overload
+    def cancel(self, *, key: str) -> list[Verdict]: ...
+    @overload
+    def cancel(self, *, ids: Iterable[str]) -> list[Verdict]: ...
+    def cancel(
+        self, id: str | None = None, *, key: str | None = None, ids: Iterable[str] | None = None
+    ) -> Verdict | list[Verdict]:
+        """Take a delayed message back: by its id, several by their ids, or all that have a key.
+
+        A verdict is definite: `cancelled` will not be delivered, `released` was too late. An id that several
+        promises share has one verdict each; a single `id` returns the first.
+
+        >>> with Timeball(endpoint) as ball:
+        ...     receipt = ball.send("orders", "close order 18", keys="order-18", after="30m")
+        ...     ball.cancel(receipt.id).verdict
+        ...     [verdict.verdict for verdict in ball.cancel(key="order-18")]
+        'cancelled'
+        ['already_cancelled']
+        """
+        if sum(name is not None for name in (id, key, ids)) != 1:
+            raise RequestError("cancel by one of: id, key=, ids=")
+        if id is not None:
+            return self._cancel({"ids": [id]})[0]
+        if key is not None:
+            return self._cancel({"keys": [key]})
+        wanted, verdicts = list(ids or ()), list[Verdict]()
+        for start in range(0, len(wanted), limits.CANCELS_PER_REQUEST_MAX):
+            verdicts += self._cancel({"ids": wanted[start : start + limits.CANCELS_PER_REQUEST_MAX]})
+        return verdicts
+
+    def _cancel(self, body: dict[str, list[str]]) -> list[Verdict]:
+        return self._calls.action("cancel", body, dict[str, list[Verdict]])["verdicts"]
+
+    # ---- consuming --------------------------------------------------------------------------------------
+
+    def pull(
+        self,
+        topic: str,
+        group: str,
+        *,
+        max_messages: int = 256,
+        wait: After = "10s",
+        start: Start = "earliest",
+    ) -> list[Message]:
+        """The next visible messages of a topic; waits up to `wait` (at most a minute) for the first one.
+
+        Each pull goes on where the last one ended. `commit` or `ack` makes the broker remember that; a group
+        without a commit begins at the `start` of the queues. Raises NotFound, OutOfRange.
+
+        >>> with Timeball(endpoint) as ball:
+        ...     _ = ball.send("mail", "now")
+        ...     _ = ball.send("mail", "soon", after="50ms")
+        ...     bodies = [m.body for m in ball.pull("mail", "readers")]
+        ...     while len(bodies) < 2:
+        ...         bodies += [m.body for m in ball.pull("mail", "readers")]
+        ...     ball.commit("mail", "readers")
+        >>> bodies
+        [b'now', b'soon']
+        """
+        return self._consumer.pull(topic, group, max_messages, wait, start)
+
+    def pull_batch(
+        self,
+        topic: str,
+        group: str,
+        *,
+        max_messages: int = 8_192,
+        wait: After = "10s",
+        start: Start = "earliest",
+    ) -> pa.RecordBatch:
+        """The same as columns, in message.READ_SCHEMA; empty when nothing came in time."""
+        return self._consumer.pull_batch(topic, group, max_messages, wait, start)
+
+    def commit(self, topic: str, group: str, offsets: Mapping[int, int] | None = None) -> None:
+        """Have the broker remember how far the group has come: all that was pulled, or `offsets` by queue."""
+        self._consumer.commit(topic, group, None if offsets is None else dict(offsets))
+
+    def ack(self, messages: Message | Iterable[Message], group: str) -> None:
+        """Commit behind these messages, and with them all that stand before them in their queues."""
+        self._consumer.ack(group, [messages] if isinstance(messages, Message) else list(messages))
+
+    def consume(
+        self,
+        topic: str,
+        group: str,
+        *,
+        max_messages: int = 256,
+        until_idle: After | None = None,
+        stop: threading.Event | None = None,
+        start: Start = "earliest",
+    ) -> Iterator[Message]:
+        """Messages as they become visible, without end, or until none has come for `until_idle`, or `stop` is set.
+
+        A message counts as dealt with when the next one is asked for; that is committed about once a second, after
+        each pull, and when the loop ends. A loop that is left in the middle gets its last message again.
+
+        >>> with Timeball(endpoint) as ball:
+        ...     summary = ball.send_many([{"body": "a"}, {"body": "b", "after": 0.05}], topic="steps")
+        ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="500ms"))
+        [b'a', b'b']
+        """
+        return self._consumer.consume(topic, group, max_messages, until_idle, stop, start)
+
+    def offsets(self, group: str, topic: str) -> dict[int, int]:
+        """What a group has committed, by queue."""
+        return consumer.offsets(self._calls, group, topic)
+
+    # ---- reading as tables ------------------------------------------------------------------------------
+
+    def read_log(
+        self, from_seq: int, to_seq: int, *, kinds: Iterable[int] | None = None, coalesce_rows: int = 65_536
+    ) -> pa.RecordBatchReader:
+        """Rows of the log with from_seq <= seq < to_seq, in READ_SCHEMA; of these kinds (`message.Kind`) only.
+
+        >>> with Timeball(endpoint) as ball:
+        ...     seq = ball.send("audit", "x").seq
+        ...     ball.read_log(seq, seq + 1).read_all().column("topic").to_pylist()
+        ['audit']
+        """
+        return self._calls.stream(
+            {
+                "read": "log",
+                "from_seq": from_seq,
+                "to_seq": to_seq,
+                "kinds": None if kinds is None else [int(kind) for kind in kinds],
+                "coalesce_rows": coalesce_rows,
+            }
+        )
+
+    def read_queue(self, topic: str, queue_id: int, offset: int, rows: int) -> pa.RecordBatchReader:
+        """Visible rows of one queue from an offset on, without waiting; moves no position."""
+        batch = self._calls.rows(
+            {"read": "queue", "topic": topic, "queue_id": queue_id, "offset": offset, "rows": rows}
+        )
+        return pa.RecordBatchReader.from_batches(batch.schema, [batch])
+
+    # ---- administration ---------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What the broker holds and how late it is (docs/protocols/flight.md names the fields)."""
+        return self._calls.action("status", {}, dict[str, Any])
+
+    def topics(self) -> dict[str, int]:
+        """All topics, with their number of queues."""
+        found = self._calls.action("topics", {}, dict[str, dict[str, dict[str, int]]])
+        return {name: topic["queues"] for name, topic in found["topics"].items()}
+
+    def create_topic(self, topic: str, queues: int = 8) -> None:
+        """Make a topic; the first send makes one too, unless the broker is set not to."""
+        self._calls.action("create_topic", {"topic": topic, "queues": queues}, dict[str, Any])
+
+    def queues(self, topic: str) -> dict[int, QueueRange]:
+        """First and next offset of each queue of a topic; NotFound."""
+        return consumer.queues(self._calls, topic)
+
+    # ---- for those who build the pending table ------------------------------------------------------------
+
+    def reserve(self, rows: int) -> int:
+        """Set aside `rows` sequence numbers for a later bulk attach; returns the first."""
+        return self._calls.action("reserve", {"rows": rows}, dict[str, int])["first_seq"]
+
+    def attach(self, attachment: bytes) -> Attached:
+        """Make files part of the pending table: the JSON of a `table.attachment.Attachment`. Safe to repeat."""
+        return self._calls.action("attach", attachment, Attached)
+
+    def compact(self) -> Attached | None:
+        """Have the broker move its log's tail to the pending table now; None if there was nothing worth it."""
+        answer = self._calls.action("compact", {}, dict[str, Any])
+        return Attached(**answer) if answer else None
+
+    def lease_compaction(self, lease_ms: int) -> None:
+        """Say that an outside compactor is at work for so long: the broker does not compact meanwhile."""
+        self._calls.action("compactor", {"lease_ms": lease_ms}, dict[str, Any])

@@ -1,0 +1,14 @@
+"""The Arrow Flight edge: batches in, batches out, and JSON for everything small.
+
+Receives: `send` exchanges (record batches), actions (JSON), tickets (JSON).
+Keeps: one window of unanswered batches per stream, bounded in batches and bytes.
+Hands on: to the broker's loop; answers travel back in the order of the requests.
+
+    codec      JSON <-> typed requests and answers; tickets; bounds         (no I/O)
+    columns    which Arrow columns a send may have, and their types         (no I/O)
+    failures   our errors <-> Flight errors; nothing else leaks
+    window     unanswered batches of a stream, in order; back-pressure
+    exchange   one send stream: a reading thread, an answering thread
+    sockets    is a port free; cut the connections that will not go
+    server     FlightEdge: the verbs
+"""

@@ -1,0 +1,115 @@
+"""Which columns a send may have: an Arrow schema is checked once per stream, each batch in full. Does no I/O.
+
+Columns are found by name, in any order, and only `topic` and `body` must be there. A column we do not know is
+refused by its name: a producer that writes `delay` for `delay_ms` must not see its messages delivered at once.
+Types that mean the same (large strings, views, dictionaries, wider or narrower integers) are converted, and a
+value that does not fit refuses its batch.
+
+A batch from a socket is only a claim about buffers: `validate(full=True)` proves offsets, lengths and UTF-8
+before anything reads through them.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball import limits
+from timeball.errors import InvalidMessage, OverLimit
+
+SEND_SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("body", pa.binary()),
+        ("tag", pa.string()),
+        ("keys", pa.string()),
+        ("unique_key", pa.string()),
+        ("properties", pa.string()),
+        ("queue_id", pa.int32()),
+        ("born_ms", pa.int64()),
+        ("flag", pa.int32()),
+        ("sys_flag", pa.int32()),
+        ("reconsume_times", pa.int32()),
+        ("due_ms", pa.int64()),  # absolute, milliseconds since 1970 UTC
+        ("delay_ms", pa.int64()),  # relative; becomes absolute at admission
+    ]
+)
+REQUIRED = ("topic", "body")
+
+
+class SendColumns:
+    """The columns of one stream, with the conversion each needs."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        """Check names and types; raises InvalidMessage naming the column."""
+        names = list(schema.names)
+        unknown = sorted({repr(name[:80]) for name in names if name not in SEND_SCHEMA.names})
+        if unknown:
+            raise InvalidMessage(
+                f"unknown column {', '.join(unknown[:8])}; a send has {', '.join(SEND_SCHEMA.names)}"
+            )
+        for name in SEND_SCHEMA.names:
+            if names.count(name) > 1:
+                raise InvalidMessage(f"column {name!r} is there {names.count(name)} times")
+        for name in REQUIRED:
+            if name not in names:
+                raise InvalidMessage(f"column {name!r} is missing; a send needs topic and body")
+        for field in schema:
+            _check_type(field)
+        self._target = pa.schema([SEND_SCHEMA.field(name) for name in names])
+        self._exact = all(field.type == SEND_SCHEMA.field(field.name).type for field in schema)
+        self._required = [names.index(name) for name in REQUIRED]
+
+    def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit."""
+        if not 0 < batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
+            _refuse_rows(batch.num_rows)
+        try:
+            batch.validate(full=True)
+            if not self._exact:
+                columns = [_convert(batch.column(i), field.type) for i, field in enumerate(self._target)]
+                batch = pa.RecordBatch.from_arrays(columns, schema=self._target)
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise InvalidMessage(f"not a sound record batch: {error}") from error
+        for index in self._required:
+            if batch.column(index).null_count:
+                raise InvalidMessage(f"column {self._target.names[index]!r} has rows without a value")
+        return batch
+
+
+def _refuse_rows(rows: int) -> None:
+    if rows == 0:
+        raise InvalidMessage("an empty batch: send at least one row")
+    raise OverLimit(f"{rows} rows in one batch; at most {limits.ROWS_PER_REQUEST_MAX}: send smaller batches")
+
+
+def _check_type(field: pa.Field) -> None:
+    wanted = SEND_SCHEMA.field(field.name).type
+    given = field.type
+    if pa.types.is_dictionary(given):
+        given = given.value_type
+    text = pa.types.is_string(given) or pa.types.is_large_string(given) or pa.types.is_string_view(given)
+    raw = (
+        pa.types.is_binary(given)
+        or pa.types.is_large_binary(given)
+        or pa.types.is_binary_view(given)
+        or pa.types.is_fixed_size_binary(given)
+    )
+    if pa.types.is_string(wanted):
+        fits = text
+    elif pa.types.is_binary(wanted):
+        fits = text or raw
+    else:
+        fits = pa.types.is_integer(given)
+    # A column without any value may come typed as null.
+    if not fits and not pa.types.is_null(field.type):
+        raise InvalidMessage(f"column {field.name!r} is {field.type}; it must be {wanted}")
+
+
+def _convert(column: pa.Array, wanted: pa.DataType) -> pa.Array:
+    """Safe conversion: an integer that does not fit, or an offset beyond 32 bits, raises."""
+    if column.type == wanted:
+        return column
+    if pa.types.is_dictionary(column.type):
+        column = pc.cast(column, column.type.value_type)
+    return column if column.type == wanted else pc.cast(column, wanted)

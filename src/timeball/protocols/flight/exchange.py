@@ -1,0 +1,159 @@
+"""One send stream: batches in without waiting, acknowledgements out in the same order.
+
+    RPC thread        read_chunk -> check -> window.enter -> inbox
+    broker's loop     inbox -> broker.send, one task a batch -> slot.settle
+    answering thread  window.take -> write_metadata
+
+The RPC thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
+batch is answered and the stream goes on. When the client goes away, what it sent is still decided by the
+broker, and nobody waits for it: tasks are never cancelled from here, because the commit that one batch waits
+for is the commit of others too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from timeball import limits
+from timeball.errors import InvalidMessage, OverLimit, TimeballError, Unavailable
+from timeball.protocols.flight import codec
+from timeball.protocols.flight.columns import SendColumns
+from timeball.protocols.flight.failures import internal
+from timeball.protocols.flight.window import Budget, Slot, Window
+
+if TYPE_CHECKING:
+    from timeball.broker.service import Broker
+
+log = logging.getLogger(__name__)
+
+STOPPING = "the broker is stopping; send this batch again later or elsewhere"
+
+
+class Inbox:
+    """Batches on their way from reading threads to the loop; many cross with one wake-up."""
+
+    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop) -> None:
+        self._broker = broker
+        self._loop = loop
+        self._waiting: deque[tuple[pa.RecordBatch, Slot]] = deque()
+        self._woken = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
+        """Hand a batch over; its slot will be settled. Callable from any thread."""
+        self._waiting.append((batch, slot))
+        # The loop clears the flag before it empties the queue: whoever sees it set is served by that drain.
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:  # the loop is closed
+                self._refuse_all()
+
+    def _drain(self) -> None:
+        self._woken = False
+        while self._waiting:
+            batch, slot = self._waiting.popleft()
+            task = self._loop.create_task(self._send(batch, slot))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, batch: pa.RecordBatch, slot: Slot) -> None:
+        try:
+            accepted = await self._broker.send(batch)
+            answer = codec.encode(codec.SendAck(accepted.first_seq, accepted.rows, accepted.store_ms))
+        except TimeballError as error:
+            answer = codec.encode_refusal(error)
+        except asyncio.CancelledError:
+            slot.settle(codec.encode_refusal(Unavailable(STOPPING)))
+            raise
+        except Exception as error:
+            answer = codec.encode_refusal(internal(error, "send"))
+        slot.settle(answer)
+
+    def _refuse_all(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()[1].settle(codec.encode_refusal(Unavailable(STOPPING)))
+
+
+class SendStream:
+    """The two threads of one stream, and the window between them."""
+
+    def __init__(self, inbox: Inbox, budget: Budget) -> None:
+        self._inbox = inbox
+        self.window = Window(budget)
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Refuse further batches; those under way are still answered."""
+        self._stopping = True
+
+    def run(self, reader: Any, writer: Any) -> None:
+        """Serve until the client ends or breaks the stream. Runs in the RPC thread; raises InvalidMessage."""
+        try:
+            columns = SendColumns(reader.schema)
+        except pa.ArrowException as error:
+            raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
+        answering = threading.Thread(target=self._answer, args=(writer,), name="flight-answers", daemon=True)
+        answering.start()
+        try:
+            self._read(reader, columns)
+        finally:
+            # What was accepted is answered, also when the stream ended badly. Flight frees both ends when this
+            # function returns: the other thread must be gone by then.
+            self.window.finish()
+            answering.join()
+
+    def _read(self, reader: Any, columns: SendColumns) -> None:
+        while True:
+            try:
+                chunk = reader.read_chunk()
+            except (StopIteration, flight.FlightError):
+                return  # the client has finished, or is gone
+            except pa.ArrowException as error:
+                raise InvalidMessage(f"not an Arrow stream any more: {error}") from error
+            batch = chunk.data
+            if batch is None:
+                continue  # metadata alone: nothing to answer
+            size_bytes = (
+                batch.get_total_buffer_size()
+            )  # nbytes would trust offsets that nobody has checked yet
+            slot = self.window.enter(size_bytes)
+            if slot is None:
+                return
+            try:
+                if self._stopping:
+                    raise Unavailable(STOPPING)
+                _check_bytes(size_bytes)
+                batch = columns.adopt(batch)
+            except TimeballError as error:
+                slot.settle(codec.encode_refusal(error))
+            except Exception as error:
+                slot.settle(codec.encode_refusal(internal(error, "send")))
+            else:
+                self._inbox.put(batch, slot)
+            del batch, chunk  # while it waits for the next one, this thread holds no memory of the last
+
+    def _answer(self, writer: Any) -> None:
+        try:
+            while answers := self.window.take():
+                for answer in answers:
+                    writer.write_metadata(answer)
+        except (pa.ArrowException, flight.FlightError):
+            log.debug("the client went away before all of its batches were answered")
+        finally:
+            self.window.abort()
+
+
+def _check_bytes(size_bytes: int) -> None:
+    if size_bytes > limits.FRAME_BYTES_MAX:
+        raise OverLimit(
+            f"a batch of {size_bytes} bytes; at most {limits.FRAME_BYTES_MAX}: send smaller batches"
+        )

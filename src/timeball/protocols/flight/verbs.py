@@ -1,0 +1,62 @@
+"""From a decoded request to the broker's verb, and from its result to the answer's JSON. Runs on the loop.
+
+One function a verb would be one line each; the tables below are those lines. Whatever raises here is one of
+our errors, or a bug that `failures` hides from the client and shows to the operator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from timeball.protocols.flight import codec
+from timeball.table.attachment import Attachment
+
+if TYPE_CHECKING:
+    from timeball.broker.service import Broker
+
+
+async def perform(broker: Broker, verb: str, request: codec.ActionRequest) -> Any:
+    """Do an action; returns what becomes the JSON of its answer."""
+    match request:
+        case codec.Nothing():
+            return await _plain(broker, verb)
+        case codec.CreateTopic():
+            await broker.create_topic(request.topic, request.queues)
+            return {}
+        case codec.Queues():
+            ranges = broker.queues(request.topic)
+            return {"queues": {str(q): {"min": low, "max": high} for q, (low, high) in ranges.items()}}
+        case codec.GetOffsets():
+            offsets = broker.offsets(request.group, request.topic)
+            return {"offsets": {str(queue): offset for queue, offset in offsets.items()}}
+        case codec.Commit():
+            await broker.commit_offsets(request.group, request.topic, dict(request.offsets))
+            return {}
+        case codec.Cancel():
+            return {"verdicts": await broker.cancel(ids=request.ids, keys=request.keys, seqs=request.seqs)}
+        case codec.Reserve():
+            return {"first_seq": await broker.reserve(request.rows)}
+        case codec.Lease():
+            broker.compactor_lease(request.lease_ms)
+            return {}
+        case Attachment():
+            return await broker.attach(request)
+    raise AssertionError(f"no verb for {request!r}")
+
+
+async def _plain(broker: Broker, verb: str) -> Any:
+    if verb == "status":
+        return broker.status()
+    if verb == "topics":
+        return {"topics": {name: {"queues": queues} for name, queues in broker.topics().items()}}
+    assert verb == "compact", verb
+    return await broker.compact() or {}
+
+
+async def rows(broker: Broker, request: codec.ReadQueue | codec.Pull) -> pa.RecordBatch:
+    """The rows a queue read or a pull asks for, in READ_SCHEMA."""
+    if isinstance(request, codec.Pull):
+        return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms)
+    return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows)
