@@ -1,0 +1,158 @@
+"""The pipeline's end of the wire: the few calls that Spark's processes make to a broker.
+
+A thin shell around one Flight client. Errors come back as the types the broker raised; a broker that cannot
+be reached is `Unavailable`, so that a runner can tell "wait" from "give up". Calls which may be repeated
+without harm (status, attach: it carries its own job and epoch) are repeated for `patience_s`; `reserve` too,
+because a number set aside twice is only a hole.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from timeball.clock import Clock, SystemClock
+from timeball.errors import TimeballError, Unavailable, from_code
+from timeball.table import attachment as att
+
+LOG = logging.getLogger("timeball.pipeline")
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 60.0
+PATIENCE_S = 20.0  # a broker that restarts with a million rows in its tail is back within seconds
+PAUSE_S = (0.1, 2.0)  # first and longest pause between two tries
+COALESCE_ROWS = 65_536
+
+
+class LogStatus(msgspec.Struct, frozen=True):
+    """Bounds of the log: rows with first_seq <= seq < durable_seq can be read."""
+
+    first_seq: int
+    next_seq: int
+    durable_seq: int
+
+
+class TableStatus(msgspec.Struct, frozen=True):
+    """The pending table: where it is and its current version."""
+
+    uri: str
+    version: int
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What the pipeline needs of the broker's status; the rest of the answer is ignored."""
+
+    now_ms: int
+    log: LogStatus
+    table: TableStatus
+    watermark: int
+    settled_before_ms: int
+
+
+class Endpoint:
+    """One broker. Not shared between processes; cheap to open in each task."""
+
+    def __init__(self, uri: str, *, patience_s: float = PATIENCE_S, clock: Clock | None = None) -> None:
+        self.uri = uri
+        self._patience_ns = int(patience_s * 1e9)
+        self._clock = clock or SystemClock()
+        self._client = flight.FlightClient(uri.replace("grpc://", "grpc+tcp://", 1))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._client.close()
+
+    def status(self) -> Status:
+        """Where log, watermark and table stand now."""
+        return self._call("status", {}, Status)
+
+    def reserve(self, rows: int) -> int:
+        """Set aside `rows` sequence numbers; returns the first."""
+        answer = self._call("reserve", {"rows": rows}, dict[str, int])
+        return answer["first_seq"]
+
+    def attach(self, attachment: att.Attachment) -> att.Attached:
+        """Make files part of the pending table; a repeated attach is answered with `repeated`."""
+        return self._call("attach", attachment, att.Attached)
+
+    def lease_compactor(self, lease_ms: int) -> None:
+        """Tell the broker that somebody else compacts for the next `lease_ms`."""
+        self._call("compactor", {"lease_ms": lease_ms}, dict[str, Any])
+
+    def read_log(
+        self,
+        from_seq: int,
+        to_seq: int,
+        kinds: Sequence[int] | None = None,
+        coalesce_rows: int = COALESCE_ROWS,
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows with from_seq <= seq < to_seq of these kinds, in order, as batches in READ_SCHEMA."""
+        ticket = {
+            "read": "log",
+            "from_seq": from_seq,
+            "to_seq": to_seq,
+            "kinds": None if kinds is None else list(kinds),
+            "coalesce_rows": coalesce_rows,
+        }
+        try:
+            reader = self._client.do_get(flight.Ticket(msgspec.json.encode(ticket)))
+            for chunk in reader:
+                if chunk.data is not None and chunk.data.num_rows:
+                    yield chunk.data
+        except pa.ArrowException as error:
+            raise from_wire(error, self.uri) from error
+
+    def _call(self, verb: str, body: object, answer: type[T]) -> T:
+        data = msgspec.json.encode(body)
+        give_up_ns = self._clock.monotonic_ns() + self._patience_ns
+        pause_s = PAUSE_S[0]
+        while True:
+            try:
+                return self._call_once(verb, data, answer)
+            except Unavailable as error:
+                if self._clock.monotonic_ns() >= give_up_ns:
+                    raise
+                LOG.warning("broker=%s verb=%s retry_s=%.1f reason=%s", self.uri, verb, pause_s, error)
+            # Jitter: after a restart the tasks of a whole cluster would otherwise knock at once.
+            threading.Event().wait(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, PAUSE_S[1])
+
+    def _call_once(self, verb: str, data: bytes, answer: type[T]) -> T:
+        options = flight.FlightCallOptions(timeout=CALL_TIMEOUT_S)
+        try:
+            results = list(self._client.do_action(flight.Action(verb, data), options))
+        except pa.ArrowException as error:
+            raise from_wire(error, self.uri) from error
+        return msgspec.json.decode(results[0].body.to_pybytes(), type=answer)
+
+
+def from_wire(error: Exception, uri: str) -> TimeballError:
+    """The error that the broker raised; what the transport itself reports is `Unavailable`."""
+    code = getattr(error, "extra_info", b"") or b""
+    if code and not isinstance(error, flight.FlightUnavailableError):
+        return from_code(code.decode("utf-8", "replace"), _sentence(str(error)))
+    if isinstance(
+        error, (flight.FlightUnavailableError, flight.FlightTimedOutError, flight.FlightCancelledError)
+    ):
+        return Unavailable(f"no broker answers at {uri}; is `timeball serve` running there?")
+    return Unavailable(f"the connection to {uri} failed: {_sentence(str(error))}")
+
+
+def _sentence(text: str) -> str:
+    """What the broker wrote, without the transport's additions ("Detail: Failed", "gRPC client debug …")."""
+    text = text.split(". gRPC client debug context", 1)[0]
+    return text.removesuffix(". Detail: Failed")

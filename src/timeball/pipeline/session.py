@@ -1,0 +1,80 @@
+"""A Spark session for Timeball: small on one machine, ordinary on a cluster.
+
+The local settings are measured (docs/reference of the project): Unix sockets and a plain checkpoint writer halve a
+micro-batch, a serial collector and a small heap suit two cores beside a broker. `RawLocalFileSystem` avoids two
+child processes a checkpoint file, but Spark's RocksDB state store cannot work on it: jobs here are stateless, and
+must stay so on a session built by this module. None of it is set for a cluster master, whose owner knows better.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.java import java_home
+from timeball.pipeline.source import TimeballDataSource
+
+LOCAL_MASTER = "local[2]"
+COMMON = {
+    # Without it Spark refuses a reader that can take filters.
+    "spark.sql.python.filterPushdown.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.log.level": "ERROR",
+}
+_CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"
+LOCAL = {
+    "spark.ui.enabled": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "1g",
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    "spark.sql.streaming.checkpointFileManagerClass": f"{_CHECKPOINTING}.FileSystemBasedCheckpointFileManager",
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    "spark.sql.streaming.pollingDelay": "100ms",
+}
+
+
+def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a session on `master` is built with; `conf` has the last word."""
+    return {**COMMON, **(LOCAL if master.startswith("local") else {}), **(conf or {})}
+
+
+def build_session(
+    master: str = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
+) -> SparkSession:
+    """A session that knows the format `timeball`; SetupError when Java or Spark cannot start."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        os.environ["JAVA_HOME"] = str(java_home())
+    _show_package_to_workers()
+    with spark_errors():
+        builder = SparkSession.builder.master(master).appName(app_name)
+        for key, value in settings(master, conf).items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+        register(spark)
+    return spark
+
+
+def register(spark: SparkSession) -> None:
+    """Make `spark.read.format("timeball")` work in any session."""
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    spark.dataSource.register(TimeballDataSource)
+
+
+def _show_package_to_workers() -> None:
+    """Workers are processes of their own: they must find this package even when it is not installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if root not in paths and not root.endswith("site-packages"):
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, paths)])

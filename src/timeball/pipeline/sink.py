@@ -1,0 +1,185 @@
+"""`df.write.format("timeball")`: rows become files of the pending table, and one attach makes them promises.
+
+Tasks write files, the driver attaches them, all in one record of the broker's log: either every row of the DataFrame
+is a promise or none is, however often a task or the whole job is repeated. Nothing is visible before, and what a
+dead task leaves behind belongs to no table.
+
+    task     collect up to RUN_ROWS / RUN_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
+    driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch)
+
+Once an attach has been tried, its files are never deleted from here: a reply may have been lost, and then they are the
+table's own. What was refused is swept by the broker, as everything else that nothing names.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from timeball import limits
+from timeball.errors import InvalidMessage, OverLimit, SetupError
+from timeball.pipeline import promises
+from timeball.pipeline.compaction import CompactWriter, runs
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.options import RANGE_COLUMNS, WriteOptions
+from timeball.pipeline.store import Store
+from timeball.table.attachment import Attachment, FileEntry
+
+LOG = logging.getLogger("timeball.pipeline")
+
+
+@dataclass
+class Written(WriterCommitMessage):
+    """What one task wrote."""
+
+    files: list[FileEntry] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    rows: int = 0
+    dropped: int = 0
+
+
+def stream_writer(schema: StructType, options: WriteOptions) -> DataSourceStreamArrowWriter:
+    """The sink of a stream: compaction for (from_seq, to_seq), promises for everything else."""
+    if tuple(schema.fieldNames()) == RANGE_COLUMNS:
+        return CompactWriter(options)
+    return PromiseStreamWriter(schema, options)
+
+
+class PromiseTask:
+    """The part of a write that runs in a task: a stream of Arrow batches to files."""
+
+    def __init__(self, options: WriteOptions) -> None:
+        self.options = options
+
+    def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
+        """Write all rows of one partition; on failure its own files are removed again."""
+        written = Written()
+        with Endpoint(self.options.endpoint) as endpoint:
+            store = Store(self.options.table_uri or endpoint.status().table.uri)
+            try:
+                for rows in runs(batches):
+                    self._write_run(rows, endpoint, store, written)
+            except BaseException:
+                store.remove(entry.path for entry in written.files)
+                raise
+        return written
+
+    def _write_run(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
+        now_ms = endpoint.status().now_ms
+        rows = promises.normalise(rows, now_ms)
+        broken = promises.broken_rules(rows, now_ms)
+        bad = int(np.count_nonzero(broken >= 0))
+        if bad:
+            if self.options.on_invalid == "fail":
+                raise InvalidMessage(refusal(rows, broken))
+            LOG.warning("rows=%d dropped: %s", bad, refusal(rows, broken))
+            written.dropped += bad
+            rows = rows.filter(pa.array(broken < 0)).combine_chunks()
+        if rows.num_rows == 0:
+            return
+        rows = rows.take(pa.array(promises.due_order(rows)))
+        first_seq = endpoint.reserve(rows.num_rows)
+        rows = promises.numbered(promises.with_unique_keys(rows), first_seq)
+        written.files.extend(store.put_rows(rows, now_ms))
+        written.ranges.append((first_seq, rows.num_rows))
+        written.rows += rows.num_rows
+
+
+def refusal(rows: pa.Table, broken: np.ndarray) -> str:
+    """The sentence about rows that break a rule: how many, and the first."""
+    bad = np.flatnonzero(broken >= 0)
+    first = int(bad[0])
+    topic = rows.column("topic")[first].as_py()
+    return (
+        f"{len(bad)} of {rows.num_rows} rows are invalid; the first (topic {topic!r}): "
+        f"{promises.RULES[broken[first]][0]}; option on_invalid=drop leaves such rows out"
+    )
+
+
+def attach_all(
+    messages: Sequence[WriterCommitMessage | None], options: WriteOptions, job_id: str, epoch: int
+) -> None:
+    """Make everything the tasks wrote part of the pending table, in one step."""
+    parts = [message for message in messages if isinstance(message, Written)]
+    files = [entry for part in parts for entry in part.files]
+    rows, dropped = sum(part.rows for part in parts), sum(part.dropped for part in parts)
+    if not files:
+        LOG.info("job=bulk id=%s rows=0 dropped=%d", job_id, dropped)
+        return
+    with Endpoint(options.endpoint) as endpoint:
+        if len(files) > limits.ATTACH_FILES_MAX:
+            Store(options.table_uri or endpoint.status().table.uri).remove(entry.path for entry in files)
+            raise OverLimit(
+                f"{len(files)} files in one write, at most {limits.ATTACH_FILES_MAX}: order the DataFrame first "
+                "(df.repartitionByRange('due_ms')), so that each task writes few hours"
+            )
+        ranges = [each for part in parts for each in part.ranges]
+        attached = endpoint.attach(
+            Attachment(job="bulk", job_id=job_id, epoch=epoch, files=files, ranges=ranges)
+        )
+    LOG.info(
+        "job=bulk id=%s epoch=%d rows=%d dropped=%d files=%d version=%d repeated=%s",
+        *(job_id, epoch, rows, dropped, len(files), attached.version, str(attached.repeated).lower()),
+    )
+
+
+def remove_written(messages: Sequence[WriterCommitMessage | None], options: WriteOptions) -> None:
+    """After a failed task: remove what the others wrote. All messages present: a commit was tried, see the module."""
+    if all(message is not None for message in messages):
+        return
+    files = [entry for message in messages if isinstance(message, Written) for entry in message.files]
+    if files:
+        with Endpoint(options.endpoint) as endpoint:
+            Store(options.table_uri or endpoint.status().table.uri).remove(entry.path for entry in files)
+
+
+class PromiseWriter(DataSourceArrowWriter):
+    """The sink of a batch write."""
+
+    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        promises.check_columns(schema)
+        self.options = options
+        # Made once, on the driver: tasks and commit receive copies of this very object.
+        self.job_id = options.job_id or f"bulk-{uuid.uuid4().hex}"
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """See DataSourceArrowWriter."""
+        return PromiseTask(self.options).write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """See DataSourceWriter."""
+        attach_all(messages, self.options, self.job_id, 0)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """See DataSourceWriter."""
+        remove_written(messages, self.options)
+
+
+class PromiseStreamWriter(DataSourceStreamArrowWriter):
+    """The sink of a stream of messages: each micro-batch is one attach, numbered by Spark's batch id."""
+
+    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        promises.check_columns(schema)
+        if options.job_id is None:
+            raise SetupError("option job_id: a stream needs a name that stays the same when it is restarted")
+        self.options = options
+        self.job_id = options.job_id
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """See DataSourceStreamArrowWriter."""
+        return PromiseTask(self.options).write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """See DataSourceStreamWriter."""
+        attach_all(messages, self.options, self.job_id, batchId)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """See DataSourceStreamWriter."""
+        remove_written(messages, self.options)
