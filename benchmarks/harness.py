@@ -1,0 +1,159 @@
+"""What the benchmarks share: a real server as a child process, batches of messages, columns read back.
+
+The server is `python -m timeball serve --port 0 --json` in a folder that goes away with it; its ready line
+says the port, so nothing waits for a guessed time. Every wait has a bound and an end in an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pyarrow as pa
+
+from timeball import Timeball
+from timeball.message import Kind
+
+READY_S = 60.0
+BODY_BYTES = 128
+TOPIC = "bench"
+
+
+class Server:
+    """One broker in a process of its own. A context manager; `kill` and `start` again for restarts."""
+
+    def __init__(self, data: Path, *options: str) -> None:
+        self.data = data
+        self._command = [sys.executable, "-m", "timeball", "serve", "--json", "--port", "0"]
+        self._command += ["--data", str(data), *options]
+        self.started_ms = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait for its ready line."""
+        self.started_ms = now_ms()
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        ready = _first_line(self._process, READY_S)
+        self.endpoint: str = ready["endpoint"]
+        self.process = psutil.Process(self._process.pid)
+
+    def cpu_s(self) -> float:
+        """CPU time that the server's process has used, user and system."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_bytes(self) -> int:
+        """Memory of the server's process that is in RAM now."""
+        return int(self.process.memory_info().rss)
+
+    def kill(self) -> None:
+        """kill -9: nothing is flushed, nothing is said."""
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[Server, Timeball]]:
+    """A fresh broker and a client of it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="timeball-bench-") as folder,
+        Server(Path(folder) / "data", *options) as server,
+        Timeball(server.endpoint) as ball,
+    ):
+        yield server, ball
+
+
+def _first_line(process: subprocess.Popen[str], bound_s: float) -> dict[str, Any]:
+    """The ready line; RuntimeError when the process ends or stays silent."""
+    lines: list[str] = []
+    stream = process.stdout
+    assert stream is not None
+    reading = threading.Thread(target=lambda: lines.append(stream.readline()), daemon=True)
+    reading.start()
+    reading.join(bound_s)
+    if not lines or not lines[0]:
+        process.kill()
+        raise RuntimeError(f"the server did not become ready (exit code {process.wait()})")
+    document: dict[str, Any] = json.loads(lines[0])
+    return document
+
+
+def now_ms() -> int:
+    """The wall clock, in milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+def wait_until(reached: Callable[[], bool], bound_s: float, what: str) -> None:
+    """Look every 20 ms; RuntimeError naming `what` when the bound passes."""
+    give_up = time.monotonic() + bound_s
+    while not reached():
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"{what}: not within {bound_s:.0f} s")
+        time.sleep(0.02)
+
+
+def messages(rows: int, due_ms: npt.NDArray[np.int64] | None = None, seed: int = 1) -> pa.RecordBatch:
+    """A batch of `rows` messages of 128 random bytes with ids, due at `due_ms` or visible at once."""
+    rng = np.random.default_rng(seed)
+    bodies = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(BODY_BYTES), rows, [None, pa.py_buffer(rng.bytes(rows * BODY_BYTES))]
+    )
+    columns = {
+        "topic": pa.repeat(TOPIC, rows),
+        "body": bodies.cast(pa.binary()),
+        "unique_key": pa.array([f"{seed:08x}{i:024x}" for i in range(rows)]),
+    }
+    if due_ms is not None:
+        columns["due_ms"] = pa.array(due_ms)
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def send_promises(ball: Timeball, due_ms: npt.NDArray[np.int64], chunk_rows: int = 100_000) -> None:
+    """Schedule one message for each instant of `due_ms`, in bounded memory."""
+    for number, begin in enumerate(range(0, len(due_ms), chunk_rows)):
+        due = due_ms[begin : begin + chunk_rows]
+        ball.send_many(messages(len(due), due, seed=number + 1))
+
+
+def releases(ball: Timeball, from_seq: int = 0) -> dict[str, npt.NDArray[np.int64]]:
+    """Columns of all release rows on disk: source_seq, due_ms, store_ms."""
+    names = ("source_seq", "due_ms", "store_ms")
+    durable = ball.status()["log"]["durable_seq"]
+    batches = list(ball.read_log(from_seq, durable, kinds=[Kind.RELEASE]))
+    return {
+        name: np.concatenate(
+            [np.asarray(b.column(name), dtype=np.int64) for b in batches] or [np.empty(0, np.int64)]
+        )
+        for name in names
+    }
+
+
+def quantiles(values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """p50, p99 and the largest."""
+    return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.99)), float(values.max())

@@ -1,0 +1,69 @@
+"""RAM for each promise that waits, at 1 million and at 5 million, after compaction.
+
+Promises of 128 bytes due over the next year, but none within the hour, are sent and compacted; then the
+resident memory of the server's process is read. The figure per promise contains the process's fixed growth
+(buffers, libraries touched for the first time); the slope between the two sizes does not, and is the one that
+says what a hundred million would need.
+
+Not measured: the page cache, which the system may use for the table's files and take back; memory of clients
+and of Spark; memory near the instant, where bodies are gathered.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from benchmarks.harness import Server, now_ms, send_promises, serving
+from benchmarks.report import Report
+from timeball import Timeball
+
+BAR_BYTES = 1.0
+HOUR_MS = 3_600_000
+STEP_ROWS = 1_000_000
+
+
+def run(small: bool = False) -> Report:
+    """Measure; bytes of resident memory a promise."""
+    report = Report("memory", small)
+    sizes = (2_000, 10_000) if small else (1_000_000, 5_000_000)
+    with serving("--no-compact-self") as (server, ball):
+        _add(ball, 1_000, seed=0)  # every path once, so that the base contains its code and buffers
+        base = _settled_rss(server, ball)
+        waiting, used = [0], [base]
+        for size in sizes:
+            _grow(ball, waiting[-1], size)
+            waiting.append(size)
+            used.append(_settled_rss(server, ball))
+            report.add(f"at {size:,}", (used[-1] - base) / size, "bytes/promise", BAR_BYTES, "lower")
+        slope = (used[2] - used[1]) / (waiting[2] - waiting[1])
+        report.add("slope between them", slope, "bytes/promise", BAR_BYTES, "lower")
+        report.add("resident, empty", base / 1e6, "MB")
+        report.add(f"resident, {sizes[-1]:,} waiting", used[-1] / 1e6, "MB")
+        report.add("in the pending table", ball.status()["schedule"]["table_rows"], "promises")
+        report.add("files of the table", ball.status()["schedule"]["table_files"], "files")
+        report.add("server CPU (schedule, compact)", server.cpu_s() / sizes[-1] * 1e6, "us/msg")
+    return report
+
+
+def _grow(ball: Timeball, have: int, want: int) -> None:
+    """Compact after every million, as a broker under load would."""
+    for number, begin in enumerate(range(have, want, STEP_ROWS)):
+        _add(ball, min(STEP_ROWS, want - begin), seed=1 + begin + number)
+
+
+def _add(ball: Timeball, rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    send_promises(ball, now_ms() + rng.integers(HOUR_MS, 365 * 24 * HOUR_MS, rows))
+    ball.compact()
+
+
+def _settled_rss(server: Server, ball: Timeball) -> int:
+    """Resident memory once nothing is left in the tail and the process has come to rest."""
+    assert ball.status()["schedule"]["tail_rows"] == 0, "something is still in the tail"
+    lowest = server.rss_bytes()
+    for _ in range(10):
+        time.sleep(0.2)
+        lowest = min(lowest, server.rss_bytes())
+    return lowest

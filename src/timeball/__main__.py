@@ -1,0 +1,5 @@
+"""`python -m timeball`: the same as the command `timeball`, for where the command is not on the path."""
+
+from timeball.cli.main import main
+
+main()

@@ -1,0 +1,80 @@
+"""`timeball bench`: the benchmarks of a checkout.
+
+They live beside the package, in `benchmarks/`, because they are about this code on your machine and of no use
+to an installed broker; this command only finds and runs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import timeball
+from timeball.cli.options import JsonOption
+from timeball.cli.output import print_json, print_line
+from timeball.errors import RequestError, SetupError
+
+
+class Size(StrEnum):
+    """How much load: `small` only shows that a benchmark runs."""
+
+    SMALL = "small"
+    FULL = "full"
+
+
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks; all if none.")
+    ] = None,
+    size: Annotated[
+        Size, typer.Option("--size", help="'small' is for tests: its figures mean nothing.")
+    ] = Size.FULL,
+    listing: Annotated[bool, typer.Option("--list", help="Only list them.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run benchmarks against a real broker in a temporary folder, and compare with the bars of the design.
+
+    \b
+    Examples:
+      timeball bench --list
+      timeball bench append punctual
+      timeball bench --json > figures.jsonl
+      timeball bench burst --size small
+    """
+    found = _load()
+    if listing:
+        for name, module in found.items():
+            about = (module.__doc__ or "").strip().splitlines()[0]
+            if as_json:
+                print_json({"name": name, "about": about})
+            else:
+                print_line(f"{name:10} {about}")
+        return
+    unknown = sorted(set(names or ()) - found.keys())
+    if unknown:
+        raise RequestError(f"no benchmark named {', '.join(unknown)}: there are {', '.join(found)}")
+    for name in names or found:
+        report = found[name].run(small=size is Size.SMALL)
+        if as_json:
+            print_json(report.as_dict())
+        else:
+            for line in report.lines():
+                print_line(line)
+
+
+def _load() -> dict[str, Any]:
+    """Benchmark modules by name; SetupError when this is no checkout."""
+    checkout = Path(timeball.__file__).resolve().parents[2]
+    if not (checkout / "benchmarks" / "harness.py").is_file():
+        raise SetupError(
+            "the benchmarks are not part of the installed package: run this from a checkout of Timeball"
+        )
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
+    names: list[str] = importlib.import_module("benchmarks").NAMES
+    return {name: importlib.import_module(f"benchmarks.{name}") for name in names}

@@ -1,0 +1,97 @@
+"""`timeball up` as a child process in a folder of its own, the way a user's supervisor would run it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from timeball.errors import SetupError
+
+READY_S = 60.0
+STOP_S = 40.0
+KEPT_LINES = 20
+
+
+class Broker:
+    """A running `timeball up`. `endpoint` is where it serves."""
+
+    def __init__(self, data: Path) -> None:
+        command = [sys.executable, "-m", "timeball", "up", "--json", "--port", "0", "--data", str(data)]
+        self._events: deque[dict[str, Any]] = deque(maxlen=100)
+        self._said: deque[str] = deque(maxlen=KEPT_LINES)
+        self._changed = threading.Condition()
+        # A session of its own: Ctrl-C reaches the demo, which then ends the broker in order.
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._follow(self._process.stdout, self._note_event)
+        self._follow(self._process.stderr, self._note_line)
+        self.endpoint: str = self._await_ready()
+
+    def pipeline_state(self) -> str:
+        """The last thing said about the pipeline: started, ended, given_up, stopped; '' before the first."""
+        with self._changed:
+            states = [event["state"] for event in self._events if event["event"] == "pipeline"]
+        return states[-1] if states else ""
+
+    def last_words(self) -> str:
+        """What the process wrote last on stderr, for a message about its end."""
+        with self._changed:
+            return "\n".join(self._said)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL for a process that does not end."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _await_ready(self) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self._process.poll() is not None, READY_S)
+            if self._events:
+                return str(self._events[0]["endpoint"])
+        self._process.kill()
+        code = self._process.wait()
+        raise SetupError(
+            f"the demo's broker did not start (code {code}): {self.last_words() or 'it said nothing'}"
+        )
+
+    def _follow(self, stream: IO[bytes], note: Callable[[str], None]) -> None:
+        def read() -> None:
+            for line in stream:
+                with self._changed:
+                    note(line.decode(errors="replace").rstrip())
+                    self._changed.notify_all()
+            with self._changed:
+                self._process.poll()
+                self._changed.notify_all()
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def _note_event(self, line: str) -> None:
+        self._events.append(msgspec.json.decode(line))
+
+    def _note_line(self, line: str) -> None:
+        self._said.append(line)
+
+
+@contextmanager
+def broker_in(data: Path) -> Iterator[Broker]:
+    """A broker for the length of a block."""
+    broker = Broker(data)
+    try:
+        yield broker
+    finally:
+        broker.stop()

@@ -1,0 +1,94 @@
+"""Two pictures of the day: what was due when, and how late it came.
+
+Drawn without a display. Colours can be told apart by the colour-blind and in grey.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from timeball.cli.demo.day import DayRun
+from timeball.cli.demo.outcome import Outcome, lateness_ms
+from timeball.errors import SetupError
+
+BIN_MINUTES = 15
+RELEASED, CANCELLED, SCHEDULED = "#0072B2", "#E69F00", "#222222"
+
+
+def draw(run: DayRun, outcome: Outcome, day_name: str, folder: Path) -> list[Path]:
+    """Write due-load.png and lateness.png; returns their paths."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise SetupError(
+            "no matplotlib for the pictures: install the extra, pip install 'timeball[demo]'"
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    load, late = folder / "due-load.png", folder / "lateness.png"
+    _draw_load(run, outcome, day_name, load)
+    _draw_lateness(run, outcome, late)
+    return [load, late]
+
+
+def _draw_load(run: DayRun, outcome: Outcome, day_name: str, file: Path) -> None:
+    edges = np.arange(0, 24 * 60 + 1, BIN_MINUTES)
+    released_at = run.clock.minutes(np.asarray(run.arrivals.store_ms, dtype=np.int64))
+    released, _ = np.histogram(released_at, edges)
+    cancelled, _ = np.histogram(run.flights.minutes[run.flights.cancelled], edges)
+    scheduled, _ = np.histogram(run.flights.minutes, edges)
+    figure, axes = _axes("Hour of the day, New York", f"Departures in {BIN_MINUTES} minutes")
+    hours = edges[:-1] / 60
+    width = BIN_MINUTES / 60
+    axes.bar(hours, released, width, align="edge", color=RELEASED, label=f"released ({outcome.released:,})")
+    label = f"cancelled before they were due ({outcome.cancelled:,})"
+    axes.bar(hours, cancelled, width, bottom=released, align="edge", color=CANCELLED, hatch="//", label=label)
+    label = f"scheduled ({outcome.scheduled:,})"
+    axes.stairs(scheduled, edges / 60, color=SCHEDULED, linewidth=1.4, label=label)
+    axes.set_xlim(0, 24)
+    axes.set_xticks(range(0, 25, 3), [f"{hour:02}:00" for hour in range(0, 25, 3)])
+    seconds = run.clock.length_ms / 1_000
+    axes.set_title(f"{day_name}, lived in {seconds:.0f} seconds: each flight a message due at its departure")
+    axes.legend(loc="upper left", frameon=False)
+    _save(figure, file)
+
+
+def _draw_lateness(run: DayRun, outcome: Outcome, file: Path) -> None:
+    late = lateness_ms(run)
+    figure, axes = _axes("Lateness in milliseconds: stored in its queue, minus due", "Messages")
+    if len(late):
+        top = max(10, int(np.ceil(np.quantile(late, 0.995))) + 1)
+        step = max(1, round(top / 40))
+        bins = np.arange(min(0, int(late.min())), top + step, step)
+        axes.hist(np.minimum(late, bins[-1] - step / 2), bins=list(bins), color=RELEASED)
+    for value, name, style in (
+        (outcome.lateness_p50_ms, "p50", "-"),
+        (outcome.lateness_p99_ms, "p99", "--"),
+    ):
+        axes.axvline(value, color=CANCELLED, linestyle=style, linewidth=2, label=f"{name}: {value:.0f} ms")
+    axes.axvline(0, color=SCHEDULED, linewidth=1, label=f"due; {outcome.early:,} before it")
+    worst = f"latest {outcome.lateness_max_ms:.0f} ms; those beyond the axis are in the last bar"
+    axes.set_title(f"How late {outcome.released:,} messages were released ({worst})")
+    axes.legend(loc="upper right", frameon=False)
+    _save(figure, file)
+
+
+def _axes(x_label: str, y_label: str) -> tuple[Any, Any]:
+    """An empty picture and its axes; made without pyplot, so that no display is looked for."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure: Any, file: Path) -> None:
+    figure.savefig(file)

@@ -1,0 +1,190 @@
+"""The demo itself: the steps of `command.py`, with what they measured.
+
+RAM per waiting promise is the growth of the broker's resident memory between two moments at rest, before
+and after a year of promises was scheduled and moved to the pending table, over their number. Buffers that
+the process keeps for its next batch are part of it, so with a small number of promises it says little.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from timeball.cli.demo.broker import Broker, broker_in
+from timeball.cli.demo.clocks import CompressedDay, coming_year
+from timeball.cli.demo.day import DayRun, live_through
+from timeball.cli.demo.flights import CHECK_IN_MS, Flights, read_year
+from timeball.cli.demo.outcome import Outcome, judge, outcome_table
+from timeball.cli.demo.pictures import draw
+from timeball.cli.demo.spark import Spark
+from timeball.cli.output import err, out, progress_bar
+from timeball.client import Timeball
+from timeball.clock import Clock, SystemClock
+from timeball.errors import SetupError
+
+HEAD_START_MS = 1_500  # between scheduling the day and its midnight
+COMPACTED_S = 90.0
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """All that --json prints."""
+
+    day: str
+    outcome: Outcome
+    bulk_rows: int
+    bulk_s: float
+    sent_rows: int
+    sent_s: float
+    compacted_s: float
+    waiting: int
+    ram_bytes_per_promise: float
+    audit: dict[str, Any]
+    balanced: bool
+    pictures: list[str]
+    took_s: float
+
+    @property
+    def good(self) -> bool:
+        """The day was faultless and the audit balances."""
+        return self.outcome.faultless and self.balanced
+
+
+class Steps:
+    """Prints each step when it ends, with the seconds it took."""
+
+    def __init__(self, clock: Clock, quiet: bool) -> None:
+        self.clock = clock
+        self.quiet = quiet
+        self._began_ns = self._last_ns = clock.monotonic_ns()
+
+    def done(self, text: str) -> float:
+        """Say that a step has ended; returns its seconds."""
+        now_ns = self.clock.monotonic_ns()
+        took_s, self._last_ns = (now_ns - self._last_ns) / 1e9, now_ns
+        if not self.quiet:
+            err.print(f"[green]✓[/green] {text} [dim]({took_s:.1f} s)[/dim]")
+        return took_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the first step began."""
+        return (self.clock.monotonic_ns() - self._began_ns) / 1e9
+
+
+def run_demo(
+    data: Path, chosen: date, length_ms: int, out_folder: Path, flights_max: int, *, quiet: bool
+) -> DemoReport:
+    """Run all steps; returns what was measured."""
+    steps = Steps(SystemClock(), quiet)
+    year = read_year()
+    flights = year.on(chosen.month, chosen.day)
+    day_name = f"{chosen:%A}, {chosen.day} {chosen:%B %Y}"
+    steps.done(f"{len(year):,} flights of 2013 read; {day_name}: {len(flights)} departures")
+    with broker_in(data) as broker, Timeball(broker.endpoint) as ball:
+        steps.done(f"broker serves {broker.endpoint}; its Spark pipeline starts behind it")
+        with Spark(broker.endpoint) as spark:
+            steps.done("the demo's own Spark session is ready")
+            waits = _fill_year(ball, broker, spark, year.head(flights_max), steps)
+            run = _live(broker, flights, length_ms, steps, day_name)
+            books = spark.audit()
+            steps.done(f"audit on Spark: {books.summary}")
+    outcome = judge(run)
+    pictures = draw(run, outcome, day_name, out_folder)
+    if not quiet:
+        table = outcome_table(outcome, waits.rows, waits.ram_bytes, books.summary)
+        out.print(table)
+        out.print(f"pictures: {', '.join(map(str, pictures))}", markup=False)
+        out.print(f"the whole took {steps.total_s:.0f} s", markup=False)
+    return DemoReport(
+        day=chosen.isoformat(),
+        outcome=outcome,
+        bulk_rows=waits.bulk_rows,
+        bulk_s=waits.bulk_s,
+        sent_rows=waits.sent_rows,
+        sent_s=waits.sent_s,
+        compacted_s=waits.compacted_s,
+        waiting=waits.rows,
+        ram_bytes_per_promise=waits.ram_bytes,
+        audit=books.counts,
+        balanced=books.balanced,
+        pictures=[str(picture) for picture in pictures],
+        took_s=steps.total_s,
+    )
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A year of promises, and what they cost."""
+
+    bulk_rows: int
+    bulk_s: float
+    sent_rows: int
+    sent_s: float
+    compacted_s: float
+    rows: int
+    ram_bytes: float
+
+
+def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, steps: Steps) -> _Waiting:
+    """Steps 2 and 3: promises from a DataFrame, promises through the client, compaction."""
+    before = ball.status()
+    now_ms = steps.clock.wall_ms()
+    departures = year.messages("departures-year", coming_year(year.departs_ms, now_ms), "year-")
+    spark.schedule(departures)
+    bulk_s = steps.done(
+        f"{len(year):,} departures of the coming year written from a Spark DataFrame: "
+        f"{_table_rows(ball):,} in the pending table"
+    )
+    opens = coming_year(year.departs_ms - CHECK_IN_MS, now_ms)
+    ball.send_many(year.messages("check-in-year", opens, "check-in-"))
+    sent_s = steps.done(f"{len(year):,} check-in reminders sent through the client into the log")
+    _await_compaction(ball, broker, steps)
+    compacted_s = steps.done(f"Spark's compact has moved them: {_table_rows(ball):,} in the pending table")
+    after = ball.status()
+    rows = after["schedule"]["table_rows"] - before["schedule"]["table_rows"]
+    grown = max(0, after["rss_bytes"] - before["rss_bytes"])
+    return _Waiting(len(year), bulk_s, len(year), sent_s, compacted_s, rows, grown / max(1, rows))
+
+
+def _table_rows(ball: Timeball) -> int:
+    return int(ball.status()["schedule"]["table_rows"])
+
+
+def _await_compaction(ball: Timeball, broker: Broker, steps: Steps) -> None:
+    """Wait until the log's tail is empty; SetupError when the pipeline does not do its work."""
+    pause = threading.Event()
+    give_up_ns = steps.clock.monotonic_ns() + int(COMPACTED_S * 1e9)
+    while ball.status()["schedule"]["tail_rows"] > 0:
+        if steps.clock.monotonic_ns() > give_up_ns:
+            raise SetupError(
+                f"the pipeline ({broker.pipeline_state() or 'not started'}) has not compacted within "
+                f"{COMPACTED_S:.0f} s: {broker.last_words() or 'it said nothing'}"
+            )
+        pause.wait(0.2)
+
+
+def _live(broker: Broker, flights: Flights, length_ms: int, steps: Steps, day_name: str) -> DayRun:
+    """Step 4, with the day's clock on the screen."""
+    day = CompressedDay(steps.clock.wall_ms() + HEAD_START_MS, length_ms)
+    with progress_bar(quiet=steps.quiet) as progress:
+        task = progress.add_task(day_name, total=len(flights))
+        show = _shower(progress, task, day, steps.clock, day_name)
+        run = live_through(broker.endpoint, flights, day, steps.clock, show)
+    cancelled, received = run.verdicts["cancelled"], len(run.arrivals.ids)
+    steps.done(f"{day_name}: {len(flights)} scheduled, {cancelled} cancelled in time, {received} received")
+    return run
+
+
+def _shower(
+    progress: Any, task: Any, day: CompressedDay, clock: Clock, day_name: str
+) -> Callable[[int, int], None]:
+    def show(received: int, cancelled: int) -> None:
+        text = f"{day_name} {day.clock(clock.wall_ms())}, {cancelled} cancelled"
+        progress.update(task, completed=received + cancelled, description=text)
+
+    return show

@@ -1,0 +1,78 @@
+"""What a command's exit code means, and the one place where an error becomes a sentence and a code.
+
+    0   done
+    1   a check did not hold: the audit does not balance, a cancel came too late or found nothing,
+        a demo lost, doubled or hurried a message
+    2   usage: an option, an argument or a request that cannot be granted as it stands
+    3   the broker cannot be reached, or is starting or stopping
+    4   set-up: port in use, no Java, data folder of a newer format, not ours, or in use
+    5   storage: disk full, over a limit, corrupt bytes, a failed write
+    70  a fault in Timeball itself; TIMEBALL_DEBUG=1 shows where
+    130 interrupted
+
+The order of the classes in `errors.py` is the order of the codes: who must act decides the number. A stack
+trace is shown only with TIMEBALL_DEBUG=1, because to anybody else it hides the sentence that helps.
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import IntEnum
+
+from timeball.errors import OverLimit, RequestError, SetupError, StorageError, TimeballError, Unavailable
+
+
+class ExitCode(IntEnum):
+    """The codes of the table above. Scripts depend on them: a number never changes its meaning."""
+
+    OK = 0
+    CHECK_FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    SETUP = 4
+    STORAGE = 5
+    FAULT = 70
+    INTERRUPTED = 130
+
+
+_BY_CLASS: tuple[tuple[type[TimeballError], ExitCode], ...] = (
+    (RequestError, ExitCode.USAGE),
+    (Unavailable, ExitCode.UNREACHABLE),
+    (SetupError, ExitCode.SETUP),
+    (OverLimit, ExitCode.STORAGE),
+    (StorageError, ExitCode.STORAGE),
+)
+
+
+def explain(error: BaseException) -> tuple[str, ExitCode]:
+    """One sentence for stderr, and the code to leave with."""
+    if isinstance(error, TimeballError):
+        return _sentence(error), _code_of(error)
+    if isinstance(error, OSError):
+        return _explain_os(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", ExitCode.INTERRUPTED
+    return (
+        f"{type(error).__name__}: {_sentence(error)}. This is a fault in Timeball; "
+        "TIMEBALL_DEBUG=1 shows where it happened",
+        ExitCode.FAULT,
+    )
+
+
+def _code_of(error: TimeballError) -> ExitCode:
+    return next((code for kind, code in _BY_CLASS if isinstance(error, kind)), ExitCode.FAULT)
+
+
+def _sentence(error: BaseException) -> str:
+    """The error's own text on one line; a wire may have added lines of context behind the first."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _explain_os(error: OSError) -> tuple[str, ExitCode]:
+    where = f"{error.filename}: " if error.filename else ""
+    said = f"{where}{error.strerror or _sentence(error)}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"disk full: {said}; free some space, then go on", ExitCode.STORAGE
+    if error.errno == errno.EADDRINUSE:
+        return f"{said}; another program has this port, choose one with --port", ExitCode.SETUP
+    return said, ExitCode.SETUP

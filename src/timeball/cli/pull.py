@@ -1,0 +1,101 @@
+"""`timeball pull`: read what is visible in a topic, as a member of a group or without leaving a trace."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from timeball.cli.connection import connect
+from timeball.cli.messages import show_instant
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
+from timeball.cli.output import note, print_json, print_line
+from timeball.cli.quantities import parse_duration_ms
+
+if TYPE_CHECKING:
+    from timeball.client.messages import Message
+
+
+def pull(
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to read.")],
+    group: Annotated[str, typer.Option("--group", help="Consumer group; its offsets are kept.")] = "cli",
+    max_messages: Annotated[int, typer.Option("--max", min=1, help="At most this many.")] = 10,
+    wait_ms: Annotated[
+        int | None,
+        typer.Option(
+            "--wait",
+            parser=as_parameter(parse_duration_ms),
+            metavar="DURATION",
+            help="How long to wait for the first; by default not at all.",
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Do not move the group's offsets.")] = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Pull visible messages and acknowledge them.
+
+    A message that was scheduled shows how late it was stored in its queue.
+
+    \b
+    Examples:
+      timeball pull orders --max 100 --wait 5s
+      timeball pull orders --group billing --follow
+      timeball pull orders --peek --json | jq .body
+    """
+    count = 0
+    # Who follows waits anyhow, so let the broker hold the call.
+    wait_s = max(wait_ms or 0, 5_000 if follow else 0) / 1000
+    with connect(endpoint) as ball:
+        try:
+            while True:
+                messages = ball.pull(topic, group, max_messages=max_messages, wait=wait_s)
+                for message in messages:
+                    _print(message, as_json)
+                count += len(messages)
+                if messages and not peek:
+                    ball.ack(messages, group)
+                if not follow or peek:
+                    break
+        except KeyboardInterrupt:
+            pass
+    if not as_json:
+        note(
+            f"{count:,} message{'s' if count != 1 else ''}{'' if count else ': nothing new for group ' + group}"
+        )
+
+
+def _print(message: Message, as_json: bool) -> None:
+    text = _text(message.body)
+    if not as_json:
+        late = f"  {message.lateness_ms:+d} ms" if message.due_ms is not None else ""
+        print_line(f"{show_instant(message.store_ms)}  {message.id}{late}  {text or message.body!r}")
+        return
+    body = {"body": text} if text is not None else {"body_base64": base64.b64encode(message.body).decode()}
+    print_json(
+        {
+            "id": message.id,
+            "topic": message.topic,
+            **body,
+            "tag": message.tag,
+            "keys": message.keys,
+            "properties": message.properties,
+            "seq": message.seq,
+            "queue_id": message.queue_id,
+            "queue_offset": message.queue_offset,
+            "born_ms": message.born_ms,
+            "store_ms": message.store_ms,
+            "due_ms": message.due_ms,
+            "lateness_ms": message.lateness_ms,
+        }
+    )
+
+
+def _text(body: bytes) -> str | None:
+    """The body as text, or None when it is none."""
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,72 @@
+"""`timeball serve`: the broker alone, in the foreground, until SIGTERM or SIGINT.
+
+The ready line is printed when a client can connect, and not before: whoever starts the broker as a child
+waits for that line instead of guessing. Without a pipeline the broker compacts by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from timeball.cli.options import JsonOption, settings_options
+from timeball.cli.output import print_json, print_line
+from timeball.config import Settings
+
+
+@settings_options
+def serve(settings: Settings, as_json: JsonOption = False) -> None:
+    """Run the broker in the foreground, without a pipeline.
+
+    Prints one line when it is ready, and ends on SIGTERM or Ctrl-C with everything acknowledged on disk. Each
+    option can also be given as an environment variable (TIMEBALL_PORT for --port) or in a settings file.
+
+    \b
+    Examples:
+      timeball serve
+      timeball serve --data /var/lib/timeball --port 7400 --retention-ms 72h
+      timeball serve --port 0 --json      # the ready line names the port it got
+      timeball serve --settings timeball.toml
+    """
+    asyncio.run(_serve(settings, as_json))
+
+
+async def _serve(settings: Settings, as_json: bool) -> None:
+    from timeball.node import Node
+
+    node = Node(settings)
+    await node.start()
+    announce(settings, node.port, as_json)
+    await node.run_until_signal()
+
+
+def announce(settings: Settings, port: int, as_json: bool) -> None:
+    """The ready line."""
+    from timeball import __version__
+
+    endpoint = f"grpc://{_bracketed(settings.host)}:{port}"
+    data = str(settings.data.absolute())
+    if not as_json:
+        print_line(f"timeball {__version__} serves {endpoint}, data {data}")
+        return
+    print_json(
+        {
+            "event": "ready",
+            "version": __version__,
+            "endpoint": endpoint,
+            "host": settings.host,
+            "port": port,
+            "data": data,
+            "pid": os.getpid(),
+        }
+    )
+
+
+def local_endpoint(host: str, port: int) -> str:
+    """How a process on this machine reaches a broker that listens on `host`, which may mean "everywhere"."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"grpc://{_bracketed(reachable)}:{port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

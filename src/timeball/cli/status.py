@@ -1,0 +1,53 @@
+"""`timeball status`: one look at a running broker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from timeball.cli.connection import connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
+from timeball.cli.output import out, print_json
+from timeball.cli.quantities import show_bytes
+
+
+def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
+    """Show what a broker holds, how punctual it is and what it costs.
+
+    \b
+    Examples:
+      timeball status
+      timeball status --json | jq .schedule
+      timeball status --endpoint grpc://broker-2:7400
+    """
+    with connect(endpoint) as ball:
+        found: dict[str, Any] = ball.status()
+    if as_json:
+        print_json(found)
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for label, text in _rows(endpoint, found):
+        table.add_row(label, text)
+    out.print(table)
+
+
+def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
+    log, waiting = found["log"], found["schedule"]
+    wheel, tail, stored = waiting["wheel_rows"], waiting["tail_rows"], waiting["table_rows"]
+    lateness = ", ".join(f"{name.removesuffix('_ms')} {value}" for name, value in found["lateness"].items())
+    return [
+        ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
+        ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
+        ("on disk up to", f"row {log['durable_seq']:,}"),
+        (
+            "waiting",
+            f"{tail:,} in the log's tail, {stored:,} in the pending table, {wheel:,} near their instant",
+        ),
+        ("cancelled", f"{waiting['cancelled_rows']:,}"),
+        ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
+        ("lateness (ms)", lateness or "nothing released yet"),
+        ("memory", show_bytes(found["rss_bytes"])),
+    ]

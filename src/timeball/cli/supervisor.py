@@ -1,0 +1,94 @@
+"""The pipeline beside the broker: a child process that may die as often as it likes.
+
+Spark is never in the way of a promise. So it runs in a process of its own, is started once the broker serves,
+is started again with a growing pause when it ends, and is never a reason for the broker to end. What a new
+start cannot mend (no Java, no pyspark) is said once, and the broker goes on compacting by itself. The child
+holds the read end of a pipe whose other end is ours: should this process be killed, it ends as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+
+from timeball.cli.exit_codes import ExitCode
+from timeball.clock import Clock, SystemClock
+
+PAUSE_S_MIN = 1.0
+PAUSE_S_MAX = 60.0
+STEADY_S = 60.0  # a child that has lived this long starts with the shortest pause again
+STOP_S = 20.0  # Spark's own shutdown takes about a second; beyond this it is killed
+
+Say = Callable[[str, str], None]  # (state, sentence); states: started, ended, given_up, stopped
+
+
+class Supervisor:
+    """Keeps one child process running."""
+
+    def __init__(self, command: list[str], say: Say, clock: Clock | None = None) -> None:
+        self._command = command
+        self._say = say
+        self._clock = clock or SystemClock()
+        self._child: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Start the child and start it again, until `stop` or until a new start could not help."""
+        pause_s = PAUSE_S_MIN
+        while not self._stopping.is_set():
+            begun_ns = self._clock.monotonic_ns()
+            code = await self._run_once()
+            if self._stopping.is_set():
+                break
+            if code in (ExitCode.SETUP, ExitCode.USAGE):
+                self._say(
+                    "given_up", "the pipeline cannot run here; the broker goes on and compacts by itself"
+                )
+                return
+            if self._clock.monotonic_ns() - begun_ns >= STEADY_S * 1e9:
+                pause_s = PAUSE_S_MIN
+            self._say(
+                "ended", f"the pipeline {_how(code)}; the broker goes on, next start in {pause_s:.0f} s"
+            )
+            await self._pause(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        self._say("stopped", "the pipeline has stopped")
+
+    async def stop(self) -> None:
+        """End the child, gently at first; `run` returns after it."""
+        self._stopping.set()
+        child = self._child
+        if child is None or child.returncode is not None:
+            return
+        _signal(child, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(child.wait(), STOP_S)
+        except TimeoutError:
+            _signal(child, signal.SIGKILL)
+
+    async def _run_once(self) -> int:
+        # A session of its own: Ctrl-C reaches us alone, and we end the child before the broker.
+        self._child = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr, start_new_session=True
+        )
+        self._say("started", f"the pipeline starts (pid {self._child.pid})")
+        return await self._child.wait()
+
+    async def _pause(self, pause_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
+        except TimeoutError:
+            pass
+
+
+def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    try:
+        child.send_signal(number)
+    except ProcessLookupError:
+        pass  # it ended by itself in between
+
+
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -1,0 +1,72 @@
+"""`timeball up`: a broker and its pipeline, started and stopped together.
+
+The broker serves first; Spark starts behind it and needs some seconds, in which nothing waits for it. On
+SIGTERM or Ctrl-C the pipeline goes first, because it is a client of the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated
+
+import typer
+
+from timeball.cli.options import JsonOption, settings_options
+from timeball.cli.output import note, print_json
+from timeball.cli.serve import announce, local_endpoint
+from timeball.cli.supervisor import Say, Supervisor
+from timeball.config import Settings
+
+
+@settings_options
+def up(
+    settings: Settings,
+    master: Annotated[
+        str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master for the pipeline.")
+    ] = "local[2]",
+    as_json: JsonOption = False,
+) -> None:
+    """Run the broker with its Spark pipeline (jobs compact and ledger), until Ctrl-C.
+
+    The broker serves at once; the pipeline follows some seconds later in a process of its own. If it dies it
+    is started again; without Java or pyspark the broker says so, goes on, and compacts by itself.
+
+    \b
+    Examples:
+      timeball up
+      timeball up --data /var/lib/timeball --durability sync
+      timeball up --port 0 --json | jq -c .
+      timeball up --master spark://head:7077
+    """
+    asyncio.run(_up(settings, master, as_json))
+
+
+async def _up(settings: Settings, master: str, as_json: bool) -> None:
+    from timeball.node import Node
+
+    node = Node(settings)
+    await node.start()
+    announce(settings, node.port, as_json)
+    endpoint = local_endpoint(settings.host, node.port)
+    pipeline = Supervisor(pipeline_command(endpoint, master), _speaker(as_json))
+    supervising = asyncio.create_task(pipeline.run())
+    try:
+        await node.run_until_signal()
+    finally:
+        await pipeline.stop()
+        await supervising
+
+
+def pipeline_command(endpoint: str, master: str) -> list[str]:
+    """The child's command line."""
+    jobs = ["compact", "ledger"]
+    options = ["--endpoint", endpoint, "--master", master, "--stop-on-eof"]
+    return [sys.executable, "-m", "timeball", "pipeline", "run", *jobs, *options]
+
+
+def _speaker(as_json: bool) -> Say:
+    """What happens to the pipeline, as a line for people on stderr or a JSON line on stdout."""
+    if not as_json:
+        return lambda state, sentence: note(f"timeball: {sentence}")
+    return lambda state, sentence: print_json({"event": "pipeline", "state": state, "text": sentence})

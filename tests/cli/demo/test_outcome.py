@@ -1,0 +1,63 @@
+"""Counting what happened, and that each fault is counted."""
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from timeball.cli.demo.clocks import CompressedDay
+from timeball.cli.demo.day import Arrivals, DayRun
+from timeball.cli.demo.flights import Flights
+from timeball.cli.demo.outcome import judge
+
+IDS = ["a", "b", "c", "d"]
+DUE = [1_000, 2_000, 3_000, 4_000]
+
+
+def _run(received: list[tuple[str, int]]) -> DayRun:
+    """Four flights of which "d" was cancelled; `received` gives ids and how late they were stored."""
+    text = pa.array(IDS)
+    flights = Flights(
+        id=text,
+        carrier=text,
+        origin=text,
+        body=text,
+        minutes=np.arange(4),
+        departs_ms=np.array(DUE),
+        cancelled=np.array([False, False, False, True]),
+    )
+    due = dict(zip(IDS, DUE))
+    arrivals = Arrivals(
+        ids=[name for name, _ in received],
+        due_ms=[due[name] for name, _ in received],
+        store_ms=[due[name] + late for name, late in received],
+        seen_ms=[due[name] + late + 1 for name, late in received],
+    )
+    day = CompressedDay(0, 86_400)
+    return DayRun(flights, np.array(DUE), day, arrivals, Counter(cancelled=1))
+
+
+def test_a_day_as_it_should_be() -> None:
+    """Nothing early, lost or doubled."""
+    outcome = judge(_run([("a", 0), ("b", 2), ("c", 4)]))
+    assert outcome.faultless
+    assert (outcome.scheduled, outcome.cancelled, outcome.released) == (4, 1, 3)
+    assert (outcome.lateness_p50_ms, outcome.lateness_max_ms) == (2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("received", "fault", "count"),
+    [
+        ([("a", 0), ("b", 0)], "lost", 1),
+        ([], "lost", 3),
+        ([("a", 0), ("b", 0), ("c", 0), ("a", 5)], "duplicates", 1),
+        ([("a", 0), ("b", -3), ("c", 0)], "early", 2),  # stored early and seen early
+        ([("a", 0), ("b", 0), ("c", 0), ("d", 0)], "released_though_cancelled", 1),
+    ],
+)
+def test_each_fault_is_counted(received: list[tuple[str, int]], fault: str, count: int) -> None:
+    """The negative controls of the demo's verdict."""
+    outcome = judge(_run(received))
+    assert getattr(outcome, fault) == count
+    assert not outcome.faultless

@@ -1,0 +1,132 @@
+"""Commands as processes, the way a shell or a supervisor runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+READY_S = 60
+ENDED_S = 90
+SRC = Path(__file__).resolve().parents[2] / "src"
+COMMAND = [sys.executable, "-m", "timeball"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, less what would change a command, with the package to be tested in front."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join([str(SRC), kept.get("PYTHONPATH", "")]),
+        "COLUMNS": "100",
+        **more,
+    }
+
+
+def timeball(*arguments: str, text: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=ENDED_S,
+        env=environment(**more),
+        check=False,
+    )
+
+
+class Running:
+    """A command that stays: its JSON lines so far, and its end."""
+
+    def __init__(self, *arguments: str, **more: str) -> None:
+        self._process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**more),
+            start_new_session=True,
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+        self._changed = threading.Condition()
+        self._threads = [threading.Thread(target=self._read), threading.Thread(target=self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.poll()
+
+    def wait_line(self, **wanted: object) -> dict[str, Any]:
+        """The first line that has these entries; fails when the process ends or the time is up before."""
+
+        def find() -> dict[str, Any] | None:
+            return next((line for line in self.lines if wanted.items() <= line.items()), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: find() or self._ended(), READY_S)
+            found = find()
+        assert found is not None, f"no line with {wanted}: {self.lines} {self.errors}"
+        return found
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        try:
+            return self._process.wait(ENDED_S)
+        finally:
+            self._process.kill()
+            for thread in self._threads:
+                thread.join(10)
+            for stream in (self._process.stdout, self._process.stderr):
+                if stream is not None:
+                    stream.close()
+
+    def _ended(self) -> bool:
+        return not self._threads[0].is_alive()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._changed:
+                self.lines.append(json.loads(line))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.errors.append(line.rstrip())
+
+
+@contextmanager
+def running(*arguments: str, **more: str) -> Iterator[Running]:
+    """A command for the length of a block."""
+    process = Running(*arguments, **more)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@contextmanager
+def serving(data: Path, *options: str) -> Iterator[str]:
+    """A broker; yields its endpoint."""
+    with running("serve", "--json", "--port", "0", "--data", str(data), *options) as server:
+        yield server.wait_line(event="ready")["endpoint"]

@@ -1,0 +1,55 @@
+"""Errors as sentences and codes."""
+
+import errno
+
+import pytest
+
+from timeball import errors
+from timeball.cli.exit_codes import ExitCode, explain
+
+
+def _all_errors(root: type[errors.TimeballError]) -> list[type[errors.TimeballError]]:
+    return [root, *(found for child in root.__subclasses__() for found in _all_errors(child))]
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in _all_errors(errors.TimeballError) if k is not errors.TimeballError]
+)
+def test_every_error_of_ours_has_a_code_of_its_own_sort(kind: type[errors.TimeballError]) -> None:
+    """A new error class may not end up as "a fault in Timeball"."""
+    sentence, code = explain(kind("what happened, and what to do"))
+    assert sentence == "what happened, and what to do"
+    assert code in (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.SETUP, ExitCode.STORAGE)
+
+
+def test_who_must_act_decides_the_code() -> None:
+    """The caller, the operator, or whoever looks after the disk."""
+    assert explain(errors.InvalidDelay("x"))[1] == 2
+    assert explain(errors.Unavailable("x"))[1] == 3
+    assert explain(errors.SetupError("x"))[1] == 4
+    assert explain(errors.Corrupt("x"))[1] == 5
+    assert explain(errors.OverLimit("disk full"))[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(errno.ENOSPC, ExitCode.STORAGE), (errno.EADDRINUSE, ExitCode.SETUP), (errno.EACCES, ExitCode.SETUP)],
+)
+def test_the_systems_errors_name_the_file(number: int, code: ExitCode) -> None:
+    """An OSError that nobody typed still says where."""
+    sentence, found = explain(OSError(number, "went wrong", "the/file"))
+    assert found == code
+    assert "the/file" in sentence
+
+
+def test_anything_else_is_our_fault_and_says_how_to_see_more() -> None:
+    """No stack trace, but the way to one."""
+    sentence, code = explain(ZeroDivisionError("division by zero"))
+    assert code == ExitCode.FAULT
+    assert "TIMEBALL_DEBUG=1" in sentence
+    assert "\n" not in sentence
+
+
+def test_only_the_first_line_of_an_error_is_shown() -> None:
+    """A wire may have added its own lines of context."""
+    assert explain(errors.Unavailable("no broker.\nclient debug context …"))[0] == "no broker"

@@ -1,0 +1,104 @@
+"""The command line as a whole: help, versions, and errors without stack traces."""
+
+import re
+
+import pytest
+
+from tests.cli.processes import timeball
+from timeball.cli.main import app
+
+COMMANDS = sorted(command.name for command in app.registered_commands if command.name)
+NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
+
+
+def test_the_commands_are_those_of_the_design() -> None:
+    """A command that is missing here would have no test below."""
+    assert set(COMMANDS) == {
+        *("up", "serve", "send", "schedule", "cancel", "pull"),
+        *("pending", "audit", "dump", "bench", "demo", "status"),
+    }
+    assert [group.name for group in app.registered_groups] == ["pipeline"]
+
+
+@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["pipeline", "run"]], ids="-".join)
+def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -> None:
+    """An example is a whole command line."""
+    shown = timeball(*command, "--help")
+    assert shown.returncode == 0
+    assert "Examples:" in shown.stdout
+    examples = shown.stdout.split("Examples:")[1]
+    assert len(re.findall(rf"timeball {' '.join(command)}\b", examples)) >= 2
+
+
+def test_the_list_of_commands_comes_with_the_exit_codes() -> None:
+    """Scripts look for them there."""
+    shown = timeball("--help")
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in COMMANDS)
+    assert "Exit codes" in shown.stdout
+
+
+def test_the_version_is_shown() -> None:
+    """As a line of its own."""
+    assert re.fullmatch(r"timeball \d+\.\d+\.\d+\n", timeball("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["send", "orders", "x"],
+        ["schedule", "orders", "x", "--after", "1s"],
+        ["cancel", "some-id"],
+        ["pull", "orders"],
+        ["pending"],
+        ["status", "--json"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_no_broker_is_one_sentence_with_a_way_out(command: list[str]) -> None:
+    """Exit code 3, the endpoint, and how to start one."""
+    ended = timeball(*command, "--endpoint", NOWHERE)
+    assert ended.returncode == 3
+    assert ended.stdout == ""
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert NOWHERE in ended.stderr and "timeball up" in ended.stderr
+
+
+def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
+    """And to nobody else: see the test above."""
+    ended = timeball("status", "--endpoint", NOWHERE, TIMEBALL_DEBUG="1")
+    assert ended.returncode != 0
+    assert "Traceback" in ended.stderr and "Unavailable" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["serve", "--segment-bytes", "64M"], "--segment-bytes"),
+        (["serve", "--retention-ms", "soon"], "--retention-ms"),
+        (["nonsense"], "nonsense"),
+        (["bench", "nonsense"], "nonsense"),
+        (["cancel"], "--key"),
+        (["schedule", "orders", "x"], "--after"),
+        (["schedule", "orders", "x", "--after", "1s", "--at", "2030-01-01T00:00:00Z"], "exactly one"),
+        (["schedule", "orders", "x", "--after", "30"], "unit"),
+        (["schedule", "orders", "x", "--at", "2030-01-01T00:00:00"], "time zone"),
+        (["send", "orders", "x", "--property", "eu"], "NAME=VALUE"),
+        (["demo", "--day", "13-01"], "--day"),
+        (["pipeline", "run", "nonsense"], "nonsense"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_what_cannot_be_is_refused_by_name_with_code_2(command: list[str], named: str) -> None:
+    """Before anything is connected to or written."""
+    ended = timeball(*command)
+    assert ended.returncode == 2
+    assert named in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_settings_that_cannot_work_are_a_set_up_error() -> None:
+    """Refused by Settings itself, which names the option."""
+    ended = timeball("serve", "--port", "70000")
+    assert ended.returncode == 4
+    assert "--port 70000" in ended.stderr

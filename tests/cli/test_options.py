@@ -1,0 +1,65 @@
+"""Settings as options: every field is one, and the order of precedence."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from timeball.cli.options import HELP, build_settings, settings_options
+from timeball.config import Settings
+from timeball.errors import SetupError
+
+
+def test_every_setting_has_an_option_with_a_help_text() -> None:
+    """A new field of Settings must be described here before it can be used."""
+
+    def command(settings: Settings, other: int = 3) -> None:
+        del settings, other
+
+    names = {field.name for field in fields(Settings)}
+    parameters = inspect.signature(settings_options(command)).parameters
+    assert set(HELP) == names
+    assert set(parameters) == names | {"settings_file", "other"}
+
+
+def test_what_nobody_chose_is_the_default() -> None:
+    """None stands for: not chosen."""
+    assert build_settings(None, {"port": None}) == Settings()
+
+
+def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+    """Sizes and durations are written in the file as on the command line."""
+    file = tmp_path / "timeball.toml"
+    file.write_text(
+        'port = 1\nsegment_bytes = "64MiB"\nretention_ms = "1h"\ncompact_self = false\ndata = "d"\n'
+    )
+    settings = build_settings(file, {"port": 2})
+    assert (settings.port, settings.segment_bytes, settings.retention_ms) == (2, 64 << 20, 3_600_000)
+    assert settings.compact_self is False
+    assert settings.data == Path("d")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("prot = 1", "prot"),
+        ('port = "many"', "port"),
+        ("port = true", "port"),
+        ('segment_bytes = "64M"', "segment_bytes"),
+        ("port = ", "timeball.toml"),
+        ("port = 70000", "--port"),
+    ],
+)
+def test_a_bad_entry_of_the_file_is_named(tmp_path: Path, text: str, named: str) -> None:
+    """Operators mend files by name and entry."""
+    file = tmp_path / "timeball.toml"
+    file.write_text(text)
+    with pytest.raises(SetupError, match=named):
+        build_settings(file, {})
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Not a stack trace."""
+    with pytest.raises(SetupError, match="nowhere"):
+        build_settings(tmp_path / "nowhere.toml", {})
