@@ -56,9 +56,9 @@ class KeySidecar:
         payload = self.hashes.astype("<u8").tobytes() + self.rows.astype("<i8").tobytes()
         return HEADER.pack(MAGIC, len(self.hashes), google_crc32c.value(payload)) + payload
 
-    def find(self, key_hash: int) -> Int64Array:
-        """Rows whose key may be the one hashed; compare the text before believing it."""
-        wanted = np.uint64(key_hash)
-        low = np.searchsorted(self.hashes, wanted, side="left")
-        high = np.searchsorted(self.hashes, wanted, side="right")
-        return np.array(self.rows[low:high])
+    def find(self, hashes: UInt64Array) -> Int64Array:
+        """Rows whose key may be one of those hashed, ascending; compare the text before believing it."""
+        low = np.searchsorted(self.hashes, hashes, side="left")
+        high = np.searchsorted(self.hashes, hashes, side="right")
+        hits = [self.rows[begin:end] for begin, end in zip(low, high, strict=True) if end > begin]
+        return np.unique(np.concatenate(hits)) if hits else np.empty(0, np.int64)

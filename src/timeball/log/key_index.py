@@ -13,7 +13,7 @@ import numpy as np
 
 from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.key_hash import hash_keys, hash_one
+from timeball.key_hash import UInt64Array, hash_keys
 from timeball.key_sidecar import KeySidecar
 from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
@@ -33,9 +33,8 @@ class KeyIndex:
         self._active = -1
         self._indexed_to = 0
 
-    def find(self, text: str) -> Int64Array:
-        """Sequence numbers of durable rows whose id or keys may contain `text`, ascending; check the text."""
-        wanted = hash_one(text)
+    def find(self, wanted: UInt64Array) -> Int64Array:
+        """Sequence numbers of durable rows with an id or key that may be one of those hashed; check the text."""
         with self._lock:
             segments = self._segments.all
             parts = [self._sealed_index(segment).find(wanted) for segment in segments[:-1]]

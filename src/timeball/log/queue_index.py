@@ -53,7 +53,7 @@ class QueueIndex:
 
     def __init__(self, files: Files, folder: str, *, min_offset: int = 0, max_offset: int = 0) -> None:
         """Open the queue below `folder`, whose entries in [min_offset, max_offset) are known to be durable."""
-        self._files, self._folder = files, folder
+        self._files, self.folder = files, folder
         files.make_dir(folder)
         self.min_offset, self.max_offset = min_offset, max_offset
         self._chunks: dict[int, _Chunk] = {}
@@ -71,6 +71,11 @@ class QueueIndex:
             self._dirty.add(number)
             self.max_offset += count
             done += count
+
+    def start_at(self, offset: int) -> None:
+        """Begin an empty queue at `offset`: what came before has been let go by retention."""
+        assert self.max_offset == 0
+        self.min_offset = self.max_offset = offset
 
     def read(self, offset: int, count: int) -> EntryArray:
         """Up to `count` entries from `offset` on, copied; raises OutOfRange with what is kept."""
@@ -98,16 +103,18 @@ class QueueIndex:
         for number in [n for n in self._chunks if (n + 1) * FILE_ENTRIES <= low]:
             self._chunks.pop(number).file.close()
             self._dirty.discard(number)
-        for name in self._files.list_dir(self._folder):
+        for name in self._files.list_dir(self.folder):
             if (int(name.removesuffix(".cq")) + 1) * FILE_ENTRIES <= low:
-                self._files.remove(f"{self._folder}/{name}")
+                self._files.remove(f"{self.folder}/{name}")
 
-    def sync(self) -> None:
-        """Make the entries durable, so that a checkpoint may count on them."""
-        for number in list(self._dirty):
-            self._dirty.discard(number)
-            self._chunks[number].file.sync()
-        self._files.sync_dir(self._folder)
+    def take_dirty(self) -> list[File]:
+        """Files written since the last call; a checkpoint may count on the entries once these are synced.
+
+        The caller syncs them in a thread of its own and the folder (`folder`) after them.
+        """
+        files = [self._chunks[number].file for number in self._dirty]
+        self._dirty.clear()
+        return files
 
     def close(self) -> None:
         """Let go of the files."""
@@ -120,7 +127,7 @@ class QueueIndex:
         chunk = self._chunks.get(number)
         if chunk is not None and len(chunk.entries) >= entries:
             return chunk.entries
-        name = f"{self._folder}/{number:08d}.cq"
+        name = f"{self.folder}/{number:08d}.cq"
         if chunk is None:
             chunk = _Chunk(
                 self._files.open(name) if self._files.exists(name) else self._files.create(name), np.empty(0, ENTRY)

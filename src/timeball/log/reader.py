@@ -27,7 +27,7 @@ class LogReader:
     """Reads what the writer has made durable."""
 
     def __init__(self, segments: Segments) -> None:
-        self._segments = segments
+        self.segments = segments
         self._cache: OrderedDict[tuple[int, int], tuple[int, pa.RecordBatch]] = OrderedDict()
         self._cached_rows = 0
         self._lock = threading.Lock()
@@ -35,12 +35,12 @@ class LogReader:
     @property
     def first_seq(self) -> int:
         """Oldest sequence number kept."""
-        return self._segments.first_seq
+        return self.segments.first_seq
 
     @property
     def next_seq(self) -> int:
         """Sequence number after the last durable row."""
-        return self._segments.next_seq
+        return self.segments.next_seq
 
     def frames(self, from_seq: int, to_seq: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """(first_seq, LOG_SCHEMA rows) of every frame that touches [from_seq, to_seq), whole, in order.
@@ -50,7 +50,7 @@ class LogReader:
         to_seq = min(to_seq, self.next_seq)
         if from_seq >= to_seq:
             return
-        segments, first = self._segments.all, self._segments.holding(from_seq)
+        segments, first = self.segments.all, self.segments.holding(from_seq)
         for segment in segments:
             if segment.ordinal < first.ordinal:
                 continue
@@ -104,7 +104,7 @@ class LogReader:
         batches = []
         done = 0
         while done < len(wanted):
-            segment = self._segments.holding(int(wanted[done]))
+            segment = self.segments.holding(int(wanted[done]))
             first_seq, rows = self._decode(segment, segment.frame_position_of(int(wanted[done])), keep=True)
             end = int(np.searchsorted(wanted, first_seq + rows.num_rows))
             if end == done:

@@ -89,6 +89,7 @@ class LogWriter:
         self._loop = asyncio.get_running_loop()
         self.next_seq = segments.next_seq
         self._pending: list[_Entry] = []
+        self._committing: list[_Entry] = []
         self._pending_bytes = 0
         self._busy = False
         self._closing = False
@@ -133,6 +134,12 @@ class LogWriter:
             self._loop.call_soon(self._start_commit)
         return first_seq, entry.done
 
+    async def flushed(self) -> None:
+        """Return when everything appended so far is durable; raises what stopped the log."""
+        if self._pending or self._busy:
+            last = self._pending[-1].done if self._pending else self._committing[-1].done
+            await asyncio.shield(last)
+
     def _start_commit(self) -> None:
         taken, rows, size_bytes = 0, 0, 0
         for entry in self._pending:
@@ -142,6 +149,7 @@ class LogWriter:
                 break
             taken += 1
         entries, self._pending = self._pending[:taken], self._pending[taken:]
+        self._committing = entries
         task = self._loop.run_in_executor(self._disk, self._write, entries)
         task.add_done_callback(lambda done: self._finish_commit(entries, done))
 
@@ -163,7 +171,7 @@ class LogWriter:
                 append_ms=now_ms,
                 epoch=EPOCH,
                 position=position,
-                commit_start=start,
+                synced_to=self._synced_to,
             )
             assert frame.end <= segment.buffer.size
             self._write_parts(position, parts)

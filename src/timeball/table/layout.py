@@ -33,6 +33,8 @@ HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
 ROW_GROUP_ROWS = 65_536  # the unit of a gather: small enough to read in ~10 ms, large enough to compress
 PARTITION_COLUMN = "bucket"
+FOLDER = "pending"  # below the data folder
+KEYS_FOLDER = f"{FOLDER}/_keys"
 
 
 def sort_rows(rows: pa.Table | pa.RecordBatch) -> pa.Table:
@@ -90,7 +92,7 @@ def encode_file(rows: pa.Table) -> bytes:
         row_group_size=ROW_GROUP_ROWS,
         use_dictionary=["topic", "tag", "born_host"],
         write_statistics=["due_ms", "seq"],
-        column_encoding=None,
+        write_page_checksum=True,  # a rotten page is an error when it is read, never a message
     )
     return sink.getvalue()
 

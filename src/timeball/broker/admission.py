@@ -1,0 +1,156 @@
+"""Admission: validate a batch from outside, stamp it, and say of each row whether it is for now or for later.
+
+Refuses, with an error that names the field and the first row: anything a stock broker would refuse, and any
+instant that is negative, not a number or too far away. Such a message is never delivered "now" instead
+(RocketMQ #10872 did). A batch is taken whole or not at all.
+
+An instant in the past is allowed and due at once: the caller's clock may be slow, and a replay is legitimate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball import limits
+from timeball.broker.topics import check_name, codes_of
+from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
+from timeball.message import Int64Array, Kind, build_rows
+
+SEND_COLUMNS: dict[str, pa.DataType] = {
+    "topic": pa.string(),
+    "body": pa.binary(),
+    "tag": pa.string(),
+    "keys": pa.string(),
+    "unique_key": pa.string(),
+    "properties": pa.string(),
+    "queue_id": pa.int32(),
+    "born_ms": pa.int64(),
+    "born_host": pa.string(),
+    "flag": pa.int32(),
+    "sys_flag": pa.int32(),
+    "reconsume_times": pa.int32(),
+    "due_ms": pa.int64(),
+    "delay_ms": pa.int64(),
+}
+
+_BYTES_MAX = {
+    "body": limits.BODY_BYTES_MAX,
+    "properties": limits.PROPERTIES_BYTES_MAX,
+    "keys": limits.KEYS_BYTES_MAX,
+    "tag": limits.TAG_BYTES_MAX,
+    "unique_key": limits.UNIQUE_KEY_BYTES_MAX,
+}
+
+
+def admit(batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str) -> pa.RecordBatch:
+    """LOG_SCHEMA rows for a batch of SEND_COLUMNS; MESSAGE rows for now, PROMISE rows for later."""
+    count = batch.num_rows
+    if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
+        raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
+    columns = _columns(batch)
+    _check_texts(columns)
+    due = _due(columns, count, now_ms, delay_ms_max)
+    is_promise = np.asarray(due.is_valid())
+    return build_rows(
+        count,
+        kind=np.where(is_promise, np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE)),
+        topic=columns["topic"],
+        queue_id=_filled(columns, "queue_id", -1),
+        tag=columns.get("tag"),
+        keys=columns.get("keys"),
+        unique_key=columns.get("unique_key"),
+        body=columns["body"],
+        properties=columns.get("properties"),
+        born_ms=_filled(columns, "born_ms", now_ms),
+        born_host=_filled(columns, "born_host", host),
+        store_ms=now_ms,
+        store_host=host,
+        flag=_filled(columns, "flag", 0),
+        sys_flag=_filled(columns, "sys_flag", 0),
+        reconsume_times=_filled(columns, "reconsume_times", 0),
+        due_ms=due,
+    )
+
+
+def topic_names(rows: pa.RecordBatch) -> list[str]:
+    """Distinct topics of a batch."""
+    return codes_of(rows.column("topic"))[1]
+
+
+def _columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
+    """Columns by name, cast to the types we keep; those wholly null are left out."""
+    found = {}
+    for name in batch.schema.names:
+        kept = SEND_COLUMNS.get(name)
+        if kept is None:
+            raise InvalidMessage(f"column {name!r} is not one of {', '.join(SEND_COLUMNS)}")
+        column = batch.column(name)
+        try:
+            column = column if column.type == kept else column.cast(kept)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise InvalidMessage(f"column {name!r} has type {column.type}, which is no {kept}: {error}") from error
+        if column.null_count < len(column) or name in ("topic", "body"):
+            found[name] = column
+    for name in ("topic", "body"):
+        if name not in found:
+            raise InvalidMessage(f"column {name!r} is missing")
+        if found[name].null_count:
+            raise InvalidMessage(f"column {name!r} has no value in row {_first(found[name].is_null())}")
+    return found
+
+
+def _check_texts(columns: dict[str, pa.Array]) -> None:
+    for name in codes_of(columns["topic"])[1]:
+        check_name(name, limits.TOPIC_BYTES_MAX, "topic")
+    for name, bytes_max in _BYTES_MAX.items():
+        if name in columns:
+            too_long = pc.greater(pc.binary_length(columns[name]), bytes_max)
+            if pc.any(too_long).as_py():
+                raise InvalidMessage(f"{name} of row {_first(too_long)} is longer than {bytes_max} bytes")
+    if "keys" in columns:
+        too_many = pc.greater_equal(pc.count_substring(columns["keys"], " "), limits.KEYS_PER_MESSAGE_MAX)
+        if pc.any(too_many).as_py():
+            raise InvalidMessage(f"keys of row {_first(too_many)}: at most {limits.KEYS_PER_MESSAGE_MAX}")
+    if "queue_id" in columns:
+        queue = columns["queue_id"].fill_null(-1).to_numpy()
+        if queue.min() < -1 or queue.max() >= limits.QUEUES_PER_TOPIC_MAX:
+            raise InvalidMessage(f"queue_id: -1 (any) to {limits.QUEUES_PER_TOPIC_MAX - 1}")
+
+
+def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
+    """The instant of each row, null for now. Relative delays become absolute here, once, on our clock."""
+    due, delay = columns.get("due_ms"), columns.get("delay_ms")
+    if due is not None and delay is not None:
+        both = pc.and_(due.is_valid(), delay.is_valid())
+        if pc.any(both).as_py():
+            raise InvalidDelay(f"row {_first(both)} has both due_ms and delay_ms; give one")
+    if delay is not None:
+        values = delay.fill_null(0).to_numpy()
+        # Checked before it is added: the sum of two int64 may wrap round into the past.
+        _check_range("delay_ms", values, 0, delay_ms_max)
+        absolute = pa.array(values + now_ms, mask=np.asarray(delay.is_null()))
+        due = absolute if due is None else pc.coalesce(due, absolute)
+    if due is None:
+        return pa.nulls(count, pa.int64())
+    _check_range("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
+    return due
+
+
+def _check_range(name: str, values: Int64Array, low: int, high: int) -> None:
+    wrong = (values < low) | (values > high)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise InvalidDelay(f"{name} {values[row]} of row {row}: between {low} and {high}")
+
+
+def _filled(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.Array | int | str:
+    column = columns.get(name)
+    if column is None:
+        return default
+    return column.fill_null(default) if column.null_count else column
+
+
+def _first(mask: pa.Array) -> int:
+    return int(pc.index(mask, True).as_py())

@@ -1,0 +1,104 @@
+"""Attach: check what a job claims before it becomes part of the truth.
+
+Refuses: a compact that does not begin at the watermark (rows would be lost or doubled), ranges nobody reserved or
+that were used before, files whose footers disagree with the claim, instants no promise may have. A repeated
+(job_id, epoch) is answered as done: Spark repeats an epoch whenever it cannot know that the first try came through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from timeball import limits
+from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.files import Files
+from timeball.table.attachment import Attachment
+from timeball.table.data_file import DataFile
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What has been attached and set aside; rebuilt from the checkpoint and the rows behind it."""
+
+    watermark: int = 1
+    epochs: dict[str, int] = field(default_factory=dict)
+    reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
+
+    def is_repeated(self, attachment: Attachment) -> bool:
+        """Whether this (job_id, epoch) is in the log already."""
+        return self.epochs.get(attachment.job_id, -1) >= attachment.epoch
+
+    def reserve(self, first_seq: int, rows: int) -> None:
+        """A RESERVE row is durable."""
+        self.reserved[first_seq] = rows
+
+    def apply(self, attachment: Attachment) -> None:
+        """An ATTACH row is durable."""
+        self.epochs.pop(attachment.job_id, None)
+        self.epochs[attachment.job_id] = attachment.epoch
+        while len(self.epochs) > limits.RESERVATIONS_MAX:
+            self.epochs.pop(next(iter(self.epochs)))  # the job seen longest ago
+        if attachment.job == "compact":
+            self.watermark = attachment.to_seq
+        for first_seq, _ in attachment.ranges:
+            self.reserved.pop(first_seq, None)
+
+    def check_reserve(self, rows: int) -> None:
+        """Raise unless `rows` numbers may be set aside."""
+        if not 0 < rows <= 1 << 40:
+            raise InvalidMessage(f"reserve {rows} rows: at least one")
+        if len(self.reserved) >= limits.RESERVATIONS_MAX:
+            # Failed tasks leave theirs behind; the oldest can no longer belong to a job that is alive.
+            self.reserved.pop(next(iter(self.reserved)))
+
+    def check(self, attachment: Attachment, *, durable_seq: int, is_live: Callable[[str], bool]) -> None:
+        """Raise unless the attachment fits what the log says."""
+        if attachment.job == "compact":
+            self._check_compact(attachment, durable_seq)
+        elif attachment.from_seq or attachment.to_seq:
+            raise InvalidMessage(f"a {attachment.job} attach covers no range of the log: leave from_seq and to_seq out")
+        if attachment.job == "bulk":
+            self._check_bulk(attachment)
+        elif attachment.ranges:
+            raise InvalidMessage("only a bulk attach has ranges")
+        if attachment.removes and attachment.job != "rewrite":
+            raise InvalidMessage("only a rewrite removes files")
+        for path in attachment.removes:
+            if not is_live(path):
+                raise NotFound(f"{path} is not part of the pending table")
+        for entry in attachment.files:
+            if is_live(entry.path):
+                raise InvalidMessage(f"{entry.path} is part of the pending table already")
+
+    def _check_compact(self, attachment: Attachment, durable_seq: int) -> None:
+        if attachment.from_seq != self.watermark:
+            raise OutOfRange(f"compact from seq {attachment.from_seq}: the watermark is {self.watermark}")
+        if not attachment.from_seq < attachment.to_seq <= durable_seq:
+            raise OutOfRange(f"compact to seq {attachment.to_seq}: between {self.watermark + 1} and {durable_seq}")
+
+    def _check_bulk(self, attachment: Attachment) -> None:
+        for first_seq, rows in attachment.ranges:
+            if self.reserved.get(first_seq) != rows:
+                raise OutOfRange(f"{rows} rows from seq {first_seq} were not set aside for this job, or are used up")
+        if sum(rows for _, rows in attachment.ranges) != attachment.rows:
+            raise InvalidMessage(f"the ranges hold {sum(r for _, r in attachment.ranges)} rows, the files {attachment.rows}")
+        for entry in attachment.files:
+            if not any(first <= entry.min_seq and entry.max_seq < first + rows for first, rows in attachment.ranges):
+                raise InvalidMessage(f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job")
+
+
+def check_files(files: Files, attachment: Attachment, *, now_ms: int, delay_ms_max: int) -> None:
+    """Open every named file and compare its footer with the claim (reader thread)."""
+    for entry in attachment.files:
+        if entry.min_due_ms < 0 or entry.max_due_ms > now_ms + delay_ms_max:
+            raise InvalidDelay(f"{entry.path}: due between {entry.min_due_ms} and {entry.max_due_ms}, beyond the maximum delay")
+        file = DataFile(files, entry)
+        file.check()
+        file.close()
+
+
+def check_count(attachment: Attachment) -> None:
+    """Raise when one attach names more than fits into a row of the log."""
+    if len(attachment.files) + len(attachment.removes) > limits.ATTACH_FILES_MAX:
+        raise OverLimit(f"at most {limits.ATTACH_FILES_MAX} files in one attach; write larger ones")

@@ -1,0 +1,157 @@
+"""Cancel: find the promises a caller means, settle them if they still wait, and say definitely what happened.
+
+    cancelled           it was waiting, and will never be delivered; the CANCEL row is durable
+    already_cancelled   somebody was first
+    released            too late: its release stands in the log, since the instant given
+    not_found           no promise of that name is known here
+
+The race with the due instant is decided by the schedule, on the event loop, in the order in which rows are
+appended to the log: a promise handed out cannot be cancelled, a cancelled one is not handed out. There is no
+third case (G7).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball.key_hash import hash_text
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array, Kind, build_rows
+from timeball.table.data_file import DataFile
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of one promise. `at_ms`: when it was settled."""
+
+    subject: str
+    verdict: str
+    seq: int | None = None
+    at_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A promise somebody means."""
+
+    subject: str
+    seq: int
+    due_ms: int
+    topic: str
+    unique_key: str | None
+    keys: str | None
+    accepted_ms: int
+
+
+@dataclass(slots=True)
+class Found:
+    """Promises by subject, and how those that are settled were settled: source_seq -> (verdict, at_ms)."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    settled: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+    def arrays(self) -> tuple[Int64Array, Int64Array]:
+        """(due_ms, seq) of the candidates."""
+        due = np.array([c.due_ms for c in self.candidates], dtype=np.int64)
+        return due, np.array([c.seq for c in self.candidates], dtype=np.int64)
+
+
+def look_up(
+    reader: LogReader, key_index: KeyIndex, files: list[DataFile], *, ids: Sequence[str], keys: Sequence[str]
+) -> Found:
+    """All promises with one of these ids or keys, in the log and in the table (reader thread)."""
+    texts = pa.array([*ids, *keys], pa.string())
+    hashes = hash_text(texts)
+    by_id, by_key = set(ids), set(keys)
+    found, seen = Found(), set()
+    rows = reader.take(key_index.find(hashes))
+    for row in rows.select(["seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq"]).to_pylist():
+        if row["kind"] == Kind.PROMISE:
+            _add(found, seen, row, row["store_ms"], by_id, by_key)
+        elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
+            verdict = "released" if row["kind"] == Kind.RELEASE else "already_cancelled"
+            found.settled[row["source_seq"]] = (verdict, row["store_ms"])
+            # The promise itself may have been let go by retention, or never have been in the log (bulk).
+            _add(found, seen, {**row, "seq": row["source_seq"]}, row["accepted_ms"], by_id, by_key)
+    for file in files:
+        for row in file.find(hashes).to_pylist():
+            _add(found, seen, row, row["accepted_ms"], by_id, by_key)
+    return found
+
+
+def look_up_seqs(reader: LogReader, files: list[DataFile], seqs: Sequence[int]) -> list[str]:
+    """The message ids of promises named by sequence number; "" where there is none (reader thread)."""
+    known: dict[int, str] = {}
+    for file in files:
+        wanted = [s for s in seqs if file.entry.min_seq <= s <= file.entry.max_seq]
+        if wanted:
+            table = file.find_seqs(np.array(wanted, dtype=np.int64))
+            known.update(zip(table["seq"].to_pylist(), table["unique_key"].to_pylist(), strict=True))
+    for seq in seqs:
+        if seq not in known and reader.first_seq <= seq < reader.next_seq:
+            for rows in reader.rows(seq, seq + 1, [Kind.PROMISE]):
+                known[seq] = rows.column("unique_key")[0].as_py() or ""
+    return [known.get(seq) or "" for seq in seqs]
+
+
+def cancel_rows(chosen: list[Candidate], now_ms: int) -> pa.RecordBatch:
+    """LOG_SCHEMA cancel records for these promises."""
+    return build_rows(
+        len(chosen),
+        kind=int(Kind.CANCEL),
+        topic=[c.topic for c in chosen],
+        queue_id=-1,
+        unique_key=[c.unique_key for c in chosen],
+        keys=[c.keys for c in chosen],
+        store_ms=now_ms,
+        due_ms=[c.due_ms for c in chosen],
+        accepted_ms=[c.accepted_ms for c in chosen],
+        source_seq=[c.seq for c in chosen],
+    )
+
+
+def verdicts(subjects: Sequence[str], found: Found, cancelled: set[int], now_ms: int) -> list[Verdict]:
+    """One verdict a promise, in the order of `subjects`; one `not_found` for a subject that names none."""
+    by_subject: dict[str, list[Candidate]] = defaultdict(list)
+    for candidate in found.candidates:
+        by_subject[candidate.subject].append(candidate)
+    result = []
+    for subject in subjects:
+        for c in by_subject.get(subject, []):
+            verdict, at_ms = found.settled.get(c.seq, ("released", None))
+            if c.seq in cancelled:
+                cancelled.discard(c.seq)  # the same subject named twice in one request is cancelled once
+                verdict, at_ms = "cancelled", now_ms
+                found.settled[c.seq] = ("already_cancelled", now_ms)
+            result.append(Verdict(subject, verdict, c.seq, at_ms))
+        if subject not in by_subject:
+            result.append(Verdict(subject, "not_found"))
+    return result
+
+
+def _add(
+    found: Found, seen: set[tuple[str, int]], row: dict[str, object], accepted_ms: object, by_id: set[str], by_key: set[str]
+) -> None:
+    unique_key, keys, seq = row["unique_key"], row["keys"], row["seq"]
+    assert isinstance(seq, int) and isinstance(row["due_ms"], int)
+    names = {str(unique_key)} & by_id if unique_key is not None else set()
+    if keys is not None:
+        names |= set(str(keys).split(" ")) & by_key
+    for name in sorted(names):
+        if (name, seq) not in seen:
+            seen.add((name, seq))
+            found.candidates.append(
+                Candidate(
+                    name, seq, row["due_ms"], str(row["topic"]),
+                    None if unique_key is None else str(unique_key), None if keys is None else str(keys),
+                    accepted_ms if isinstance(accepted_ms, int) else 0,
+                )
+            )  # fmt: skip
+
+

@@ -1,0 +1,89 @@
+"""Compaction without Spark: the broker moves its own tail, with the functions Spark's tasks use.
+
+One run reads the promises of [from_seq, to_seq) from the log, leaves out those already settled, sorts them and
+writes a file a bucket. It runs in a thread of its own and holds one run's rows at most; the attach that
+follows is the same as for anybody else's files.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.files import Files
+from timeball.log.reader import LogReader
+from timeball.message import TABLE_SCHEMA, Kind
+from timeball.table import layout
+from timeball.table.attachment import Attachment
+
+JOB_ID = "broker"
+RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
+
+
+class TailCount:
+    """About how many promises stand in the log since the watermark: enough to decide whether to compact."""
+
+    STEP = 4_096
+
+    def __init__(self, watermark: int, rows: int) -> None:
+        self._marks: list[tuple[int, int]] = [(watermark, 0)]  # (seq, promises counted before it)
+        self._total = rows
+
+    @property
+    def rows(self) -> int:
+        """Promises since the watermark, to within `STEP`."""
+        return self._total - self._marks[0][1]
+
+    def add(self, next_seq: int, rows: int) -> None:
+        """`rows` more promises, the last one before `next_seq`."""
+        self._total += rows
+        if self._total - self._marks[-1][1] >= self.STEP:
+            self._marks.append((next_seq, self._total))
+
+    def drop_below(self, watermark: int) -> None:
+        """The watermark has moved."""
+        if self._marks[-1][0] <= watermark:
+            behind = self._total if self._total - self._marks[-1][1] < self.STEP else self._marks[-1][1]
+            self._marks = [(watermark, behind)]
+        else:
+            at = bisect_right(self._marks, (watermark, 1 << 62)) - 1
+            self._marks = self._marks[max(0, at) :]
+
+
+def compact(
+    files: Files, reader: LogReader, *, from_seq: int, to_seq: int, settled_before_ms: int, now_ms: int
+) -> Attachment:
+    """Write the files for a range of the log; the caller attaches them (background thread)."""
+    entries = []
+    rows = promises(reader, from_seq, to_seq, settled_before_ms)
+    if rows.num_rows:
+        for entry, data in layout.cut_files(layout.sort_rows(rows), now_ms):
+            name = f"{layout.FOLDER}/{entry.path}"
+            files.make_dir(name.rpartition("/")[0])
+            file = files.create(name)
+            try:
+                file.write_at(0, data)
+            finally:
+                file.close()
+            entries.append(entry)
+    return Attachment(
+        job="compact", job_id=JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq
+    )
+
+
+def promises(reader: LogReader, from_seq: int, to_seq: int, settled_before_ms: int) -> pa.Table:
+    """TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
+    parts = []
+    for rows in reader.coalesced(from_seq, to_seq, [Kind.PROMISE], 65_536):
+        waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
+        if waiting.any():
+            parts.append(as_table_rows(rows.filter(pa.array(waiting)) if not np.all(waiting) else rows))
+    return pa.Table.from_batches(parts, TABLE_SCHEMA)
+
+
+def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """READ_SCHEMA promises as rows of the pending table."""
+    columns = [rows.column("store_ms" if name == "accepted_ms" else name) for name in TABLE_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)

@@ -1,0 +1,57 @@
+"""Delivery: a promise that is due becomes a release record, and with it a message in its queue, exactly once.
+
+The release record *is* the message; there is no second write that could be missing or doubled. It names the
+promise it keeps, so a restart that finds it knows that the promise is settled. Never early is asserted here
+once more, whatever the schedule above believed (G2).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
+
+
+def release_rows(
+    promises: pa.RecordBatch, *, now_ms: int, queue_id: Int64Array, queue_offset: Int64Array
+) -> pa.RecordBatch:
+    """LOG_SCHEMA release records for READ_SCHEMA promises, in the same order."""
+    due_ms = int64(promises.column("due_ms"))
+    assert len(due_ms) and int(due_ms.max()) <= now_ms, "a promise must never be kept before its instant"
+    changed = {
+        "kind": pa.array(np.full(len(due_ms), Kind.RELEASE, dtype=np.int8)),
+        "queue_id": pa.array(queue_id.astype(np.int32)),
+        "queue_offset": pa.array(queue_offset),
+        "store_ms": pa.array(np.full(len(due_ms), now_ms, dtype=np.int64)),
+        "accepted_ms": promises.column("store_ms"),
+        "source_seq": promises.column("seq"),
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+class Lateness:
+    """How late releases were, in milliseconds: counts per power of two, cheap enough for every batch."""
+
+    BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 60_000)
+
+    def __init__(self) -> None:
+        self._edges = np.array(self.BOUNDS, dtype=np.int64)
+        self.counts = np.zeros(len(self.BOUNDS) + 1, dtype=np.int64)
+        self.released = 0
+        self.max_ms = 0
+
+    def add(self, late_ms: Int64Array) -> None:
+        """Count a batch."""
+        self.counts += np.bincount(np.searchsorted(self._edges, late_ms), minlength=len(self.counts))
+        self.released += len(late_ms)
+        self.max_ms = max(self.max_ms, int(late_ms.max()))
+
+    def summary(self) -> dict[str, int | dict[str, int]]:
+        """For `status`: how many releases were at most so late."""
+        buckets = {f"<={bound}ms": int(n) for bound, n in zip(self.BOUNDS, self.counts, strict=False) if n}
+        if self.counts[-1]:
+            buckets[f">{self.BOUNDS[-1]}ms"] = int(self.counts[-1])
+        return {"released": self.released, "max_ms": self.max_ms, "buckets": buckets}

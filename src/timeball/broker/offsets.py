@@ -1,0 +1,50 @@
+"""Consumer groups and how far they have come, per topic and queue.
+
+Small state, saved as a whole once a second when it has changed, as RocketMQ does every five: after a crash a
+group may see its last second again (G4, at least once), never miss anything.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from timeball import limits
+from timeball.broker.topics import check_name
+from timeball.errors import OutOfRange, OverLimit
+from timeball.files import Files
+
+NAME = "offsets.json"
+
+Table = dict[str, dict[str, dict[int, int]]]  # group -> topic -> queue -> offset
+
+
+class Offsets:
+    """Stored offsets. Belongs to the event loop; only the bytes of `save` leave it."""
+
+    def __init__(self, files: Files) -> None:
+        self._table: Table = {}
+        self._dirty = False
+        if files.exists(NAME):
+            self._table = msgspec.json.decode(bytes(files.map_readonly(NAME)), type=Table)
+
+    def get(self, group: str, topic: str) -> dict[int, int]:
+        """Offsets of a group; empty when it has none yet."""
+        return dict(self._table.get(group, {}).get(topic, {}))
+
+    def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
+        """Store offsets; raises OutOfRange for one beyond its queue's end (`queue_max`)."""
+        check_name(group, limits.GROUP_BYTES_MAX, "group")
+        if group not in self._table and len(self._table) >= limits.GROUPS_MAX:
+            raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
+        for queue, offset in offsets.items():
+            if not 0 <= offset <= queue_max.get(queue, -1):
+                raise OutOfRange(f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}")
+        self._table.setdefault(group, {}).setdefault(topic, {}).update(offsets)
+        self._dirty = True
+
+    def save(self) -> bytes | None:
+        """The file's new content when something has changed; the caller writes it, off the loop."""
+        if not self._dirty:
+            return None
+        self._dirty = False
+        return msgspec.json.encode(self._table)

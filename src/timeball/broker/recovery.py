@@ -1,0 +1,137 @@
+"""Rebuild every cache from the log: from the checkpoint on when there is one, from the beginning otherwise.
+
+    1. the checkpoint says what is true at sequence number C
+    2. rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of
+       what is settled, ATTACH and RESERVE rows into the ledger
+    3. ATTACH rows the Delta table has not got are committed to it again
+    4. promises from the watermark W on that are not settled are what waits in the tail
+
+    settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
+                   or p.seq < C and p.due_ms < the checkpoint's settled_before_ms
+
+Invariant: the same log gives the same state, however often a recovery was itself interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from timeball.broker.attaching import Ledger
+from timeball.broker.topics import Topics
+from timeball.errors import Corrupt
+from timeball.log import checkpoint as cp
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array, Kind
+from timeball.schedule.strategy import Settled
+from timeball.table import attachment as att
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.catalog import Catalog
+
+_EMPTY = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What the rows behind the checkpoint say."""
+
+    promises: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)  # (due_ms, seq)
+    settled: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
+    attaches: list[tuple[int, Attachment]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """State for the schedule."""
+
+    settled: Settled
+    tail_due_ms: Int64Array
+    tail_seq: Int64Array
+    late_bulk: list[FileEntry]
+    files: list[FileEntry]
+    promises_since_watermark: int
+
+
+def recover(
+    checkpoint: cp.Checkpoint | None, reader: LogReader, topics: Topics, ledger: Ledger, catalog: Catalog, now_ms: int
+) -> Recovered:
+    """Fill `topics` and `ledger`, bring the table up to the log, and say what waits. Blocking."""
+    known = checkpoint or cp.Checkpoint(cp.Facts(seq=reader.first_seq), _EMPTY, _EMPTY)
+    if checkpoint is None and reader.first_seq > 1:
+        raise Corrupt("the checkpoint is lost and the log's beginning has been let go: restore 'checkpoint' from a copy")
+    facts = known.facts
+    topics.load(facts.queues)
+    ledger.watermark, ledger.epochs = facts.watermark, dict(facts.epochs)
+    ledger.reserved = {first: rows for first, rows in facts.reserved}
+    replayed = _replay(reader, facts.seq, topics, ledger)
+    files = _bring_up(catalog, replayed.attaches, now_ms)
+    due, seq = _concat([*replayed.promises, *_promises(reader, ledger.watermark, facts.seq)])
+    settled = Settled(
+        facts.settled_before_ms,
+        *_unique(_concat([(known.settled_due, known.settled_seq), *replayed.settled])),
+    )
+    inside = seq >= ledger.watermark
+    waiting = inside & ~np.isin(seq, settled.seq) & ((seq >= facts.seq) | (due >= settled.before_ms))
+    late_bulk = [entry for _, a in replayed.attaches if a.job == "bulk" for entry in a.files]
+    return Recovered(settled, due[waiting], seq[waiting], late_bulk, files, int(inside.sum()))
+
+
+def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
+    replayed = Replayed()
+    for rows in reader.rows(from_seq, reader.next_seq):
+        kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
+        present = set(np.unique(kinds).tolist())
+        if present & {Kind.MESSAGE, Kind.RELEASE}:
+            visible = np.flatnonzero(np.isin(kinds, [Kind.MESSAGE, Kind.RELEASE]))
+            topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
+        if Kind.PROMISE in present:
+            mine = np.flatnonzero(kinds == Kind.PROMISE)
+            replayed.promises.append((rows.column("due_ms").take(mine).to_numpy(), seqs[mine]))
+        if present & {Kind.RELEASE, Kind.CANCEL}:
+            mine = np.flatnonzero(np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]))
+            pair = (rows.column("due_ms").take(mine).to_numpy(), rows.column("source_seq").take(mine).to_numpy())
+            replayed.settled.append(pair)
+        for kind in (Kind.RESERVE, Kind.ATTACH):
+            for at in np.flatnonzero(kinds == kind).tolist() if kind in present else ():
+                _replay_one(kind, int(seqs[at]), rows.column("body")[at].as_py(), ledger, replayed)
+    return replayed
+
+
+def _replay_one(kind: Kind, seq: int, body: bytes, ledger: Ledger, replayed: Replayed) -> None:
+    if kind == Kind.RESERVE:
+        ledger.reserve(seq + 1, int(body))
+    else:
+        attachment = att.decode(body)
+        ledger.apply(attachment)
+        replayed.attaches.append((seq, attachment))
+
+
+def _bring_up(catalog: Catalog, attaches: list[tuple[int, Attachment]], now_ms: int) -> list[FileEntry]:
+    state = catalog.open()
+    live = {entry.path: entry for entry in state.files}
+    for seq, attachment in attaches:
+        if seq > state.attach_seq:
+            catalog.commit(attachment, seq, [live[p] for p in attachment.removes if p in live], now_ms)
+            live = {entry.path: entry for entry in catalog.state().files}
+    return list(live.values())
+
+
+def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[tuple[Int64Array, Int64Array]]:
+    """(due_ms, seq) of promises between the watermark and the checkpoint."""
+    begin = max(watermark, reader.first_seq)
+    return [
+        (rows.column("due_ms").to_numpy(), rows.column("seq").to_numpy())
+        for rows in reader.rows(begin, to_seq, [Kind.PROMISE])
+    ]
+
+
+def _concat(pairs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
+    if not pairs:
+        return _EMPTY, _EMPTY
+    return np.concatenate([due for due, _ in pairs]), np.concatenate([seq for _, seq in pairs])
+
+
+def _unique(pair: tuple[Int64Array, Int64Array]) -> tuple[Int64Array, Int64Array]:
+    seq, at = np.unique(pair[1], return_index=True)
+    return pair[0][at], seq

@@ -1,0 +1,148 @@
+"""What the broker does for itself, besides requests: save, compact, let go.
+
+Each duty runs on its own interval and none is needed for a promise to be kept: when one of them lags, the log
+is longer and the next start slower, no more. A duty that fails because the disk is full is tried again; any
+other storage error stops the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from timeball import limits
+from timeball.broker.service import Broker
+from timeball.errors import OverLimit, RequestError
+from timeball.log import checkpoint, retention
+from timeball.table.attachment import Attachment
+
+logger = logging.getLogger(__name__)
+
+OFFSETS_INTERVAL_MS = 1_000
+RETENTION_INTERVAL_MS = 60_000
+COMPACT_LOOK_MS = 1_000
+BEHIND_FILES_MIN = 64  # files wholly behind the present before they are taken out of the table
+REMOVE_JOB_ID = "broker-behind"
+
+
+class Upkeep:
+    """The duties of one broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._parts = broker.parts
+        self._settings = broker.parts.settings
+        self._checkpoint_seq = -1
+        self._tasks: list[asyncio.Task[None]] = []
+        self._compacted_ms = broker.parts.clock.now_ms()
+
+    def start(self) -> None:
+        """Begin all duties."""
+        duties: list[tuple[int, Callable[[], Awaitable[None]]]] = [
+            (OFFSETS_INTERVAL_MS, self.save_small_state),
+            (self._settings.checkpoint_interval_ms, self.checkpoint),
+            (RETENTION_INTERVAL_MS, self.let_go),
+        ]
+        if self._settings.compact_self:
+            duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
+        self._tasks = [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
+
+    async def stop(self) -> None:
+        """End all duties, then save once more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._parts.writer.failed is None:
+            await self.save_small_state()
+            await self.checkpoint()
+
+    async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(interval_ms / 1000)
+            try:
+                await duty()
+            except (OverLimit, RequestError) as error:
+                logger.warning("%s: %s; trying again later", duty.__name__, error)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                # Nobody else would hear of it: a duty that breaks must not just stop being done.
+                self._parts.on_failure(error)
+                return
+
+    async def save_small_state(self) -> None:
+        """Consumer offsets and the list of topics."""
+        await self._broker.save_topics()
+        data = self._parts.offsets.save()
+        if data is not None:
+            await self._in_reader(lambda: self._parts.files.replace("offsets.json", data))
+
+    async def checkpoint(self) -> None:
+        """Save how far the caches have got, after syncing what the checkpoint vouches for."""
+        parts = self._parts
+        async with self._broker.attach_lock:  # between the steps of an attach there is no state to save
+            seq = parts.reader.next_seq
+            if seq == self._checkpoint_seq:
+                return
+            settled = parts.schedule.settled()
+            indexes = parts.topics.indexes()
+            dirty = [(index.folder, index.take_dirty()) for index in indexes]
+            topics = parts.topics.save()
+            facts = checkpoint.Facts(
+                seq=seq,
+                settled_before_ms=settled.before_ms,
+                watermark=parts.ledger.watermark,
+                epochs=dict(parts.ledger.epochs),
+                reserved=list(parts.ledger.reserved.items()),
+                queues=parts.topics.lengths(),
+            )
+
+            def save() -> None:
+                if topics is not None:
+                    parts.files.replace("topics.json", topics)
+                for folder, files in dirty:
+                    for file in files:
+                        file.sync()
+                    if files:
+                        parts.files.sync_dir(folder)
+                checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
+
+            await self._in_reader(save)
+            self._checkpoint_seq = seq
+
+    async def compact_if_worth(self) -> None:
+        """Compact the tail, unless somebody outside does or there is too little of it."""
+        now_ms, rows = self._parts.clock.now_ms(), self._broker.tail_count.rows
+        if now_ms < self._broker.outside_compactor_until_ms:
+            return
+        waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
+        if rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min):
+            await self._broker.compact()
+            self._compacted_ms = now_ms
+
+    async def let_go(self) -> None:
+        """Old segments, and table files whose promises are all settled."""
+        parts = self._parts
+        needed = min(parts.ledger.watermark, max(0, self._checkpoint_seq))
+        gone = retention.expired(
+            parts.reader.segments,
+            now_ms=parts.clock.now_ms(),
+            retention_ms=self._settings.retention_ms,
+            needed_from_seq=needed,
+        )
+        if gone:
+            await self._in_reader(lambda: retention.remove(parts.files, parts.reader.segments, gone))
+            for index in parts.topics.indexes():
+                index.trim(parts.reader.first_seq)
+        behind = parts.schedule.pending.behind(parts.schedule.settled_before_ms)
+        if len(behind) >= BEHIND_FILES_MIN:
+            epoch = parts.reader.next_seq
+            removes = [entry.path for entry in behind[: limits.ATTACH_FILES_MAX]]
+            await self._broker.attach(
+                Attachment(job="rewrite", job_id=REMOVE_JOB_ID, epoch=epoch, removes=removes)
+            )
+            await self._in_reader(lambda: parts.catalog.vacuum(limits.DAY_MS))
+
+    async def _in_reader(self, call: Callable[[], object]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._parts.reader_thread, call)

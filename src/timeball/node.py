@@ -1,0 +1,251 @@
+"""The composition root: builds every part from the settings, starts them in order, stops them in reverse.
+
+Start: claim the folder, read the checkpoint, open the log, rebuild the caches, open the gates. Nothing is
+acknowledged and nothing released before the caches agree with the log. Stop: close the gates, let the log
+finish, save a checkpoint. A failure of the storage stops the node and is what `run_until_signal` raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import psutil
+
+from timeball import __version__
+from timeball.broker.attaching import Ledger
+from timeball.broker.offsets import Offsets
+from timeball.broker.recovery import recover
+from timeball.broker.service import Broker, Parts
+from timeball.broker.topics import Topics
+from timeball.broker.upkeep import Upkeep
+from timeball.clock import Clock, SchedulerClock, SystemClock
+from timeball.config import Settings
+from timeball.errors import SetupError
+from timeball.files import Files, RealFiles
+from timeball.log import checkpoint
+from timeball.log.format import FORMAT_VERSION
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.log.recovery import open_log
+from timeball.log.writer import LogWriter
+from timeball.protocols.flight.server import FlightEdge
+from timeball.schedule.hour_log.store import HourLog
+from timeball.table.catalog import Catalog
+
+logger = logging.getLogger(__name__)
+
+FORMAT_NAME = "FORMAT"
+SWITCH_INTERVAL_S = 0.000_5
+
+
+class FormatFacts(msgspec.Struct):
+    """What the file FORMAT says of a data folder."""
+
+    product: str
+    format: int
+
+
+class Node:
+    """One broker process. `files` and `clock` are arguments so that tests can cut the power and jump in time."""
+
+    def __init__(self, settings: Settings, clock: Clock | None = None, files: Files | None = None) -> None:
+        self.settings = settings
+        self.clock = clock or SystemClock()
+        self._real_files = RealFiles(settings.data) if files is None else None
+        chosen = files or self._real_files
+        assert chosen is not None
+        self.files: Files = chosen
+        self.broker: Broker
+        self.upkeep: Upkeep
+        self.edge: FlightEdge | None = None
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("disk", "reader", "background")
+        ]
+        self._ticker_task: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        assert self.edge is not None
+        return int(self.edge.port)
+
+    async def start(self, *, listen: bool = True) -> None:
+        """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind."""
+        # The default lets a busy thread hold the interpreter for 5 ms, which is all the lateness we may have.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._failed = asyncio.get_running_loop().create_future()
+        if self._real_files is not None:
+            check_folder(self._real_files)
+            self._real_files.lock()
+        try:
+            await self._build()
+            if listen:
+                self.edge = FlightEdge(
+                    self.broker, asyncio.get_running_loop(), self.settings.host, self.settings.port
+                )
+        except BaseException:
+            if self._real_files is not None:
+                self._real_files.unlock()
+            raise
+        self._ticker_task = asyncio.create_task(self.broker.ticker.run())
+        self._ticker_task.add_done_callback(self._ticker_ended)
+        self.upkeep.start()
+
+    async def _build(self) -> None:
+        settings, files = self.settings, self.files
+        disk, reader_thread, background = self._threads
+        loop, clock = asyncio.get_running_loop(), SchedulerClock(self.clock)
+        write_format(files)
+        saved = checkpoint.load(files)
+        opened = await loop.run_in_executor(
+            disk,
+            lambda: open_log(
+                files,
+                segment_bytes=settings.segment_bytes,
+                now_ms=self.clock.wall_ms(),
+                known_durable=saved.facts.seq if saved else 0,
+            ),
+        )
+        reader = LogReader(opened.segments)
+        topics = Topics(files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics)
+        ledger, catalog = Ledger(watermark=opened.segments.first_seq), Catalog(files)
+        found = await loop.run_in_executor(
+            reader_thread, recover, saved, reader, topics, ledger, catalog, clock.now_ms()
+        )
+        schedule = HourLog(
+            files,
+            reader,
+            reader_thread,
+            found.files,
+            ahead_ms=settings.gather_ahead_ms,
+            gather_bytes=settings.gather_bytes,
+            on_change=self._wake,
+            on_failure=self._fail,
+        )
+        writer = LogWriter(
+            files,
+            opened.segments,
+            opened.file,
+            self.clock,
+            disk,
+            segment_bytes=settings.segment_bytes,
+            durability=settings.durability,
+            on_failure=self._fail,
+        )
+        self.broker = Broker(
+            Parts(
+                settings=settings,
+                files=files,
+                clock=clock,
+                writer=writer,
+                reader=reader,
+                key_index=KeyIndex(files, opened.segments, reader),
+                topics=topics,
+                offsets=Offsets(files),
+                schedule=schedule,
+                catalog=catalog,
+                ledger=ledger,
+                reader_thread=reader_thread,
+                background=background,
+                on_failure=self._fail,
+            ),
+            promises_since_watermark=found.promises_since_watermark,
+        )
+        schedule.restore(found.settled, found.tail_due_ms, found.tail_seq, found.late_bulk)
+        self.upkeep = Upkeep(self.broker)
+
+    async def stop(self) -> None:
+        """Finish what was accepted, save, and give the folder back."""
+        if self.edge is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
+        if self._ticker_task is not None:
+            self._ticker_task.cancel()
+            await asyncio.gather(self._ticker_task, return_exceptions=True)
+        await self.broker.parts.schedule.close()
+        if self.broker.parts.writer.failed is None:
+            await self.broker.parts.writer.flushed()
+        await self.upkeep.stop()
+        await self.broker.parts.writer.close()
+        for index in self.broker.parts.topics.indexes():
+            index.close()
+        for thread in self._threads:
+            thread.shutdown(wait=True)
+        if self._real_files is not None:
+            self._real_files.unlock()
+
+    async def run_until_signal(self) -> None:
+        """Serve until SIGTERM or SIGINT; raises what stopped the storage."""
+        assert self._failed is not None
+        loop = asyncio.get_running_loop()
+        asked: asyncio.Future[None] = loop.create_future()
+
+        def ask() -> None:
+            if not asked.done():
+                asked.set_result(None)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ask)
+        try:
+            await asyncio.wait([asked, self._failed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await self.stop()
+        if self._failed.done():
+            self._failed.result()
+
+    def status(self) -> dict[str, object]:
+        """The broker's figures and the process's."""
+        return {
+            "version": __version__,
+            "format": FORMAT_VERSION,
+            "pid": os.getpid(),
+            "rss_bytes": psutil.Process().memory_info().rss,
+            **self.broker.status(),
+        }
+
+    def _wake(self) -> None:
+        if hasattr(self, "broker"):
+            self.broker.ticker.wake()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _ticker_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+
+def check_folder(files: RealFiles) -> None:
+    """Raise SetupError when the folder belongs to something else or to a newer Timeball."""
+    root = files.root
+    if root.exists() and not root.is_dir():
+        raise SetupError(f"--data {root} is a file; name a folder")
+    if not files.exists(FORMAT_NAME):
+        foreign = [name for name in files.list_dir(".") if name != "LOCK"]
+        if foreign:
+            raise SetupError(f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder")
+        return
+    try:
+        facts = msgspec.json.decode(bytes(files.map_readonly(FORMAT_NAME)), type=FormatFacts)
+    except msgspec.DecodeError as error:
+        raise SetupError(f"--data {root}: its file FORMAT is not Timeball's; name another folder") from error
+    if facts.product != "timeball":
+        raise SetupError(f"--data {root} belongs to {facts.product!r}, not to Timeball; name another folder")
+    if facts.format > FORMAT_VERSION:
+        raise SetupError(
+            f"--data {root} has format {facts.format}, written by a newer Timeball; this one reads up to {FORMAT_VERSION}"
+        )
+
+
+def write_format(files: Files) -> None:
+    """Mark a new folder as ours."""
+    if not files.exists(FORMAT_NAME):
+        files.replace(FORMAT_NAME, msgspec.json.encode(FormatFacts("timeball", FORMAT_VERSION)))

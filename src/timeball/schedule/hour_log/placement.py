@@ -1,0 +1,49 @@
+"""Pure arithmetic of `hour_log`: which slot an instant belongs to, and how far the horizon may move.
+
+A slot is a second. A slot never rounds a due time: rows keep their millisecond and the slot only says which
+pile to look through, so that precision does not depend on the slot's width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from timeball import limits
+from timeball.message import Int64Array
+from timeball.table.data_file import Position
+
+SLOT_MS = limits.SECOND_MS
+FIRST: Position = (-(1 << 62), 0)
+
+
+def slot_of(due_ms: int) -> int:
+    """Number of the slot that holds an instant."""
+    return due_ms // SLOT_MS
+
+
+def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
+    """(slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
+    slots = sorted_due_ms // SLOT_MS
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
+    return slots[starts].tolist(), [*starts.tolist(), len(sorted_due_ms)]
+
+
+def next_horizon(current: Position, now_ms: int, ahead_ms: int) -> Position:
+    """Where a gather starting now should take the horizon, bodies permitting; `current` when it is far enough.
+
+    It moves in steps of half the lead: each step costs a pass over the files that are open, and the other
+    half is what is left to read them in.
+    """
+    if current[0] >= now_ms + ahead_ms // 2:
+        return current
+    return (now_ms + ahead_ms, 0)
+
+
+def cut_to_budget(due_ms: Int64Array, seq: Int64Array, high: Position, rows_max: int) -> Position:
+    """The largest horizon <= `high` that leaves at most `rows_max` of these sorted pairs below it.
+
+    A million promises for one millisecond are cut within it, by sequence number; hence positions are pairs.
+    """
+    if len(due_ms) <= rows_max:
+        return high
+    return int(due_ms[rows_max]), int(seq[rows_max])

@@ -1,0 +1,300 @@
+"""`HourLog`: tail, pending table and second wheel behind the contract of a schedule.
+
+The horizon H = (due_ms, seq) splits everything in two. Below it a promise is in the wheel, or settled; at or
+above it, in the tail or in a file, whose rows nobody has looked at yet. A *gather* moves H ahead in the reader
+thread: while it runs, the old horizon stays the bound of what may be handed out (`_loaded`), and new
+promises are already sorted by the new one (`_horizon`). An attach replaces tail rows by file rows *above* H
+only; rows of a bulk attach below H go straight into the wheel.
+
+Cancelled promises stay where they are and are filtered when they are handed out; `_cancelled` and `_released`
+hold just those at or above the instant before which all is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from timeball.files import Files
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array, int64
+from timeball.schedule.due_index import DueIndex
+from timeball.schedule.hour_log.pending import PendingFiles, bounded_window, load, positions
+from timeball.schedule.hour_log.placement import FIRST, cut_to_budget, next_horizon
+from timeball.schedule.hour_log.wheel import Run, SecondWheel
+from timeball.schedule.strategy import Settled
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.data_file import DataFile, Position
+
+logger = logging.getLogger(__name__)
+
+ROW_BYTES_GUESS = 512  # before anything has been gathered
+PURGE_EVERY_MS = 1_000
+
+
+class HourLog:
+    """See the module's docstring; implements `strategy.Strategy`."""
+
+    def __init__(
+        self,
+        files: Files,
+        reader: LogReader,
+        reader_thread: Executor,
+        entries: list[FileEntry],
+        *,
+        ahead_ms: int,
+        gather_bytes: int,
+        on_change: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """`on_change` is called when `next_due_ms` may have become earlier; `on_failure` when a gather fails."""
+        self._reader, self._thread = reader, reader_thread
+        self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
+        self._on_change, self._on_failure = on_change, on_failure
+        self.pending = PendingFiles(files, entries)
+        self._tail = DueIndex()
+        self._wheel = SecondWheel()
+        self._cancelled = DueIndex()
+        self._released = DueIndex()
+        self._in_flight = DueIndex()
+        self._horizon: Position = FIRST
+        self._loaded: Position = FIRST
+        self._gathering: asyncio.Task[None] | None = None
+        self._row_bytes = ROW_BYTES_GUESS
+        self._purged_ms = 0
+        self._behind: dict[asyncio.Task[None], int] = {}  # loads of bulk rows below the horizon -> earliest due
+
+    # -- the contract ------------------------------------------------------------------------------------
+
+    def admit(self, promises: pa.RecordBatch) -> None:
+        """See Strategy. Promises below the horizon keep their bodies and go to the wheel."""
+        due, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
+        before = self.next_due_ms()
+        near = _before(due, seq, self._horizon)
+        if near.all():
+            self._wheel.add(promises)
+        elif near.any():
+            self._wheel.add(promises.filter(pa.array(near)))
+            self._tail.add(due[~near], seq[~near])
+        else:
+            self._tail.add(due, seq)
+        earliest = int(due.min())
+        if before is None or earliest < before:
+            self._on_change()
+
+    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        """See Strategy."""
+        self._gather_if_needed(now_ms)
+        high = min((now_ms + 1, 0), self._loaded)
+        while (run := self._wheel.take_due(high, limit)) is not None:
+            keep = ~self._cancelled.contains(run.due, run.seq)
+            if not keep.any():
+                continue
+            rows = run.rows if keep.all() else run.rows.filter(pa.array(keep))
+            self._in_flight.add(run.due[keep], run.seq[keep])
+            return rows
+        return None
+
+    def released(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        """See Strategy."""
+        self._in_flight.remove(due_ms, seq)
+        self._released.add(due_ms, seq)
+
+    def next_due_ms(self) -> int | None:
+        """See Strategy. Above the horizon it is the instant at which to gather, half the lead ahead."""
+        near = self._wheel.next_due_ms()
+        if self._gathering is not None:
+            # What is at or above the loaded bound must wait for the gather, which calls `on_change`.
+            return near if near is not None and near < self._loaded[0] else None
+        far = [ms for ms in (self._tail.min_due_ms(), self.pending.next_due_ms(self._horizon[0])) if ms is not None]
+        # Without room for more bodies the wheel's own next instant is what makes room.
+        gather_ms = min(far) - self._ahead_ms // 2 if far and self._has_room() else None
+        return min((ms for ms in (near, gather_ms) if ms is not None), default=None)
+
+    def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """See Strategy."""
+        waiting = ~self._cancelled.contains(due_ms, seq)
+        waiting &= ~self._released.contains(due_ms, seq) & ~self._in_flight.contains(due_ms, seq)
+        below = _before(due_ms, seq, self._loaded)
+        if below.any():
+            waiting[below] &= self._wheel.contains(due_ms[below], seq[below])
+        self._cancelled.add(due_ms[waiting], seq[waiting])
+        return waiting
+
+    def settled(self) -> Settled:
+        """See Strategy."""
+        before_ms = self._settled_before_ms()
+        self._purge(before_ms)
+        pairs = [index.pairs() for index in (self._cancelled, self._released)]
+        return Settled(before_ms, np.concatenate([d for d, _ in pairs]), np.concatenate([s for _, s in pairs]))
+
+    def statistics(self) -> dict[str, int]:
+        """See Strategy."""
+        return {
+            "tail_rows": len(self._tail),
+            "wheel_rows": len(self._wheel),
+            "table_rows": self.pending.rows,
+            "table_files": len(self.pending),
+            "cancelled_rows": len(self._cancelled),
+        }
+
+    # -- moving what waits ---------------------------------------------------------------------------------
+
+    @property
+    def settled_before_ms(self) -> int:
+        """Every durable promise due before this instant is settled, durably."""
+        return self._settled_before_ms()
+
+    async def attach(self, attachment: Attachment) -> None:
+        """Files of a durable ATTACH row join (and leave) the table; the tail gives up what they cover.
+
+        Waits for a gather under way: it works on a list of files and would miss rows that change place now.
+        """
+        while self._gathering is not None:
+            await asyncio.wait([self._gathering])
+        fresh = self.pending.apply(attachment)
+        if attachment.job == "compact":
+            self._tail.drop_seqs_below(attachment.to_seq)
+        elif attachment.job == "bulk":
+            self._load_bulk_behind(fresh)
+        self._on_change()
+
+    async def quiet(self) -> None:
+        """Return when every known promise below the horizon is in the wheel, as `cancel` assumes."""
+        while self._behind:
+            await asyncio.wait(list(self._behind))
+
+    def restore(self, settled: Settled, due_ms: Int64Array, seq: Int64Array, late_bulk: list[FileEntry]) -> None:
+        """Recovery: what the log and the checkpoint say is settled, and the tail's other promises.
+
+        `late_bulk` are files attached after the checkpoint: their rows may be due before `settled.before_ms`.
+        """
+        self._horizon = self._loaded = (settled.before_ms, 0)
+        self._cancelled.add(settled.due_ms, settled.seq)
+        late = _before(due_ms, seq, self._horizon)
+        if late.any():
+            self._wheel.add(self._reader.take(np.sort(seq[late])))
+        self._tail.add(due_ms[~late], seq[~late])
+        names = {entry.path for entry in late_bulk}
+        self._load_bulk_behind([file for file in self.pending.all() if file.entry.path in names])
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _settled_before_ms(self) -> int:
+        candidates = [self._loaded[0], self._in_flight.min_due_ms(), self._wheel.next_due_ms(), *self._behind.values()]
+        return min(ms for ms in candidates if ms is not None)
+
+    def _purge(self, before_ms: int) -> None:
+        self._cancelled.pop_before(before_ms, 0)
+        self._released.pop_before(before_ms, 0)
+
+    def _gather_if_needed(self, now_ms: int) -> None:
+        if now_ms - self._purged_ms >= PURGE_EVERY_MS:
+            self._purged_ms = now_ms
+            self._purge(self._settled_before_ms())
+        if self._gathering is not None:
+            return
+        target = next_horizon(self._horizon, now_ms, self._ahead_ms)
+        if target > self._horizon and self._has_room():
+            self._start_gather(target)
+
+    def _has_room(self) -> bool:
+        return len(self._wheel) < self._gather_bytes // self._row_bytes // 2
+
+    def _start_gather(self, target: Position) -> None:
+        near = self.pending.near(self._horizon[0], target[0])
+        if not near and self._tail.count_before(target[0]) == 0:
+            self._horizon = self._loaded = target
+            return
+        self._gathering = asyncio.get_running_loop().create_task(self._gather(near, self._horizon, target))
+        self._gathering.add_done_callback(self._gathered)
+
+    async def _gather(self, near: list[DataFile], low: Position, target: Position) -> None:
+        """Load rows in [low, target), or up to the largest horizon below `target` that memory allows."""
+        rows_max = self._gather_bytes // self._row_bytes
+        loop = asyncio.get_running_loop()
+        # The horizon must not move before it is known how far it may; promises admitted meanwhile go to the
+        # tail, which is only read when the bound is fixed, on this loop and without a pause in between.
+        if near:
+            target, file_due, file_seq = await loop.run_in_executor(self._thread, _survey, near, low, target)
+        else:
+            file_due = file_seq = np.empty(0, np.int64)
+        tail_due, tail_seq = self._tail.between(low, target)
+        due, seq = np.concatenate([file_due, tail_due]), np.concatenate([file_seq, tail_seq])
+        order = np.lexsort((seq, due))
+        target = cut_to_budget(due[order], seq[order], target, rows_max)
+        _, tail_seqs = self._tail.pop_before(*target)
+        self._horizon = target
+        runs = await loop.run_in_executor(self._thread, self._load, near, tail_seqs, low, target)
+        for run in runs:
+            self._wheel.add_run(run)
+        self._loaded = target
+
+    def _load(self, near: list[DataFile], tail_seqs: Int64Array, low: Position, high: Position) -> list[Run]:
+        """Bodies of the window (reader thread), sorted."""
+        batches = []
+        if len(tail_seqs):
+            batches.append(self._reader.take(np.sort(tail_seqs)))
+        rows = load(near, low, high)
+        if rows is not None:
+            batches.append(rows)
+        if not batches:
+            return []
+        run = Run.of(batches)
+        self._row_bytes = max(64, run.rows.nbytes // max(1, run.rows.num_rows))
+        return [run]
+
+    def _load_bulk_behind(self, files: list[DataFile]) -> None:
+        """A bulk attach may bring rows due below the horizon: they are near, or late already."""
+        behind = [file for file in files if (file.entry.min_due_ms, file.entry.min_seq) < self._horizon]
+        if behind:
+            task = asyncio.get_running_loop().create_task(self._load_behind(behind, self._horizon))
+            self._behind[task] = min(file.entry.min_due_ms for file in behind)
+
+    async def _load_behind(self, files: list[DataFile], horizon: Position) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            rows = await asyncio.get_running_loop().run_in_executor(self._thread, load, files, FIRST, horizon)
+            if rows is not None:
+                self._wheel.add(rows)
+                self._on_change()
+        except Exception as error:
+            # Whatever it was, promises are not where they should be: the broker must stop and say so.
+            self._on_failure(error)
+        finally:
+            del self._behind[task]
+
+    def _gathered(self, task: asyncio.Task[None]) -> None:
+        self._gathering = None
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            logger.critical("gathering what is due next failed: %s", error)
+            self._on_failure(error)
+            return
+        self._on_change()
+
+    async def close(self) -> None:
+        """Wait for the reader thread to be done with us."""
+        if self._gathering is not None:
+            await asyncio.wait([self._gathering])
+        await self.quiet()
+
+
+def _survey(near: list[DataFile], low: Position, target: Position) -> tuple[Position, Int64Array, Int64Array]:
+    """How far one gather may go, and the positions in the files up to there (reader thread)."""
+    target = bounded_window(near, low, target)
+    due, seq = positions(near, low, target)
+    return target, due, seq
+
+
+def _before(due: Int64Array, seq: Int64Array, position: Position) -> npt.NDArray[np.bool_]:
+    return np.asarray((due < position[0]) | ((due == position[0]) & (seq < position[1])))

@@ -1,0 +1,60 @@
+"""The contract of a schedule: what every design of waiting must do, in column batches, never single messages.
+
+    admit      these promises are durable: keep them until they are due or cancelled
+    due        hand out what is due, in (due_ms, seq) order; each promise once, never before its instant
+    released   what was handed out is in the log now
+    next_due_ms  sleep until then (None: until something is admitted)
+    cancel     settle it here and now: true for those that were waiting and are not any more
+
+All methods run on the event loop, in the order in which the log gives out sequence numbers; that order decides
+every race, so that a promise handed out cannot be cancelled and a cancelled one is never handed out. What needs
+the disk runs in a reader thread behind the strategy's back and shows only in `next_due_ms`.
+
+The contract suite (tests/schedule/contract.py) holds for all strategies: never early, never lost, never twice,
+order, cancel at any moment, restart anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from timeball.message import Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Which promises below some sequence number are settled: all due before `before_ms`, and these pairs."""
+
+    before_ms: int
+    due_ms: Int64Array
+    seq: Int64Array
+
+
+class Strategy(Protocol):
+    """See the module's docstring. Batches are in `message.READ_SCHEMA`; instants are the scheduler clock's ms."""
+
+    def admit(self, promises: pa.RecordBatch) -> None:
+        """Keep these durable promises."""
+
+    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        """Up to `limit` promises with due_ms <= now_ms, sorted by (due_ms, seq), now in flight; None when none."""
+
+    def released(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        """The release records of these promises, handed out before, are durable."""
+
+    def next_due_ms(self) -> int | None:
+        """When `due` will next have something, or the schedule wants to be called to load more."""
+
+    def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Stop waiting for these; true where the promise was waiting until now."""
+
+    def settled(self) -> Settled:
+        """The state a restart needs, with all durable releases and cancels accounted for."""
+
+    def statistics(self) -> dict[str, int]:
+        """Counts for people: tail_rows, wheel_rows, table_rows, table_files, cancelled_rows."""

@@ -1,0 +1,68 @@
+"""The heartbeat that is not one: sleep until the schedule's next instant, hand out what is due, sleep again.
+
+Three steps, as in beanstalkd's loop: hand out, ask for the next instant, wait that long or until woken. There
+is no polling for due work. The one bound on the wait is `CLOCK_LOOK_MS`: a wall clock that is set forward
+announces nothing, so somebody has to look at it, once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import pyarrow as pa
+
+from timeball import limits
+from timeball.clock import SchedulerClock
+from timeball.schedule.strategy import Strategy
+
+CLOCK_LOOK_MS = 1_000
+
+
+class Release(Protocol):
+    """Takes what is due into the log; see broker/delivery.py."""
+
+    def __call__(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        """Append release records for these promises."""
+
+
+class Ticker:
+    """Drives one schedule. `wake` when something earlier has arrived, or when releases have become durable."""
+
+    def __init__(self, schedule: Strategy, clock: SchedulerClock, release: Release) -> None:
+        self._schedule, self._clock, self._release = schedule, clock, release
+        self._wake = asyncio.Event()
+        self.in_flight_rows = 0
+
+    def wake(self) -> None:
+        """Look again now."""
+        self._wake.set()
+
+    def tick(self) -> float | None:
+        """Hand out what is due; returns milliseconds until the next call, 0 for at once, None for when woken."""
+        room = limits.RELEASE_ROWS_IN_FLIGHT_MAX - self.in_flight_rows
+        if room <= 0:
+            return None
+        now_ms = self._clock.now_ms()
+        promises = self._schedule.due(now_ms, min(room, limits.FRAME_ROWS_MAX))
+        if promises is not None:
+            self._release(promises, now_ms)
+            return 0
+        next_ms = self._schedule.next_due_ms()
+        return None if next_ms is None else max(0, next_ms - now_ms)
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        while True:
+            self._wake.clear()
+            wait_ms = self.tick()
+            if wait_ms == 0:
+                await asyncio.sleep(0)  # sockets and commits get their turn between two hand-outs
+                continue
+            # With nothing to wait for, no step of the clock can matter either.
+            timeout = None if wait_ms is None else min(wait_ms, CLOCK_LOOK_MS) / 1000
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass

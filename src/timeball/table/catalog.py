@@ -1,0 +1,230 @@
+"""Which files belong to the pending table: a Delta Lake log, kept by delta-rs and made durable by us.
+
+The commit log is the truth and this is a cache of its ATTACH rows: each Delta commit carries the sequence number
+of the row it stands for as Delta's own application transaction. Whatever a crash does to the newest commit,
+the broker finds out which ATTACH rows are missing and commits them again. Hence the order of an attach:
+
+    1. sync the data files and their folders           a row must never name a file that may vanish
+    2. append the ATTACH row to the log, synced        the decision
+    3. Delta commit                                    what Spark, DuckDB and Polars see
+    4. sync the commit entry                           delta-rs does not; before this, segments stay
+
+delta-rs writes through the operating system, so it works in `Files.external`, and what it wrote is `absorb`ed.
+Knowingly imperfect: readers of the Delta table lag the broker by step 3, some milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
+from deltalake.exceptions import DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from timeball import limits
+from timeball.errors import Corrupt
+from timeball.files import Files
+from timeball.message import TABLE_SCHEMA
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.layout import FOLDER, KEYS_FOLDER, PARTITION_COLUMN
+
+logger = logging.getLogger(__name__)
+
+DELTA_LOG = f"{FOLDER}/_delta_log"
+APP_ID = "timeball"
+CHECKPOINT_EVERY = 100  # Delta commits; a reader then opens the table from one file instead of hundreds
+DELTA_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field(PARTITION_COLUMN, pa.string())])
+
+_NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """The table as delta-rs knows it: live files, and the ATTACH row its last commit stands for."""
+
+    version: int
+    attach_seq: int
+    files: list[FileEntry]
+
+
+class Catalog:
+    """The pending table's Delta log. Blocking; belongs to the reader thread."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._table: DeltaTable | None = None
+        self._version = 0
+        self._synced: frozenset[str] = frozenset()
+
+    @property
+    def uri(self) -> str:
+        """Where readers and writers find the table."""
+        return self._files.external(FOLDER)
+
+    @property
+    def version(self) -> int:
+        """Newest version committed by us."""
+        return self._version
+
+    def open(self) -> TableState:
+        """Open or create the table; a newest commit that a power cut left unreadable is dropped (step 3 repeats it)."""
+        self._files.make_dir(KEYS_FOLDER)
+        self._drop_torn_commits()
+        try:
+            self._table = DeltaTable(self.uri)
+        except (TableNotFoundError, DeltaError) as error:
+            if self._files.list_dir(DELTA_LOG) and not isinstance(error, TableNotFoundError):
+                raise Corrupt(f"the pending table cannot be opened: {error}") from error
+            self._table = DeltaTable.create(
+                self.uri,
+                DELTA_SCHEMA,
+                mode="ignore",
+                partition_by=[PARTITION_COLUMN],
+                name="pending",
+                description="Promises that wait; one row each, sorted by due_ms within a file",
+                post_commithook_properties=_NO_HOOKS,
+            )
+            self._make_durable()
+        return self.state()
+
+    def state(self) -> TableState:
+        """Live files of the newest version."""
+        table = self._opened()
+        self._version = int(table.version())
+        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        entries = [
+            FileEntry(
+                path=a["path"],
+                bucket=a[f"partition.{PARTITION_COLUMN}"],
+                rows=a["num_records"],
+                size_bytes=a["size_bytes"],
+                min_due_ms=a["min.due_ms"],
+                max_due_ms=a["max.due_ms"],
+                min_seq=a["min.seq"],
+                max_seq=a["max.seq"],
+            )
+            for a in actions
+        ]
+        return TableState(self._version, table.transaction_version(APP_ID) or 0, entries)
+
+    def sync_data(self, attachment: Attachment) -> None:
+        """Step 1: make the named files, which somebody else may have written, durable."""
+        folders = {f"{FOLDER}/{entry.path.rpartition('/')[0]}" for entry in attachment.files}
+        self._files.absorb(FOLDER)
+        for entry in attachment.files:
+            self._files.sync_file(f"{FOLDER}/{entry.path}")
+        for folder in folders:
+            self._files.sync_dir(folder)
+        if folders:
+            self._files.sync_dir(FOLDER)
+
+    def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
+        """Steps 3 and 4; returns the table's new version. Does nothing when the table has this ATTACH row already."""
+        table = self._opened()
+        table.update_incremental()
+        if (table.transaction_version(APP_ID) or 0) >= attach_seq:
+            return int(table.version())
+        actions: list[AddAction | RemoveAction] = [_add_action(entry, now_ms) for entry in attachment.files]
+        actions += [
+            RemoveAction(
+                path=entry.path,
+                data_change=attachment.job != "rewrite",
+                deletion_timestamp=now_ms,
+                size=entry.size_bytes,
+                partition_values={PARTITION_COLUMN: entry.bucket},
+            )
+            for entry in removed
+        ]
+        self._files.external(FOLDER)
+        table.create_write_transaction(
+            actions,
+            "append",
+            DELTA_SCHEMA,
+            partition_by=[PARTITION_COLUMN],
+            commit_properties=CommitProperties(
+                custom_metadata={"watermark": str(attachment.to_seq), "job": attachment.job},
+                app_transactions=[Transaction(APP_ID, attach_seq)],
+            ),
+            post_commithook_properties=_NO_HOOKS,
+        )
+        table.update_incremental()
+        version = self._version = int(table.version())
+        if version % CHECKPOINT_EVERY == 0:
+            table.create_checkpoint()
+        self._make_durable()
+        return version
+
+    def vacuum(self, older_than_ms: int) -> int:
+        """Remove data files that no version of the last `older_than_ms` names, orphans of failed jobs included."""
+        hours = max(1, older_than_ms // limits.HOUR_MS)
+        gone = self._opened().vacuum(retention_hours=hours, enforce_retention_duration=False, dry_run=False)
+        live = {entry.path.rpartition("/")[2] for entry in self.state().files}
+        for name in self._files.list_dir(KEYS_FOLDER):
+            if name.removesuffix(".keys") not in live:
+                self._files.remove(f"{KEYS_FOLDER}/{name}")
+        self._files.absorb(FOLDER)
+        return len(gone)
+
+    def _opened(self) -> DeltaTable:
+        assert self._table is not None, "open() comes first"
+        return self._table
+
+    def _make_durable(self) -> None:
+        """Sync what delta-rs has written since the last time: new entries of its log."""
+        self._files.absorb(FOLDER)
+        names = self._files.list_dir(DELTA_LOG)
+        for name in names:
+            if name not in self._synced or name == "_last_checkpoint":
+                self._files.sync_file(f"{DELTA_LOG}/{name}")
+        self._files.sync_dir(DELTA_LOG)
+        self._files.sync_dir(FOLDER)
+        self._synced = frozenset(names)
+
+    def _drop_torn_commits(self) -> None:
+        """Remove the newest commit entry if it does not parse: it was being written when the power went.
+
+        An unreadable checkpoint is only a shortcut: without `_last_checkpoint` delta-rs reads the entries.
+        """
+        names = self._files.list_dir(DELTA_LOG)
+        commits = [n for n in names if n.endswith(".json") and n[0].isdigit()]
+        gone = [n for n in names if n.endswith(".tmp")]
+        if commits and not self._parses(commits[-1]):
+            logger.warning("the pending table's commit %s is torn; it will be made again from the log", commits[-1])
+            gone.append(commits[-1])
+        if "_last_checkpoint" in names and not self._parses("_last_checkpoint"):
+            gone.append("_last_checkpoint")
+        for name in gone:
+            self._files.remove(f"{DELTA_LOG}/{name}")
+        if gone:
+            self._files.sync_dir(DELTA_LOG)
+
+    def _parses(self, name: str) -> bool:
+        text = bytes(self._files.map_readonly(f"{DELTA_LOG}/{name}"))
+        try:
+            actions = [json.loads(line) for line in text.splitlines()]
+        except ValueError:
+            return False
+        if name == "_last_checkpoint":
+            return bool(actions)
+        # Every commit of ours ends with its application transaction; the first one creates the table instead.
+        return any("txn" in action or "metaData" in action for action in actions)
+
+
+def _add_action(entry: FileEntry, now_ms: int) -> AddAction:
+    stats = {
+        "numRecords": entry.rows,
+        "minValues": {"due_ms": entry.min_due_ms, "seq": entry.min_seq},
+        "maxValues": {"due_ms": entry.max_due_ms, "seq": entry.max_seq},
+        "nullCount": {"due_ms": 0, "seq": 0},
+    }
+    return AddAction(
+        path=entry.path,
+        size=entry.size_bytes,
+        partition_values={PARTITION_COLUMN: entry.bucket},
+        modification_time=now_ms,
+        data_change=True,
+        stats=json.dumps(stats),
+    )

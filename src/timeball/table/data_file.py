@@ -1,0 +1,162 @@
+"""One data file of the pending table: rows between two positions of (due_ms, seq), and rows by key.
+
+The file is sorted, so a window is one contiguous run of rows; row-group statistics say which groups may hold
+it and only those are read. Nothing is held between calls but the parsed footer, which `close` drops again:
+the memory of a waiting promise is its share of a `FileEntry`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from timeball.errors import Corrupt
+from timeball.files import Files
+from timeball.key_hash import UInt64Array, hash_keys
+from timeball.key_sidecar import KeySidecar
+from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.table.attachment import FileEntry
+from timeball.table.layout import FOLDER, KEYS_FOLDER
+
+Position = tuple[int, int]  # (due_ms, seq)
+
+_ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
+
+
+class DataFile:
+    """A live file. Blocking; belongs to the reader thread."""
+
+    def __init__(self, files: Files, entry: FileEntry) -> None:
+        self._files = files
+        self.entry = entry
+        self._parquet: pq.ParquetFile | None = None
+        self._group_starts: Int64Array = np.empty(0, np.int64)
+        self._group_min: Int64Array = np.empty(0, np.int64)
+        self._group_max: Int64Array = np.empty(0, np.int64)
+        self._keys: KeySidecar | None = None
+
+    def positions_between(self, low: Position, high: Position) -> tuple[Int64Array, Int64Array]:
+        """(due_ms, seq) of the rows with low <= (due_ms, seq) < high, in that order."""
+        groups = self._groups(low[0], high[0])
+        if not groups:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        due, seq = _due_and_seq(self._read(groups, ["due_ms", "seq"]))
+        begin, end = search(due, seq, low), search(due, seq, high)
+        return due[begin:end], seq[begin:end]
+
+    def rows_between(self, low: Position, high: Position) -> pa.Table:
+        """All columns of those rows, in TABLE_SCHEMA."""
+        groups = self._groups(low[0], high[0])
+        if not groups:
+            return TABLE_SCHEMA.empty_table()
+        rows = self._read(groups, TABLE_SCHEMA.names)
+        due, seq = _due_and_seq(rows)
+        begin, end = search(due, seq, low), search(due, seq, high)
+        return rows.slice(begin, end - begin)
+
+    def row_count_up_to(self, low_due_ms: int, high_due_ms: int) -> int:
+        """An upper bound of the rows due in [low, high], from statistics alone."""
+        self._open()
+        return sum(int(self._group_starts[g + 1] - self._group_starts[g]) for g in self._groups(low_due_ms, high_due_ms))
+
+    def find(self, hashes: UInt64Array) -> pa.Table:
+        """The identifying columns of the rows with a key that may be one of those hashed."""
+        rows = self._sidecar().find(hashes)
+        if len(rows) == 0:
+            return pa.schema([TABLE_SCHEMA.field(n) for n in _ID_COLUMNS]).empty_table()
+        self._open()
+        groups = np.unique(np.searchsorted(self._group_starts, rows, side="right") - 1)
+        parts = []
+        for group in groups:
+            inside = rows[(rows >= self._group_starts[group]) & (rows < self._group_starts[group + 1])]
+            parts.append(self._read([int(group)], _ID_COLUMNS).take(pa.array(np.sort(inside) - self._group_starts[group])))
+        return pa.concat_tables(parts)
+
+    def find_seqs(self, seqs: Int64Array) -> pa.Table:
+        """As `find`, for sequence numbers; reads the whole seq column, so it is for rare use."""
+        rows = self._read(list(range(self._open().num_row_groups)), _ID_COLUMNS)
+        return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seqs)))
+
+    def ensure_keys(self) -> None:
+        """Build the key sidecar now, ahead of the first look-up."""
+        self._sidecar()
+
+    def check(self) -> None:
+        """Raise Corrupt unless the file opens and holds as many rows as its entry says."""
+        self._open()
+
+    def close(self) -> None:
+        """Drop the footer; the next read parses it again."""
+        self._parquet = None
+
+    def _sidecar(self) -> KeySidecar:
+        if self._keys is not None:
+            return self._keys
+        name = sidecar_name(self.entry.path)
+        if self._files.exists(name):
+            try:
+                self._keys = KeySidecar.parse(self._files.map_readonly(name))
+                return self._keys
+            except Corrupt:
+                pass  # a cache: built again from the data file, which has its own checksums
+        columns = self._read(list(range(self._open().num_row_groups)), ["unique_key", "keys"]).combine_chunks()
+        hashes, rows = hash_keys(*(columns.column(c).chunk(0) for c in ("unique_key", "keys")))
+        self._files.replace(name, KeySidecar.build(hashes, rows).encode())
+        self._keys = KeySidecar.parse(self._files.map_readonly(name))
+        return self._keys
+
+    def _open(self) -> pq.ParquetFile:
+        if self._parquet is None:
+            name = f"{FOLDER}/{self.entry.path}"
+            try:
+                parquet = pq.ParquetFile(
+                    pa.BufferReader(self._files.map_readonly(name)), page_checksum_verification=True
+                )
+            except (OSError, pa.ArrowInvalid) as error:
+                raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
+            self._check(parquet)
+            self._parquet = parquet
+        return self._parquet
+
+    def _check(self, parquet: pq.ParquetFile) -> None:
+        metadata = parquet.metadata
+        if metadata.num_rows != self.entry.rows:
+            raise Corrupt(f"{self.entry.path} holds {metadata.num_rows} rows, its attach says {self.entry.rows}")
+        due = metadata.schema.names.index("due_ms")
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        self._group_starts = np.cumsum([0, *(g.num_rows for g in groups)])
+        statistics = [g.column(due).statistics for g in groups]
+        self._group_min = np.array([s.min for s in statistics], dtype=np.int64)
+        self._group_max = np.array([s.max for s in statistics], dtype=np.int64)
+
+    def _groups(self, low_due_ms: int, high_due_ms: int) -> list[int]:
+        self._open()
+        begin = int(np.searchsorted(self._group_max, low_due_ms, side="left"))
+        end = int(np.searchsorted(self._group_min, high_due_ms, side="right"))
+        return list(range(begin, end))
+
+    def _read(self, groups: list[int], columns: list[str]) -> pa.Table:
+        try:
+            return self._open().read_row_groups(groups, columns=columns)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
+
+
+def sidecar_name(path: str) -> str:
+    """Where the key sidecar of a data file lies; Delta tools leave folders that begin with '_' alone."""
+    return f"{KEYS_FOLDER}/{path.rpartition('/')[2]}.keys"
+
+
+def search(due: Int64Array, seq: Int64Array, position: Position) -> int:
+    """Number of rows of a (due_ms, seq)-sorted run that lie before `position`."""
+    begin = int(np.searchsorted(due, position[0], side="left"))
+    end = int(np.searchsorted(due, position[0], side="right"))
+    return begin + int(np.searchsorted(seq[begin:end], position[1], side="left"))
+
+
+def _due_and_seq(rows: pa.Table) -> tuple[Int64Array, Int64Array]:
+    flat = rows.select(["due_ms", "seq"]).combine_chunks()
+    if flat.num_rows == 0:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    return int64(flat.column("due_ms").chunk(0)), int64(flat.column("seq").chunk(0))
