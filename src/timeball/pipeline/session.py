@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from timeball.pipeline.delta_sink import DeltaDataSource
 from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.java import java_home
 from timeball.pipeline.source import TimeballDataSource
@@ -70,6 +71,7 @@ def register(spark: SparkSession) -> None:
     """Make `spark.read.format("timeball")` work in any session."""
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(TimeballDataSource)
+    spark.dataSource.register(DeltaDataSource)
 
 
 def _show_package_to_workers() -> None:

@@ -1,0 +1,232 @@
+"""`audit`: prove that every accepted promise was kept, cancelled, or still waits, to the message.
+
+    accepted = released + cancelled + expired + pending
+
+Three witnesses that do not trust each other: the ledger (what happened), the log after the ledger's end, and the
+pending table with the log's tail (what waits). Events are those of rows since <= seq < E, with E the end of the log.
+
+    lost        accepted, not settled, and neither in the pending table nor in the tail
+    early       released before its due instant
+    duplicate   accepted or settled more than once
+    unknown     settled, or waiting, but never accepted
+    queue_gaps  positions of a queue that are missing or taken twice, in the part of the log that is kept
+    overdue     not settled although due more than `overdue_ms` ago: reported, since a broker may have been down
+
+Order of looking matters on a broker that works: first the table's version, then E. Whatever has left the table by
+that version was settled before, so its settlement is below E. Rows both in table and tail are the same promise once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import msgspec
+from pyspark import StorageLevel
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from timeball.errors import NotFound, OutOfRange, Unavailable
+from timeball.message import Kind
+from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.jobs import ledger
+from timeball.pipeline.store import open_table
+
+LOG = logging.getLogger("timeball.pipeline")
+
+OVERDUE_MS = 10_000
+OFFENDERS_MAX = 100
+BREACHES = ("lost", "early", "duplicate", "unknown")
+_TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the ATTACH row a version stands for
+_TABLE_TRIES = 50
+_TABLE_PAUSE_S = 0.1
+
+
+class Scope(msgspec.Struct, frozen=True, kw_only=True):
+    """What an audit looks at: events of rows since..end of the log, the table at `version`, the tail from `watermark`."""
+
+    since: int
+    end: int
+    ledger_end: int
+    watermark: int
+    version: int
+    now_ms: int
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The balance. Counts are promises; `offenders` holds up to 100 rows of each kind of breach, and of overdue."""
+
+    ok: bool
+    scope: Scope
+    accepted: int
+    released: int
+    cancelled: int
+    expired: int
+    pending: int
+    lost: int
+    early: int
+    duplicate: int
+    unknown: int
+    overdue: int
+    queue_gaps: int
+    offenders: dict[str, list[dict[str, Any]]]
+
+
+def run(
+    spark: SparkSession, endpoint: str, *, ledger_uri: str | None = None, overdue_ms: int = OVERDUE_MS
+) -> AuditReport:
+    """Audit the broker at `endpoint`. A ledger is used where there is one; else the log alone must reach back."""
+    with spark_errors():
+        scope, history = look(spark, endpoint, ledger_uri)
+        witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
+        judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
+        judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
+        try:
+            return balance(judged, queue_gaps(spark, endpoint, scope), scope)
+        finally:
+            judged.unpersist()
+
+
+# ---- the witnesses ----------------------------------------------------------------------------------------
+
+
+def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
+    """What to look at, and all events in it with a column `seq`, one row a promise and event."""
+    with Endpoint(endpoint) as broker:
+        status, version = settled_table(broker)
+        end = broker.status()
+    scope = Scope(
+        since=end.log.first_seq,
+        end=end.log.durable_seq,
+        ledger_end=end.log.first_seq,
+        watermark=status.watermark,
+        version=version,
+        now_ms=end.now_ms,
+    )
+    recorded = None
+    try:
+        table = open_table(uri or ledger.ledger_uri(end.table.uri))
+        since, ledger_end = ledger.bounds(table)
+        scope = msgspec.structs.replace(scope, since=since, ledger_end=ledger_end)
+        recorded = ledger.read_ledger(spark, table)
+    except NotFound:
+        LOG.info("job=audit no ledger: the log alone is the witness, from row %d", scope.since)
+    if scope.ledger_end < end.log.first_seq:
+        raise OutOfRange(
+            f"the ledger ends at row {scope.ledger_end}, the log begins at {end.log.first_seq}: events are lost"
+        )
+    fresh = ledger.read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
+    history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
+    seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
+    return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms")
+
+
+def settled_table(broker: Endpoint) -> tuple[Status, int]:
+    """Status and table version that belong together: the Delta commit follows its ATTACH row by some milliseconds."""
+    for _ in range(_TABLE_TRIES):
+        status = broker.status()
+        mark = open_table(status.table.uri, status.table.version).transaction_version(_TABLE_APP_ID) or -1
+        begin = max(int(mark) + 1, status.log.first_seq)
+        behind = broker.read_log(begin, max(begin, status.log.durable_seq), [Kind.ATTACH])
+        if not any(batch.num_rows for batch in behind):
+            return status, status.table.version
+        threading.Event().wait(_TABLE_PAUSE_S)
+    raise Unavailable("the pending table lags behind the broker's log; try again when less is being attached")
+
+
+def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
+    """Promises at rest: rows of the pending table and PROMISE rows of the tail, as the event 'waiting'."""
+    columns = "seq,due_ms,topic,unique_key"
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
+    table = source.option("read", "pending").option("version", str(scope.version)).load()
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
+    source = source.option("kinds", "promise").option("to_seq", str(scope.end))
+    tail = source.option("from_seq", str(min(scope.watermark, scope.end))).load()
+    return table.unionByName(tail).withColumn("event", f.lit("waiting"))
+
+
+def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
+    """Queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("kinds", "message,release")
+    source = source.option("columns", "topic,queue_id,queue_offset").option("to_seq", str(scope.end))
+    return gaps(source.load())
+
+
+def gaps(visible: DataFrame) -> DataFrame:
+    """`visible` (topic, queue_id, queue_offset) reduced to the queues that are not dense."""
+    taken = visible.groupBy("topic", "queue_id", "queue_offset").agg(f.count("*").alias("times"))
+    queues = taken.groupBy("topic", "queue_id").agg(
+        f.min("queue_offset").alias("first"),
+        f.max("queue_offset").alias("last"),
+        (f.max("queue_offset") - f.min("queue_offset") + 1 - f.count("queue_offset")).alias("missing"),
+        f.sum(f.col("times") - 1).alias("twice"),
+        f.sum(f.when(f.col("queue_offset").isNull(), f.col("times")).otherwise(0)).alias("unplaced"),
+    )
+    return queues.where("missing > 0 or twice > 0 or unplaced > 0")
+
+
+# ---- the judgement ----------------------------------------------------------------------------------------
+
+
+def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
+    """One row a promise: what happened to it, and a flag for each breach.
+
+    `witnessed`: seq, event (accepted, released, cancelled, waiting), topic, unique_key, due_ms, at_ms.
+    """
+
+    def times(event: str) -> Column:
+        return f.count(f.when(f.col("event") == event, 1)).alias(event)
+
+    # The instant promised at acceptance counts, not the one the release claims for itself.
+    promised = f.max(f.when(f.col("event") != "released", f.col("due_ms")))
+    folded = witnessed.groupBy("seq").agg(
+        times("accepted"),
+        times("released"),
+        times("cancelled"),
+        times("waiting"),
+        f.max("topic").alias("topic"),
+        f.max("unique_key").alias("unique_key"),
+        f.coalesce(promised, f.max("due_ms")).alias("due_ms"),
+        f.min(f.when(f.col("event") == "released", f.col("at_ms"))).alias("released_ms"),
+    )
+    settled = f.col("released") + f.col("cancelled")
+    open_ = (f.col("accepted") > 0) & (settled == 0)
+    return folded.select(
+        "*",
+        (open_ & (f.col("waiting") == 0)).alias("lost"),
+        f.coalesce(f.col("released_ms") < f.col("due_ms"), f.lit(False)).alias("early"),
+        ((settled > 1) | (f.col("accepted") > 1)).alias("duplicate"),
+        (f.col("accepted") == 0).alias("unknown"),
+        (open_ & (f.col("waiting") > 0)).alias("pending"),
+        f.coalesce(open_ & (f.col("due_ms") < now_ms - overdue_ms), f.lit(False)).alias("overdue"),
+    )
+
+
+def balance(judged: DataFrame, uneven_queues: DataFrame, scope: Scope) -> AuditReport:
+    """Count, and fetch some rows of every breach there is."""
+
+    def count(condition: Column) -> Column:
+        return f.count(f.when(condition, 1))
+
+    known = f.col("accepted") > 0
+    counts = {
+        "accepted": count(known),
+        "released": count(known & (f.col("released") > 0)),
+        "cancelled": count(known & (f.col("released") == 0) & (f.col("cancelled") > 0)),
+        **{name: count(f.col(name)) for name in ("pending", "overdue", *BREACHES)},
+    }
+    found = judged.agg(*[column.alias(name) for name, column in counts.items()]).collect()[0].asDict()
+    offenders = {
+        name: [row.asDict() for row in judged.where(f.col(name)).limit(OFFENDERS_MAX).collect()]
+        for name in (*BREACHES, "overdue")
+        if found[name]
+    }
+    uneven = [row.asDict() for row in uneven_queues.limit(OFFENDERS_MAX).collect()]
+    if uneven:
+        offenders["queue_gaps"] = uneven
+    settled = found["released"] + found["cancelled"]
+    ok = not any(found[name] for name in BREACHES) and not uneven
+    ok = ok and found["accepted"] == settled + found["pending"]
+    return AuditReport(ok=ok, scope=scope, expired=0, queue_gaps=len(uneven), offenders=offenders, **found)

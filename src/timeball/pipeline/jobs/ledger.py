@@ -1,0 +1,256 @@
+"""`ledger`: one row for every event in a promise's life, in an append-only Delta table beside the pending table.
+
+    event       one row for                                          first_seq, rows
+    accepted    a PROMISE row, or one range of a bulk ATTACH         its own numbers; a range may be long
+    released    a RELEASE row                                        the promise it keeps, 1
+    cancelled   a CANCEL row                                         the promise it ends, 1
+
+A promise's number is its sequence number in the log. Rows of a bulk attach never pass through the log one by one,
+so their topic and due instant are known here only once they are released; until then the pending table has them.
+
+The stream carries only ranges of the log; each epoch is a batch query from the ledger's own mark (the Delta table's
+application version) to the end of the range. So the table alone says what is in it: a repeated epoch adds nothing,
+and neither a lost checkpoint nor a lost table leaves a hole that nobody notices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.streaming.query import StreamingQuery
+
+from timeball.errors import NotFound, OutOfRange, StorageError
+from timeball.message import Kind
+from timeball.pipeline.delta_sink import app_version
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.schema import spark_schema
+from timeball.pipeline.store import open_table, sibling
+
+LOG = logging.getLogger("timeball.pipeline")
+
+NAME = "ledger"
+APP_ID = "timeball-ledger"
+SINCE = "timeball.since"  # table property: the first row of the log that the ledger has seen
+TRIGGER = "5 seconds"
+EPOCH_ROWS = 1_000_000
+TIDY_EVERY = 100  # versions; each left a file or two, which are then joined
+
+LEDGER_SCHEMA = pa.schema(
+    [
+        ("event", pa.string()),
+        ("first_seq", pa.int64()),
+        ("rows", pa.int64()),
+        ("topic", pa.string()),
+        ("unique_key", pa.string()),
+        ("due_ms", pa.int64()),
+        ("at_ms", pa.int64()),
+        ("lateness_ms", pa.int64()),
+        ("queue_id", pa.int32()),
+        ("queue_offset", pa.int64()),
+        ("attempt", pa.int32()),  # reconsume_times + 1
+        ("event_seq", pa.int64()),  # the row of the log that says so
+    ]
+)
+EVENT_KINDS = (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL, Kind.ATTACH)
+_LOG_COLUMNS = (
+    "seq,kind,topic,unique_key,due_ms,store_ms,source_seq,queue_id,queue_offset,reconsume_times,body"
+)
+_ATTACH_JSON = "job string, ranges array<array<bigint>>"
+_SPANS = "array<struct<first_seq:bigint,rows:bigint>>"
+
+
+# ---- from the log to events -------------------------------------------------------------------------------
+
+
+def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) -> DataFrame:
+    """The events that rows from_seq <= seq < to_seq of the log stand for, in LEDGER_SCHEMA."""
+    log = spark.read.format("timeball").option("endpoint", endpoint).option("columns", _LOG_COLUMNS)
+    log = log.option("kinds", ",".join(str(int(kind)) for kind in EVENT_KINDS)).option("body_kinds", "attach")
+    return events(log.option("from_seq", str(from_seq)).option("to_seq", str(to_seq)).load())
+
+
+def events(log: DataFrame) -> DataFrame:
+    """Rows of the log as events. One pass: an ATTACH row explodes into its ranges, every other row into itself."""
+    kind = f.col("kind")
+    attach = f.from_json(f.col("body").cast("string"), _ATTACH_JSON)
+    ranges = f.when(attach["job"] == "bulk", f.transform(attach["ranges"], _span))
+    own = f.when(kind == int(Kind.PROMISE), f.col("seq")).otherwise(f.col("source_seq"))
+    one = f.array(f.struct(own.alias("first_seq"), f.lit(1).cast("bigint").alias("rows")))
+    spans = f.when(kind == int(Kind.ATTACH), ranges).otherwise(one).cast(_SPANS)
+    event = (
+        f.when(kind == int(Kind.RELEASE), "released")
+        .when(kind == int(Kind.CANCEL), "cancelled")
+        .otherwise("accepted")
+    )
+    released = kind == int(Kind.RELEASE)
+    exploded = log.select("*", event.alias("event"), f.inline(spans))
+    return exploded.select(
+        "event",
+        "first_seq",
+        "rows",
+        "topic",
+        "unique_key",
+        "due_ms",
+        f.col("store_ms").alias("at_ms"),
+        f.when(released, f.col("store_ms") - f.col("due_ms")).alias("lateness_ms"),
+        f.when(released, f.col("queue_id")).alias("queue_id"),
+        f.when(released, f.col("queue_offset")).alias("queue_offset"),
+        (f.coalesce(f.col("reconsume_times"), f.lit(0)) + 1).cast("int").alias("attempt"),
+        f.col("seq").alias("event_seq"),
+    )
+
+
+def _span(pair: Column) -> Column:
+    return f.struct(f.element_at(pair, 1).alias("first_seq"), f.element_at(pair, 2).alias("rows"))
+
+
+# ---- the table --------------------------------------------------------------------------------------------
+
+
+def ledger_uri(table_uri: str) -> str:
+    """Where the ledger of a pending table lies unless it is said otherwise."""
+    return sibling(table_uri, NAME)
+
+
+def open_ledger(uri: str, since: int) -> DeltaTable:
+    """The ledger at `uri`; created empty, for events from row `since` on, when there is none."""
+    try:
+        return open_table(uri)
+    except NotFound:
+        return DeltaTable.create(
+            uri,
+            LEDGER_SCHEMA,
+            name=NAME,
+            description="Events of promises: accepted, released, cancelled",
+            configuration={SINCE: str(since)},
+            raise_if_key_not_exists=False,
+            commit_properties=CommitProperties(app_transactions=[Transaction(APP_ID, since)]),
+        )
+
+
+def bounds(table: DeltaTable) -> tuple[int, int]:
+    """(since, watermark): the ledger holds the events of rows since <= seq < watermark."""
+    since = table.metadata().configuration.get(SINCE)
+    watermark = app_version(table, APP_ID)
+    if since is None or watermark is None:
+        raise StorageError(
+            f"the Delta table at {table.table_uri} is not a ledger; name another with --ledger"
+        )
+    return int(since), watermark
+
+
+def read_ledger(spark: SparkSession, table: DeltaTable) -> DataFrame:
+    """All events of one version of the ledger."""
+    uris = table.file_uris()
+    schema = spark_schema(LEDGER_SCHEMA)
+    return spark.read.schema(schema).parquet(*uris) if uris else spark.createDataFrame([], schema)
+
+
+def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
+    """Bring the ledger up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
+    with Endpoint(endpoint) as broker:
+        first_seq = broker.status().log.first_seq
+    table = open_ledger(uri, first_seq)
+    _, begin = bounds(table)
+    if begin < first_seq < to_seq:
+        raise OutOfRange(
+            f"the ledger ends at row {begin} but retention has removed the log up to {first_seq}: events are lost; "
+            f"move the ledger at {uri} away to start a new one"
+        )
+    for low in range(begin, to_seq, EPOCH_ROWS):
+        high = min(low + EPOCH_ROWS, to_seq)
+        frame = read_events(spark, endpoint, low, high)
+        writer = frame.write.format("timeball_delta").option("uri", uri).option("app_id", APP_ID)
+        writer.option("app_version", str(high)).mode("append").save()
+    _tidy(uri)
+    return max(0, to_seq - begin)
+
+
+def _tidy(uri: str) -> None:
+    table = open_table(uri)
+    if table.version() % TIDY_EVERY == TIDY_EVERY - 1:
+        table.optimize.compact()
+        table.create_checkpoint()
+
+
+# ---- the stream -------------------------------------------------------------------------------------------
+
+
+def start(
+    spark: SparkSession,
+    endpoint: str,
+    checkpoint: str,
+    *,
+    uri: str | None = None,
+    once: bool = False,
+    options: dict[str, str] | None = None,
+) -> StreamingQuery:
+    """Start the query; with `once` it stops when what is durable now is in the ledger."""
+    if uri is None:
+        with Endpoint(endpoint) as broker:
+            uri = ledger_uri(broker.status().table.uri)
+    ranges = spark.readStream.format("timeball").option("endpoint", endpoint).option("read", "ranges")
+    ranges = ranges.option("max_rows_per_batch", str(EPOCH_ROWS)).option(
+        "rows_per_partition", str(EPOCH_ROWS)
+    )
+    writer = ranges.options(**(options or {})).load().writeStream.foreachBatch(epoch_writer(endpoint, uri))
+    writer = writer.queryName(NAME).option("checkpointLocation", checkpoint)
+    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=TRIGGER)
+    return writer.start()
+
+
+def epoch_writer(endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
+    """What an epoch does: only the end of its ranges counts, the ledger knows its own beginning."""
+
+    def write(ranges: DataFrame, batch_id: int) -> None:
+        ends = [row["to_seq"] for row in ranges.collect()]
+        if ends:
+            rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
+            LOG.info("job=ledger epoch=%d to_seq=%d log_rows=%d", batch_id, max(ends), rows)
+
+    return write
+
+
+# ---- the view ---------------------------------------------------------------------------------------------
+
+
+def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:
+    """One row a promise: seq, topic, unique_key, accepted_ms, due_ms, released_ms, cancelled_ms, lateness_ms, attempts.
+
+    From the ledger as far as it reaches; the due instants of bulk promises that still wait come from the pending table.
+    """
+    with Endpoint(endpoint) as broker:
+        table_uri = broker.status().table.uri
+    history = read_ledger(spark, open_table(uri or ledger_uri(table_uri)))
+    each = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
+    history = history.select(
+        each, *[name for name in LEDGER_SCHEMA.names if name not in ("first_seq", "rows")]
+    )
+    table = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
+    waiting = table.option("columns", "seq,due_ms,topic,unique_key").load()
+    return one_row_each(history.unionByName(waiting, allowMissingColumns=True))
+
+
+def one_row_each(events_by_seq: DataFrame) -> DataFrame:
+    """Events with a column `seq`, folded into one row a promise; rows without an event only fill gaps."""
+
+    def at(event: str) -> Column:
+        return f.min(f.when(f.col("event") == event, f.col("at_ms"))).alias(f"{event}_ms")
+
+    folded = events_by_seq.groupBy("seq").agg(
+        f.max("topic").alias("topic"),
+        f.max("unique_key").alias("unique_key"),
+        at("accepted"),
+        f.max("due_ms").alias("due_ms"),
+        at("released"),
+        at("cancelled"),
+        f.max("lateness_ms").alias("lateness_ms"),
+        f.max("attempt").alias("attempts"),
+        f.count("event").alias("events"),
+    )
+    return folded.where("events > 0").drop("events")
