@@ -114,7 +114,9 @@ class Node:
             ),
         )
         reader = LogReader(opened.segments)
-        topics = Topics(files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics)
+        topics = Topics(
+            files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics
+        )
         ledger, catalog = Ledger(watermark=opened.segments.first_seq), Catalog(files)
         found = await loop.run_in_executor(
             reader_thread, recover, saved, reader, topics, ledger, catalog, clock.now_ms()
@@ -231,7 +233,9 @@ def check_folder(files: RealFiles) -> None:
     if not files.exists(FORMAT_NAME):
         foreign = [name for name in files.list_dir(".") if name != "LOCK"]
         if foreign:
-            raise SetupError(f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder")
+            raise SetupError(
+                f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder"
+            )
         return
     try:
         facts = msgspec.json.decode(bytes(files.map_readonly(FORMAT_NAME)), type=FormatFacts)
@@ -241,7 +245,8 @@ def check_folder(files: RealFiles) -> None:
         raise SetupError(f"--data {root} belongs to {facts.product!r}, not to Timeball; name another folder")
     if facts.format > FORMAT_VERSION:
         raise SetupError(
-            f"--data {root} has format {facts.format}, written by a newer Timeball; this one reads up to {FORMAT_VERSION}"
+            f"--data {root} has format {facts.format}, written by a newer Timeball; "
+            f"this one reads up to {FORMAT_VERSION}"
         )
 
 

@@ -90,7 +90,9 @@ def _columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
         try:
             column = column if column.type == kept else column.cast(kept)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise InvalidMessage(f"column {name!r} has type {column.type}, which is no {kept}: {error}") from error
+            raise InvalidMessage(
+                f"column {name!r} has type {column.type}, which is no {kept}: {error}"
+            ) from error
         if column.null_count < len(column) or name in ("topic", "body"):
             found[name] = column
     for name in ("topic", "body"):

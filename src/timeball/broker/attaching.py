@@ -57,7 +57,9 @@ class Ledger:
         if attachment.job == "compact":
             self._check_compact(attachment, durable_seq)
         elif attachment.from_seq or attachment.to_seq:
-            raise InvalidMessage(f"a {attachment.job} attach covers no range of the log: leave from_seq and to_seq out")
+            raise InvalidMessage(
+                f"a {attachment.job} attach covers no range of the log: leave from_seq and to_seq out"
+            )
         if attachment.job == "bulk":
             self._check_bulk(attachment)
         elif attachment.ranges:
@@ -75,24 +77,36 @@ class Ledger:
         if attachment.from_seq != self.watermark:
             raise OutOfRange(f"compact from seq {attachment.from_seq}: the watermark is {self.watermark}")
         if not attachment.from_seq < attachment.to_seq <= durable_seq:
-            raise OutOfRange(f"compact to seq {attachment.to_seq}: between {self.watermark + 1} and {durable_seq}")
+            raise OutOfRange(
+                f"compact to seq {attachment.to_seq}: between {self.watermark + 1} and {durable_seq}"
+            )
 
     def _check_bulk(self, attachment: Attachment) -> None:
         for first_seq, rows in attachment.ranges:
             if self.reserved.get(first_seq) != rows:
-                raise OutOfRange(f"{rows} rows from seq {first_seq} were not set aside for this job, or are used up")
+                raise OutOfRange(
+                    f"{rows} rows from seq {first_seq} were not set aside for this job, or are used up"
+                )
         if sum(rows for _, rows in attachment.ranges) != attachment.rows:
-            raise InvalidMessage(f"the ranges hold {sum(r for _, r in attachment.ranges)} rows, the files {attachment.rows}")
+            raise InvalidMessage(
+                f"the ranges hold {sum(r for _, r in attachment.ranges)} rows, the files {attachment.rows}"
+            )
         for entry in attachment.files:
-            if not any(first <= entry.min_seq and entry.max_seq < first + rows for first, rows in attachment.ranges):
-                raise InvalidMessage(f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job")
+            if not any(
+                first <= entry.min_seq and entry.max_seq < first + rows for first, rows in attachment.ranges
+            ):
+                raise InvalidMessage(
+                    f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job"
+                )
 
 
 def check_files(files: Files, attachment: Attachment, *, now_ms: int, delay_ms_max: int) -> None:
     """Open every named file and compare its footer with the claim (reader thread)."""
     for entry in attachment.files:
         if entry.min_due_ms < 0 or entry.max_due_ms > now_ms + delay_ms_max:
-            raise InvalidDelay(f"{entry.path}: due between {entry.min_due_ms} and {entry.max_due_ms}, beyond the maximum delay")
+            raise InvalidDelay(
+                f"{entry.path}: due between {entry.min_due_ms} and {entry.max_due_ms}, beyond the maximum delay"
+            )
         file = DataFile(files, entry)
         file.check()
         file.close()

@@ -69,9 +69,12 @@ def look_up(
     texts = pa.array([*ids, *keys], pa.string())
     hashes = hash_text(texts)
     by_id, by_key = set(ids), set(keys)
-    found, seen = Found(), set()
+    found = Found()
+    seen: set[tuple[str, int]] = set()
     rows = reader.take(key_index.find(hashes))
-    for row in rows.select(["seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq"]).to_pylist():
+    for row in rows.select(
+        ["seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq"]
+    ).to_pylist():
         if row["kind"] == Kind.PROMISE:
             _add(found, seen, row, row["store_ms"], by_id, by_key)
         elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
@@ -136,7 +139,12 @@ def verdicts(subjects: Sequence[str], found: Found, cancelled: set[int], now_ms:
 
 
 def _add(
-    found: Found, seen: set[tuple[str, int]], row: dict[str, object], accepted_ms: object, by_id: set[str], by_key: set[str]
+    found: Found,
+    seen: set[tuple[str, int]],
+    row: dict[str, object],
+    accepted_ms: object,
+    by_id: set[str],
+    by_key: set[str],
 ) -> None:
     unique_key, keys, seq = row["unique_key"], row["keys"], row["seq"]
     assert isinstance(seq, int) and isinstance(row["due_ms"], int)
@@ -153,5 +161,3 @@ def _add(
                     accepted_ms if isinstance(accepted_ms, int) else 0,
                 )
             )  # fmt: skip
-
-

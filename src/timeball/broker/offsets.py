@@ -38,7 +38,9 @@ class Offsets:
             raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
         for queue, offset in offsets.items():
             if not 0 <= offset <= queue_max.get(queue, -1):
-                raise OutOfRange(f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}")
+                raise OutOfRange(
+                    f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}"
+                )
         self._table.setdefault(group, {}).setdefault(topic, {}).update(offsets)
         self._dirty = True
 

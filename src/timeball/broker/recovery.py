@@ -54,16 +54,23 @@ class Recovered:
 
 
 def recover(
-    checkpoint: cp.Checkpoint | None, reader: LogReader, topics: Topics, ledger: Ledger, catalog: Catalog, now_ms: int
+    checkpoint: cp.Checkpoint | None,
+    reader: LogReader,
+    topics: Topics,
+    ledger: Ledger,
+    catalog: Catalog,
+    now_ms: int,
 ) -> Recovered:
     """Fill `topics` and `ledger`, bring the table up to the log, and say what waits. Blocking."""
     known = checkpoint or cp.Checkpoint(cp.Facts(seq=reader.first_seq), _EMPTY, _EMPTY)
     if checkpoint is None and reader.first_seq > 1:
-        raise Corrupt("the checkpoint is lost and the log's beginning has been let go: restore 'checkpoint' from a copy")
+        raise Corrupt(
+            "the checkpoint is lost and the log's beginning has been let go: restore 'checkpoint' from a copy"
+        )
     facts = known.facts
     topics.load(facts.queues)
     ledger.watermark, ledger.epochs = facts.watermark, dict(facts.epochs)
-    ledger.reserved = {first: rows for first, rows in facts.reserved}
+    ledger.reserved = dict(facts.reserved)
     replayed = _replay(reader, facts.seq, topics, ledger)
     files = _bring_up(catalog, replayed.attaches, now_ms)
     due, seq = _concat([*replayed.promises, *_promises(reader, ledger.watermark, facts.seq)])
@@ -90,7 +97,10 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
             replayed.promises.append((rows.column("due_ms").take(mine).to_numpy(), seqs[mine]))
         if present & {Kind.RELEASE, Kind.CANCEL}:
             mine = np.flatnonzero(np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]))
-            pair = (rows.column("due_ms").take(mine).to_numpy(), rows.column("source_seq").take(mine).to_numpy())
+            pair = (
+                rows.column("due_ms").take(mine).to_numpy(),
+                rows.column("source_seq").take(mine).to_numpy(),
+            )
             replayed.settled.append(pair)
         for kind in (Kind.RESERVE, Kind.ATTACH):
             for at in np.flatnonzero(kinds == kind).tolist() if kind in present else ():

@@ -101,7 +101,9 @@ class Broker:
         parts = self.parts
         parts.writer.check_room()
         now_ms = parts.clock.now_ms()
-        rows = admission.admit(batch, now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max, host=self._host)
+        rows = admission.admit(
+            batch, now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max, host=self._host
+        )
         is_message = rows.column("kind").to_numpy() == Kind.MESSAGE
         placement = None
         if is_message.any():
@@ -116,14 +118,18 @@ class Broker:
 
     def _place_messages(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
         """Give the rows that are visible at once their queue and offset."""
-        placement = self.parts.topics.place(rows if len(visible) == rows.num_rows else rows.take(pa.array(visible)))
+        placement = self.parts.topics.place(
+            rows if len(visible) == rows.num_rows else rows.take(pa.array(visible))
+        )
         queue_id = rows.column("queue_id").to_numpy().copy()
         queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
         hidden = np.ones(rows.num_rows, dtype=np.bool_)
         queue_id[visible], queue_offset[visible], hidden[visible] = (
             placement.queue_id, placement.queue_offset, False,
         )  # fmt: skip
-        rows = rows.set_column(LOG_SCHEMA.get_field_index("queue_id"), LOG_SCHEMA.field("queue_id"), pa.array(queue_id))
+        rows = rows.set_column(
+            LOG_SCHEMA.get_field_index("queue_id"), LOG_SCHEMA.field("queue_id"), pa.array(queue_id)
+        )
         offsets = pa.array(queue_offset, mask=hidden)
         return rows.set_column(
             LOG_SCHEMA.get_field_index("queue_offset"), LOG_SCHEMA.field("queue_offset"), offsets
@@ -140,7 +146,9 @@ class Broker:
         if later:
             self.tail_count.add(first_seq + rows.num_rows, later)
             promises = with_seq(rows, first_seq)
-            self.parts.schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(~is_message)))
+            self.parts.schedule.admit(
+                promises if later == rows.num_rows else promises.filter(pa.array(~is_message))
+            )
 
     def _release(self, promises: pa.RecordBatch, now_ms: int) -> None:
         """What is due goes to its queue (called by the ticker)."""
@@ -260,14 +268,18 @@ class Broker:
         """Store a group's offsets; durable within about a second."""
         if topic not in self.topics():
             raise NotFound(f"topic {topic!r} does not exist")
-        self.parts.offsets.commit(group, topic, offsets, {q: high for q, (_, high) in self.queues(topic).items()})
+        self.parts.offsets.commit(
+            group, topic, offsets, {q: high for q, (_, high) in self.queues(topic).items()}
+        )
 
     # -- moving what waits -------------------------------------------------------------------------------
 
     async def reserve(self, rows: int) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
         self.parts.ledger.check_reserve(rows)
-        row = build_rows(1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.parts.clock.now_ms())
+        row = build_rows(
+            1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.parts.clock.now_ms()
+        )
         first_seq = self.parts.writer.next_seq + 1
         _, durable = self.parts.writer.append(
             row, span=1 + rows, on_durable=lambda: self.parts.ledger.reserve(first_seq, rows)

@@ -96,7 +96,9 @@ class Topics:
         if not self.dirty:
             return None
         self.dirty = False
-        return msgspec.json.encode({t.name: TopicFacts(t.number, len(t.queues)) for t in self._topics.values()})
+        return msgspec.json.encode(
+            {t.name: TopicFacts(t.number, len(t.queues)) for t in self._topics.values()}
+        )
 
     def get(self, name: str) -> Topic:
         """The topic; raises NotFound."""
@@ -115,7 +117,9 @@ class Topics:
         if topic is None:
             check_name(name, limits.TOPIC_BYTES_MAX, "topic")
             if queues is None and not self._auto_create:
-                raise NotFound(f"topic {name!r} does not exist; create it, or start with --auto-create-topics")
+                raise NotFound(
+                    f"topic {name!r} does not exist; create it, or start with --auto-create-topics"
+                )
             if len(self._topics) >= limits.TOPICS_MAX:
                 raise OverLimit(f"{limits.TOPICS_MAX} topics exist; delete some first")
             number = 1 + max((t.number for t in self._topics.values()), default=0)
@@ -129,7 +133,9 @@ class Topics:
     def place(self, rows: pa.RecordBatch) -> Placement:
         """Choose queues for rows of LOG_SCHEMA that are about to become visible, and give out their offsets."""
         codes, names = codes_of(rows.column("topic"))
-        queue_id = np.array(rows.column("queue_id").fill_null(-1).to_numpy(zero_copy_only=False), dtype=np.int64)
+        queue_id = np.array(
+            rows.column("queue_id").fill_null(-1).to_numpy(zero_copy_only=False), dtype=np.int64
+        )
         topics = [self.ensure(name) for name in names]
         for code, topic in enumerate(topics):
             self._choose(topic, queue_id, np.flatnonzero(codes == code) if len(topics) > 1 else None)
@@ -144,7 +150,9 @@ class Topics:
             queue_offset[group] = queue.next_offset + np.arange(len(group))
             queue.next_offset += len(group)
             groups.append((topic, at, group))
-        return Placement(queue_id, queue_offset, groups, stored_sizes(rows), self.tag_hashes(rows.column("tag")))
+        return Placement(
+            queue_id, queue_offset, groups, stored_sizes(rows), self.tag_hashes(rows.column("tag"))
+        )
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
         """Recovery: index visible rows of the log again; those a queue has already are skipped."""
@@ -180,7 +188,11 @@ class Topics:
         """(min_offset, max_offset) of every queue that has entries, for the checkpoint."""
         found: dict[str, dict[int, tuple[int, int]]] = {}
         for topic in self._topics.values():
-            used = {i: (q.index.min_offset, q.index.max_offset) for i, q in enumerate(topic.queues) if q.index.max_offset}
+            used = {
+                i: (q.index.min_offset, q.index.max_offset)
+                for i, q in enumerate(topic.queues)
+                if q.index.max_offset
+            }
             if used:
                 found[topic.name] = used
         return found

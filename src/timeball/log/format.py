@@ -14,14 +14,14 @@ as Arrow is.
           +--------------+--------------+--------------+
           48       52       56             64
           +--------+--------+--------------+---------- … --+---- … --+
-          | payload| crc32c | synced_to | Arrow IPC     | zeros   |
+          | payload| crc32c | synced_to    | Arrow IPC     | zeros   |
           +--------+--------+--------------+---------- … --+---- … --+
 
 `crc32c` covers the whole frame, header and padding included, with its own field zero. `span` is how many
-sequence numbers the frame uses up: its rows, or more when a RESERVE row sets some aside. `synced_to` says
-that all bytes of the segment before that position were on disk when this frame was written (with `sync` durability: the start of its
-own commit). Recovery needs it to tell a torn commit (never acknowledged, may be cut) from damage to an
-acknowledged one (must be refused). A magic of zero is the end of the log.
+sequence numbers the frame uses up: its rows, or more when a RESERVE row sets some aside. `synced_to` says that
+all bytes of the segment before that position were on disk when this frame was written (with `sync` durability:
+the start of its own commit). Recovery needs it to tell a torn commit (never acknowledged, may be cut) from
+damage to an acknowledged one (must be refused). A magic of zero is the end of the log.
 
 Segment header, 64 bytes:
 
@@ -121,9 +121,7 @@ def encode_frame(
 
     crc = google_crc32c.extend(google_crc32c.value(header(0)), payload)
     crc = google_crc32c.extend(crc, padding)
-    frame = Frame(
-        position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload.size, synced_to
-    )
+    frame = Frame(position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload.size, synced_to)
     return frame, [header(crc), payload, padding]
 
 

@@ -130,7 +130,8 @@ class QueueIndex:
         name = f"{self.folder}/{number:08d}.cq"
         if chunk is None:
             chunk = _Chunk(
-                self._files.open(name) if self._files.exists(name) else self._files.create(name), np.empty(0, ENTRY)
+                self._files.open(name) if self._files.exists(name) else self._files.create(name),
+                np.empty(0, ENTRY),
             )
             self._chunks[number] = chunk
         size = self._files.size(name) // ENTRY.itemsize

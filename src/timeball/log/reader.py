@@ -58,7 +58,9 @@ class LogReader:
                 return
             yield from self._frames_of(segment, from_seq, to_seq)
 
-    def _frames_of(self, segment: Segment, from_seq: int, to_seq: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def _frames_of(
+        self, segment: Segment, from_seq: int, to_seq: int
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
         seqs = segment.frame_seqs
         start = max(0, bisect_right(seqs, from_seq) - 1)
         for i in range(start, len(seqs)):
@@ -66,7 +68,9 @@ class LogReader:
                 return
             yield self._decode(segment, segment.frame_positions[i], keep=False)
 
-    def rows(self, from_seq: int, to_seq: int, kinds: Iterable[int] | None = None) -> Iterator[pa.RecordBatch]:
+    def rows(
+        self, from_seq: int, to_seq: int, kinds: Iterable[int] | None = None
+    ) -> Iterator[pa.RecordBatch]:
         """READ_SCHEMA rows of [from_seq, to_seq), a batch a frame, only of these kinds."""
         wanted = None if kinds is None else np.array(sorted(kinds), dtype=np.int8)
         for first_seq, rows in self.frames(from_seq, to_seq):
@@ -83,7 +87,8 @@ class LogReader:
         self, from_seq: int, to_seq: int, kinds: Iterable[int] | None, coalesce_rows: int
     ) -> Iterator[pa.RecordBatch]:
         """As `rows`, in batches of at least `coalesce_rows` (the last one aside), so that a reader far away is not
-        fed commit by commit."""
+        fed commit by commit.
+        """
         held: list[pa.RecordBatch] = []
         count = 0
         for batch in self.rows(from_seq, to_seq, kinds):

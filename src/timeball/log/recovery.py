@@ -19,6 +19,7 @@ order; a synced block changes only by damage. SQLite and raft-wal assume the sam
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 
@@ -55,12 +56,13 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
             raise Corrupt(f"the log is gone, but a checkpoint knows of seq {known_durable - 1}")
         file = prepare(files, 1, segment_bytes)
         return Opened(Segments([begin(files, file, 1, 1, now_ms)]), file, 0)
-    for segment, following in zip(begun, begun[1:], strict=False):
+    for segment, following in itertools.pairwise(begun):
         _scan_sealed(segment, following)
     damage = _scan_last(begun[-1])
     if begun[-1].next_seq < known_durable:
         raise Corrupt(
-            f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of seq {known_durable - 1}: {damage}"
+            f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of "
+            f"seq {known_durable - 1}: {damage}"
         )
     file = files.open(begun[-1].name)
     return Opened(Segments(begun), file, _cut(file, begun[-1]))
@@ -78,7 +80,9 @@ def _find(files: Files) -> tuple[list[Segment], list[int]]:
             spares.append(ordinal)
             continue
         if spares or (begun and begun[-1].ordinal + 1 != ordinal):
-            raise Corrupt(f"{segment_name(ordinal)} exists, but the segment before it is missing or was never begun")
+            raise Corrupt(
+                f"{segment_name(ordinal)} exists, but the segment before it is missing or was never begun"
+            )
         begun.append(Segment(ordinal, first_seq, buffer))
     return begun, spares
 
@@ -133,7 +137,9 @@ def _scan_last(segment: Segment) -> str:
 
 def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
     if frame.first_seq != segment.next_seq:
-        raise Corrupt(f"frame at byte {frame.position} begins with seq {frame.first_seq}, expected {segment.next_seq}")
+        raise Corrupt(
+            f"frame at byte {frame.position} begins with seq {frame.first_seq}, expected {segment.next_seq}"
+        )
     return frame
 
 
@@ -168,7 +174,9 @@ def _cut(file: File, segment: Segment) -> int:
     end = _last_written(segment.buffer, segment.end)
     size = end - segment.end
     if size:
-        logger.warning("%s: cutting %d bytes of a torn commit behind seq %d", segment.name, size, segment.next_seq - 1)
+        logger.warning(
+            "%s: cutting %d bytes of a torn commit behind seq %d", segment.name, size, segment.next_seq - 1
+        )
         step = 1 << 20
         for position in range(segment.end, end, step):
             file.write_at(position, bytes(min(step, end - position)))

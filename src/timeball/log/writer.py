@@ -6,8 +6,8 @@ is done when the rows are on disk. One commit is in flight at a time, in the dis
 spans two segments: both are what recovery relies on to tell a torn commit from damage.
 
 Refuses: to go on after the first failed write or sync (G9). What the page cache then shows is not what the disk
-holds, and a second fsync would answer OK (docs/decisions/0003-fail-stop.md). A disk that fills up is noticed earlier: the
-next segment is prepared while the present one is half full, and until that has worked again `check_room`
+holds, and a second fsync would answer OK (docs/decisions/0003-fail-stop.md). A disk that fills up is noticed
+earlier: the next segment is prepared while the present one is half full, and until that has worked again `check_room`
 answers OverLimit, while releases and cancels still fit into the segment at hand.
 """
 
@@ -275,7 +275,11 @@ class LogWriter:
 
         if self.failed is None and not self._closing:
             task = self._loop.run_in_executor(self._disk, sync)
-            task.add_done_callback(lambda done: done.exception() and self._stop([], done.exception()))
+            task.add_done_callback(self._synced_later)
+
+    def _synced_later(self, done: asyncio.Future[None]) -> None:
+        if done.exception() is not None:
+            self._stop([], done.exception())
 
     def _stop(self, entries: list[_Entry], error: BaseException | None) -> None:
         """Fail-stop: nobody is acknowledged any more; only a restart, which reads the disk anew, helps."""

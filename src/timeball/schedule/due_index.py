@@ -123,4 +123,3 @@ def _concat(runs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int6
     if len(runs) == 1:
         return runs[0]
     return _sorted(np.concatenate([due for due, _ in runs]), np.concatenate([seq for _, seq in runs]))
-

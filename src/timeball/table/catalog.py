@@ -192,7 +192,9 @@ class Catalog:
         commits = [n for n in names if n.endswith(".json") and n[0].isdigit()]
         gone = [n for n in names if n.endswith(".tmp")]
         if commits and not self._parses(commits[-1]):
-            logger.warning("the pending table's commit %s is torn; it will be made again from the log", commits[-1])
+            logger.warning(
+                "the pending table's commit %s is torn; it will be made again from the log", commits[-1]
+            )
             gone.append(commits[-1])
         if "_last_checkpoint" in names and not self._parses("_last_checkpoint"):
             gone.append("_last_checkpoint")

@@ -58,7 +58,10 @@ class DataFile:
     def row_count_up_to(self, low_due_ms: int, high_due_ms: int) -> int:
         """An upper bound of the rows due in [low, high], from statistics alone."""
         self._open()
-        return sum(int(self._group_starts[g + 1] - self._group_starts[g]) for g in self._groups(low_due_ms, high_due_ms))
+        return sum(
+            int(self._group_starts[g + 1] - self._group_starts[g])
+            for g in self._groups(low_due_ms, high_due_ms)
+        )
 
     def find(self, hashes: UInt64Array) -> pa.Table:
         """The identifying columns of the rows with a key that may be one of those hashed."""
@@ -70,7 +73,11 @@ class DataFile:
         parts = []
         for group in groups:
             inside = rows[(rows >= self._group_starts[group]) & (rows < self._group_starts[group + 1])]
-            parts.append(self._read([int(group)], _ID_COLUMNS).take(pa.array(np.sort(inside) - self._group_starts[group])))
+            parts.append(
+                self._read([int(group)], _ID_COLUMNS).take(
+                    pa.array(np.sort(inside) - self._group_starts[group])
+                )
+            )
         return pa.concat_tables(parts)
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
@@ -100,7 +107,9 @@ class DataFile:
                 return self._keys
             except Corrupt:
                 pass  # a cache: built again from the data file, which has its own checksums
-        columns = self._read(list(range(self._open().num_row_groups)), ["unique_key", "keys"]).combine_chunks()
+        columns = self._read(
+            list(range(self._open().num_row_groups)), ["unique_key", "keys"]
+        ).combine_chunks()
         hashes, rows = hash_keys(*(columns.column(c).chunk(0) for c in ("unique_key", "keys")))
         self._files.replace(name, KeySidecar.build(hashes, rows).encode())
         self._keys = KeySidecar.parse(self._files.map_readonly(name))
@@ -122,7 +131,9 @@ class DataFile:
     def _check(self, parquet: pq.ParquetFile) -> None:
         metadata = parquet.metadata
         if metadata.num_rows != self.entry.rows:
-            raise Corrupt(f"{self.entry.path} holds {metadata.num_rows} rows, its attach says {self.entry.rows}")
+            raise Corrupt(
+                f"{self.entry.path} holds {metadata.num_rows} rows, its attach says {self.entry.rows}"
+            )
         due = metadata.schema.names.index("due_ms")
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._group_starts = np.cumsum([0, *(g.num_rows for g in groups)])

@@ -60,7 +60,9 @@ class PendingFiles:
     def next_due_ms(self, from_ms: int) -> int | None:
         """A lower bound of the first instant at or after `from_ms`."""
         starts = [
-            max(file.entry.min_due_ms, from_ms) for file in self._live.values() if file.entry.max_due_ms >= from_ms
+            max(file.entry.min_due_ms, from_ms)
+            for file in self._live.values()
+            if file.entry.max_due_ms >= from_ms
         ]
         return min(starts, default=None)
 

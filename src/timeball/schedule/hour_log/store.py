@@ -68,7 +68,9 @@ class HourLog:
         self._gathering: asyncio.Task[None] | None = None
         self._row_bytes = ROW_BYTES_GUESS
         self._purged_ms = 0
-        self._behind: dict[asyncio.Task[None], int] = {}  # loads of bulk rows below the horizon -> earliest due
+        self._behind: dict[
+            asyncio.Task[None], int
+        ] = {}  # loads of bulk rows below the horizon -> earliest due
 
     # -- the contract ------------------------------------------------------------------------------------
 
@@ -112,7 +114,11 @@ class HourLog:
         if self._gathering is not None:
             # What is at or above the loaded bound must wait for the gather, which calls `on_change`.
             return near if near is not None and near < self._loaded[0] else None
-        far = [ms for ms in (self._tail.min_due_ms(), self.pending.next_due_ms(self._horizon[0])) if ms is not None]
+        far = [
+            ms
+            for ms in (self._tail.min_due_ms(), self.pending.next_due_ms(self._horizon[0]))
+            if ms is not None
+        ]
         # Without room for more bodies the wheel's own next instant is what makes room.
         gather_ms = min(far) - self._ahead_ms // 2 if far and self._has_room() else None
         return min((ms for ms in (near, gather_ms) if ms is not None), default=None)
@@ -132,7 +138,9 @@ class HourLog:
         before_ms = self._settled_before_ms()
         self._purge(before_ms)
         pairs = [index.pairs() for index in (self._cancelled, self._released)]
-        return Settled(before_ms, np.concatenate([d for d, _ in pairs]), np.concatenate([s for _, s in pairs]))
+        return Settled(
+            before_ms, np.concatenate([d for d, _ in pairs]), np.concatenate([s for _, s in pairs])
+        )
 
     def statistics(self) -> dict[str, int]:
         """See Strategy."""
@@ -170,7 +178,9 @@ class HourLog:
         while self._behind:
             await asyncio.wait(list(self._behind))
 
-    def restore(self, settled: Settled, due_ms: Int64Array, seq: Int64Array, late_bulk: list[FileEntry]) -> None:
+    def restore(
+        self, settled: Settled, due_ms: Int64Array, seq: Int64Array, late_bulk: list[FileEntry]
+    ) -> None:
         """Recovery: what the log and the checkpoint say is settled, and the tail's other promises.
 
         `late_bulk` are files attached after the checkpoint: their rows may be due before `settled.before_ms`.
@@ -187,7 +197,12 @@ class HourLog:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _settled_before_ms(self) -> int:
-        candidates = [self._loaded[0], self._in_flight.min_due_ms(), self._wheel.next_due_ms(), *self._behind.values()]
+        candidates = [
+            self._loaded[0],
+            self._in_flight.min_due_ms(),
+            self._wheel.next_due_ms(),
+            *self._behind.values(),
+        ]
         return min(ms for ms in candidates if ms is not None)
 
     def _purge(self, before_ms: int) -> None:
