@@ -1,13 +1,13 @@
 """One send stream: batches in without waiting, acknowledgements out in the same order.
 
     RPC thread        read_chunk -> check -> window.enter -> inbox
-    broker's loop     inbox -> broker.send, one task a batch -> slot.settle
+    broker's loop     inbox -> broker.send_nowait -> the commit's callback -> slot.settle
     answering thread  window.take -> write_metadata
 
 The RPC thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
 batch is answered and the stream goes on. When the client goes away, what it sent is still decided by the
-broker, and nobody waits for it: tasks are never cancelled from here, because the commit that one batch waits
-for is the commit of others too.
+broker, and nobody waits for it: nothing is cancelled from here, because the commit that one batch waits for is
+the commit of others too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -44,7 +45,6 @@ class Inbox:
         self._loop = loop
         self._waiting: deque[tuple[pa.RecordBatch, Slot]] = deque()
         self._woken = False
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
         """Hand a batch over; its slot will be settled. Callable from any thread."""
@@ -60,27 +60,34 @@ class Inbox:
     def _drain(self) -> None:
         self._woken = False
         while self._waiting:
-            batch, slot = self._waiting.popleft()
-            task = self._loop.create_task(self._send(batch, slot))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._send(*self._waiting.popleft())
 
-    async def _send(self, batch: pa.RecordBatch, slot: Slot) -> None:
+    def _send(self, batch: pa.RecordBatch, slot: Slot) -> None:
         try:
-            accepted = await self._broker.send(batch)
-            answer = codec.encode(codec.SendAck(accepted.first_seq, accepted.rows, accepted.store_ms))
-        except TimeballError as error:
-            answer = codec.encode_refusal(error)
-        except asyncio.CancelledError:
-            slot.settle(codec.encode_refusal(Unavailable(STOPPING)))
-            raise
+            accepted, durable = self._broker.send_nowait(batch)
         except Exception as error:
-            answer = codec.encode_refusal(internal(error, "send"))
-        slot.settle(answer)
+            slot.settle(_refusal(error))
+        else:
+            ack = codec.SendAck(accepted.first_seq, accepted.rows, accepted.store_ms)
+            durable.add_done_callback(partial(_committed, slot, ack))
 
     def _refuse_all(self) -> None:
         while self._waiting:
             self._waiting.popleft()[1].settle(codec.encode_refusal(Unavailable(STOPPING)))
+
+
+def _committed(slot: Slot, ack: codec.SendAck, durable: asyncio.Future[int]) -> None:
+    """The commit that a batch was part of has ended; answer it."""
+    if durable.cancelled():
+        slot.settle(codec.encode_refusal(Unavailable(STOPPING)))
+    elif error := durable.exception():
+        slot.settle(_refusal(error))
+    else:
+        slot.settle(codec.encode(ack))
+
+
+def _refusal(error: BaseException) -> bytes:
+    return codec.encode_refusal(error if isinstance(error, TimeballError) else internal(error, "send"))
 
 
 class SendStream:
@@ -133,10 +140,8 @@ class SendStream:
                     raise Unavailable(STOPPING)
                 _check_bytes(size_bytes)
                 batch = columns.adopt(batch)
-            except TimeballError as error:
-                slot.settle(codec.encode_refusal(error))
             except Exception as error:
-                slot.settle(codec.encode_refusal(internal(error, "send")))
+                slot.settle(_refusal(error))
             else:
                 self._inbox.put(batch, slot)
             del batch, chunk  # while it waits for the next one, this thread holds no memory of the last

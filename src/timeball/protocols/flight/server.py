@@ -46,9 +46,20 @@ T = TypeVar("T")
 class FlightEdge(flight.FlightServerBase):
     """Serves from the moment it is built. Build and `close` it from any thread but the loop's."""
 
-    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop, host: str, port: int) -> None:
-        """Bind and serve; port 0 takes a free one. Raises SetupError when the address cannot be used."""
+    def __init__(
+        self,
+        broker: Broker,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        port: int,
+        status: Callable[[], dict[str, object]] | None = None,
+    ) -> None:
+        """Bind and serve; port 0 takes a free one. Raises SetupError when the address cannot be used.
+
+        `status` answers the action of that name, where the process has more to say than the broker.
+        """
         self._broker = broker
+        self._status = status or broker.status
         self._loop = loop
         self._inbox = Inbox(broker, loop)
         self._budget = Budget()
@@ -86,7 +97,7 @@ class FlightEdge(flight.FlightServerBase):
             verb, body = action.type, action.body
             codec.check_size(f"the body of action {verb[:40]}", body.size, codec.body_bytes_max(verb))
             request = codec.decode_action(verb, body.to_pybytes())
-            answer = self._on_loop(context, lambda: verbs.perform(self._broker, verb, request))
+            answer = self._on_loop(context, lambda: verbs.perform(self._broker, verb, request, self._status))
             return [codec.encode(answer)]
 
     def do_get(self, context: Any, ticket: Any) -> Any:

@@ -6,6 +6,7 @@ our errors, or a bug that `failures` hides from the client and shows to the oper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from timeball.broker.service import Broker
 
 
-async def perform(broker: Broker, verb: str, request: codec.ActionRequest) -> Any:
+Status = Callable[[], dict[str, object]]
+
+
+async def perform(broker: Broker, verb: str, request: codec.ActionRequest, status: Status) -> Any:
     """Do an action; returns what becomes the JSON of its answer."""
     match request:
         case codec.Nothing():
-            return await _plain(broker, verb)
+            return await _plain(broker, verb, status)
         case codec.CreateTopic():
             await broker.create_topic(request.topic, request.queues)
             return {}
@@ -46,11 +50,11 @@ async def perform(broker: Broker, verb: str, request: codec.ActionRequest) -> An
     raise AssertionError(f"no verb for {request!r}")
 
 
-async def _plain(broker: Broker, verb: str) -> Any:
+async def _plain(broker: Broker, verb: str, status: Status) -> Any:
     if verb == "status":
-        return broker.status()
+        return status()
     if verb == "topics":
-        return {"topics": {name: {"queues": queues} for name, queues in broker.topics().items()}}
+        return {"topics": broker.topics()}
     assert verb == "compact", verb
     return await broker.compact() or {}
 

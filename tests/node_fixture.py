@@ -1,0 +1,75 @@
+"""A real node on a free port, its loop in a thread of its own: what tests of edges and clients talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from timeball.broker.service import Broker
+from timeball.clock import Clock
+from timeball.config import Settings
+from timeball.node import Node
+
+BOUND_S = 60  # longer than anything takes; a test that waits so long has failed
+
+T = TypeVar("T")
+
+
+class RunningNode:
+    """Start with `start`, end with `stop`; may be started again on the same folder and port."""
+
+    def __init__(self, data: Path, clock: Clock | None = None, **settings: Any) -> None:
+        self.settings = Settings(data=data, **{"port": 0, **settings})
+        self._clock = clock
+        self.node: Node
+
+    def start(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="node-loop", daemon=True)
+        self._thread.start()
+        self.node = Node(self.settings, self._clock) if self._clock else Node(self.settings)
+        self.run(self.node.start())
+        self.settings = replace(self.settings, port=self.node.port)
+
+    def stop(self) -> None:
+        self.run(self.node.stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(BOUND_S)
+        self.loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The outcome of a coroutine on the node's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(BOUND_S)
+
+    @property
+    def broker(self) -> Broker:
+        return self.node.broker
+
+    @property
+    def endpoint(self) -> str:
+        return f"grpc://127.0.0.1:{self.settings.port}"
+
+
+@contextmanager
+def running_node(data: Path, clock: Clock | None = None, **settings: Any) -> Iterator[RunningNode]:
+    running = RunningNode(data, clock, **settings)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def eventually(true: Callable[[], object], what: str) -> None:
+    """Wait until a condition holds; for what other threads bring about."""
+    pause = threading.Event()
+    for _ in range(BOUND_S * 100):
+        if true():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"did not happen in {BOUND_S} s: {what}")

@@ -1,0 +1,144 @@
+"""What a send stream's columns may be, and that a batch from a stranger is proven sound before it is used."""
+
+import io
+import struct
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import limits
+from timeball.errors import InvalidMessage, OverLimit
+from timeball.protocols.flight.columns import SEND_SCHEMA, SendColumns
+
+
+def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return SendColumns(batch.schema).adopt(batch)
+
+
+def batch(**columns: object) -> pa.RecordBatch:
+    given = {"topic": ["t"], "body": [b"x"], **columns}
+    return pa.RecordBatch.from_arrays([pa.array(c) for c in given.values()], names=list(given))
+
+
+def test_exact_batches_pass_untouched() -> None:
+    rows = pa.RecordBatch.from_arrays([pa.array([b"x"]), pa.array(["t"])], names=["body", "topic"])
+    assert adopt(rows) is rows
+
+
+@given(st.permutations(SEND_SCHEMA.names), st.integers(2, len(SEND_SCHEMA.names)))
+def test_any_order_and_any_subset_with_topic_and_body(names: list[str], count: int) -> None:
+    chosen = dict.fromkeys([*names[:count], "body", "topic"])
+    values = {"topic": "t", "body": b"x"}
+    arrays = [pa.array([values.get(name)], SEND_SCHEMA.field(name).type) for name in chosen]
+    rows = pa.RecordBatch.from_arrays(arrays, names=list(chosen))
+    assert adopt(rows).schema.names == list(chosen)
+
+
+def test_unknown_columns_are_refused_by_name() -> None:
+    with pytest.raises(InvalidMessage, match=r"unknown column 'delay'.*delay_ms"):
+        adopt(batch(delay=[5]))
+
+
+@pytest.mark.parametrize("name", ["topic", "body"])
+def test_required_columns(name: str) -> None:
+    rows = batch().drop_columns([name])
+    with pytest.raises(InvalidMessage, match=f"'{name}' is missing"):
+        adopt(rows)
+    with pytest.raises(InvalidMessage, match=f"'{name}' has rows without a value"):
+        adopt(batch(**{name: pa.array([None], SEND_SCHEMA.field(name).type)}))
+
+
+def test_a_name_twice_is_refused() -> None:
+    rows = pa.RecordBatch.from_arrays(
+        [pa.array(["t"]), pa.array([b"x"]), pa.array(["u"])], names=["topic", "body", "topic"]
+    )
+    with pytest.raises(InvalidMessage, match="'topic' is there 2 times"):
+        adopt(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("topic", pa.array([1])),
+        ("tag", pa.array([b"t"])),
+        ("body", pa.array([1.5])),
+        ("due_ms", pa.array([1.5])),
+        ("due_ms", pa.array([0], pa.timestamp("ms"))),
+        ("keys", pa.array([["a", "b"]])),
+        ("properties", pa.array([{"a": "b"}])),
+        ("flag", pa.array([True])),
+    ],
+)
+def test_types_that_mean_something_else_are_refused(name: str, column: pa.Array) -> None:
+    with pytest.raises(InvalidMessage, match=rf"column '{name}' is .*; it must be"):
+        adopt(batch(**{name: column}))
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("topic", pa.array(["t"], pa.large_string())),
+        ("topic", pa.array(["t"], pa.string_view())),
+        ("topic", pa.array(["t"]).dictionary_encode()),
+        ("body", pa.array(["x"])),
+        ("body", pa.array([b"x"], pa.large_binary())),
+        ("body", pa.array([b"x"], pa.binary(1))),
+        ("due_ms", pa.array([5], pa.int32())),
+        ("due_ms", pa.array([5], pa.uint64())),
+        ("queue_id", pa.array([5], pa.int64())),
+        ("tag", pa.nulls(1)),
+    ],
+)
+def test_types_that_mean_the_same_are_converted(name: str, column: pa.Array) -> None:
+    adopted = adopt(batch(**{name: column})).column(name)
+    assert adopted.type == SEND_SCHEMA.field(name).type
+    values = column.to_pylist()
+    assert adopted.to_pylist() == ([b"x"] if name == "body" else values)
+
+
+def test_a_value_that_does_not_fit_refuses_the_batch() -> None:
+    with pytest.raises(InvalidMessage, match="not a sound record batch"):
+        adopt(batch(queue_id=pa.array([2**40])))
+
+
+def test_empty_and_oversized_batches() -> None:
+    with pytest.raises(InvalidMessage, match="empty batch"):
+        adopt(batch().slice(1))
+    rows = limits.ROWS_PER_REQUEST_MAX + 1
+    many = pa.RecordBatch.from_arrays(
+        [pa.repeat("t", rows), pa.repeat(pa.scalar(b"", pa.binary()), rows)], names=["topic", "body"]
+    )
+    with pytest.raises(OverLimit, match="smaller batches"):
+        adopt(many)
+
+
+HONEST = struct.pack("<2i", 0, 9) + b"lying-one"  # offsets, characters
+
+
+def received(topic: bytes) -> pa.RecordBatch:
+    """A batch as it comes off the wire, its topic's buffers replaced by these."""
+    sink = io.BytesIO()
+    honest = batch(topic=["lying-one"])
+    with pa.ipc.new_stream(sink, honest.schema) as writer:
+        writer.write_batch(honest)
+    wire = sink.getvalue()
+    assert wire.count(HONEST) == 1 and len(topic) == len(HONEST)
+    return pa.ipc.open_stream(wire.replace(HONEST, topic)).read_next_batch()
+
+
+@pytest.mark.parametrize(
+    "topic",
+    [
+        struct.pack("<2i", 0, 1_000_000) + HONEST[8:],  # reads far behind its data
+        struct.pack("<2i", 5, 1) + HONEST[8:],  # runs backwards
+        struct.pack("<2i", -4, 1) + HONEST[8:],
+        HONEST[:8] + b"\xff\xfe no UTF",
+    ],
+    ids=["beyond", "backwards", "negative", "not-utf8"],
+)
+def test_lying_batches_are_refused_unread(topic: bytes) -> None:
+    assert received(HONEST).column("topic").to_pylist() == ["lying-one"]
+    with pytest.raises(InvalidMessage, match="not a sound record batch"):
+        adopt(received(topic))
