@@ -112,7 +112,10 @@ def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.Recor
             columns[target] = convert(columns.pop(name))
     if topic is not None and "topic" not in columns:
         columns["topic"] = pa.repeat(topic, batch.num_rows)
-    columns.setdefault("born_ms", pa.repeat(pa.scalar(born_ms, pa.int64()), batch.num_rows))
+    if "born_ms" not in columns:
+        columns["born_ms"] = pa.repeat(pa.scalar(born_ms, pa.int64()), batch.num_rows)
+    elif columns["born_ms"].null_count:
+        columns["born_ms"] = pc.cast(columns["born_ms"], pa.int64()).fill_null(born_ms)
     given = columns.get("unique_key")
     if given is None or given.null_count:
         made = IDENTIFIERS.take_many(batch.num_rows)

@@ -1,0 +1,134 @@
+"""after= and at=: what they mean in milliseconds, never early, and what is refused with which reason."""
+
+from datetime import UTC, datetime, timedelta, timezone
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import limits
+from timeball.client.instants import delay_ms, due_ms, when
+from timeball.errors import InvalidDelay
+
+
+@pytest.mark.parametrize(
+    ("after", "ms"),
+    [
+        (0, 0),
+        (30, 30_000),
+        (0.29, 290),
+        (2.5, 2_500),
+        (0.0001, 1),
+        (np.int64(3), 3_000),
+        (np.float64(0.5), 500),
+        ("250ms", 250),
+        ("30m", 1_800_000),
+        ("1h30m", 5_400_000),
+        ("1.5h", 5_400_000),
+        (" 2D ", 2 * limits.DAY_MS),
+        ("1w1d1h1m1s1ms", 8 * limits.DAY_MS + limits.HOUR_MS + limits.MINUTE_MS + 1_001),
+        ("0.1ms", 1),
+        (timedelta(microseconds=1), 1),
+        (timedelta(days=40), 40 * limits.DAY_MS),
+    ],
+)
+def test_delays(after: object, ms: int) -> None:
+    assert delay_ms(after) == ms  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        (-1, "negative"),
+        (-0.5, "negative"),
+        (timedelta(seconds=-1), "negative"),
+        (float("nan"), "not a number"),
+        (float("inf"), "not a number"),
+        (True, "number of seconds"),
+        (None, "number of seconds"),
+        ([5], "number of seconds"),
+        ("", "units"),
+        ("30", "units"),
+        ("m", "units"),
+        ("30 m", "units"),
+        ("30x", "units"),
+        ("-5m", "units"),
+        ("5m!", "units"),
+        ("1e3s", "units"),
+        ("1s" * 60, "units"),
+        ("9" * 15 + "d", "further away"),
+        (1e300, "further away"),
+        pytest.param(10**5000, "further away", id="enormous"),
+        (limits.DELAY_MS_MAX // 1_000 + 1, "further away"),
+    ],
+)
+def test_delays_refused(after: object, reason: str) -> None:
+    with pytest.raises(InvalidDelay, match=reason):
+        delay_ms(after)  # type: ignore[arg-type]
+
+
+@given(st.floats(0, limits.DELAY_MS_MAX / 1_000 - 1))
+def test_a_delay_in_seconds_is_never_early_nor_a_millisecond_late(seconds: float) -> None:
+    exact = Fraction(repr(seconds)) * 1_000
+    assert 0 <= delay_ms(seconds) - exact < 1
+
+
+@given(st.timedeltas(timedelta(0), timedelta(days=3_000)))
+def test_a_timedelta_is_never_early_nor_a_millisecond_late(after: timedelta) -> None:
+    exact = Fraction(after // timedelta(microseconds=1), 1_000)
+    assert 0 <= delay_ms(after) - exact < 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 500), st.sampled_from(["ms", "s", "m", "h", "d"])), min_size=1, max_size=5
+    )
+)
+def test_text_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> None:
+    units = {"ms": "milliseconds", "s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+    total = sum((timedelta(**{units[unit]: count}) for count, unit in parts), timedelta())
+    assert delay_ms("".join(f"{count}{unit}" for count, unit in parts)) == delay_ms(total)
+
+
+def test_instants() -> None:
+    assert due_ms(1_767_225_600_000) == 1_767_225_600_000
+    assert due_ms(np.int64(1_767_225_600_000)) == 1_767_225_600_000
+    assert due_ms(datetime(2026, 1, 1, tzinfo=UTC)) == 1_767_225_600_000
+    assert due_ms(datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2)))) == 1_767_225_600_000
+    assert due_ms(datetime(2026, 1, 1, microsecond=1, tzinfo=UTC)) == 1_767_225_600_001
+    assert due_ms(0) == 0
+
+
+@given(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC)))
+def test_an_instant_is_never_early_nor_a_millisecond_late(at: datetime) -> None:
+    exact = Fraction((at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1), 1_000)
+    assert 0 <= due_ms(at) - exact < 1
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"),
+    [
+        (datetime(2030, 1, 1), "without a time zone"),
+        (1_767_225_600, "looks like seconds"),
+        (-1, "between 1970 and 9999"),
+        (limits.INSTANT_MS_MAX + 1, "between 1970 and 9999"),
+        pytest.param(10**5000, "between 1970 and 9999", id="enormous"),
+        (datetime(1969, 12, 31, tzinfo=UTC), "between 1970 and 9999"),
+        (True, "aware datetime"),
+        (1.5, "aware datetime"),
+        ("tomorrow", "aware datetime"),
+    ],
+)
+def test_instants_refused(at: object, reason: str) -> None:
+    with pytest.raises(InvalidDelay, match=reason):
+        due_ms(at)  # type: ignore[arg-type]
+
+
+def test_one_instant_only() -> None:
+    assert when(None, None) == (None, None)
+    assert when("1s", None) == (1_000, None)
+    assert when(None, 2**40) == (None, 2**40)
+    with pytest.raises(InvalidDelay, match="two instants"):
+        when(1, 2**40)

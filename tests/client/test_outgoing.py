@@ -1,0 +1,161 @@
+"""From what a program has to send batches: columns for people, ids, sizes, and what is refused before sending."""
+
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.client import outgoing
+from timeball.client.outgoing import ONE_SCHEMA, batches, complete, delay_column, due_column, from_dicts, one
+from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.message import decode_properties
+
+NOW_MS = 1_700_000_000_000
+
+
+def single(body: object = b"x", **fields: object) -> dict[str, object]:
+    given = {"tag": None, "keys": None, "properties": None, **fields}
+    batch = one("t", body, given["tag"], given["keys"], given["properties"], "id", NOW_MS, None, 5)  # type: ignore[arg-type]
+    assert batch.schema == ONE_SCHEMA
+    return batch.to_pylist()[0]  # type: ignore[no-any-return]
+
+
+def test_one_message() -> None:
+    row = single("héllo", tag="a", keys=["k1", "k2"], properties={"x": "1", "y": ""})
+    assert row["body"] == "héllo".encode()
+    assert row["keys"] == "k1 k2" and row["tag"] == "a"
+    assert decode_properties(str(row["properties"])) == {"x": "1", "y": ""}
+    assert (row["topic"], row["unique_key"], row["born_ms"]) == ("t", "id", NOW_MS)
+    assert (row["due_ms"], row["delay_ms"]) == (5, None)
+    assert single(bytearray(b"ab"))["body"] == single(memoryview(b"ab"))["body"] == b"ab"
+    assert single(properties={})["properties"] is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"body": 5},
+        {"body": None},
+        {"tag": 5},
+        {"tag": "\ud800"},
+        {"keys": ["a b"]},
+        {"keys": [""]},
+        {"keys": [5]},
+        {"properties": {"a": 5}},
+        {"properties": {"": "x"}},
+        {"properties": {"a": "x\x02b\x01c"}},
+    ],
+)
+def test_messages_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidMessage):
+        single(**fields)
+
+
+def test_dicts_take_the_arguments_of_send() -> None:
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    batch = complete(
+        from_dicts(
+            [
+                {"topic": "t", "body": "a", "after": "1m", "message_id": "mine"},
+                {"topic": "t", "body": b"b", "at": at, "properties": {"k": "v"}, "keys": ["x", "y"]},
+                {"topic": "t", "body": b"c", "due_ms": 7, "queue_id": 3},
+            ]
+        ),
+        None,
+        NOW_MS,
+    )
+    columns = batch.to_pydict()
+    assert columns["delay_ms"] == [60_000, None, None]
+    assert columns["due_ms"] == [None, 1_767_225_600_000, 7]
+    assert columns["body"] == [b"a", b"b", b"c"]
+    assert columns["queue_id"] == [None, None, 3]
+    assert columns["keys"] == [None, "x y", None]
+    assert columns["unique_key"][0] == "mine" and len(columns["unique_key"][1]) == 32
+    assert columns["born_ms"] == [NOW_MS] * 3
+    assert "at" not in columns and "after" not in columns
+
+
+def test_dicts_with_different_keys_have_one_schema() -> None:
+    rows = [{"body": "a"}, {"body": "b", "tag": "x"}, {"body": "c", "after": 5}]
+    schemas = {batch.schema.to_string() for batch in batches(rows, "t", 1, NOW_MS)}
+    assert len(schemas) == 1
+
+
+def test_dicts_refused() -> None:
+    with pytest.raises(InvalidDelay, match="two instants"):
+        from_dicts([{"body": "a", "after": 1, "at": 2**40}])
+    with pytest.raises(InvalidDelay, match="two instants"):
+        from_dicts([{"body": "a", "after": 1, "delay_ms": 5}])
+    with pytest.raises(InvalidMessage, match="column 'queue_id'"):
+        from_dicts([{"body": "a", "queue_id": 1}, {"body": "a", "queue_id": "x"}])
+    for wrong in ("text", {"body": "a"}):
+        with pytest.raises(InvalidMessage, match="list of dicts"):
+            list(batches(wrong, "t", 1, NOW_MS))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1)), min_size=1), st.sampled_from(["us", "ns"]))
+def test_timestamp_columns_are_never_early(instants: list[datetime], unit: str) -> None:
+    column = pa.array([at.replace(tzinfo=UTC) for at in instants], pa.timestamp(unit, "Europe/Berlin"))
+    due = due_column(column).to_pylist()
+    for at, ms in zip(instants, due):
+        micros = (at - datetime(1970, 1, 1)) // timedelta(microseconds=1)
+        assert 0 <= ms * 1_000 - micros < 1_000
+
+
+def test_timestamp_columns_need_a_zone() -> None:
+    with pytest.raises(InvalidDelay, match="whose noon"):
+        due_column(pa.array([0], pa.timestamp("ms")))
+    with pytest.raises(InvalidDelay, match="timestamp with a time zone"):
+        due_column(pa.array(["2030-01-01"]))
+
+
+@pytest.mark.parametrize(
+    ("column", "ms"),
+    [
+        (pa.array([5, None]), [5_000, None]),
+        (pa.array([0.29, None]), [290, None]),
+        (pa.array([0.0001]), [1]),
+        (pa.array([timedelta(microseconds=1), None], pa.duration("us")), [1, None]),
+        (pa.array([timedelta(seconds=2)], pa.duration("s")), [2_000]),
+        (pa.array([timedelta(milliseconds=3)], pa.duration("ms")), [3]),
+        (pa.array([1], pa.duration("ns")), [1]),
+    ],
+)
+def test_delay_columns(column: pa.Array, ms: list[int | None]) -> None:
+    assert delay_column(column).to_pylist() == ms
+
+
+@pytest.mark.parametrize("column", [pa.array(["5m"]), pa.array([float("nan")]), pa.array([1e300])])
+def test_delay_columns_refused(column: pa.Array) -> None:
+    with pytest.raises(InvalidDelay, match="column 'after'"):
+        delay_column(column)
+
+
+def test_tables_are_completed() -> None:
+    table = pa.table({"body": ["a", "b", "c"], "unique_key": ["x", None, "z"], "after": [1, 2, 3]})
+    (batch,) = batches(table, "t", 10, NOW_MS)
+    columns = batch.to_pydict()
+    assert columns["topic"] == ["t"] * 3 and columns["delay_ms"] == [1_000, 2_000, 3_000]
+    assert columns["unique_key"][::2] == ["x", "z"] and len(columns["unique_key"][1]) == 32
+    with pytest.raises(InvalidDelay, match="'after' and 'delay_ms'"):
+        list(batches(table.append_column("delay_ms", [[1, 2, 3]]), "t", 10, NOW_MS))
+
+
+@given(st.integers(0, 50), st.integers(1, 20))
+def test_rows_are_cut_and_none_is_lost(count: int, batch_rows: int) -> None:
+    body = [b"%d" % i for i in range(count)]
+    table = pa.table({"body": pa.array(body, pa.binary())})
+    sources = [table, pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks()), table.to_reader()]
+    for rows in [*sources, ({"body": one_body} for one_body in body)]:
+        cut = list(batches(rows, "t", batch_rows, NOW_MS))
+        assert all(0 < batch.num_rows <= batch_rows for batch in cut)
+        assert [value for batch in cut for value in batch.column("body").to_pylist()] == body
+
+
+def test_large_rows_are_cut_by_size() -> None:
+    table = pa.table({"body": [bytes(outgoing.BATCH_BYTES // 4)] * 10})
+    cut = list(batches(table, "t", 1_000, NOW_MS))
+    assert sum(batch.num_rows for batch in cut) == 10
+    assert max(batch.nbytes for batch in cut) <= outgoing.BATCH_BYTES
