@@ -27,6 +27,8 @@ COMMON = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.ui.showConsoleProgress": "false",
+    # Arrow's own pool touches fresh memory far more slowly: sorting a million rows takes twice as long with it.
+    "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
     "spark.log.level": "ERROR",
 }
 _CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"

@@ -189,8 +189,8 @@ class LogReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceReader."""
-        assert isinstance(partition, LogPart)
-        return read_part(self.options, partition)
+        # Planned without partitions, Spark asks once all the same, for None.
+        return read_part(self.options, partition) if isinstance(partition, LogPart) else iter(())
 
 
 # ---- the pending table ------------------------------------------------------------------------------------
@@ -224,7 +224,8 @@ class PendingReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceReader."""
-        assert isinstance(partition, FilesPart)
+        if not isinstance(partition, FilesPart):
+            return
         schema = arrow_schema(self.options)
         for uri in partition.uris:
             files, path = fs.FileSystem.from_uri(uri)

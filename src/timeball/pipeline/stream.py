@@ -101,8 +101,7 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceStreamReader."""
-        assert isinstance(partition, LogPart)
-        return read_part(self.options, partition)
+        return read_part(self.options, partition) if isinstance(partition, LogPart) else iter(())
 
     def stop(self) -> None:
         """See DataSourceStreamReader."""

@@ -45,7 +45,7 @@ _TABLE_PAUSE_S = 0.1
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit looks at: events of rows since..end of the log, the table at `version`, the tail from `watermark`."""
+    """What an audit looks at: events of rows since..end, the table at `version`, the tail from `watermark` on."""
 
     since: int
     end: int
