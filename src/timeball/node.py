@@ -20,8 +20,9 @@ import psutil
 from timeball import __version__
 from timeball.broker.attaching import Ledger
 from timeball.broker.offsets import Offsets
+from timeball.broker.parts import Parts
 from timeball.broker.recovery import recover
-from timeball.broker.service import Broker, Parts
+from timeball.broker.service import Broker
 from timeball.broker.topics import Topics
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
@@ -88,7 +89,11 @@ class Node:
             await self._build()
             if listen:
                 self.edge = FlightEdge(
-                    self.broker, asyncio.get_running_loop(), self.settings.host, self.settings.port
+                    self.broker,
+                    asyncio.get_running_loop(),
+                    self.settings.host,
+                    self.settings.port,
+                    self.status,
                 )
         except BaseException:
             if self._real_files is not None:

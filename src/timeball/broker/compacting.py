@@ -16,7 +16,7 @@ from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import TABLE_SCHEMA, Kind
 from timeball.table import layout
-from timeball.table.attachment import Attachment
+from timeball.table.attachment import Attachment, FileEntry
 
 JOB_ID = "broker"
 RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
@@ -56,21 +56,27 @@ def compact(
     files: Files, reader: LogReader, *, from_seq: int, to_seq: int, settled_before_ms: int, now_ms: int
 ) -> Attachment:
     """Write the files for a range of the log; the caller attaches them (background thread)."""
-    entries = []
-    rows = promises(reader, from_seq, to_seq, settled_before_ms)
-    if rows.num_rows:
-        for entry, data in layout.cut_files(layout.sort_rows(rows), now_ms):
-            name = f"{layout.FOLDER}/{entry.path}"
-            files.make_dir(name.rpartition("/")[0])
-            file = files.create(name)
-            try:
-                file.write_at(0, data)
-            finally:
-                file.close()
-            entries.append(entry)
+    entries = write_files(files, promises(reader, from_seq, to_seq, settled_before_ms), now_ms)
     return Attachment(
         job="compact", job_id=JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq
     )
+
+
+def write_files(files: Files, rows: pa.Table, now_ms: int) -> list[FileEntry]:
+    """Sort rows of TABLE_SCHEMA and write a file a bucket; an attach makes them durable and part of the table."""
+    entries: list[FileEntry] = []
+    if rows.num_rows == 0:
+        return entries
+    for entry, data in layout.cut_files(layout.sort_rows(rows), now_ms):
+        name = f"{layout.FOLDER}/{entry.path}"
+        files.make_dir(name.rpartition("/")[0])
+        file = files.create(name)
+        try:
+            file.write_at(0, data)
+        finally:
+            file.close()
+        entries.append(entry)
+    return entries
 
 
 def promises(reader: LogReader, from_seq: int, to_seq: int, settled_before_ms: int) -> pa.Table:

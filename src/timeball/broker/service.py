@@ -8,41 +8,23 @@ Only attaches are serialised among themselves, since each begins where the last 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from functools import partial
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import admission, attaching, cancelling, compacting, delivery, pulling
+from timeball.broker import admission, cancelling, delivery, pulling
 from timeball.broker.cancelling import Verdict
-from timeball.broker.offsets import Offsets
-from timeball.broker.topics import Placement, Topics
-from timeball.clock import SchedulerClock
-from timeball.config import Settings
+from timeball.broker.moving import Mover
+from timeball.broker.parts import Parts, in_thread
+from timeball.broker.topics import Placement
 from timeball.errors import NotFound, OutOfRange
-from timeball.files import Files
 from timeball.log.format import with_seq
-from timeball.log.key_index import KeyIndex
-from timeball.log.reader import LogReader
-from timeball.log.writer import LogWriter
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, build_rows, int64
-from timeball.schedule.hour_log.store import HourLog
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, int64
 from timeball.schedule.ticker import Ticker
-from timeball.table import attachment as att
 from timeball.table.attachment import Attached, Attachment
-from timeball.table.catalog import Catalog
-
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -51,26 +33,6 @@ class Accepted(msgspec.Struct, frozen=True):
     first_seq: int
     rows: int
     store_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the composition root hands to the broker."""
-
-    settings: Settings
-    files: Files
-    clock: SchedulerClock
-    writer: LogWriter
-    reader: LogReader
-    key_index: KeyIndex
-    topics: Topics
-    offsets: Offsets
-    schedule: HourLog
-    catalog: Catalog
-    ledger: attaching.Ledger
-    reader_thread: Executor
-    background: Executor
-    on_failure: Callable[[BaseException], None]
 
 
 class Broker:
@@ -83,10 +45,7 @@ class Broker:
         self.ticker = Ticker(parts.schedule, parts.clock, self._release)
         self.waiters = pulling.Waiters()
         self.lateness = delivery.Lateness()
-        self.attach_lock = asyncio.Lock()
-        self._compact_lock = asyncio.Lock()
-        self.tail_count = compacting.TailCount(parts.ledger.watermark, promises_since_watermark)
-        self.outside_compactor_until_ms = 0
+        self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
 
     # -- producing ---------------------------------------------------------------------------------------
 
@@ -144,7 +103,7 @@ class Broker:
             self.waiters.wake(placement.topics())
         later = rows.num_rows - int(is_message.sum())
         if later:
-            self.tail_count.add(first_seq + rows.num_rows, later)
+            self.mover.tail_count.add(first_seq + rows.num_rows, later)
             promises = with_seq(rows, first_seq)
             self.parts.schedule.admit(
                 promises if later == rows.num_rows else promises.filter(pa.array(~is_message))
@@ -183,7 +142,9 @@ class Broker:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} cancels in one request; split it")
         files = parts.schedule.pending.all()
         if seqs:
-            named = await self._in_reader(cancelling.look_up_seqs, parts.reader, files, seqs)
+            named = await in_thread(
+                self.parts.reader_thread, cancelling.look_up_seqs, parts.reader, files, seqs
+            )
             known = [name for name in named if name]
             found_by_id = {v.seq: v for v in await self.cancel(ids=known)} if known else {}
             return [found_by_id.get(seq) or Verdict(str(seq), "not_found") for seq in seqs]
@@ -193,14 +154,14 @@ class Broker:
                 parts.reader, parts.key_index, parts.schedule.pending.all(), ids=ids, keys=keys
             )
 
-        found = await self._in_reader(look_up)
+        found = await in_thread(self.parts.reader_thread, look_up)
         await parts.schedule.quiet()
         cancelled, now_ms = await self._cancel_waiting(found)
         unknown = [c for c in found.candidates if c.seq not in cancelled and c.seq not in found.settled]
         if unknown:
             # Settled between the look-up and now, or handed out and on its way to the disk: then look again.
             await parts.writer.flushed()
-            found.settled.update((await self._in_reader(look_up)).settled)
+            found.settled.update((await in_thread(self.parts.reader_thread, look_up)).settled)
         return cancelling.verdicts([*ids, *keys], found, cancelled, now_ms)
 
     async def _cancel_waiting(self, found: cancelling.Found) -> tuple[set[int], int]:
@@ -228,7 +189,7 @@ class Broker:
             known = self.parts.topics.ensure(topic)
             seqs = pulling.locate(known, offsets, rows)
             if len(seqs):
-                return await self._in_reader(pulling.read, self.parts.reader, seqs)
+                return await in_thread(self.parts.reader_thread, pulling.read, self.parts.reader, seqs)
             left = deadline - self._loop.time()
             if left <= 0 or not await self.waiters.wait(topic, left):
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
@@ -272,82 +233,23 @@ class Broker:
             group, topic, offsets, {q: high for q, (_, high) in self.queues(topic).items()}
         )
 
-    # -- moving what waits -------------------------------------------------------------------------------
+    # -- moving what waits (see moving.py) -----------------------------------------------------------------
 
     async def reserve(self, rows: int) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
-        self.parts.ledger.check_reserve(rows)
-        row = build_rows(
-            1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.parts.clock.now_ms()
-        )
-        first_seq = self.parts.writer.next_seq + 1
-        _, durable = self.parts.writer.append(
-            row, span=1 + rows, on_durable=lambda: self.parts.ledger.reserve(first_seq, rows)
-        )
-        await durable
-        return first_seq
+        return await self.mover.reserve(rows)
 
     async def attach(self, attachment: Attachment) -> Attached:
-        """Make files part of the pending table, atomically; see table/catalog.py for the order of steps."""
-        attaching.check_count(attachment)
-        # A task of its own: a caller who goes away must not leave an attach half done and unlocked.
-        return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
-
-    async def _attach(self, attachment: Attachment) -> Attached:
-        async with self.attach_lock:
-            parts, ledger = self.parts, self.parts.ledger
-            if ledger.is_repeated(attachment):
-                version = await self._in_reader(lambda: parts.catalog.version)
-                return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
-            live = {file.entry.path for file in parts.schedule.pending.all()}
-            ledger.check(attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__)
-            now_ms = parts.clock.now_ms()
-            await self._in_reader(
-                attaching.check_files, parts.files, attachment,
-                now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max,
-            )  # fmt: skip
-            await self._in_reader(parts.catalog.sync_data, attachment)
-            return await self._attach_checked(attachment, now_ms)
-
-    async def _attach_checked(self, attachment: Attachment, now_ms: int) -> Attached:
-        parts = self.parts
-        removed = parts.schedule.pending.entries(attachment.removes)
-        row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
-        seq, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment))
-        await durable
-        try:
-            await parts.schedule.attach(attachment)
-            version = await self._in_reader(parts.catalog.commit, attachment, seq, removed, now_ms)
-        except BaseException as error:
-            # The log says that it has happened: only a recovery, which repeats these steps, may go on.
-            parts.on_failure(error)
-            raise
-        if attachment.job == "compact":
-            self.tail_count.drop_below(attachment.to_seq)
-        return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
+        """Make files part of the pending table, atomically."""
+        return await self.mover.attach(attachment)
 
     async def compact(self) -> Attached | None:
         """Move the tail's promises to the pending table; None when there is nothing to move."""
-        async with self._compact_lock:
-            parts = self.parts
-            from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
-            to_seq = min(to_seq, from_seq + compacting.RUN_ROWS_MAX)
-            if to_seq <= from_seq:
-                return None
-            # Read after `to_seq` was durable: only then does it speak of every promise before it.
-            settled_before_ms, now_ms = parts.schedule.settled_before_ms, parts.clock.now_ms()
-            attachment = await self._loop.run_in_executor(
-                parts.background,
-                lambda: compacting.compact(
-                    parts.files, parts.reader,
-                    from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
-                ),
-            )  # fmt: skip
-            return await self.attach(attachment)
+        return await self.mover.compact()
 
     def compactor_lease(self, lease_ms: int) -> None:
         """Somebody outside moves the tail; the broker does not until the lease runs out."""
-        self.outside_compactor_until_ms = self.parts.clock.now_ms() + min(lease_ms, limits.HOUR_MS)
+        self.mover.lease(lease_ms)
 
     # -- people ------------------------------------------------------------------------------------------
 
@@ -377,8 +279,4 @@ class Broker:
         """Write the list of topics when it has changed."""
         data = self.parts.topics.save()
         if data is not None:
-            await self._in_reader(self.parts.files.replace, "topics.json", data)
-
-    async def _in_reader(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run something that touches the disk, off the loop."""
-        return await self._loop.run_in_executor(self.parts.reader_thread, partial(call, *args, **kwargs))
+            await in_thread(self.parts.reader_thread, self.parts.files.replace, "topics.json", data)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.errors import InvalidMessage, NotFound, OverLimit
@@ -243,7 +242,11 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
     for name in ("topic", "body", "properties"):
         column = rows.column(name)
         if column.null_count < len(column):
-            total += pc.binary_length(column).fill_null(0).to_numpy().astype(np.int64)
+            # From the offsets: this runs for every hand-out, and the compute kernels cost more than the work.
+            offsets = np.frombuffer(
+                column.buffers()[1], dtype=np.int32, offset=4 * column.offset, count=len(column) + 1
+            )
+            total += np.diff(offsets)
     return total
 
 

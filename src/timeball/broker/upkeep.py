@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from timeball import limits
+from timeball.broker.parts import in_thread
 from timeball.broker.service import Broker
 from timeball.errors import OverLimit, RequestError
 from timeball.log import checkpoint, retention
@@ -76,12 +77,14 @@ class Upkeep:
         await self._broker.save_topics()
         data = self._parts.offsets.save()
         if data is not None:
-            await self._in_reader(lambda: self._parts.files.replace("offsets.json", data))
+            await in_thread(
+                self._parts.reader_thread, lambda: self._parts.files.replace("offsets.json", data)
+            )
 
     async def checkpoint(self) -> None:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""
         parts = self._parts
-        async with self._broker.attach_lock:  # between the steps of an attach there is no state to save
+        async with self._broker.mover.lock:  # between the steps of an attach there is no state to save
             seq = parts.reader.next_seq
             if seq == self._checkpoint_seq:
                 return
@@ -108,18 +111,20 @@ class Upkeep:
                         parts.files.sync_dir(folder)
                 checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
 
-            await self._in_reader(save)
+            await in_thread(self._parts.reader_thread, save)
             self._checkpoint_seq = seq
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless somebody outside does or there is too little of it."""
-        now_ms, rows = self._parts.clock.now_ms(), self._broker.tail_count.rows
-        if now_ms < self._broker.outside_compactor_until_ms:
-            return
+        now_ms, rows = self._parts.clock.now_ms(), self._broker.mover.tail_count.rows
+        ours = now_ms >= self._broker.mover.outside_compactor_until_ms
         waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
-        if rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min):
+        if ours and (
+            rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min)
+        ):
             await self._broker.compact()
             self._compacted_ms = now_ms
+        await self._broker.mover.rewrite()
 
     async def let_go(self) -> None:
         """Old segments, and table files whose promises are all settled."""
@@ -132,7 +137,9 @@ class Upkeep:
             needed_from_seq=needed,
         )
         if gone:
-            await self._in_reader(lambda: retention.remove(parts.files, parts.reader.segments, gone))
+            await in_thread(
+                self._parts.reader_thread, lambda: retention.remove(parts.files, parts.reader.segments, gone)
+            )
             for index in parts.topics.indexes():
                 index.trim(parts.reader.first_seq)
         behind = parts.schedule.pending.behind(parts.schedule.settled_before_ms)
@@ -142,7 +149,4 @@ class Upkeep:
             await self._broker.attach(
                 Attachment(job="rewrite", job_id=REMOVE_JOB_ID, epoch=epoch, removes=removes)
             )
-            await self._in_reader(lambda: parts.catalog.vacuum(limits.DAY_MS))
-
-    async def _in_reader(self, call: Callable[[], object]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._parts.reader_thread, call)
+            await in_thread(self._parts.reader_thread, lambda: parts.catalog.vacuum(limits.DAY_MS))

@@ -124,7 +124,9 @@ class LogWriter:
             raise Unavailable("the broker is stopping")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
         self.next_seq += span
-        entry = _Entry(rows, first_seq, span, rows.nbytes, self._loop.create_future(), on_durable)
+        entry = _Entry(
+            rows, first_seq, span, pa.ipc.get_record_batch_size(rows), self._loop.create_future(), on_durable
+        )
         self._pending.append(entry)
         self._pending_bytes += entry.size_bytes
         if not self._busy:
@@ -157,7 +159,7 @@ class LogWriter:
         """Encode, write and sync one commit (disk thread)."""
         segment = self._segments.last
         groups = _group(entries)
-        needed = sum(batch.nbytes + 8192 * (1 + batch.num_rows // 4096) for batch, _, _ in groups)
+        needed = sum(pa.ipc.get_record_batch_size(batch) + 2 * fmt.ALIGN for batch, _, _ in groups)
         if segment.end + needed > segment.buffer.size:
             segment = self._roll(groups[0][1], needed)
         commit, position, now_ms = _Commit(segment), segment.end, self._clock.wall_ms()

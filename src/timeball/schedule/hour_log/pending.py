@@ -37,6 +37,10 @@ class PendingFiles:
         """All live files."""
         return list(self._live.values())
 
+    def live_entries(self) -> list[FileEntry]:
+        """Entries of all live files."""
+        return [file.entry for file in self._live.values()]
+
     def entries(self, paths: list[str]) -> list[FileEntry]:
         """Entries of the named files that are live."""
         return [self._live[path].entry for path in paths if path in self._live]

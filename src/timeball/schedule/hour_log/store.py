@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -62,7 +63,7 @@ class HourLog:
         self._wheel = SecondWheel()
         self._cancelled = DueIndex()
         self._released = DueIndex()
-        self._in_flight = DueIndex()
+        self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
         self._horizon: Position = FIRST
         self._loaded: Position = FIRST
         self._gathering: asyncio.Task[None] | None = None
@@ -99,13 +100,16 @@ class HourLog:
             if not keep.any():
                 continue
             rows = run.rows if keep.all() else run.rows.filter(pa.array(keep))
-            self._in_flight.add(run.due[keep], run.seq[keep])
+            self._in_flight.append((run.due[keep], run.seq[keep]))
             return rows
         return None
 
     def released(self, due_ms: Int64Array, seq: Int64Array) -> None:
         """See Strategy."""
-        self._in_flight.remove(due_ms, seq)
+        _, expected = self._in_flight.popleft()
+        assert np.array_equal(expected, seq), (
+            "releases become durable in the order in which they were handed out"
+        )
         self._released.add(due_ms, seq)
 
     def next_due_ms(self) -> int | None:
@@ -126,7 +130,9 @@ class HourLog:
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy."""
         waiting = ~self._cancelled.contains(due_ms, seq)
-        waiting &= ~self._released.contains(due_ms, seq) & ~self._in_flight.contains(due_ms, seq)
+        waiting &= ~self._released.contains(due_ms, seq)
+        for _, handed_out in self._in_flight:
+            waiting &= ~np.isin(seq, handed_out)
         below = _before(due_ms, seq, self._loaded)
         if below.any():
             waiting[below] &= self._wheel.contains(due_ms[below], seq[below])
@@ -199,7 +205,7 @@ class HourLog:
     def _settled_before_ms(self) -> int:
         candidates = [
             self._loaded[0],
-            self._in_flight.min_due_ms(),
+            *(int(due[0]) for due, _ in self._in_flight),
             self._wheel.next_due_ms(),
             *self._behind.values(),
         ]

@@ -22,7 +22,7 @@ from timeball.schedule.hour_log.placement import slot_cuts
 from timeball.table.data_file import search
 
 ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
-OPEN_RUNS_MAX = 8  # runs of the slot in use before they are merged
+OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class SecondWheel:
         return found
 
     def _take_from_slot(self, slot: int, high: tuple[int, int], limit: int) -> Run | None:
-        runs = self._slots[slot]
+        runs = self._slots[slot] = _fewer(self._slots[slot])
         ends = [_end(run, high) for run in runs]
         if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit:
             ends = [_end(run, _cutoff(runs, ends, limit)) for run in runs]
@@ -156,8 +156,15 @@ class SecondWheel:
                 runs = self._slots[slot] = []
                 heapq.heappush(self._used, slot)
             runs.append(run.part(begin, end))
-            if len(runs) > OPEN_RUNS_MAX and slot == self._used[0]:
-                self._slots[slot] = [Run.of([r.rows.slice(r.cursor) for r in runs])]
+
+
+def _fewer(runs: list[Run]) -> list[Run]:
+    """The same rows in few runs: all but the largest are merged, so that a row is copied O(log n) times."""
+    if len(runs) <= OPEN_RUNS_MAX:
+        return runs
+    runs = sorted(runs, key=lambda run: len(run.due) - run.cursor)
+    largest = [] if len(runs[-1].due) - runs[-1].cursor < ARRIVALS_MAX else [runs.pop()]
+    return [Run.of([run.rows.slice(run.cursor) for run in runs]), *largest]
 
 
 def _end(run: Run, high: tuple[int, int]) -> int:

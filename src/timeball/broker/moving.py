@@ -1,0 +1,127 @@
+"""Moving what waits: reserve, attach, compact, rewrite; whatever changes the pending table.
+
+An attach is decided by its row in the log; the steps around it are in table/catalog.py. They run under one lock,
+because each attach begins where the last one ended, and because between the steps there is no state that a
+checkpoint could save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from timeball import limits
+from timeball.broker import attaching, compacting, rewriting
+from timeball.broker.parts import Parts, in_thread
+from timeball.message import Kind, build_rows
+from timeball.table import attachment as att
+from timeball.table.attachment import Attached, Attachment
+
+logger = logging.getLogger(__name__)
+
+
+class Mover:
+    """The pending table's changes, one at a time. Belongs to the event loop."""
+
+    def __init__(self, parts: Parts, *, promises_since_watermark: int) -> None:
+        self.parts = parts
+        self._loop = asyncio.get_running_loop()
+        self.lock = asyncio.Lock()
+        self._compact_lock = asyncio.Lock()
+        self.tail_count = compacting.TailCount(parts.ledger.watermark, promises_since_watermark)
+        self.outside_compactor_until_ms = 0
+
+    async def reserve(self, rows: int) -> int:
+        """Set sequence numbers aside for a bulk attach; returns the first."""
+        self.parts.ledger.check_reserve(rows)
+        row = build_rows(
+            1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.parts.clock.now_ms()
+        )
+        first_seq = self.parts.writer.next_seq + 1
+        _, durable = self.parts.writer.append(
+            row, span=1 + rows, on_durable=lambda: self.parts.ledger.reserve(first_seq, rows)
+        )
+        await durable
+        return first_seq
+
+    async def attach(self, attachment: Attachment) -> Attached:
+        """Make files part of the pending table, atomically; see table/catalog.py for the order of steps."""
+        attaching.check_count(attachment)
+        # A task of its own: a caller who goes away must not leave an attach half done and unlocked.
+        return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
+
+    async def _attach(self, attachment: Attachment) -> Attached:
+        async with self.lock:
+            parts, ledger = self.parts, self.parts.ledger
+            if ledger.is_repeated(attachment):
+                version = await in_thread(self.parts.reader_thread, lambda: parts.catalog.version)
+                return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
+            live = {file.entry.path for file in parts.schedule.pending.all()}
+            ledger.check(attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__)
+            now_ms = parts.clock.now_ms()
+            await in_thread(self.parts.reader_thread,
+                attaching.check_files, parts.files, attachment,
+                now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max,
+            )  # fmt: skip
+            await in_thread(self.parts.reader_thread, parts.catalog.sync_data, attachment)
+            return await self._attach_checked(attachment, now_ms)
+
+    async def _attach_checked(self, attachment: Attachment, now_ms: int) -> Attached:
+        parts = self.parts
+        removed = parts.schedule.pending.entries(attachment.removes)
+        row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
+        seq, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment))
+        await durable
+        try:
+            await parts.schedule.attach(attachment)
+            version = await in_thread(
+                self.parts.reader_thread, parts.catalog.commit, attachment, seq, removed, now_ms
+            )
+        except BaseException as error:
+            # The log says that it has happened: only a recovery, which repeats these steps, may go on.
+            parts.on_failure(error)
+            raise
+        if attachment.job == "compact":
+            self.tail_count.drop_below(attachment.to_seq)
+        return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
+
+    async def compact(self) -> Attached | None:
+        """Move the tail's promises to the pending table; None when there is nothing to move."""
+        async with self._compact_lock:
+            parts = self.parts
+            from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
+            to_seq = min(to_seq, from_seq + compacting.RUN_ROWS_MAX)
+            if to_seq <= from_seq:
+                return None
+            # Read after `to_seq` was durable: only then does it speak of every promise before it.
+            settled_before_ms, now_ms = parts.schedule.settled_before_ms, parts.clock.now_ms()
+            attachment = await self._loop.run_in_executor(
+                parts.background,
+                lambda: compacting.compact(
+                    parts.files, parts.reader,
+                    from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
+                ),
+            )  # fmt: skip
+            return await self.attach(attachment)
+
+    async def rewrite(self) -> Attached | None:
+        """Merge or split files of the pending table where that is worth it; None when it is not."""
+        async with self._compact_lock:
+            parts, now_ms = self.parts, self.parts.clock.now_ms()
+            chosen = {entry.path for entry in rewriting.choose(parts.schedule.pending.live_entries(), now_ms)}
+            if not chosen:
+                return None
+            files = [file for file in parts.schedule.pending.all() if file.entry.path in chosen]
+            settled = parts.schedule.settled()
+            attachment = await self._loop.run_in_executor(
+                parts.background,
+                lambda: rewriting.rewrite(
+                    parts.files, files, settled.seq,
+                    settled_before_ms=settled.before_ms, now_ms=now_ms, epoch=parts.reader.next_seq,
+                ),
+            )  # fmt: skip
+            return await self.attach(attachment)
+
+    def lease(self, lease_ms: int) -> None:
+        """Somebody outside moves the tail; the broker does not until the lease runs out."""
+        self.outside_compactor_until_ms = self.parts.clock.now_ms() + min(lease_ms, limits.HOUR_MS)

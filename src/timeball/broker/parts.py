@@ -1,0 +1,50 @@
+"""What the composition root hands to the broker, and the way off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from timeball.broker.attaching import Ledger
+from timeball.broker.offsets import Offsets
+from timeball.broker.topics import Topics
+from timeball.clock import SchedulerClock
+from timeball.config import Settings
+from timeball.files import Files
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.log.writer import LogWriter
+from timeball.schedule.hour_log.store import HourLog
+from timeball.table.catalog import Catalog
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the composition root hands to the broker."""
+
+    settings: Settings
+    files: Files
+    clock: SchedulerClock
+    writer: LogWriter
+    reader: LogReader
+    key_index: KeyIndex
+    topics: Topics
+    offsets: Offsets
+    schedule: HourLog
+    catalog: Catalog
+    ledger: Ledger
+    reader_thread: Executor
+    background: Executor
+    on_failure: Callable[[BaseException], None]
+
+
+async def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run something that touches the disk in one of the broker's threads."""
+    return await asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
