@@ -113,8 +113,7 @@ class _Run:
 
     def end(self) -> SendSummary:
         """Wait for the last answers."""
-        while self._waiting:
-            self._settle()
+        self._settle_all()
         ids = pa.chunked_array(self._ids, pa.string()) if self._ids else pa.chunked_array([], pa.string())
         return SendSummary(self._rows, self._ranges, self._refused, ids)
 
@@ -125,17 +124,16 @@ class _Run:
 
     def _submit(self, batch: pa.RecordBatch) -> Future[SendAck]:
         if self._schema is not None and batch.schema != self._schema:
-            try:
-                batch = batch.select(self._schema.names).cast(self._schema)
-            except (pa.ArrowException, KeyError, ValueError) as error:
-                raise RequestError(f"all batches of one send_many have one schema: {error}") from error
+            # A stream has one schema. To leave out the column that has come to it would be a lie.
+            self._settle_all()
+            self.close()
+            self._exchange = None
         self._schema = batch.schema
         for more in self._calls.attempts():
             try:
                 if self._exchange is None or not self._exchange.alive:
                     # A stream that broke has batches whose fate is unknown: `_settle` will say so.
-                    if self._waiting:
-                        self._drain_lost()
+                    self._settle_all()
                     self._exchange = SendExchange(self._calls.flight, self._schema, self._calls.endpoint)
                 return self._exchange.submit(batch)
             except NotSent:
@@ -143,7 +141,7 @@ class _Run:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _drain_lost(self) -> None:
+    def _settle_all(self) -> None:
         while self._waiting:
             self._settle()
 

@@ -1,0 +1,136 @@
+"""Consuming: positions and commits, at least once, and loops that end."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.node_fixture import BOUND_S, RunningNode
+from timeball import Timeball
+from timeball.client.messages import Message
+from timeball.errors import NotFound, RequestError
+
+
+def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
+    bodies = [b"%d" % i for i in range(count)]
+    ball.send_many([{"body": body} for body in bodies], topic=topic)
+    return bodies
+
+
+def pull_all(ball: Timeball, topic: str, group: str, count: int) -> list[Message]:
+    got: list[Message] = []
+    while len(got) < count:
+        got += ball.pull(topic, group, max_messages=7)
+    return got
+
+
+def test_pulls_go_on_and_a_new_client_begins_at_the_commit(node: RunningNode, ball: Timeball) -> None:
+    bodies = send(ball, "pulled", 50)
+    first = pull_all(ball, "pulled", "g", 50)
+    assert sorted(m.body for m in first) == sorted(bodies)
+    with Timeball(node.endpoint) as other:  # nothing was committed
+        assert len(pull_all(other, "pulled", "g", 50)) == 50
+    ball.commit("pulled", "g")
+    with Timeball(node.endpoint) as third:
+        assert third.pull("pulled", "g", wait=0) == []
+        assert sum(third.offsets("g", "pulled").values()) == 50
+
+
+def test_acks_commit_behind_the_messages(node: RunningNode, ball: Timeball) -> None:
+    send(ball, "acked", 20)
+    got = pull_all(ball, "acked", "g", 20)
+    queue = got[0].queue_id
+    of_queue = [m for m in got if m.queue_id == queue]
+    ball.ack(of_queue[0], "g")
+    assert ball.offsets("g", "acked") == {queue: 1}
+    ball.ack(of_queue, "g")
+    assert ball.offsets("g", "acked") == {queue: len(of_queue)}
+    with Timeball(node.endpoint) as other:
+        assert len(pull_all(other, "acked", "g", 20 - len(of_queue))) == 20 - len(of_queue)
+
+
+def test_batches_are_columns_and_move_the_position(ball: Timeball) -> None:
+    send(ball, "columns", 30)
+    batch = ball.pull_batch("columns", "g", max_messages=30)
+    while batch.num_rows < 30:
+        batch = batch.slice(0, 0) if batch.num_rows == 30 else _joined(batch, ball.pull_batch("columns", "g"))
+    offsets = batch.column("queue_offset").to_numpy()
+    queues = batch.column("queue_id").to_numpy()
+    for queue in np.unique(queues):
+        assert offsets[queues == queue].tolist() == list(range((queues == queue).sum()))
+    assert ball.pull_batch("columns", "g", wait=0).num_rows == 0
+
+
+def test_a_late_group_may_begin_at_the_end(ball: Timeball) -> None:
+    send(ball, "latest", 5)
+    assert ball.pull("latest", "late", wait=0, start="latest") == []
+    ball.send("latest", "new")
+    assert [m.body for m in ball.pull("latest", "late")] == [b"new"]
+
+
+def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
+    ball.create_topic("polled", 1)
+    receipt = ball.send("polled", "later", after="200ms")
+    (message,) = ball.pull("polled", "g", wait="60s")
+    assert message.body == b"later" and message.id == receipt.id and message.promise_seq == receipt.seq
+    assert message.due_ms == receipt.due_ms
+    assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
+
+
+def test_a_consumer_that_breaks_off_gets_its_last_message_again(node: RunningNode, ball: Timeball) -> None:
+    ball.create_topic("loop", 1)
+    send(ball, "loop", 10)
+    seen = []
+    for message in ball.consume("loop", "g", max_messages=4):
+        seen.append(message.body)
+        if len(seen) == 6:
+            break
+    with Timeball(node.endpoint) as other:
+        rest = [m.body for m in other.consume("loop", "g", until_idle="100ms")]
+    assert seen == [b"%d" % i for i in range(6)]
+    assert rest == [b"%d" % i for i in range(5, 10)]
+    assert ball.offsets("g", "loop") == {0: 10}
+
+
+def test_an_error_in_the_loop_commits_what_was_dealt_with(ball: Timeball) -> None:
+    ball.create_topic("crash", 1)
+    send(ball, "crash", 5)
+    with pytest.raises(ValueError, match="2"):
+        for message in ball.consume("crash", "g"):
+            if message.body == b"2":
+                raise ValueError(message.body)
+    again = [m.body for m in ball.consume("crash", "g", until_idle="100ms")]
+    assert again == [b"2", b"3", b"4"]
+
+
+def test_a_consumer_can_be_stopped_from_outside(ball: Timeball) -> None:
+    ball.create_topic("stopped", 1)
+    stop, seen = threading.Event(), []
+    loop = threading.Thread(target=lambda: seen.extend(ball.consume("stopped", "g", stop=stop)))
+    loop.start()
+    ball.send("stopped", "x")
+    stop.set()
+    loop.join(BOUND_S)
+    assert not loop.is_alive()
+
+
+def test_queues_added_later_are_found(ball: Timeball) -> None:
+    ball.create_topic("grown", 1)
+    assert ball.pull("grown", "g", wait=0) == []
+    ball.create_topic("grown", 4)
+    ball.send_many([{"body": "x", "queue_id": 3}], topic="grown")
+    got = ball.pull("grown", "g", wait=0) or ball.pull("grown", "g")
+    assert [m.queue_id for m in got] == [3]
+
+
+def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
+    with pytest.raises(NotFound, match="nowhere"):
+        ball.pull("nowhere", "g")
+    with pytest.raises(RequestError, match="max_messages"):
+        ball.pull("nowhere", "g", max_messages=0)
+
+
+def _joined(a: object, b: object):  # type: ignore[no-untyped-def]
+    import pyarrow as pa
+
+    return pa.Table.from_batches([a, b]).combine_chunks().to_batches()[0]

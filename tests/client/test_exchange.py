@@ -1,0 +1,91 @@
+"""A send stream: answers in order, refusals that leave it open, and what its end does to those who wait."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
+from timeball.client.exchange import Lost, NotSent, SendExchange
+from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
+
+SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
+
+
+def batch(topic: str = "exchange", rows: int = 1) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([topic] * rows), pa.array([b"x"] * rows)], schema=SCHEMA)
+
+
+def opened(node: RunningNode, schema: pa.Schema = SCHEMA) -> SendExchange:
+    return SendExchange(flight.FlightClient(node.endpoint), schema, node.endpoint)
+
+
+def test_answers_belong_to_their_batches(node: RunningNode) -> None:
+    exchange = opened(node)
+    futures = [exchange.submit(batch(rows=rows)) for rows in range(1, 200)]
+    acks = [future.result(BOUND_S) for future in futures]
+    assert [ack.rows for ack in acks] == list(range(1, 200))
+    for before, after in zip(acks, acks[1:]):
+        assert after.first_seq >= before.first_seq + before.rows
+    exchange.close()
+
+
+def test_a_refused_batch_leaves_the_stream_open(node: RunningNode) -> None:
+    exchange = opened(node)
+    good, bad, after = exchange.submit(batch()), exchange.submit(batch("no/such/name")), exchange.submit(batch())
+    assert good.result(BOUND_S).rows == after.result(BOUND_S).rows == 1
+    with pytest.raises(InvalidMessage, match="topic"):
+        bad.result(BOUND_S)
+    assert exchange.alive
+    exchange.close()
+    assert not exchange.alive
+
+
+def test_a_refused_schema_ends_the_stream_with_its_reason(node: RunningNode) -> None:
+    schema = pa.schema([*SCHEMA, pa.field("delay", pa.int64())])
+    exchange = opened(node, schema)
+    with pytest.raises(InvalidMessage, match="unknown column 'delay'"):
+        exchange.submit(pa.RecordBatch.from_pylist([{"topic": "t", "body": b""}], schema)).result(BOUND_S)
+    eventually(lambda: not exchange.alive, "the stream ends")
+    exchange.close()
+
+
+def test_nobody_there_is_not_sent() -> None:
+    with pytest.raises(NotSent):
+        exchange = SendExchange(flight.FlightClient("grpc://127.0.0.1:1"), SCHEMA, "grpc://127.0.0.1:1")
+        exchange.submit(batch())
+
+
+def test_after_close_nothing_is_sent(node: RunningNode) -> None:
+    exchange = opened(node)
+    last = exchange.submit(batch())
+    exchange.close()
+    assert last.result(0).rows == 1  # close waits for answers under way
+    with pytest.raises(NotSent):
+        exchange.submit(batch())
+
+
+def test_a_stopping_broker_answers_what_it_has_and_ends_the_stream(data: Path) -> None:
+    with running_node(data) as node:
+        exchange = opened(node)
+        futures = [exchange.submit(batch()) for _ in range(100)]
+        futures[0].result(BOUND_S)
+        node.stop()
+        outcomes = [future.exception(BOUND_S) for future in futures]
+        eventually(lambda: not exchange.alive, "the stream ends")
+        node.start()
+        durable = node.broker.status()["log"]["next_seq"]  # type: ignore[index]
+    accepted = [future.result().first_seq for future, error in zip(futures, outcomes) if error is None]
+    assert accepted and all(seq < durable for seq in accepted)
+    assert all(error is None or isinstance(error, Unavailable) for error in outcomes)
+    with pytest.raises(NotSent):
+        exchange.submit(batch())
+    exchange.close()
+
+
+def test_their_codes_do_not_shadow_the_brokers() -> None:
+    assert type(from_code("unavailable", "x")) is Unavailable
+    assert {NotSent.code, Lost.code, Unavailable.code, TimeballError.code} == {
+        "not_sent", "answer_lost", "unavailable", "error",
+    }  # fmt: skip

@@ -1,0 +1,110 @@
+"""Sending one and many: what is known to be accepted, what is refused, what is tried again and what is not."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tests.node_fixture import BOUND_S, RunningNode, running_node
+from timeball import Timeball
+from timeball.client.answers import SendAck
+from timeball.client.exchange import Lost
+from timeball.client.sender import outcome
+from timeball.errors import InvalidMessage, RequestError, Unavailable
+
+
+def test_threads_share_a_client(ball: Timeball) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        receipts = list(pool.map(lambda i: ball.send("threads", str(i)), range(400)))
+    seqs = {receipt.seq for receipt in receipts}
+    assert len(seqs) == 400 and len({receipt.id for receipt in receipts}) == 400
+    rows = ball.read_log(min(seqs), max(seqs) + 1).read_all()
+    kept = {row["seq"]: (row["unique_key"], row["body"]) for row in rows.to_pylist()}
+    for number, receipt in enumerate(receipts):
+        assert kept[receipt.seq] == (receipt.id, str(number).encode())
+
+
+def test_many_rows_are_all_there(ball: Timeball) -> None:
+    bodies = [b"%d" % i for i in range(20_000)]
+    summary = ball.send_many(pa.table({"body": bodies}), topic="many", batch_rows=999)
+    assert summary.rows == 20_000 and summary.refused == []
+    assert sum(rows for _, rows in summary.ranges) == 20_000
+    first, last = summary.ranges[0][0], sum(summary.ranges[-1])
+    kept = ball.read_log(first, last).read_all()
+    assert kept.column("body").to_pylist() == bodies
+    assert kept.column("unique_key").to_pylist() == summary.ids.to_pylist()
+
+
+def test_nothing_is_nothing(ball: Timeball) -> None:
+    summary = ball.send_many([], topic="many")
+    assert (summary.rows, summary.ranges, len(summary.ids)) == (0, [], 0)
+
+
+def rows_with_one_bad() -> list[dict[str, str]]:
+    return [{"topic": "bad/name" if i == 5 else "mixed", "body": str(i)} for i in range(10)]
+
+
+def test_a_refused_batch_raises_and_says_what_was_accepted(ball: Timeball) -> None:
+    with pytest.raises(InvalidMessage, match=r"rows 5 to 5: .*topic.*\d+ are known to be accepted"):
+        ball.send_many(rows_with_one_bad(), batch_rows=1)
+
+
+def test_refused_batches_can_be_collected(ball: Timeball) -> None:
+    summary = ball.send_many(rows_with_one_bad(), batch_rows=1, window=3, on_refused="collect")
+    assert summary.rows == 10 and len(summary.ranges) == 9
+    (refused,) = summary.refused
+    assert (refused.first_row, refused.rows, type(refused.error)) == (5, 1, InvalidMessage)
+
+
+def test_a_wrong_table_is_refused_by_column(ball: Timeball) -> None:
+    with pytest.raises(InvalidMessage, match="unknown column 'delay'"):
+        ball.send_many(pa.table({"body": [b"x"], "delay": [5]}), topic="t")
+
+
+def test_columns_that_come_later_are_not_left_out(ball: Timeball) -> None:
+    rows = [{"body": "a"}, {"body": "b", "queue_id": 3}, {"body": "c"}]
+    summary = ball.send_many(rows, topic="varied", batch_rows=1)
+    seqs = [first for first, _ in summary.ranges]
+    kept = ball.read_log(seqs[0], seqs[-1] + 1).read_all()
+    by_body = dict(zip(kept.column("body").to_pylist(), kept.column("queue_id").to_pylist()))
+    assert by_body.keys() == {b"a", b"b", b"c"} and by_body[b"b"] == 3
+    with pytest.raises(InvalidMessage, match="unknown column 'extra'"):
+        ball.send_many([{"body": b"x"}, {"body": b"x", "extra": 1}], topic="varied", batch_rows=1)
+
+
+def test_the_next_send_after_a_restart_needs_no_help(data: Path) -> None:
+    with running_node(data) as node, Timeball(node.endpoint) as ball:
+        first = ball.send("again", "1")
+        node.stop()
+        restart = threading.Thread(target=node.start)
+        restart.start()
+        second = ball.send("again", "2")
+        restart.join(BOUND_S)
+        assert second.seq > first.seq
+        kept = ball.read_log(first.seq, second.seq + 1, kinds=[1]).read_all()
+        assert kept.column("body").to_pylist() == [b"1", b"2"]
+
+
+def test_nobody_there_is_unavailable() -> None:
+    with Timeball("grpc://127.0.0.1:1") as ball:
+        for retry in (False, True):
+            with pytest.raises(Unavailable, match="no broker answers"):
+                ball.send("t", "x", retry=retry)
+        with pytest.raises(Unavailable):
+            ball.send_many([{"body": "x"}], topic="t")
+
+
+def test_an_answer_that_does_not_come_is_lost_not_refused() -> None:
+    never: Future[SendAck] = Future()
+    with pytest.raises(Lost, match="may or may not have been accepted"):
+        outcome(never, 1, "grpc://somewhere")
+
+
+def test_a_closed_client_sends_nothing(node: RunningNode) -> None:
+    ball = Timeball(node.endpoint)
+    ball.send("t", "x")
+    ball.close()
+    with pytest.raises(RequestError, match="closed"):
+        ball.send("t", "x")

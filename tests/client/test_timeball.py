@@ -1,0 +1,127 @@
+"""The client's front door against a real node: each verb once, end to end."""
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from timeball import Timeball
+from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, RequestError
+from timeball.message import READ_SCHEMA, Kind
+
+
+def test_a_receipt_tells_the_truth(ball: Timeball) -> None:
+    receipt = ball.send("receipts", "x", tag="t", keys=["a", "b"], properties={"p": "q"}, after="1h", message_id="my-id")
+    (row,) = ball.read_log(receipt.seq, receipt.seq + 1).read_all().to_pylist()
+    assert receipt.id == row["unique_key"] == "my-id"
+    assert receipt.due_ms == row["due_ms"] == receipt.store_ms + 3_600_000
+    assert row["kind"] == Kind.PROMISE and row["store_ms"] == receipt.store_ms
+    assert (row["tag"], row["keys"], row["properties"]) == ("t", "a b", "p\x01q\x02")
+    assert ball.send("receipts", "now").due_ms is None
+    at_ms = receipt.store_ms + 100_000
+    assert ball.send("receipts", "at", at=at_ms).due_ms == at_ms
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"topic": "a/b"}, InvalidMessage),
+        ({"topic": ""}, InvalidMessage),
+        ({"tag": "t" * 300}, InvalidMessage),
+        ({"after": -1}, InvalidDelay),
+        ({"after": "1h", "at": 2**41}, InvalidDelay),
+        ({"after": "3652d"}, None),
+        ({"body": bytes(5 * 1024 * 1024)}, InvalidMessage),
+    ],
+)
+def test_what_send_refuses(ball: Timeball, fields: dict[str, object], error: type[Exception] | None) -> None:
+    given = {"topic": "t", "body": b"x", **fields}
+    if error is None:
+        assert ball.send(**given).due_ms  # type: ignore[arg-type]
+        return
+    with pytest.raises(error):
+        ball.send(**given)  # type: ignore[arg-type]
+
+
+def test_cancel_by_id_ids_and_key(ball: Timeball) -> None:
+    one = ball.send("cancels", "x", after="1h", keys="order-1")
+    two = ball.send("cancels", "y", after="1h", keys="order-1 other")
+    assert [v.verdict for v in ball.cancel(ids=[one.id, "unknown"])] == ["cancelled", "not_found"]
+    by_key = {v.seq: v.verdict for v in ball.cancel(key="order-1")}
+    assert by_key == {one.seq: "already_cancelled", two.seq: "cancelled"}
+    verdict = ball.cancel(two.id)
+    assert verdict.verdict == "already_cancelled" and verdict.cancelled
+    assert ball.cancel(ids=[]) == []
+    visible = ball.send("cancels", "now", after=0.05)
+    assert [m.id for m in ball.pull("cancels", "g", wait="60s")] == [visible.id]
+    assert ball.cancel(visible.id).verdict == "released"
+
+
+def test_cancel_wants_one_way_of_naming(ball: Timeball) -> None:
+    with pytest.raises(RequestError, match="one of"):
+        ball.cancel()  # type: ignore[call-overload]
+    with pytest.raises(RequestError, match="one of"):
+        ball.cancel("a", key="b")  # type: ignore[call-overload]
+
+
+def test_logs_and_queues_are_tables(ball: Timeball) -> None:
+    ball.create_topic("tables", 1)
+    summary = ball.send_many([{"body": str(i), "after": 3600 if i % 2 else None} for i in range(10)], topic="tables")
+    first, rows = summary.ranges[0]
+    log = ball.read_log(first, first + rows, coalesce_rows=3)
+    assert log.schema == READ_SCHEMA
+    assert log.read_all().column("seq").to_pylist() == list(range(first, first + rows))
+    promises = ball.read_log(first, first + rows, kinds=[Kind.PROMISE]).read_all()
+    assert promises.column("body").to_pylist() == [b"1", b"3", b"5", b"7", b"9"]
+    queue = ball.read_queue("tables", 0, 1, 3).read_all()
+    assert queue.column("body").to_pylist() == [b"2", b"4", b"6"]
+    assert ball.queues("tables")[0].max == 5
+    with pytest.raises(OutOfRange):
+        ball.read_queue("tables", 0, 99, 1)
+    with pytest.raises(NotFound):
+        ball.read_queue("tables", 7, 0, 1)
+
+
+def test_topics(ball: Timeball) -> None:
+    ball.create_topic("named", 3)
+    assert ball.topics()["named"] == 3
+    assert sorted(ball.queues("named")) == [0, 1, 2]
+
+
+def test_status_says_who_and_how_far(ball: Timeball) -> None:
+    seq = ball.send("figures", "x").seq
+    status = ball.status()
+    assert status["log"]["durable_seq"] > seq
+    assert {"version", "format", "pid", "rss_bytes", "watermark", "settled_before_ms", "schedule", "table"} <= status.keys()
+
+
+def test_reserve_and_attach_nothing_twice(ball: Timeball) -> None:
+    first = ball.reserve(10)
+    assert ball.reserve(5) >= first + 10
+    empty = msgspec.json.encode({"job": "bulk", "job_id": "none", "epoch": 0})
+    attached = ball.attach(empty)
+    assert not attached.repeated and ball.attach(empty).repeated
+    with pytest.raises(InvalidMessage):
+        ball.attach(b'{"job": "bulk"}')
+
+
+def test_compact_moves_the_tail(ball: Timeball) -> None:
+    receipt = ball.send("compacted", "x", after="2h")
+    before = ball.status()
+    attached = ball.compact()
+    assert attached is not None and attached.watermark > receipt.seq >= before["watermark"]
+    assert ball.status()["watermark"] == attached.watermark
+    assert ball.cancel(receipt.id).verdict == "cancelled"  # found in the table
+    ball.lease_compaction(1_000)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_rows": 0}, {"batch_rows": 10**9}, {"window": 0}, {"on_refused": "ignore"}]
+)
+def test_send_many_names_wrong_options(ball: Timeball, wrong: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        ball.send_many(pa.table({"body": [b"x"]}), topic="t", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_timeout_is_positive() -> None:
+    with pytest.raises(RequestError, match="timeout_ms"):
+        Timeball(timeout_ms=0)
