@@ -56,9 +56,13 @@ class Server:
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
-    def rss_bytes(self) -> int:
-        """Memory of the server's process that is in RAM now."""
-        return int(self.process.memory_info().rss)
+    def memory_bytes(self) -> tuple[int, int]:
+        """(held, mapped): what the process itself holds in RAM, and the pages of mapped files that it has touched.
+
+        Mapped pages belong to the page cache: the system takes them back when it needs the room.
+        """
+        info = self.process.memory_info()
+        return int(info.rss - info.shared), int(info.shared)
 
     def kill(self) -> None:
         """kill -9: nothing is flushed, nothing is said."""
@@ -141,11 +145,12 @@ def send_promises(ball: Timeball, due_ms: npt.NDArray[np.int64], chunk_rows: int
         ball.send_many(messages(len(due), due, seed=number + 1))
 
 
-def releases(ball: Timeball, from_seq: int = 0) -> dict[str, npt.NDArray[np.int64]]:
+def releases(ball: Timeball, from_seq: int | None = None) -> dict[str, npt.NDArray[np.int64]]:
     """Columns of all release rows on disk: source_seq, due_ms, store_ms."""
     names = ("source_seq", "due_ms", "store_ms")
-    durable = ball.status()["log"]["durable_seq"]
-    batches = list(ball.read_log(from_seq, durable, kinds=[Kind.RELEASE]))
+    log = ball.status()["log"]
+    begin = log["first_seq"] if from_seq is None else from_seq
+    batches = list(ball.read_log(begin, log["durable_seq"], kinds=[Kind.RELEASE]))
     return {
         name: np.concatenate(
             [np.asarray(b.column(name), dtype=np.int64) for b in batches] or [np.empty(0, np.int64)]

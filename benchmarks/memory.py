@@ -1,12 +1,13 @@
 """RAM for each promise that waits, at 1 million and at 5 million, after compaction.
 
 Promises of 128 bytes due over the next year, but none within the hour, are sent and compacted; then the
-resident memory of the server's process is read. The figure per promise contains the process's fixed growth
-(buffers, libraries touched for the first time); the slope between the two sizes does not, and is the one that
-says what a hundred million would need.
+memory that the server's process itself holds is read (resident, less mapped files). The figure per promise
+contains the process's fixed growth (buffers, libraries touched for the first time); the slope between the two
+sizes does not, and is the one that says what a hundred million would need. Pages of mapped files, the log above
+all, are shown beside: they are page cache, which the system takes back when it needs the room.
 
-Not measured: the page cache, which the system may use for the table's files and take back; memory of clients
-and of Spark; memory near the instant, where bodies are gathered.
+Not measured: page cache that is not mapped; memory of clients and of Spark; memory near the instant, where
+bodies are gathered.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ def run(small: bool = False) -> Report:
     sizes = (2_000, 10_000) if small else (1_000_000, 5_000_000)
     with serving("--no-compact-self") as (server, ball):
         _add(ball, 1_000, seed=0)  # every path once, so that the base contains its code and buffers
-        base = _settled_rss(server, ball)
+        base, base_mapped = _at_rest(server, ball)
         waiting, used = [0], [base]
         for size in sizes:
             _grow(ball, waiting[-1], size)
             waiting.append(size)
-            used.append(_settled_rss(server, ball))
+            held, mapped = _at_rest(server, ball)
+            used.append(held)
             report.add(f"at {size:,}", (used[-1] - base) / size, "bytes/promise", BAR_BYTES, "lower")
         slope = (used[2] - used[1]) / (waiting[2] - waiting[1])
         report.add("slope between them", slope, "bytes/promise", BAR_BYTES, "lower")
-        report.add("resident, empty", base / 1e6, "MB")
-        report.add(f"resident, {sizes[-1]:,} waiting", used[-1] / 1e6, "MB")
+        report.add("held, empty", base / 1e6, "MB")
+        report.add(f"held, {sizes[-1]:,} waiting", used[-1] / 1e6, "MB")
+        report.add("mapped files, empty", base_mapped / 1e6, "MB")
+        report.add(f"mapped files, {sizes[-1]:,} waiting", mapped / 1e6, "MB")
         report.add("in the pending table", ball.status()["schedule"]["table_rows"], "promises")
         report.add("files of the table", ball.status()["schedule"]["table_files"], "files")
         report.add("server CPU (schedule, compact)", server.cpu_s() / sizes[-1] * 1e6, "us/msg")
@@ -59,11 +63,11 @@ def _add(ball: Timeball, rows: int, seed: int) -> None:
     ball.compact()
 
 
-def _settled_rss(server: Server, ball: Timeball) -> int:
-    """Resident memory once nothing is left in the tail and the process has come to rest."""
+def _at_rest(server: Server, ball: Timeball) -> tuple[int, int]:
+    """Held and mapped bytes once nothing is left in the tail and the process has come to rest."""
     assert ball.status()["schedule"]["tail_rows"] == 0, "something is still in the tail"
-    lowest = server.rss_bytes()
+    lowest = server.memory_bytes()
     for _ in range(10):
         time.sleep(0.2)
-        lowest = min(lowest, server.rss_bytes())
+        lowest = min(lowest, server.memory_bytes())
     return lowest

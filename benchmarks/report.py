@@ -71,7 +71,8 @@ def _show(figure: Figure) -> str:
         return text
     sign = ">=" if figure.better == "higher" else "<="
     verdict = "holds" if figure.ratio >= 1 else "MISSED"
-    return f"{text:<32} bar {sign} {figure.bar:,g}: {verdict}, {figure.ratio:.2f} times"
+    times = f", {figure.ratio:.2f} times" if figure.bar else ""
+    return f"{text:<32} bar {sign} {figure.bar:,g}: {verdict}{times}"
 
 
 def _finite(ratio: float | None) -> float | None:

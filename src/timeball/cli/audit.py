@@ -1,22 +1,40 @@
 """`timeball audit`: do the books balance, to the message?
 
-A batch job on Spark reads the ledger, the pending table and the log, and compares what was accepted with
-what was released, cancelled, expired and is still waiting.
+A batch job on Spark (pipeline/jobs/audit.py) reads the ledger, the pending table and the log, and compares what
+was accepted with what was released, cancelled, expired and is still waiting. Here its report becomes lines, and
+its verdict the exit code.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
+from timeball.cli.output import print_json, print_line
+from timeball.errors import SetupError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from timeball.pipeline.jobs.audit import AuditReport
+
+OFFENDERS_SHOWN = 10
 
 
 def audit(
     master: Annotated[
         str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
     ] = "local[2]",
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            "--ledger", metavar="URI", help="The ledger's table; by default beside the pending table."
+        ),
+    ] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -27,6 +45,56 @@ def audit(
     \b
     Examples:
       timeball audit
-      timeball audit --json | jq .balanced
+      timeball audit --json | jq .ok
       timeball audit --master spark://head:7077 --endpoint grpc://broker:7400
     """
+    from timeball.cli.connection import connect
+
+    with connect(endpoint) as ball:
+        ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
+    spark = open_session(master, "timeball-audit")
+    try:
+        from timeball.pipeline.jobs import audit as job
+
+        report = job.run(spark, endpoint, ledger_uri=ledger)
+    finally:
+        spark.stop()
+    if as_json:
+        print_json(report)
+    else:
+        for line in describe(report):
+            print_line(line)
+    if not report.ok:
+        raise typer.Exit(ExitCode.CHECK_FAILED)
+
+
+def open_session(master: str, name: str, conf: dict[str, str] | None = None) -> SparkSession:
+    """A Spark session; SetupError when Spark's or the data source's packages are not installed."""
+    try:
+        from timeball.pipeline.session import build_session
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"{error.name} is not installed: install the extra, pip install 'timeball[spark]'"
+        ) from error
+    return build_session(master, name, conf)
+
+
+def describe(report: AuditReport) -> Iterator[str]:
+    """The report for people: the balance, each breach with some of its promises, the verdict."""
+    yield balance(report)
+    for name, offenders in report.offenders.items():
+        yield f"{name}: {len(offenders):,}{' or more' if len(offenders) >= 100 else ''}, for example"
+        for offender in offenders[:OFFENDERS_SHOWN]:
+            shown = ", ".join(
+                f"{key} {value}" for key, value in offender.items() if value not in (None, False)
+            )
+            yield f"  {shown}"
+    yield "it balances" if report.ok else "IT DOES NOT BALANCE"
+
+
+def balance(report: AuditReport) -> str:
+    """The equation with its numbers."""
+    return (
+        f"accepted {report.accepted:,} = released {report.released:,} + cancelled {report.cancelled:,} "
+        f"+ expired {report.expired:,} + pending {report.pending:,}"
+    )

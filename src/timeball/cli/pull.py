@@ -71,7 +71,9 @@ def _print(message: Message, as_json: bool) -> None:
     text = _text(message.body)
     if not as_json:
         late = f"  {message.lateness_ms:+d} ms" if message.due_ms is not None else ""
-        print_line(f"{show_instant(message.store_ms)}  {message.id}{late}  {text or message.body!r}")
+        print_line(
+            f"{show_instant(message.store_ms)}  {message.id}{late}  {text if text is not None else repr(message.body)}"
+        )
         return
     body = {"body": text} if text is not None else {"body_base64": base64.b64encode(message.body).decode()}
     print_json(

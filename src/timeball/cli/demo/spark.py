@@ -1,3 +1,61 @@
 """The demo's own Spark: a DataFrame into the pending table, and the audit, as a user's job would do it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import pyarrow as pa
+
+from timeball.cli.audit import balance, open_session
+from timeball.errors import SetupError
+
+# Beside the pipeline's own Spark and the broker, on a machine that may have two cores.
+CONF = {"spark.driver.memory": "512m"}
+
+
+@dataclass(frozen=True)
+class Books:
+    """What the audit found."""
+
+    summary: str
+    counts: dict[str, Any]
+    balanced: bool
+
+
+class Spark:
+    """A session for the length of a block."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._session = open_session("local[2]", "timeball-demo", CONF)
+
+    def schedule(self, messages: pa.RecordBatch) -> None:
+        """`df.write.format("timeball")`: every row a promise, or none."""
+        try:
+            frame = self._session.createDataFrame(pa.Table.from_batches([messages]))
+        except ImportError as error:
+            raise SetupError(
+                f"{error.name or error}: install the extra, pip install 'timeball[demo]'"
+            ) from error
+        # In order of time, so that each task writes few files.
+        frame = frame.repartitionByRange(2, "due_ms")
+        frame.write.format("timeball").option("endpoint", self._endpoint).mode("append").save()
+
+    def audit(self) -> Books:
+        """accepted = released + cancelled + expired + pending."""
+        from timeball.pipeline.jobs import audit
+
+        report = audit.run(self._session, self._endpoint)
+        summary = "balances" if report.ok else f"DOES NOT BALANCE: {balance(report)}"
+        return Books(summary, msgspec.to_builtins(report), report.ok)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.stop()
