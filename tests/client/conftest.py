@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.node_fixture import RunningNode, running_node
+
 from timeball import Timeball
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.node_fixture import BOUND_S, RunningNode, running_node
+
 from timeball.client.calls import RETRY_PAUSES_S, Calls
 from timeball.errors import NotFound, OutOfRange, RequestError, Unavailable
 

@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 import pytest
-
 from tests.node_fixture import BOUND_S, RunningNode
+
 from timeball import Timeball
 from timeball.client.messages import Message
 from timeball.errors import NotFound, RequestError

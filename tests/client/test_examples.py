@@ -4,7 +4,6 @@ import doctest
 import importlib
 
 import pytest
-
 from tests.node_fixture import RunningNode
 
 MODULES = ["timeball.client.timeball", "timeball.client.instants"]
@@ -22,7 +21,9 @@ def test_examples(name: str, node: RunningNode) -> None:
 
 
 def test_a_wrong_example_is_noticed(node: RunningNode) -> None:
-    wrong = doctest.DocTestParser().get_doctest(">>> endpoint\n'elsewhere'\n", {"endpoint": node.endpoint}, "x", None, 0)
+    wrong = doctest.DocTestParser().get_doctest(
+        ">>> endpoint\n'elsewhere'\n", {"endpoint": node.endpoint}, "x", None, 0
+    )
     report: list[str] = []
     assert doctest.DocTestRunner().run(wrong, out=report.append).failed == 1
     assert "elsewhere" in "".join(report)

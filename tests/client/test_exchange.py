@@ -1,12 +1,13 @@
 """A send stream: answers in order, refusals that leave it open, and what its end does to those who wait."""
 
+import itertools
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
-
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
+
 from timeball.client.exchange import Lost, NotSent, SendExchange
 from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
 
@@ -26,14 +27,18 @@ def test_answers_belong_to_their_batches(node: RunningNode) -> None:
     futures = [exchange.submit(batch(rows=rows)) for rows in range(1, 200)]
     acks = [future.result(BOUND_S) for future in futures]
     assert [ack.rows for ack in acks] == list(range(1, 200))
-    for before, after in zip(acks, acks[1:]):
+    for before, after in itertools.pairwise(acks):
         assert after.first_seq >= before.first_seq + before.rows
     exchange.close()
 
 
 def test_a_refused_batch_leaves_the_stream_open(node: RunningNode) -> None:
     exchange = opened(node)
-    good, bad, after = exchange.submit(batch()), exchange.submit(batch("no/such/name")), exchange.submit(batch())
+    good, bad, after = (
+        exchange.submit(batch()),
+        exchange.submit(batch("no/such/name")),
+        exchange.submit(batch()),
+    )
     assert good.result(BOUND_S).rows == after.result(BOUND_S).rows == 1
     with pytest.raises(InvalidMessage, match="topic"):
         bad.result(BOUND_S)

@@ -66,6 +66,8 @@ if child:
 print(IDENTIFIERS.take(), flush=True)
 os._exit(0)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     ids = run.stdout.split()
     assert len(ids) == 2 and ids[0][:24] != ids[1][:24]

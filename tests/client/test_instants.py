@@ -101,7 +101,7 @@ def test_instants() -> None:
     assert due_ms(0) == 0
 
 
-@given(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC)))
+@given(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC)))  # noqa: DTZ001
 def test_an_instant_is_never_early_nor_a_millisecond_late(at: datetime) -> None:
     exact = Fraction((at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1), 1_000)
     assert 0 <= due_ms(at) - exact < 1
@@ -110,7 +110,7 @@ def test_an_instant_is_never_early_nor_a_millisecond_late(at: datetime) -> None:
 @pytest.mark.parametrize(
     ("at", "reason"),
     [
-        (datetime(2030, 1, 1), "without a time zone"),
+        (datetime(2030, 1, 1), "without a time zone"),  # noqa: DTZ001
         (1_767_225_600, "looks like seconds"),
         (-1, "between 1970 and 9999"),
         (limits.INSTANT_MS_MAX + 1, "between 1970 and 9999"),

@@ -33,7 +33,12 @@ def test_all_that_a_delayed_message_says() -> None:
     assert message.keys == ["k1", "k2"] and message.properties == {"p": "q"}
     assert (message.seq, message.promise_seq) == (9, 2)
     assert (message.queue_id, message.queue_offset) == (3, 7)
-    assert (message.born_ms, message.store_ms, message.due_ms, message.received_ms) == (1, 1_010, 1_000, 2_000)
+    assert (message.born_ms, message.store_ms, message.due_ms, message.received_ms) == (
+        1,
+        1_010,
+        1_000,
+        2_000,
+    )
     assert message.lateness_ms == 10 and message.attempts == 1
     assert "orders" in repr(message) and "id1" in repr(message)
 

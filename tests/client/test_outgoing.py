@@ -95,12 +95,15 @@ def test_dicts_refused() -> None:
             list(batches(wrong, "t", 1, NOW_MS))  # type: ignore[arg-type]
 
 
-@given(st.lists(st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1)), min_size=1), st.sampled_from(["us", "ns"]))
+@given(
+    st.lists(st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1)), min_size=1),  # noqa: DTZ001
+    st.sampled_from(["us", "ns"]),
+)
 def test_timestamp_columns_are_never_early(instants: list[datetime], unit: str) -> None:
     column = pa.array([at.replace(tzinfo=UTC) for at in instants], pa.timestamp(unit, "Europe/Berlin"))
     due = due_column(column).to_pylist()
     for at, ms in zip(instants, due):
-        micros = (at - datetime(1970, 1, 1)) // timedelta(microseconds=1)
+        micros = (at.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
         assert 0 <= ms * 1_000 - micros < 1_000
 
 
@@ -147,7 +150,11 @@ def test_tables_are_completed() -> None:
 def test_rows_are_cut_and_none_is_lost(count: int, batch_rows: int) -> None:
     body = [b"%d" % i for i in range(count)]
     table = pa.table({"body": pa.array(body, pa.binary())})
-    sources = [table, pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks()), table.to_reader()]
+    sources = [
+        table,
+        pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks()),
+        table.to_reader(),
+    ]
     for rows in [*sources, ({"body": one_body} for one_body in body)]:
         cut = list(batches(rows, "t", batch_rows, NOW_MS))
         assert all(0 < batch.num_rows <= batch_rows for batch in cut)

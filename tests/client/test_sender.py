@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-
 from tests.node_fixture import BOUND_S, RunningNode, running_node
+
 from timeball import Timeball
 from timeball.client.answers import SendAck
 from timeball.client.exchange import Lost

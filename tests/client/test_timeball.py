@@ -10,7 +10,9 @@ from timeball.message import READ_SCHEMA, Kind
 
 
 def test_a_receipt_tells_the_truth(ball: Timeball) -> None:
-    receipt = ball.send("receipts", "x", tag="t", keys=["a", "b"], properties={"p": "q"}, after="1h", message_id="my-id")
+    receipt = ball.send(
+        "receipts", "x", tag="t", keys=["a", "b"], properties={"p": "q"}, after="1h", message_id="my-id"
+    )
     (row,) = ball.read_log(receipt.seq, receipt.seq + 1).read_all().to_pylist()
     assert receipt.id == row["unique_key"] == "my-id"
     assert receipt.due_ms == row["due_ms"] == receipt.store_ms + 3_600_000
@@ -65,7 +67,9 @@ def test_cancel_wants_one_way_of_naming(ball: Timeball) -> None:
 
 def test_logs_and_queues_are_tables(ball: Timeball) -> None:
     ball.create_topic("tables", 1)
-    summary = ball.send_many([{"body": str(i), "after": 3600 if i % 2 else None} for i in range(10)], topic="tables")
+    summary = ball.send_many(
+        [{"body": str(i), "after": 3600 if i % 2 else None} for i in range(10)], topic="tables"
+    )
     first, rows = summary.ranges[0]
     log = ball.read_log(first, first + rows, coalesce_rows=3)
     assert log.schema == READ_SCHEMA
@@ -91,7 +95,16 @@ def test_status_says_who_and_how_far(ball: Timeball) -> None:
     seq = ball.send("figures", "x").seq
     status = ball.status()
     assert status["log"]["durable_seq"] > seq
-    assert {"version", "format", "pid", "rss_bytes", "watermark", "settled_before_ms", "schedule", "table"} <= status.keys()
+    assert {
+        "version",
+        "format",
+        "pid",
+        "rss_bytes",
+        "watermark",
+        "settled_before_ms",
+        "schedule",
+        "table",
+    } <= status.keys()
 
 
 def test_reserve_and_attach_nothing_twice(ball: Timeball) -> None:

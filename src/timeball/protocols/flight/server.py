@@ -126,8 +126,8 @@ class FlightEdge(flight.FlightServerBase):
         return self._refuse("get_flight_info")
 
     def get_schema(self, context: Any, descriptor: Any) -> Any:
-        """Not offered: every do_get has message.READ_SCHEMA."""
-        return self._refuse("get_schema")
+        """Every do_get has message.READ_SCHEMA. (Refusing is no choice: Flight would send a traceback along.)"""
+        return flight.SchemaResult(READ_SCHEMA)
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Not offered: a put has no answer per batch."""

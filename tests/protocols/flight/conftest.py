@@ -1,0 +1,20 @@
+"""One node for the edge's tests; those that stop it start their own."""
+
+from collections.abc import Iterator
+
+import pyarrow.flight as flight
+import pytest
+from tests.node_fixture import RunningNode, running_node
+
+
+@pytest.fixture(scope="session")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with running_node(tmp_path_factory.mktemp("node") / "data") as running:
+        yield running
+
+
+@pytest.fixture
+def wire(node: RunningNode) -> Iterator[flight.FlightClient]:
+    """A stranger's connection: pyarrow's own client, nothing of ours."""
+    with flight.FlightClient(node.endpoint) as client:
+        yield client

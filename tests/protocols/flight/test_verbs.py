@@ -1,0 +1,56 @@
+"""Each decoded request reaches its verb of a real broker, and the answer has the documented shape."""
+
+from typing import Any
+
+import pytest
+from tests.node_fixture import RunningNode
+
+from timeball.errors import NotFound
+from timeball.message import READ_SCHEMA
+from timeball.protocols.flight import codec, verbs
+
+
+def perform(node: RunningNode, verb: str, request: codec.ActionRequest) -> Any:
+    return node.run(verbs.perform(node.broker, verb, request, node.node.status))
+
+
+def test_every_action_has_a_verb(node: RunningNode) -> None:
+    requests: dict[str, codec.ActionRequest] = {
+        "create_topic": codec.CreateTopic(topic="verbs", queues=2),
+        "commit": codec.Commit(group="g", topic="verbs", offsets={0: 0}),
+        "offsets": codec.GetOffsets(group="g", topic="verbs"),
+        "queues": codec.Queues(topic="verbs"),
+        "topics": codec.Nothing(),
+        "status": codec.Nothing(),
+        "cancel": codec.Cancel(ids=["nobody"]),
+        "reserve": codec.Reserve(rows=3),
+        "compactor": codec.Lease(lease_ms=0),
+        "compact": codec.Nothing(),
+        "attach": codec.decode_action("attach", b'{"job":"bulk","job_id":"verbs","epoch":1}'),
+    }
+    assert requests.keys() == codec.ACTIONS.keys()
+    answers = {verb: perform(node, verb, request) for verb, request in requests.items()}
+    assert answers["create_topic"] == answers["commit"] == answers["compactor"] == {}
+    assert answers["offsets"] == {"offsets": {"0": 0}}
+    assert answers["queues"] == {"queues": {"0": {"min": 0, "max": 0}, "1": {"min": 0, "max": 0}}}
+    assert answers["topics"]["topics"]["verbs"] == {"queues": 2}
+    assert (
+        answers["status"]["log"]["next_seq"] == answers["reserve"]["first_seq"] - 1
+    )  # and the row that says so
+    assert [v.verdict for v in answers["cancel"]["verdicts"]] == ["not_found"]
+    for answer in answers.values():
+        assert codec.encode(answer)
+
+
+def test_rows_of_a_pull_and_of_a_queue(node: RunningNode) -> None:
+    perform(node, "create_topic", codec.CreateTopic(topic="empty", queues=1))
+    pull = codec.Pull(topic="empty", offsets={0: 0}, rows=5)
+    queue = codec.ReadQueue(topic="empty", queue_id=0, offset=0, rows=5)
+    for request in (pull, queue):
+        batch = node.run(verbs.rows(node.broker, request))
+        assert batch.schema == READ_SCHEMA and batch.num_rows == 0
+
+
+def test_the_brokers_errors_pass(node: RunningNode) -> None:
+    with pytest.raises(NotFound):
+        perform(node, "queues", codec.Queues(topic="nowhere"))
