@@ -93,7 +93,7 @@ class Node:
                     asyncio.get_running_loop(),
                     self.settings.host,
                     self.settings.port,
-                    self.status,
+                    status=self.status,
                 )
         except BaseException:
             if self._real_files is not None:
@@ -208,11 +208,14 @@ class Node:
 
     def status(self) -> dict[str, object]:
         """The broker's figures and the process's."""
+        memory = psutil.Process().memory_info()
         return {
             "version": __version__,
             "format": FORMAT_VERSION,
             "pid": os.getpid(),
-            "rss_bytes": psutil.Process().memory_info().rss,
+            "rss_bytes": memory.rss,
+            # Without the mapped log, which is page cache that the system takes back when it needs it.
+            "anon_bytes": memory.rss - memory.shared,
             **self.broker.status(),
         }
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import pyarrow as pa
+
 from timeball import limits
 from timeball.broker import attaching, compacting, rewriting
 from timeball.broker.parts import Parts, in_thread
@@ -102,6 +104,7 @@ class Mover:
                     from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
                 ),
             )  # fmt: skip
+            pa.default_memory_pool().release_unused()  # a run's rows are gone; give their memory back
             return await self.attach(attachment)
 
     async def rewrite(self) -> Attached | None:
