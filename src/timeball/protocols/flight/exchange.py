@@ -65,7 +65,7 @@ class Inbox:
     def _send(self, batch: pa.RecordBatch, slot: Slot) -> None:
         try:
             accepted, durable = self._broker.send_nowait(batch)
-        except Exception as error:
+        except Exception as error:  # whatever it is, this batch gets an answer and the next one its turn
             slot.settle(_refusal(error))
         else:
             ack = codec.SendAck(accepted.first_seq, accepted.rows, accepted.store_ms)
@@ -140,7 +140,7 @@ class SendStream:
                     raise Unavailable(STOPPING)
                 _check_bytes(size_bytes)
                 batch = columns.adopt(batch)
-            except Exception as error:
+            except Exception as error:  # whatever it is, this batch gets an answer and the next one its turn
                 slot.settle(_refusal(error))
             else:
                 self._inbox.put(batch, slot)

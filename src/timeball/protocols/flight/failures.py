@@ -41,5 +41,5 @@ def answering(where: str) -> Iterator[None]:
         raise to_flight(error) from None
     except flight.FlightError:
         raise
-    except Exception as error:
+    except Exception as error:  # Flight would send its traceback to the client
         raise to_flight(internal(error, where)) from None

@@ -220,7 +220,7 @@ class _LogRows:
             raise
         except TimeballError as error:
             raise to_flight(error) from None
-        except Exception as error:
+        except Exception as error:  # Flight would send its traceback to the client
             raise to_flight(internal(error, "read_log")) from None
 
     def __del__(self) -> None:
