@@ -29,6 +29,8 @@ from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
 
+BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
+
 _EMPTY = np.empty(0, np.int64)
 
 
@@ -86,7 +88,7 @@ def recover(
 
 def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
     replayed = Replayed()
-    for rows in reader.rows(from_seq, reader.next_seq):
+    for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
         present = set(np.unique(kinds).tolist())
         if present & {Kind.MESSAGE, Kind.RELEASE}:
@@ -132,7 +134,7 @@ def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[tuple[Int6
     begin = max(watermark, reader.first_seq)
     return [
         (rows.column("due_ms").to_numpy(), rows.column("seq").to_numpy())
-        for rows in reader.rows(begin, to_seq, [Kind.PROMISE])
+        for rows in reader.coalesced(begin, to_seq, [Kind.PROMISE], BATCH_ROWS)
     ]
 
 
