@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -187,8 +188,11 @@ class Node:
         if self._real_files is not None:
             self._real_files.unlock()
 
-    async def run_until_signal(self) -> None:
-        """Serve until SIGTERM or SIGINT; raises what stopped the storage."""
+    async def run_until_signal(self, before_stop: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Serve until SIGTERM or SIGINT; raises what stopped the storage.
+
+        `before_stop` runs while the broker still answers: what is a client of it can end in order.
+        """
         assert self._failed is not None
         loop = asyncio.get_running_loop()
         asked: asyncio.Future[None] = loop.create_future()
@@ -201,6 +205,8 @@ class Node:
             loop.add_signal_handler(number, ask)
         try:
             await asyncio.wait([asked, self._failed], return_when=asyncio.FIRST_COMPLETED)
+            if before_stop is not None:
+                await before_stop()
         finally:
             await self.stop()
         if self._failed.done():
