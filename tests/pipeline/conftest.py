@@ -1,0 +1,36 @@
+"""One Spark session for the whole run: it takes seconds to start. Brokers are real nodes on free ports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from tests.node_fixture import RunningNode, running_node
+
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.session import build_session
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    # What Spark reports we assert on; py4j would print it a second time.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    session = build_session(app_name="timeball-tests", conf={"spark.driver.memory": "512m"})
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[RunningNode]:
+    """A broker that leaves compaction to the test."""
+    with running_node(tmp_path / "data", compact_self=False) as running:
+        yield running
+
+
+@pytest.fixture
+def broker(node: RunningNode) -> Iterator[Endpoint]:
+    with Endpoint(node.endpoint, patience_s=5) as endpoint:
+        yield endpoint

@@ -1,0 +1,56 @@
+"""Messages and rows for the tests of the pipeline."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from tests.node_fixture import eventually
+
+from timeball import Timeball
+from timeball.limits import DAY_MS, HOUR_MS
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
+from timeball.pipeline.endpoint import Endpoint
+
+
+def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = "orders") -> None:
+    """Promises due `after_ms` from now and later, an hour apart in three hundred steps."""
+    with Timeball(endpoint) as ball:
+        now_ms = ball.status()["now_ms"]
+        due = [now_ms + after_ms + HOUR_MS * (i % 300) for i in range(rows)]
+        ball.send_many(
+            pa.table(
+                {
+                    "topic": pa.array([topic] * rows),
+                    "body": pa.array([f"body {i}".encode() for i in range(rows)], pa.binary()),
+                    "due_ms": pa.array(due, pa.int64()),
+                }
+            )
+        )
+
+
+def send_due_now(endpoint: str, rows: int, topic: str = "orders") -> None:
+    """Promises that are due, and released, within moments."""
+    with Timeball(endpoint) as ball:
+        for i in range(rows):
+            ball.send(topic, f"now {i}", after="1ms", keys=f"key{i}")
+        eventually(lambda: visible(ball, topic) >= rows, f"{rows} rows of {topic} released")
+
+
+def visible(ball: Timeball, topic: str) -> int:
+    """Rows that stand in the queues of a topic."""
+    return sum(ball.read_queue(topic, queue, 0, 10_000).read_all().num_rows for queue in range(8))
+
+
+def attached_seqs(broker: Endpoint) -> list[int]:
+    """Sequence numbers of all rows in the pending table, sorted."""
+    from deltalake import DeltaTable
+
+    table = DeltaTable(broker.status().table.uri).to_pyarrow_table(columns=["seq"])
+    return sorted(table.column("seq").to_pylist())
+
+
+def log_rows(kind: Kind, count: int, **columns: object) -> pa.RecordBatch:
+    """Rows as `read_log` yields them, seq from 1 on."""
+    rows = build_rows(count, kind=int(kind), **columns)
+    seqs = columns.get("seq", pa.array(range(1, count + 1), pa.int64()))
+    assert rows.schema == LOG_SCHEMA
+    return pa.RecordBatch.from_arrays([seqs, *rows.columns], schema=READ_SCHEMA)
