@@ -27,7 +27,11 @@ timeball.errors.OutOfRange: compact from seq 3: the watermark is 7
         ("java.io.IOException: No space left on device", StorageError, "no space left"),
         ("ModuleNotFoundError: No module named 'pyarrow'", SetupError, "cannot import pyarrow"),
         ("[DATA_SOURCE_NOT_FOUND] Failed to find the data source: timeball", SetupError, "session.register"),
-        ("Traceback\n  File x\nValueError: seven\n\tat java", SetupError, "in a Python worker: ValueError: seven"),
+        (
+            "Traceback\n  File x\nValueError: seven\n\tat java",
+            SetupError,
+            "in a Python worker: ValueError: seven",
+        ),
         ("something new\n\tat java.lang", SetupError, "^Spark failed: something new$"),
         ("timeball.errors.NotAnError: x", SetupError, "Spark failed"),
     ],

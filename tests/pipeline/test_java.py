@@ -15,7 +15,9 @@ from timeball.pipeline import java
 def fake_java(home: Path, version: str) -> Path:
     command = home / "bin/java"
     command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\necho \'openjdk version "{version}" 2025-04-15\' >&2\nprintf "%s\\n" "$@"\n')
+    command.write_text(
+        f'#!/bin/sh\necho \'openjdk version "{version}" 2025-04-15\' >&2\nprintf "%s\\n" "$@"\n'
+    )
     command.chmod(0o700)
     return home
 

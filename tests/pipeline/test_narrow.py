@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual, Not
+from pyspark.sql.datasource import (
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+)
 
 from timeball.pipeline.narrow import Bounds, bounds, kinds
 
@@ -28,7 +37,12 @@ def test_bounds_keep_exactly_what_the_filters_keep(chosen: list[tuple[type, int]
 
 
 def test_other_columns_and_filters_narrow_nothing() -> None:
-    filters: list[Filter] = [EqualTo(("topic",), 5), Not(EqualTo(SEQ, 5)), EqualTo(SEQ, True), EqualTo(("a", "seq"), 5)]
+    filters: list[Filter] = [
+        EqualTo(("topic",), 5),
+        Not(EqualTo(SEQ, 5)),
+        EqualTo(SEQ, True),
+        EqualTo(("a", "seq"), 5),
+    ]
     assert bounds(filters, "seq") == Bounds()
 
 

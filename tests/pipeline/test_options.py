@@ -15,7 +15,13 @@ def test_defaults() -> None:
 
 def test_values_are_parsed() -> None:
     parsed = read_options(
-        {"FROM_SEQ": "7", "to_seq": "9", "kinds": "promise, 3", "columns": "seq,body", "endpoint": "grpc://h:1"}
+        {
+            "FROM_SEQ": "7",
+            "to_seq": "9",
+            "kinds": "promise, 3",
+            "columns": "seq,body",
+            "endpoint": "grpc://h:1",
+        }
     )
     assert (parsed.from_seq, parsed.to_seq, parsed.kinds, parsed.columns) == (7, 9, (2, 3), ("seq", "body"))
     assert read_options({"from_seq": "Watermark"}).from_seq == "watermark"

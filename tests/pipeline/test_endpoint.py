@@ -1,0 +1,69 @@
+"""Tests of timeball.pipeline.endpoint, against a real broker."""
+
+from __future__ import annotations
+
+import socket
+
+import pyarrow.flight as flight
+import pytest
+from tests.node_fixture import RunningNode
+from tests.pipeline.traffic import send
+
+from timeball.errors import InvalidMessage, NotFound, OutOfRange, Unavailable
+from timeball.message import READ_SCHEMA, Kind
+from timeball.pipeline.endpoint import Endpoint, from_wire
+from timeball.table.attachment import Attachment
+
+
+def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:
+    first = broker.status().log.durable_seq
+    send(node.endpoint, 10)
+    status = broker.status()
+    assert status.log.durable_seq == first + 10
+    batches = list(broker.read_log(first, first + 10, [Kind.PROMISE]))
+    assert sum(batch.num_rows for batch in batches) == 10
+    assert batches[0].schema == READ_SCHEMA
+    assert list(broker.read_log(first, first + 10, [Kind.CANCEL])) == []
+
+
+def test_reserved_numbers_do_not_overlap(broker: Endpoint) -> None:
+    first, second = broker.reserve(100), broker.reserve(1)
+    assert second >= first + 100
+
+
+def test_errors_come_back_as_the_broker_raised_them(broker: Endpoint) -> None:
+    wrong = Attachment(job="compact", job_id="j", epoch=1, from_seq=999, to_seq=1000)
+    with pytest.raises(OutOfRange, match=r"999.*watermark") as caught:
+        broker.attach(wrong)
+    assert "Detail" not in str(caught.value)
+    with pytest.raises(OutOfRange):
+        list(broker.read_log(0, 10**9))
+
+
+def test_nobody_there_is_unavailable() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take it, nobody answers
+        uri = f"grpc://127.0.0.1:{held.getsockname()[1]}"
+        with Endpoint(uri, patience_s=0) as endpoint:
+            with pytest.raises(Unavailable, match="no broker answers at"):
+                endpoint.status()
+            with pytest.raises(Unavailable):
+                list(endpoint.read_log(0, 1))
+
+
+def test_a_broker_that_comes_back_is_waited_for(node: RunningNode) -> None:
+    with Endpoint(node.endpoint, patience_s=30) as endpoint:
+        endpoint.status()
+        node.stop()
+        with Endpoint(node.endpoint, patience_s=0) as hasty, pytest.raises(Unavailable):
+            hasty.status()
+        node.start()
+        assert endpoint.status().watermark == 1
+
+
+def test_transport_noise_is_cut_off() -> None:
+    text = "no such topic. Detail: Failed. gRPC client debug context: UNKNOWN:x. Client context: OK"
+    error = from_wire(flight.FlightServerError(text, b"not_found"), "grpc://h:1")
+    assert (type(error), str(error)) == (NotFound, "no such topic")
+    assert type(from_wire(flight.FlightServerError("x", b"invalid_message"), "u")) is InvalidMessage
+    assert type(from_wire(flight.FlightInternalError("stream broke"), "u")) is Unavailable
