@@ -13,7 +13,8 @@ the length of a step back. `SchedulerClock` follows the wall but distrusts its s
                                 when the boot clock ran ahead of the monotonic one (a real suspend)
     backward, <= 1 s            hold until the wall catches up
     backward, > 1 s             the past was wrong: now = wall; what was released is in the log and cannot
-                                be released again
+                                be released again. On probation it takes back what was suspected; if the wall
+                                is still ahead after it, the rest is suspected anew
 
 The rules, and the reasons for them, are those of the reliability study summed up in docs/decisions/0004-clock.md.
 Invariant: between two readings without a backward step > 1 s, `now_ms` does not decrease.
@@ -121,7 +122,7 @@ class SchedulerClock:
         step = (wall - self._wall) - passed
         self._wall, self._boot, self._monotonic_ms = wall, boot, monotonic_ms
         if step < -STEP_MS:
-            self._step_back(wall, step, passed)
+            self._step_back(wall, boot, passed)
         elif step > STEP_MS and slept <= JITTER_MS:
             self._suspect_since_boot = boot
             self.steps_suspected += 1
@@ -132,11 +133,16 @@ class SchedulerClock:
             self._now = max(self._now, wall)
         return self._now
 
-    def _step_back(self, wall: int, step: int, passed: int) -> None:
-        """A large step back either undoes a suspected step forward, or shows that the past was wrong."""
-        self._suspect_since_boot = None
-        undone = wall >= self._now + passed - STEP_MS
-        self._now = max(self._now, wall) if undone else wall
+    def _step_back(self, wall: int, boot: int, passed: int) -> None:
+        """A large step back undoes a suspected step forward, or a part of it, or shows that the past was wrong."""
+        ahead = wall - (self._now + passed)
+        if ahead > STEP_MS:
+            # Still ahead, so a step was on probation. What is left of it is no truer for being smaller.
+            self._suspect_since_boot = boot
+            self._now += passed
+        else:
+            self._suspect_since_boot = None
+            self._now = max(self._now, wall) if ahead >= -STEP_MS else wall
 
     def _on_probation(self, wall: int, boot: int, passed: int) -> None:
         assert self._suspect_since_boot is not None

@@ -1,0 +1,267 @@
+"""The scheduler's clock: every row of its table, and what holds over any sequence of readings."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.clock import JITTER_MS, PROBATION_MS, STEP_MS, ManualClock, SchedulerClock, SystemClock
+
+HOUR_MS = 3_600_000
+TICK_MS = 50
+DAYS_400_MS = 400 * 24 * HOUR_MS
+
+
+def started() -> tuple[ManualClock, SchedulerClock]:
+    manual = ManualClock()
+    return manual, SchedulerClock(manual)
+
+
+def run(manual: ManualClock, clock: SchedulerClock, ms: int) -> int:
+    """Let `ms` pass, read at every tick; the last reading."""
+    for _ in range(0, ms, TICK_MS):
+        manual.advance(TICK_MS)
+        now = clock.now_ms()
+    return now
+
+
+def test_it_begins_at_the_wall_and_follows_it() -> None:
+    manual, clock = started()
+    assert clock.now_ms() == manual.wall
+    run(manual, clock, 10_000)
+    assert clock.now_ms() == manual.wall and not clock.suspect
+
+
+# ---- small steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_ms", [1, JITTER_MS, JITTER_MS + 1, STEP_MS])
+def test_a_small_step_forward_is_followed_at_once(step_ms: int) -> None:
+    manual, clock = started()
+    manual.step_wall(step_ms)
+    assert clock.now_ms() == manual.wall and not clock.suspect
+
+
+@pytest.mark.parametrize("step_ms", [1, JITTER_MS, JITTER_MS + 1, STEP_MS])
+def test_a_small_step_back_is_held_until_the_wall_catches_up(step_ms: int) -> None:
+    manual, clock = started()
+    before = clock.now_ms()
+    manual.step_wall(-step_ms)
+    assert clock.now_ms() == before
+    manual.advance(step_ms - 1)
+    assert clock.now_ms() == before
+    manual.advance(2)
+    assert clock.now_ms() == manual.wall == before + 1
+
+
+def test_slewing_is_followed() -> None:
+    manual, clock = started()
+    for _ in range(2_000):  # 500 ppm for 100 s of readings a second apart
+        manual.advance(1_000)
+        manual.step_wall(1)
+        assert clock.now_ms() == manual.wall
+    assert clock.steps_suspected == 0
+
+
+# ---- a step forward --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_ms", [STEP_MS + 1, HOUR_MS, 24 * HOUR_MS, DAYS_400_MS])
+def test_a_spike_forward_and_back_moves_nothing(step_ms: int) -> None:
+    manual, clock = started()
+    manual.step_wall(step_ms)
+    assert clock.now_ms() == manual.wall - step_ms and clock.suspect
+    assert run(manual, clock, PROBATION_MS - TICK_MS) == manual.wall - step_ms
+    manual.step_wall(-step_ms)
+    assert clock.now_ms() == manual.wall and not clock.suspect
+    assert run(manual, clock, 2 * PROBATION_MS) == manual.wall
+
+
+def test_a_step_forward_is_accepted_once_it_has_stood() -> None:
+    manual, clock = started()
+    manual.step_wall(HOUR_MS)
+    clock.now_ms()
+    run(manual, clock, PROBATION_MS - TICK_MS)
+    assert clock.suspect
+    manual.advance(TICK_MS)
+    assert clock.now_ms() == manual.wall and not clock.suspect
+    assert clock.steps_suspected == 1
+
+
+def test_time_goes_on_while_a_step_is_on_probation() -> None:
+    manual, clock = started()
+    before = clock.now_ms()
+    manual.step_wall(HOUR_MS)
+    clock.now_ms()
+    assert run(manual, clock, 3_000) == before + 3_000
+
+
+def test_a_second_step_begins_a_new_probation() -> None:
+    manual, clock = started()
+    before = clock.now_ms()
+    manual.step_wall(HOUR_MS)
+    clock.now_ms()
+    run(manual, clock, 3_000)
+    manual.step_wall(HOUR_MS)
+    clock.now_ms()
+    assert run(manual, clock, 3_000) == before + 6_000
+    assert run(manual, clock, PROBATION_MS) == manual.wall
+    assert clock.steps_suspected == 2
+
+
+def test_a_suspect_step_that_goes_away_in_small_pieces_is_forgotten() -> None:
+    manual, clock = started()
+    manual.step_wall(1_500)
+    clock.now_ms()
+    for _ in range(2):
+        manual.step_wall(-750)
+        run(manual, clock, TICK_MS)
+    assert not clock.suspect and clock.now_ms() == manual.wall
+
+
+def test_a_step_back_by_a_part_of_a_spike_does_not_make_the_rest_true() -> None:
+    manual, clock = started()
+    before = clock.now_ms()
+    manual.step_wall(2 * HOUR_MS)
+    clock.now_ms()
+    manual.step_wall(-HOUR_MS)  # an hour ahead still, and not a millisecond of it proven
+    assert clock.now_ms() == before and clock.suspect
+    assert run(manual, clock, PROBATION_MS - TICK_MS) == before + PROBATION_MS - TICK_MS
+    manual.step_wall(-HOUR_MS)
+    assert clock.now_ms() == manual.wall and not clock.suspect
+
+
+def test_the_rest_of_a_spike_is_accepted_when_it_stands() -> None:
+    manual, clock = started()
+    manual.step_wall(2 * HOUR_MS)
+    clock.now_ms()
+    manual.step_wall(-HOUR_MS)
+    clock.now_ms()
+    assert run(manual, clock, PROBATION_MS) == manual.wall and not clock.suspect
+
+
+# ---- a suspend -------------------------------------------------------------------------------------------
+
+
+def test_a_suspend_is_no_step() -> None:
+    manual, clock = started()
+    manual.suspend(8 * HOUR_MS)
+    assert clock.now_ms() == manual.wall and clock.steps_suspected == 0
+
+
+def test_a_wall_set_during_a_suspend_is_accepted_at_once() -> None:
+    manual, clock = started()
+    manual.suspend(HOUR_MS)
+    manual.step_wall(30_000)  # the hardware clock ran fast
+    assert clock.now_ms() == manual.wall and not clock.suspect
+
+
+def test_a_long_gap_between_readings_is_no_step() -> None:
+    manual, clock = started()
+    manual.advance(HOUR_MS)
+    assert clock.now_ms() == manual.wall and clock.steps_suspected == 0
+
+
+# ---- a step back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_ms", [STEP_MS + 1, HOUR_MS, DAYS_400_MS])
+def test_after_a_large_step_back_the_past_was_wrong(step_ms: int) -> None:
+    manual, clock = started()
+    before = clock.now_ms()
+    manual.step_wall(-step_ms)
+    assert clock.now_ms() == manual.wall == before - step_ms
+    assert run(manual, clock, 5_000) == manual.wall
+
+
+def test_a_spike_that_ends_in_the_past_leads_into_the_past() -> None:
+    manual, clock = started()
+    before = clock.now_ms()
+    manual.step_wall(HOUR_MS)
+    clock.now_ms()
+    manual.step_wall(-2 * HOUR_MS)
+    assert clock.now_ms() == before - HOUR_MS and not clock.suspect
+
+
+# ---- strobe ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_ms", [200, 1_000, 5_000, HOUR_MS])
+def test_a_strobe_never_leads_ahead_by_more_than_a_small_step(step_ms: int) -> None:
+    manual, clock = started()
+    truth = manual.wall
+    for turn in range(400):
+        manual.step_wall(step_ms if turn % 2 == 0 else -step_ms)
+        manual.advance(TICK_MS)
+        truth += TICK_MS
+        assert clock.now_ms() <= truth + (step_ms if step_ms <= STEP_MS else 0)
+    assert run(manual, clock, PROBATION_MS + STEP_MS) == manual.wall == truth + PROBATION_MS + STEP_MS
+
+
+# ---- over any sequence -----------------------------------------------------------------------------------
+
+advance = st.tuples(st.just("advance"), st.integers(0, 20_000))
+step = st.tuples(st.just("step"), st.integers(-5_000, 5_000) | st.integers(-DAYS_400_MS, DAYS_400_MS))
+suspend = st.tuples(st.just("suspend"), st.integers(0, HOUR_MS))
+
+
+@given(st.lists(st.one_of(advance, step, suspend), max_size=60))
+def test_what_holds_over_any_sequence(events: list[tuple[str, int]]) -> None:
+    manual, clock = started()
+    now, wall, boot = clock.now_ms(), manual.wall, manual.boot
+    stepped_boot = -PROBATION_MS  # when the wall last made a large step
+    for what, ms in events:
+        {"advance": manual.advance, "step": manual.step_wall, "suspend": manual.suspend}[what](ms)
+        before, now = now, clock.now_ms()
+        passed = manual.boot - boot
+        stepped = manual.wall - wall - passed
+        wall, boot = manual.wall, manual.boot
+        if abs(stepped) > STEP_MS:
+            stepped_boot = boot
+        if now - before - passed > STEP_MS:
+            assert boot - stepped_boot >= PROBATION_MS, "a large lead is believed only when it has stood"
+        if stepped >= -STEP_MS:
+            assert now >= before, "only a step back of more than a second leads back"
+        # Ahead of the wall it may be by holding a small step back, and by nothing else.
+        assert now <= max(wall, before + passed)
+        if not clock.suspect:
+            assert now == max(wall, before) or stepped < -STEP_MS
+        else:
+            assert now < wall, "what is on probation lies ahead"
+
+
+@given(st.lists(st.one_of(advance, step), max_size=30))
+def test_it_ends_at_the_wall_whatever_came_before(events: list[tuple[str, int]]) -> None:
+    manual, clock = started()
+    for what, ms in events:
+        {"advance": manual.advance, "step": manual.step_wall}[what](ms)
+        clock.now_ms()
+    held_ms = max(0, clock.now_ms() - manual.wall)
+    manual.advance(PROBATION_MS + held_ms)
+    assert clock.now_ms() == manual.wall
+
+
+# ---- the machine's own -----------------------------------------------------------------------------------
+
+
+def test_the_system_s_clocks_tell_milliseconds_and_nanoseconds() -> None:
+    clock = SystemClock()
+    assert clock.wall_ms() == pytest.approx(time.time() * 1000, rel=1e-3)  # milliseconds, and since 1970
+    first, boot = clock.monotonic_ns(), clock.boot_ms()
+    assert clock.monotonic_ns() >= first
+    assert clock.boot_ms() >= boot
+    # CLOCK_BOOTTIME counts what CLOCK_MONOTONIC does, and the suspends.
+    assert clock.boot_ms() >= first // 1_000_000 - 1
+    assert SchedulerClock(clock).now_ms() >= 1_700_000_000_000
+
+
+def test_a_manual_clock_moves_only_when_told() -> None:
+    manual = ManualClock(wall=5, boot=7, monotonic=9)
+    assert (manual.wall_ms(), manual.boot_ms(), manual.monotonic_ns()) == (5, 7, 9_000_000)
+    manual.advance(1)
+    manual.suspend(2)
+    manual.step_wall(-3)
+    assert (manual.wall_ms(), manual.boot_ms(), manual.monotonic_ns()) == (5, 10, 10_000_000)
