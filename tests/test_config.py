@@ -1,0 +1,73 @@
+"""Settings refuse what cannot work, and name the option."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from timeball import limits
+from timeball.config import MIB, Settings
+from timeball.errors import SetupError
+
+
+def test_the_defaults_work_and_are_durable() -> None:
+    settings = Settings()
+    assert settings.durability == "sync"
+    assert settings.delay_ms_max == limits.DELAY_MS_MAX
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        {"port": 0},
+        {"port": 65_535},
+        {"durability": "async"},
+        {"segment_bytes": 1 * MIB},
+        {"segment_bytes": 2048 * MIB},
+        {"queues_per_topic": 1},
+        {"queues_per_topic": limits.QUEUES_PER_TOPIC_MAX},
+        {"delay_ms_max": 1},
+        {"gather_ahead_ms": 1_000},
+    ],
+    ids=str,
+)
+def test_the_edges_are_allowed(allowed: dict[str, Any]) -> None:
+    Settings(**allowed)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"port": -1},
+        {"port": 65_536},
+        {"durability": "sometimes"},
+        {"segment_bytes": 1 * MIB - 1},
+        {"segment_bytes": 2048 * MIB + 1},
+        {"queues_per_topic": 0},
+        {"queues_per_topic": limits.QUEUES_PER_TOPIC_MAX + 1},
+        {"delay_ms_max": 0},
+        {"delay_ms_max": limits.DELAY_MS_MAX + 1},
+        {"gather_ahead_ms": 999},
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_by_its_option_s_name(refused: dict[str, Any]) -> None:
+    ((field, value),) = refused.items()
+    with pytest.raises(SetupError) as refusal:
+        Settings(**refused)
+    assert f"--{field.replace('_', '-')} {value}" in str(refusal.value)
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().port = 1  # type: ignore[misc]
+
+
+def test_units_stand_last_in_the_names() -> None:
+    numbers = {f.name for f in dataclasses.fields(Settings) if f.type == "int"}
+    counted = {"port", "queues_per_topic", "compact_rows", "compact_rows_min"}
+    # A number that comes to the settings later says its unit, or is a count and listed here.
+    known_units = ("_ms", "_bytes", "_ms_max", "_rows", "_rows_min")
+    assert {n for n in numbers if not n.endswith(known_units)} <= counted

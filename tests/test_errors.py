@@ -1,0 +1,58 @@
+"""The tree of errors: every class has a code of its own, and comes back from the far side of a wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from timeball import errors
+from timeball.errors import TimeballError, from_code
+
+# Clients of every release know these.
+CODES = {
+    "error": "TimeballError",
+    "bad_request": "RequestError",
+    "invalid_message": "InvalidMessage",
+    "invalid_delay": "InvalidDelay",
+    "not_found": "NotFound",
+    "out_of_range": "OutOfRange",
+    "over_limit": "OverLimit",
+    "unavailable": "Unavailable",
+    "setup": "SetupError",
+    "storage": "StorageError",
+    "corrupt": "Corrupt",
+    "disk_failed": "DiskFailed",
+}
+
+
+def every_error(root: type[TimeballError] = TimeballError) -> list[type[TimeballError]]:
+    return [root, *(error for child in root.__subclasses__() for error in every_error(child))]
+
+
+def test_codes_are_what_clients_know_and_no_two_are_the_same() -> None:
+    ours = [error for error in every_error() if error.__module__ == errors.__name__]
+    assert sorted((error.code, error.__name__) for error in ours) == sorted(CODES.items())
+
+
+@pytest.mark.parametrize(("code", "name"), CODES.items())
+def test_an_error_comes_back_from_its_code(code: str, name: str) -> None:
+    error = from_code(code, "what to do")
+    assert type(error) is getattr(errors, name)
+    assert str(error) == "what to do"
+
+
+def test_a_code_of_a_newer_release_becomes_the_base_class() -> None:
+    assert type(from_code("invented_later", "text")) is TimeballError
+
+
+def test_the_drawing_shows_every_error() -> None:
+    drawn = {word for word in (errors.__doc__ or "").split() if word.isidentifier()}
+    assert set(CODES.values()) <= drawn
+
+
+def test_errors_are_sorted_by_who_must_act() -> None:
+    for request in ("InvalidMessage", "InvalidDelay", "NotFound", "OutOfRange"):
+        assert issubclass(getattr(errors, request), errors.RequestError)
+    for storage in ("Corrupt", "DiskFailed"):
+        assert issubclass(getattr(errors, storage), errors.StorageError)
+    # Waiting helps, so a caller who catches RequestError must not see it as its own fault.
+    assert not issubclass(errors.OverLimit, (errors.RequestError, errors.StorageError))

@@ -1,0 +1,119 @@
+"""The hash of texts: against a slow twin in pure Python, over every shape a column can have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from timeball.key_hash import hash_keys, hash_one, hash_text
+
+WRAP = (1 << 64) - 1
+
+
+def slow_hash(text: str) -> int:
+    """The drawing in key_hash.py, one byte string at a time."""
+    data = text.encode()
+    h = len(data) * 0x9E3779B97F4A7C15 & WRAP
+    for at in range(0, len(data), 8):
+        x = h ^ int.from_bytes(data[at : at + 8], "little")
+        x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 & WRAP
+        x = (x ^ x >> 29) * 0xBF58476D1CE4E5B9 & WRAP
+        h = x ^ x >> 32
+    return h
+
+
+# Sidecars hold these numbers: a change of the hash would find nothing in them.
+FROZEN = {
+    "": 0,
+    "a": 0x5D869C772317DC2D,
+    "order-1": 0x6802FD3DA1386F3D,
+    "7F0000010B2C18B4AAC2345678900000": 0x93C17BAA1526782F,
+    "Ζεύς ⚡ 宙斯": 0x4844E752D9C931ED,
+}
+
+texts = st.lists(st.none() | st.text(max_size=40), max_size=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), FROZEN.items(), ids=["empty", "letter", "key", "message id", "unicode"]
+)
+def test_the_hash_never_changes(text: str, expected: int) -> None:
+    assert hash_one(text) == expected
+
+
+@given(st.text(max_size=100))
+@example("")
+@example("12345678")
+@example("1234567")
+@example("123456789")
+@example("\x00")
+@example("\x00" * 16)
+@example("é" * 9)
+@example("👩‍👩‍👧" * 3)
+def test_it_is_its_slow_twin(text: str) -> None:
+    assert hash_one(text) == slow_hash(text)
+
+
+@given(texts)
+def test_a_column_is_its_rows_and_null_is_empty(column: list[str | None]) -> None:
+    assert hash_text(pa.array(column, pa.string())).tolist() == [slow_hash(text or "") for text in column]
+
+
+@given(texts, st.integers(0, 20), st.integers(0, 20))
+def test_a_slice_is_the_same_rows(column: list[str | None], begin: int, count: int) -> None:
+    array = pa.array(column, pa.string()).slice(begin, count)
+    assert hash_text(array).tolist() == [slow_hash(text or "") for text in array.to_pylist()]
+
+
+def test_length_tells_texts_apart_that_differ_in_zeros_only() -> None:
+    zeros = ["\x00" * n for n in range(40)]
+    assert len(set(hash_text(pa.array(zeros)).tolist())) == 40
+
+
+def test_a_hundred_thousand_ids_do_not_collide() -> None:
+    ids = pa.array([f"order-{n}" for n in range(100_000)])
+    hashes = hash_text(ids)
+    assert hashes.dtype == np.uint64
+    assert len(np.unique(hashes)) == 100_000
+    # And the top bits are used: a sorted table of them is searched evenly.
+    assert len(np.unique(hashes >> np.uint64(56))) == 256
+
+
+# ---- keys of a batch -------------------------------------------------------------------------------------
+
+
+def slow_keys(unique_key: list[str | None], keys: list[str | None]) -> set[tuple[int, int]]:
+    pairs = {(slow_hash(text), row) for row, text in enumerate(unique_key) if text is not None}
+    return pairs | {
+        (slow_hash(key), row) for row, text in enumerate(keys) for key in (text or "").split(" ") if key
+    }
+
+
+keyed = st.lists(
+    st.tuples(
+        st.none() | st.text("ab", max_size=9),
+        st.none() | st.text("k z", max_size=12),
+    ),
+    max_size=12,
+)
+
+
+@given(keyed, st.integers(0, 6))
+def test_every_id_and_every_key_is_found_at_its_row(
+    rows: list[tuple[str | None, str | None]], begin: int
+) -> None:
+    unique_key = pa.array([r[0] for r in rows], pa.string()).slice(begin)
+    keys = pa.array([r[1] for r in rows], pa.string()).slice(begin)
+    hashes, positions = hash_keys(unique_key, keys)
+    assert positions.dtype == np.int64
+    found = set(zip(hashes.tolist(), positions.tolist(), strict=True))
+    assert found == slow_keys(unique_key.to_pylist(), keys.to_pylist())
+
+
+def test_many_blanks_are_no_keys() -> None:
+    hashes, rows = hash_keys(pa.array([None], pa.string()), pa.array(["  a   b "]))
+    assert sorted(hashes.tolist()) == sorted([slow_hash("a"), slow_hash("b")])
+    assert rows.tolist() == [0, 0]

@@ -1,0 +1,142 @@
+"""The vocabulary of rows: kinds, schemas, properties, and the one constructor of log rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.message import (
+    LOG_SCHEMA,
+    READ_SCHEMA,
+    SCHEMA_VERSION,
+    TABLE_SCHEMA,
+    Kind,
+    build_rows,
+    decode_properties,
+    encode_properties,
+    int64,
+)
+
+# These stand in every log ever written.
+KINDS_ON_DISK = {
+    "INVALID": 0,
+    "MESSAGE": 1,
+    "PROMISE": 2,
+    "RELEASE": 3,
+    "CANCEL": 4,
+    "ATTACH": 5,
+    "RESERVE": 6,
+}
+COLUMNS_ON_DISK = (
+    "kind:int8 topic:string queue_id:int32 queue_offset:int64 tag:string keys:string unique_key:string "
+    "body:binary properties:string born_ms:int64 born_host:string store_ms:int64 store_host:string flag:int32 "
+    "sys_flag:int32 reconsume_times:int32 prepared_seq:int64 due_ms:int64 accepted_ms:int64 source_seq:int64"
+)
+
+
+def test_kinds_keep_their_numbers() -> None:
+    assert {kind.name: int(kind) for kind in Kind} == KINDS_ON_DISK
+
+
+def test_a_change_of_the_columns_is_a_new_version() -> None:
+    columns = " ".join(f"{field.name}:{field.type}" for field in LOG_SCHEMA)
+    assert (SCHEMA_VERSION, columns) == (1, COLUMNS_ON_DISK), (
+        "readers of version 1 expect these columns: see log/format.py before changing them"
+    )
+
+
+def test_readers_get_the_sequence_number_and_then_the_log() -> None:
+    assert READ_SCHEMA.names == ["seq", *LOG_SCHEMA.names]
+
+
+def test_a_promise_at_rest_has_columns_of_the_log() -> None:
+    for field in TABLE_SCHEMA:
+        assert READ_SCHEMA.field(field.name).type == field.type
+
+
+# ---- properties ------------------------------------------------------------------------------------------
+
+
+def test_properties_have_rocketmq_s_text_form() -> None:
+    assert encode_properties({"a": "1", "b": ""}) == "a\x011\x02b\x01\x02"
+    assert decode_properties("a\x011\x02b\x01\x02") == {"a": "1", "b": ""}
+
+
+def test_entries_without_a_separator_are_ignored_as_rocketmq_does() -> None:
+    assert decode_properties("lonely\x02a\x011\x02\x02") == {"a": "1"}
+    assert decode_properties("") == {}
+
+
+def test_the_last_entry_may_lack_its_end() -> None:
+    assert decode_properties("a\x011") == {"a": "1"}
+
+
+plain = st.text(st.characters(exclude_characters="\x01\x02", exclude_categories=["Cs"]))
+
+
+@given(st.dictionaries(plain, plain))
+def test_properties_come_back(properties: dict[str, str]) -> None:
+    assert decode_properties(encode_properties(properties)) == properties
+
+
+# ---- build_rows ------------------------------------------------------------------------------------------
+
+
+def test_columns_left_out_are_null() -> None:
+    rows = build_rows(3, kind=Kind.MESSAGE)
+    assert rows.schema == LOG_SCHEMA and rows.num_rows == 3
+    assert rows.column("kind").to_pylist() == [1, 1, 1]
+    assert all(rows.column(name).null_count == 3 for name in LOG_SCHEMA.names if name != "kind")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [5, None, 7],
+        pa.array([5, None, 7], pa.int32()),
+        pa.array([5, None, 7], pa.int64()),
+        pa.chunked_array([[5], [None, 7]], pa.int64()),
+    ],
+    ids=["sequence", "narrower", "same type", "chunks"],
+)
+def test_a_column_may_be_given_in_many_forms(value: object) -> None:
+    assert build_rows(3, due_ms=value).column("due_ms").to_pylist() == [5, None, 7]
+
+
+def test_a_numpy_column_and_scalars() -> None:
+    rows = build_rows(2, due_ms=np.array([1, 2]), topic="orders", body=b"x", flag=3)
+    assert rows.column("due_ms").to_pylist() == [1, 2]
+    assert (
+        rows.select(["topic", "body", "flag"]).to_pylist()
+        == [{"topic": "orders", "body": b"x", "flag": 3}] * 2
+    )
+
+
+def test_an_unknown_column_is_named() -> None:
+    with pytest.raises(ValueError, match="dew_ms"):
+        build_rows(1, dew_ms=1)
+
+
+def test_a_column_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError):
+        build_rows(2, due_ms=[1, 2, 3])
+
+
+def test_a_value_that_does_not_fit_is_refused_and_not_cut() -> None:
+    with pytest.raises(pa.ArrowInvalid):
+        build_rows(1, flag=pa.array([1 << 40]))
+
+
+def test_int64_gives_the_column_itself() -> None:
+    column = pa.array([1, 2, 3], pa.int64())
+    values = int64(column)
+    assert values.dtype == np.int64 and values.tolist() == [1, 2, 3]
+    assert values.ctypes.data == column.buffers()[1].address
+
+
+def test_int64_refuses_nulls() -> None:
+    with pytest.raises(pa.ArrowInvalid):
+        int64(pa.array([1, None], pa.int64()))
