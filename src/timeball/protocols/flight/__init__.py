@@ -8,7 +8,10 @@ Hands on: to the broker's loop; answers travel back in the order of the requests
     columns    which Arrow columns a send may have, and their types         (no I/O)
     failures   our errors <-> Flight errors; nothing else leaks
     window     unanswered batches of a stream, in order; back-pressure
+    inbox      batches to the loop, small ones together, and their answers back
     exchange   one send stream: a reading thread, an answering thread
+    gate       how many calls may be inside at once
     sockets    is a port free; cut the connections that will not go
-    server     FlightEdge: the verbs
+    verbs      from a decoded request to the broker's verb
+    server     FlightEdge: what gRPC calls
 """

@@ -1,7 +1,7 @@
 """One send stream: batches in without waiting, acknowledgements out in the same order.
 
     RPC thread        read_chunk -> check -> window.enter -> inbox
-    broker's loop     inbox -> broker.send_nowait -> the commit's callback -> slot.settle
+    broker's loop     inbox -> slot.settle                                                   (inbox)
     answering thread  window.take -> write_metadata
 
 The RPC thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
@@ -12,82 +12,20 @@ the commit of others too.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections import deque
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball import limits
-from timeball.errors import InvalidMessage, OverLimit, TimeballError, Unavailable
-from timeball.protocols.flight import codec
+from timeball.errors import InvalidMessage, OverLimit, Unavailable
 from timeball.protocols.flight.columns import SendColumns
-from timeball.protocols.flight.failures import internal
-from timeball.protocols.flight.window import Budget, Slot, Window
-
-if TYPE_CHECKING:
-    from timeball.broker.service import Broker
+from timeball.protocols.flight.inbox import STOPPING, Inbox, refusal
+from timeball.protocols.flight.window import Budget, Window
 
 log = logging.getLogger(__name__)
-
-STOPPING = "the broker is stopping; send this batch again later or elsewhere"
-
-
-class Inbox:
-    """Batches on their way from reading threads to the loop; many cross with one wake-up."""
-
-    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop) -> None:
-        self._broker = broker
-        self._loop = loop
-        self._waiting: deque[tuple[pa.RecordBatch, Slot]] = deque()
-        self._woken = False
-
-    def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
-        """Hand a batch over; its slot will be settled. Callable from any thread."""
-        self._waiting.append((batch, slot))
-        # The loop clears the flag before it empties the queue: whoever sees it set is served by that drain.
-        if not self._woken:
-            self._woken = True
-            try:
-                self._loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:  # the loop is closed
-                self._refuse_all()
-
-    def _drain(self) -> None:
-        self._woken = False
-        while self._waiting:
-            self._send(*self._waiting.popleft())
-
-    def _send(self, batch: pa.RecordBatch, slot: Slot) -> None:
-        try:
-            accepted, durable = self._broker.send_nowait(batch)
-        except Exception as error:  # whatever it is, this batch gets an answer and the next one its turn
-            slot.settle(_refusal(error))
-        else:
-            ack = codec.SendAck(accepted.first_seq, accepted.rows, accepted.store_ms)
-            durable.add_done_callback(partial(_committed, slot, ack))
-
-    def _refuse_all(self) -> None:
-        while self._waiting:
-            self._waiting.popleft()[1].settle(codec.encode_refusal(Unavailable(STOPPING)))
-
-
-def _committed(slot: Slot, ack: codec.SendAck, durable: asyncio.Future[int]) -> None:
-    """The commit that a batch was part of has ended; answer it."""
-    if durable.cancelled():
-        slot.settle(codec.encode_refusal(Unavailable(STOPPING)))
-    elif error := durable.exception():
-        slot.settle(_refusal(error))
-    else:
-        slot.settle(codec.encode(ack))
-
-
-def _refusal(error: BaseException) -> bytes:
-    return codec.encode_refusal(error if isinstance(error, TimeballError) else internal(error, "send"))
 
 
 class SendStream:
@@ -141,7 +79,7 @@ class SendStream:
                 _check_bytes(size_bytes)
                 batch = columns.adopt(batch)
             except Exception as error:  # whatever it is, this batch gets an answer and the next one its turn
-                slot.settle(_refusal(error))
+                slot.settle(refusal(error))
             else:
                 self._inbox.put(batch, slot)
             del batch, chunk  # while it waits for the next one, this thread holds no memory of the last

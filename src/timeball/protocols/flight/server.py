@@ -24,9 +24,10 @@ import pyarrow.flight as flight
 from timeball.errors import NotFound, RequestError, SetupError, TimeballError, Unavailable
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec, verbs
-from timeball.protocols.flight.exchange import STOPPING, Inbox, SendStream
+from timeball.protocols.flight.exchange import SendStream
 from timeball.protocols.flight.failures import answering, internal, to_flight
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate, Pass
+from timeball.protocols.flight.inbox import STOPPING, Inbox
 from timeball.protocols.flight.sockets import check_free, cut_connections
 from timeball.protocols.flight.window import Budget
 
