@@ -11,6 +11,7 @@ numbers never finds one whose position is missing.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from bisect import bisect_right
 
@@ -63,10 +64,13 @@ class Segments:
     """The segments of the log, oldest first; the last one is being written.
 
     The list is replaced, never changed in place, so that a reader in another thread keeps a consistent view.
+    Two threads replace it, the event loop's when the log rolls and the reader's for retention, hence the lock:
+    a segment forgotten here would have its name given to the next one, and its rows overwritten.
     """
 
     def __init__(self, segments: list[Segment]) -> None:
         self._segments = segments
+        self._changing = threading.Lock()
 
     @property
     def all(self) -> list[Segment]:
@@ -95,13 +99,15 @@ class Segments:
 
     def add(self, segment: Segment) -> None:
         """Roll into a new segment."""
-        assert segment.first_seq == self.next_seq
-        self._segments = [*self._segments, segment]
+        with self._changing:
+            assert segment.first_seq == self.next_seq
+            self._segments = [*self._segments, segment]
 
     def drop(self, segments: list[Segment]) -> None:
         """Forget segments that retention lets go; they must be the oldest."""
-        assert segments == self._segments[: len(segments)] and len(segments) < len(self._segments)
-        self._segments = self._segments[len(segments) :]
+        with self._changing:
+            assert segments == self._segments[: len(segments)] and len(segments) < len(self._segments)
+            self._segments = self._segments[len(segments) :]
 
     def holding(self, seq: int) -> Segment:
         """The segment that holds `seq`; raises OutOfRange with what is kept."""
