@@ -1,0 +1,166 @@
+"""A log with small segments over any `Files`, and the rows that go into it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from timeball.clock import ManualClock
+from timeball.config import Durability
+from timeball.files import Files
+from timeball.log.reader import LogReader
+from timeball.log.recovery import Opened, open_log
+from timeball.log.segment import Segments
+from timeball.log.writer import LogWriter
+from timeball.message import Kind, build_rows
+
+SEGMENT_BYTES = 16 * 1024  # a handful of small frames
+WAIT_S = 30.0  # a bound for what happens at once on an idle machine
+
+
+class AtOnce(Executor):
+    """Runs a call when it is submitted, in the caller's thread: the same order of calls every time."""
+
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
+        future: Future[object] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        # A thread would hand on whatever was raised, so this does too: a PowerCut is no Exception.
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+class OnDemand(Executor):
+    """Holds calls back until they are let go: a disk that is busy for as long as a test wants."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[[], object], Future[object]]] = []
+
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
+        future: Future[object] = Future()
+        self.waiting.append((lambda: fn(*args, **kwargs), future))
+        return future
+
+    def let_go(self, count: int | None = None) -> None:
+        """Run the next `count` calls, or all that wait now."""
+        calls, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
+        for call, future in calls:
+            try:
+                future.set_result(call())
+            # As above: a thread would hand on whatever was raised.
+            except BaseException as error:
+                future.set_exception(error)
+
+
+@dataclass
+class Log:
+    """An open log. `failures` is what its writer reported."""
+
+    writer: LogWriter
+    reader: LogReader
+    segments: Segments
+    clock: ManualClock
+    cut_bytes: int
+    failures: list[BaseException] = field(default_factory=list)
+
+    async def append(self, *batches: pa.RecordBatch) -> list[int]:
+        """Append batches in one go and wait until they are durable; their first sequence numbers."""
+        return list(await asyncio.gather(*[self.writer.append(batch)[1] for batch in batches]))
+
+
+@asynccontextmanager
+async def opened(
+    files: Files,
+    *,
+    disk: Executor | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+    durability: Durability = "sync",
+    known_durable: int = 0,
+) -> AsyncIterator[Log]:
+    """The log below `files`, recovered and ready; closed at the end."""
+    clock = ManualClock()
+    found = reopened(files, segment_bytes=segment_bytes, known_durable=known_durable)
+    threads = disk or ThreadPoolExecutor(1)
+    failures: list[BaseException] = []
+    writer = LogWriter(
+        files, found.segments, found.file, clock, threads,
+        segment_bytes=segment_bytes, durability=durability, on_failure=failures.append,
+    )  # fmt: skip
+    try:
+        yield Log(writer, LogReader(found.segments), found.segments, clock, found.cut_bytes, failures)
+    finally:
+        await until(writer.close(), disk)
+        threads.shutdown()
+
+
+async def until(work: Awaitable[None], disk: Executor | None) -> None:
+    """Wait for `work`, letting go on the way what an OnDemand disk holds back."""
+    task = asyncio.ensure_future(work)
+    while not task.done() and isinstance(disk, OnDemand):
+        await asyncio.sleep(0)
+        disk.let_go()
+    await asyncio.wait_for(task, WAIT_S)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds; fails when it does not within a generous bound."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def reopened(files: Files, *, segment_bytes: int = SEGMENT_BYTES, known_durable: int = 0) -> Opened:
+    """What recovery finds."""
+    return open_log(
+        files, segment_bytes=segment_bytes, now_ms=ManualClock().wall, known_durable=known_durable
+    )
+
+
+def batch(first: int, count: int = 3, *, body_bytes: int = 20) -> pa.RecordBatch:
+    """`count` messages that can be told from all others: row n of the batch is message `first` + n."""
+    numbers = range(first, first + count)
+    return build_rows(
+        count,
+        kind=int(Kind.MESSAGE),
+        topic="orders",
+        queue_id=[n % 4 for n in numbers],
+        queue_offset=[n // 4 for n in numbers],
+        unique_key=[f"id-{n}" for n in numbers],
+        keys=[f"order-{n} customer-{n % 5}" if n % 2 else None for n in numbers],
+        body=[f"{n}:".encode().ljust(body_bytes, b".") for n in numbers],
+        born_ms=list(numbers),
+        store_ms=1_700_000_000_000,
+    )
+
+
+def bodies(rows: Iterable[pa.RecordBatch]) -> list[bytes]:
+    return [body for part in rows for body in part.column("body").to_pylist()]
+
+
+def read_all(segments: Segments) -> dict[int, bytes]:
+    """Body by sequence number, of everything kept."""
+    reader = LogReader(segments)
+    found: dict[int, bytes] = {}
+    for rows in reader.rows(reader.first_seq, reader.next_seq):
+        for seq, body in zip(rows.column("seq").to_pylist(), rows.column("body").to_pylist(), strict=True):
+            assert seq not in found
+            found[seq] = body
+    return found
+
+
+def fill(files: Files, commits: int, *, rows: int = 3) -> list[bytes]:
+    """A log of `commits` commits of `rows` messages; the bodies, of which the first has seq 1."""
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce()) as log:
+            for n in range(commits):
+                await log.append(batch(1 + n * rows, rows))
+
+    asyncio.run(write())
+    return bodies([batch(1, commits * rows)])

@@ -1,0 +1,258 @@
+"""Frames and segment headers as bytes: they come back, they are those of the drawing, and damage is noticed."""
+
+from __future__ import annotations
+
+import struct
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.log.small_log import batch
+
+from timeball import limits
+from timeball.errors import Corrupt, SetupError
+from timeball.log import format as fmt
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
+
+CRC_AT = 52
+VERSION_AT = 4
+
+
+def encode(rows: pa.RecordBatch, *, first_seq: int = 17, position: int = 64, synced_to: int = 64) -> bytes:
+    frame, parts = fmt.encode_frame(
+        rows, first_seq=first_seq, span=rows.num_rows, append_ms=5, epoch=1, position=position, synced_to=synced_to
+    )  # fmt: skip
+    data = b"".join(bytes(part) for part in parts)
+    assert len(data) == frame.length
+    return data
+
+
+def segment(*frames: bytes, tail: int = 256) -> pa.Buffer:
+    return pa.py_buffer(fmt.encode_segment_header(17, 5) + b"".join(frames) + bytes(tail))
+
+
+def sealed_again(frame: bytearray) -> bytes:
+    """The frame with a checksum that fits: as a writer of it would have left it."""
+    struct.pack_into("<I", frame, CRC_AT, 0)
+    struct.pack_into("<I", frame, CRC_AT, google_crc32c.value(bytes(frame)))
+    return bytes(frame)
+
+
+# ---- frames ----------------------------------------------------------------------------------------------
+
+
+def test_a_frame_comes_back() -> None:
+    rows = batch(1, 5)
+    buffer = segment(encode(rows))
+    frame = fmt.read_frame(buffer, 64)
+    assert frame is not None
+    assert (frame.first_seq, frame.next_seq, frame.rows, frame.position) == (17, 22, 5, 64)
+    assert fmt.decode_rows(buffer, frame).equals(rows)
+    assert fmt.read_frame(buffer, frame.end) is None, "zeros are the end"
+
+
+def test_the_bytes_are_those_of_the_drawing() -> None:
+    data = encode(batch(1, 2), first_seq=17, synced_to=64)
+    magic, version, flags, length, rows = struct.unpack_from("<IHHII", data, 0)
+    assert (data[:4], magic, version, flags, length, rows) == (b"TBF1", fmt.FRAME_MAGIC, 1, 0, len(data), 2)
+    assert struct.unpack_from("<qqqq", data, 16) == (17, 2, 5, 1)
+    payload, crc, synced_to = struct.unpack_from("<IIQ", data, 48)
+    assert synced_to == 64
+    assert crc == google_crc32c.value(data[:CRC_AT] + bytes(4) + data[CRC_AT + 4 :])
+    assert not any(data[64 + payload :])
+
+
+@given(
+    st.lists(
+        st.tuples(st.none() | st.text(max_size=5), st.none() | st.binary(max_size=200), st.none() | st.integers(0, 9)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(0, 29),
+    st.integers(1, 30),
+)  # fmt: skip
+def test_any_rows_come_back_from_any_slice_in_the_room_foreseen(
+    values: list[tuple[str | None, bytes | None, int | None]], begin: int, count: int
+) -> None:
+    tags, bodies, due = zip(*values, strict=True)
+    whole = build_rows(
+        len(values), kind=int(Kind.PROMISE), tag=list(tags), body=list(bodies), due_ms=list(due)
+    )
+    rows = whole.slice(min(begin, len(values) - 1), count)
+    data = encode(rows)
+    assert len(data) % fmt.ALIGN == 0
+    # What the writer looks at to decide whether the segment at hand has room for it.
+    assert len(data) <= pa.ipc.get_record_batch_size(rows) + 2 * fmt.ALIGN
+    buffer = segment(data)
+    frame = fmt.read_frame(buffer, 64)
+    assert frame is not None and fmt.decode_rows(buffer, frame).equals(rows)
+
+
+def test_columns_of_a_frame_are_views_of_the_segment() -> None:
+    buffer = segment(encode(batch(1, 100)))
+    frame = fmt.read_frame(buffer, 64)
+    assert frame is not None
+    born = fmt.decode_rows(buffer, frame).column("born_ms").buffers()[1]
+    assert buffer.address <= born.address < buffer.address + buffer.size
+
+
+def test_every_flipped_bit_of_a_frame_is_noticed() -> None:
+    good = segment(encode(batch(1, 2)), tail=64)
+    end = good.size - 64
+    for at in range(64, end):
+        for bit in (1, 0x80):
+            damaged = bytearray(good.to_pybytes())
+            damaged[at] ^= bit
+            with pytest.raises((Corrupt, SetupError)):
+                fmt.read_frame(pa.py_buffer(bytes(damaged)), 64)
+
+
+def test_every_cut_of_a_frame_is_noticed() -> None:
+    data = segment(encode(batch(1, 2)), tail=0).to_pybytes()
+    for length in range(128, len(data)):
+        with pytest.raises(Corrupt):
+            fmt.read_frame(pa.py_buffer(data[:length]), 64)
+
+
+def test_a_segment_that_ends_in_the_middle_of_a_header_has_no_frame_there() -> None:
+    data = segment(encode(batch(1, 2)), tail=0).to_pybytes()
+    assert fmt.read_frame(pa.py_buffer(data[:127]), 64) is None
+
+
+def test_a_header_of_zeros_but_for_one_byte_is_no_end() -> None:
+    for at in range(4, 64):
+        blank = bytearray(segment().to_pybytes())
+        blank[64 + at] = 1
+        with pytest.raises(Corrupt, match="half written"):
+            fmt.read_frame(pa.py_buffer(bytes(blank)), 64)
+
+
+def test_a_frame_of_another_version_asks_for_another_timeball() -> None:
+    data = bytearray(encode(batch(1, 2)))
+    struct.pack_into("<H", data, VERSION_AT, 2)
+    with pytest.raises(SetupError, match="version 2"):
+        fmt.read_frame(segment(sealed_again(data)), 64)
+
+
+def test_flags_nobody_knows_are_refused() -> None:
+    data = bytearray(encode(batch(1, 2)))
+    struct.pack_into("<H", data, 6, 1)
+    with pytest.raises(Corrupt):
+        fmt.read_frame(segment(sealed_again(data)), 64)
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value"),
+    [
+        (8, "<I", 0),
+        (8, "<I", 63),
+        (8, "<I", 2**31),
+        (8, "<I", limits.FRAME_BYTES_MAX + 64),
+        (12, "<I", 0),
+        (12, "<I", 3),  # more rows than sequence numbers
+        (24, "<q", 1),
+        (24, "<q", -1),
+        (48, "<I", 2**31),
+        (56, "<Q", 128),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused_though_its_checksum_fits(
+    at: int, form: str, value: int
+) -> None:
+    data = bytearray(encode(batch(1, 2)))
+    struct.pack_into(form, data, at, value)
+    with pytest.raises(Corrupt, match="contradicts itself"):
+        fmt.read_frame(segment(sealed_again(data)), 64)
+
+
+def test_rows_fewer_than_the_header_says_are_corrupt() -> None:
+    data = bytearray(encode(batch(1, 3)))
+    struct.pack_into("<I", data, 12, 2)
+    buffer = segment(sealed_again(data))
+    frame = fmt.read_frame(buffer, 64)
+    assert frame is not None
+    with pytest.raises(Corrupt, match="3 rows"):
+        fmt.decode_rows(buffer, frame)
+
+
+def test_a_span_may_be_longer_than_its_rows() -> None:
+    row = build_rows(1, kind=int(Kind.RESERVE), body=b"99")
+    frame, parts = fmt.encode_frame(
+        row, first_seq=5, span=100, append_ms=0, epoch=1, position=64, synced_to=64
+    )
+    found = fmt.read_frame(segment(b"".join(bytes(part) for part in parts)), 64)
+    assert found == frame and frame.next_seq == 105
+
+
+def test_a_frame_without_rows_is_not_written() -> None:
+    with pytest.raises(AssertionError):
+        encode(build_rows(0))
+
+
+def test_with_seq_numbers_the_rows() -> None:
+    rows = fmt.with_seq(batch(1, 3), 40)
+    assert rows.schema == READ_SCHEMA
+    assert rows.column("seq").to_pylist() == [40, 41, 42]
+    assert rows.drop_columns(["seq"]).schema.equals(LOG_SCHEMA)
+
+
+# ---- segment headers -------------------------------------------------------------------------------------
+
+
+def test_a_segment_header_comes_back() -> None:
+    data = fmt.encode_segment_header(17, 5)
+    assert data[:8] == b"TIMEBALL" and len(data) == 64
+    assert struct.unpack_from("<IIqq", data, 8) == (1, 0, 17, 5)
+    assert fmt.read_segment_header(pa.py_buffer(data)) == 17
+
+
+def test_a_blank_or_short_segment_was_never_begun() -> None:
+    assert fmt.read_segment_header(pa.py_buffer(bytes(200))) is None
+    assert fmt.read_segment_header(pa.py_buffer(b"TIME")) is None
+    assert fmt.read_segment_header(pa.py_buffer(b"")) is None
+
+
+def test_every_flipped_bit_of_a_segment_header_is_noticed() -> None:
+    good = fmt.encode_segment_header(17, 5)
+    for at in range(64):
+        damaged = bytearray(good)
+        damaged[at] ^= 1
+        with pytest.raises(Corrupt):
+            fmt.read_segment_header(pa.py_buffer(bytes(damaged)))
+
+
+def test_a_segment_of_another_format_asks_for_another_timeball() -> None:
+    raw = bytearray(fmt.encode_segment_header(17, 5))
+    struct.pack_into("<I", raw, 8, 2)
+    struct.pack_into("<I", raw, 60, google_crc32c.value(bytes(raw[:60])))
+    with pytest.raises(SetupError, match="format 2"):
+        fmt.read_segment_header(pa.py_buffer(bytes(raw)))
+
+
+@given(st.binary(min_size=0, max_size=400))
+def test_no_bytes_at_all_bring_anything_but_our_own_errors(data: bytes) -> None:
+    for position in range(0, 256, 64):
+        try:
+            assert fmt.read_frame(pa.py_buffer(data), position) is None
+        except (Corrupt, SetupError):
+            pass
+    try:
+        assert fmt.read_segment_header(pa.py_buffer(data)) is None
+    except (Corrupt, SetupError):
+        pass
+
+
+def test_a_header_is_read_without_a_look_at_the_rest() -> None:
+    data = bytearray(encode(batch(1, 2)))
+    data[-1] ^= 1
+    buffer = segment(bytes(data))
+    assert fmt.read_frame_header(buffer, 64) is not None
+    with pytest.raises(Corrupt):
+        fmt.read_frame(buffer, 64)
+
+
+def test_numbers_are_little_endian_on_every_machine() -> None:
+    assert np.frombuffer(encode(batch(1, 1), first_seq=258)[16:24], "<i8")[0] == 258
