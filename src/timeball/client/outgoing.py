@@ -12,7 +12,7 @@ name, so that the rule stands in one place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -36,6 +36,8 @@ ONE_SCHEMA = pa.schema(
         ("delay_ms", pa.int64()),
     ]
 )
+COMPLETE_ROWS = 65_536  # columns are filled in for so many rows at once, however small the batches
+DICT_ROWS = 1_024
 BATCH_BYTES = 16 * 1024 * 1024  # a batch is cut in halves until it is smaller, or one row
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
@@ -75,21 +77,27 @@ def one(
 
 def batches(rows: Rows, topic: str | None, batch_rows: int, born_ms: int) -> Iterator[pa.RecordBatch]:
     """Batches of at most `batch_rows` rows, all of one schema, with ids; raises InvalidMessage, InvalidDelay."""
+    step = max(batch_rows, COMPLETE_ROWS)
     for batch in _record_batches(rows, batch_rows):
-        for start in range(0, batch.num_rows, batch_rows):
-            yield from _halves(complete(batch.slice(start, batch_rows), topic, born_ms))
+        for start in range(0, batch.num_rows, step):
+            completed = complete(batch.slice(start, step), topic, born_ms)
+            for first in range(0, completed.num_rows, batch_rows):
+                yield from _halves(completed.slice(first, batch_rows))
 
 
 def _record_batches(rows: Rows, batch_rows: int) -> Iterator[pa.RecordBatch]:
     if isinstance(rows, pa.RecordBatch):
         yield rows
     elif isinstance(rows, pa.Table):
-        yield from rows.to_batches(max_chunksize=batch_rows)
+        yield from rows.to_batches()
     elif isinstance(rows, pa.RecordBatchReader):
         yield from rows
     elif isinstance(rows, (str, bytes, Mapping)):
         raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
-    else:
+    elif isinstance(rows, (list, tuple)):
+        for start in range(0, len(rows), DICT_ROWS):
+            yield from_dicts(rows[start : start + DICT_ROWS])
+    else:  # perhaps a generator that takes its time: what there is goes out
         part: list[Mapping[str, Any]] = []
         for row in rows:
             part.append(row)
@@ -152,7 +160,7 @@ def delay_column(column: pa.Array) -> pa.Array:
     raise InvalidDelay(f"column 'after' is {column.type}; it must be a duration or a number of seconds")
 
 
-def from_dicts(rows: list[Mapping[str, Any]]) -> pa.RecordBatch:
+def from_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
     """Dicts with the arguments of `send` (and the protocol's columns) as a batch; every column nullable."""
     names: dict[str, None] = {}
     columns: dict[str, list[Any]] = {}
