@@ -156,7 +156,8 @@ class RealFiles:
     """A folder of the operating system, held by one process at a time."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        # Absolute: `external` is told to other processes, whose working folder is another.
+        self.root = root.absolute()
         self._lock_fd: int | None = None
 
     def lock(self) -> None:
