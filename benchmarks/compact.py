@@ -51,18 +51,10 @@ def _by_broker(report: Report, server: Server, ball: Timeball, rows: int) -> Non
 def _by_spark(report: Report, server: Server, ball: Timeball, rows: int) -> None:
     _fill(ball, rows)
     cpu_s, begun = server.cpu_s(), time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "timeball",
-        "pipeline",
-        "run",
-        "compact",
-        "--once",
-        "--master",
-        "local[2]",
-    ]
-    job = subprocess.Popen([*command, "--endpoint", server.endpoint], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "timeball", "pipeline", "run", "compact", "--once", "--quiet"]
+    command += ["--endpoint", server.endpoint, "--master", "local[2]"]
+    command += ["--option", f"compact.max_rows_per_batch={STEP_ROWS}"]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     family = _Family(job.pid)
     moves = _watch(ball, job)
     took_s = time.perf_counter() - begun

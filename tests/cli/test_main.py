@@ -3,8 +3,8 @@
 import re
 
 import pytest
-
 from tests.cli.processes import timeball
+
 from timeball.cli.main import app
 
 COMMANDS = sorted(command.name for command in app.registered_commands if command.name)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from tests.cli.processes import serving, timeball
+
 from timeball import Timeball
 from timeball.cli.pending import BARS_MAX, Unit, Waiting
 
@@ -59,7 +59,7 @@ def test_a_promise_due_now_no_longer_waits() -> None:
 )
 def test_auto_takes_the_finest_unit_that_fits(span_hours: int, unit: Unit) -> None:
     """Never more bars than a screen has lines."""
-    found = Waiting(now_ms=0, hours={hour: 1 for hour in range(1, span_hours)})
+    found = Waiting(now_ms=0, hours=dict.fromkeys(range(1, span_hours), 1))
     chosen = found.by(Unit.AUTO)
     assert chosen == found.by(unit)
     assert len(chosen) <= BARS_MAX

@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-
 from tests.cli.processes import running, serving, timeball
+
 from timeball import Timeball, __version__
 
 
@@ -34,6 +34,15 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> No
     with serving(Path(data)) as uri:
         pulled = timeball("pull", "orders", "--json", "--endpoint", uri)
         assert json.loads(pulled.stdout)["body"] == "kept"
+
+
+def test_a_relative_folder_is_told_to_others_as_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark's workers have a working folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    with serving(Path("d")) as uri, Timeball(uri) as ball:
+        assert ball.status()["table"]["uri"] == str(tmp_path / "d" / "pending")
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

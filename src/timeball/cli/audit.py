@@ -15,11 +15,8 @@ import typer
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
 from timeball.cli.output import print_json, print_line
-from timeball.errors import SetupError
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from timeball.pipeline.jobs.audit import AuditReport
 
 OFFENDERS_SHOWN = 10
@@ -49,6 +46,7 @@ def audit(
       timeball audit --master spark://head:7077 --endpoint grpc://broker:7400
     """
     from timeball.cli.connection import connect
+    from timeball.cli.spark import open_session
 
     with connect(endpoint) as ball:
         ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
@@ -66,17 +64,6 @@ def audit(
             print_line(line)
     if not report.ok:
         raise typer.Exit(ExitCode.CHECK_FAILED)
-
-
-def open_session(master: str, name: str, conf: dict[str, str] | None = None) -> SparkSession:
-    """A Spark session; SetupError when Spark's or the data source's packages are not installed."""
-    try:
-        from timeball.pipeline.session import build_session
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"{error.name} is not installed: install the extra, pip install 'timeball[spark]'"
-        ) from error
-    return build_session(master, name, conf)
 
 
 def describe(report: AuditReport) -> Iterator[str]:

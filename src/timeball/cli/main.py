@@ -6,6 +6,7 @@ modules to load. Nothing below this boundary prints an error or ends the process
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ def _app(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code (see exit_codes.py)."""
+    logging.basicConfig(format="timeball: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         app(args=arguments, prog_name="timeball")
     except Exception as error:

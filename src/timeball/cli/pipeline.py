@@ -6,6 +6,7 @@ Spark is imported only here and below, when a job really starts.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import Annotated
 import typer
 
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption
+from timeball.errors import RequestError
 
 app = typer.Typer(help="Run Spark jobs on the log and on what waits.", no_args_is_help=True)
 
@@ -47,33 +49,60 @@ def run(
             "--checkpoint", metavar="URI", help="Where Spark keeps its place; by default beside the data."
         ),
     ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="JOB.NAME=VALUE", help="An option of one job; may be repeated."),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Only warnings, not a line for every epoch.")
+    ] = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
     """Run pipeline jobs until Ctrl-C, or with --once until they have caught up.
 
-    compact moves promises from the log's tail to the pending table; ledger keeps one row per promise:
-    accepted, due, released or cancelled, lateness. Killed at any moment they go on where they were.
+    compact moves promises from the log's tail to the pending table; ledger keeps the events of every promise:
+    accepted, released, cancelled, lateness. Killed at any moment they go on where they were.
 
     \b
     Examples:
       timeball pipeline run compact ledger
       timeball pipeline run ledger --once
+      timeball pipeline run compact --option compact.min_rows_per_batch=100000
       timeball pipeline run compact --master spark://head:7077 --endpoint grpc://broker:7400
     """
-    from timeball.pipeline import runner
+    chosen = parse_job_options(jobs, options or [])
+    from timeball.cli.spark import load_runner
 
+    runner = load_runner()
+    logging.getLogger("timeball.pipeline").setLevel(logging.WARNING if quiet else logging.INFO)
     if stop_on_eof:
         _stop_on_eof()
-    runner.run(
-        [job.value for job in jobs], endpoint=endpoint, master=master, checkpoint=checkpoint, once=once
-    )
+    names = [job.value for job in jobs]
+    runner.run(names, master=master, endpoint=endpoint, once=once, checkpoint=checkpoint, options=chosen)
+
+
+def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, str]]:
+    """JOB.NAME=VALUE by job; RequestError for a job that is not run or a text of another shape."""
+    found: dict[str, dict[str, str]] = {}
+    for text in given:
+        job, dot, rest = text.partition(".")
+        name, equals, value = rest.partition("=")
+        if not (dot and name and equals):
+            raise RequestError(f"--option {text}: write JOB.NAME=VALUE, such as compact.few_rows=1000")
+        if job not in [each.value for each in jobs]:
+            raise RequestError(f"--option {text}: the job {job!r} is not among those to run")
+        found.setdefault(job, {})[name] = value
+    return found
 
 
 def _stop_on_eof() -> None:
     """End as on SIGTERM once stdin closes: whoever started this process with a pipe has died."""
 
+    stdin = sys.stdin.fileno()
+
     def watch() -> None:
-        while sys.stdin.buffer.read(1):
+        # Not through sys.stdin, whose lock this thread would still hold when the interpreter ends.
+        while os.read(stdin, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

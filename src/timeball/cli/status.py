@@ -37,7 +37,6 @@ def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fa
 def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     log, waiting = found["log"], found["schedule"]
     wheel, tail, stored = waiting["wheel_rows"], waiting["tail_rows"], waiting["table_rows"]
-    lateness = ", ".join(f"{name.removesuffix('_ms')} {value}" for name, value in found["lateness"].items())
     return [
         ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
@@ -48,6 +47,23 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("cancelled", f"{waiting['cancelled_rows']:,}"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
-        ("lateness (ms)", lateness or "nothing released yet"),
-        ("memory", show_bytes(found["rss_bytes"])),
+        ("released", _punctuality(found["lateness"])),
+        (
+            "memory",
+            f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",
+        ),
     ]
+
+
+def _punctuality(lateness: dict[str, Any]) -> str:
+    """How many were released since the start, and within which bound 99 % of them were."""
+    released = lateness["released"]
+    if not released:
+        return "nothing since the broker started"
+    counted = 0
+    for bound, count in lateness["buckets"].items():
+        counted += count
+        if counted >= 0.99 * released:
+            punctual = f"99 % of them late by {bound}, the latest {lateness['max_ms']} ms"
+            return f"{released:,} since the broker started, {punctual}"
+    raise AssertionError("the buckets hold all that was released")

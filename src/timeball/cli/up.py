@@ -49,20 +49,28 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
     await node.start()
     announce(settings, node.port, as_json)
     endpoint = local_endpoint(settings.host, node.port)
-    pipeline = Supervisor(pipeline_command(endpoint, master), _speaker(as_json))
+    pipeline = Supervisor(pipeline_command(settings, endpoint, master), _speaker(as_json))
     supervising = asyncio.create_task(pipeline.run())
-    try:
-        await node.run_until_signal()
-    finally:
+
+    async def stop_pipeline() -> None:
         await pipeline.stop()
         await supervising
 
+    await node.run_until_signal(before_stop=stop_pipeline)
 
-def pipeline_command(endpoint: str, master: str) -> list[str]:
-    """The child's command line."""
-    jobs = ["compact", "ledger"]
-    options = ["--endpoint", endpoint, "--master", master, "--stop-on-eof"]
-    return [sys.executable, "-m", "timeball", "pipeline", "run", *jobs, *options]
+
+def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str]:
+    """The child's command line: compaction by the broker's own settings."""
+    compact = {
+        "min_rows_per_batch": settings.compact_rows,
+        "max_trigger_delay_ms": settings.compact_interval_ms,
+        "few_rows": settings.compact_rows_min,
+    }
+    command = [sys.executable, "-m", "timeball", "pipeline", "run", "compact", "ledger", "--quiet"]
+    command += ["--endpoint", endpoint, "--master", master, "--stop-on-eof"]
+    for name, value in compact.items():
+        command += ["--option", f"compact.{name}={value}"]
+    return command
 
 
 def _speaker(as_json: bool) -> Say:

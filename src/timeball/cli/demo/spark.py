@@ -9,7 +9,8 @@ from typing import Any, Self
 import msgspec
 import pyarrow as pa
 
-from timeball.cli.audit import balance, open_session
+from timeball.cli.audit import balance
+from timeball.cli.spark import open_session
 from timeball.errors import SetupError
 
 # Beside the pipeline's own Spark and the broker, on a machine that may have two cores.
