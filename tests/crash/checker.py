@@ -1,0 +1,206 @@
+"""A total-queue checker: what was acknowledged, what came out, and every way in which the two can disagree.
+
+Knows nothing of how the rows were got; it is code with tests of its own (test_checker.py), because a checker
+that sees nothing makes every harness green. What it calls by name:
+
+    lost          acknowledged, never cancelled, and not in its queue
+    doubled       in its queue, or settled in the log, more than once
+    early         visible before its instant, or its record says so
+    resurrected   delivered although a cancel was acknowledged
+    corrupted     delivered with another body, instant or topic
+    unexpected    delivered although nobody sent it
+    moved         seen by a consumer before the crash, and now not where it was
+    gap           the offsets of a queue are not dense, or not in the order of the log
+    misjudged     a cancel got a verdict that is not true
+    unsettled     in the log, due, and neither released nor cancelled
+    offset        a group's stored offset lies beyond its queue, or behind what was saved
+    topic         a topic created and acknowledged is gone, or has fewer queues
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+CANCELLED = ("cancelled", "already_cancelled")
+
+
+class Place(NamedTuple):
+    """Where a visible row stands."""
+
+    topic: str
+    queue_id: int
+    queue_offset: int
+
+
+class Row(NamedTuple):
+    """One visible row. `source_seq`: the promise it keeps."""
+
+    place: Place
+    key: str
+    body: bytes
+    due_ms: int | None
+    store_ms: int
+    seq: int
+    source_seq: int | None
+
+
+class Fault(NamedTuple):
+    """One disagreement."""
+
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class Sent:
+    """What a producer handed over. `due_ms` is None for an ordinary message; `acked`: the answer came."""
+
+    key: str
+    topic: str
+    body: bytes
+    due_ms: int | None
+    acked: bool = False
+
+
+@dataclass(slots=True)
+class Observed:
+    """What the world outside knows: only what was answered before the power went."""
+
+    sent: dict[str, Sent] = field(default_factory=dict)
+    cancel_asked: set[str] = field(default_factory=set)
+    verdicts: dict[str, list[str]] = field(default_factory=dict)
+    seen: dict[Place, Row] = field(default_factory=dict)
+    early: list[Fault] = field(default_factory=list)
+    saved_offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)  # (group, topic)
+    topics: dict[str, int] = field(default_factory=dict)
+
+    def see(self, row: Row, now_ms: int) -> None:
+        """A consumer was given this row at `now_ms`."""
+        if row.due_ms is not None and row.due_ms > now_ms:
+            self.early.append(Fault("early", f"{row.key} due {row.due_ms} was visible at {now_ms}"))
+        self.seen[row.place] = row
+
+    def is_cancelled(self, key: str) -> bool:
+        """Whether somebody was told that it will not come."""
+        return any(verdict in CANCELLED for verdict in self.verdicts.get(key, []))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What there is in the end, when everything is due."""
+
+    rows: list[Row] = field(default_factory=list)
+    ranges: dict[tuple[str, int], tuple[int, int]] = field(
+        default_factory=dict
+    )  # (topic, queue): kept offsets
+    offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
+    promises: set[int] = field(default_factory=set)  # sequence numbers of those in the log
+    settled: list[int] = field(default_factory=list)  # source_seq of each release and cancel in the log
+
+
+def check(observed: Observed, outcome: Outcome) -> list[Fault]:
+    """Every disagreement; empty when all is well."""
+    return [
+        *observed.early,
+        *_deliveries(observed, outcome),
+        *_rows(observed, outcome),
+        *_queues(outcome),
+        *_seen(observed, outcome),
+        *_verdicts(observed, outcome),
+        *_log(outcome),
+        *_offsets(observed, outcome),
+    ]
+
+
+def _deliveries(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
+    """Each thing sent, against how often it came out."""
+    places: dict[str, set[Place]] = {}
+    for row in [*observed.seen.values(), *outcome.rows]:
+        # What a consumer saw and retention has let go since counts as delivered.
+        places.setdefault(row.key, set()).add(row.place)
+    for key, sent in observed.sent.items():
+        count = len(places.get(key, ()))
+        if count > 1:
+            yield Fault("doubled", f"{key} stands at {sorted(places[key])}")
+        if count and observed.is_cancelled(key):
+            yield Fault("resurrected", f"{key} was cancelled and stands at {sorted(places[key])}")
+        if not count and sent.acked and key not in observed.cancel_asked:
+            yield Fault("lost", f"{key}, due {sent.due_ms}, topic {sent.topic}")
+
+
+def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
+    """Each row that came out, against what was sent."""
+    for row in outcome.rows:
+        sent = observed.sent.get(row.key)
+        if sent is None:
+            yield Fault("unexpected", f"{row.key} at {row.place}")
+            continue
+        if (row.body, row.due_ms, row.place.topic) != (sent.body, sent.due_ms, sent.topic):
+            yield Fault("corrupted", f"{row.key} at {row.place}: {len(row.body)} bytes, due {row.due_ms}")
+        if row.due_ms is not None and row.store_ms < row.due_ms:
+            yield Fault("early", f"{row.key} due {row.due_ms} was released at {row.store_ms}")
+
+
+def _queues(outcome: Outcome) -> Iterator[Fault]:
+    """Offsets are dense over what is kept, and grow with the log."""
+    by_queue: dict[tuple[str, int], list[Row]] = {queue: [] for queue in outcome.ranges}
+    for row in outcome.rows:
+        by_queue.setdefault((row.place.topic, row.place.queue_id), []).append(row)
+    for queue, rows in by_queue.items():
+        low, high = outcome.ranges.get(queue, (0, 0))
+        offsets = [row.place.queue_offset for row in rows]
+        if offsets != list(range(low, high)):
+            yield Fault("gap", f"{queue} keeps {low} to {high} and gave {offsets}")
+        if any(a.seq >= b.seq for a, b in zip(rows, rows[1:], strict=False)):
+            yield Fault("gap", f"{queue} is not in the order of the log: {[row.seq for row in rows]}")
+
+
+def _seen(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
+    """What a consumer was given stays where it was, until retention lets it go."""
+    now = {row.place: row for row in outcome.rows}
+    for place, row in observed.seen.items():
+        low, _ = outcome.ranges.get(place[:2], (0, 0))
+        if place.queue_offset >= low and now.get(place) != row:
+            yield Fault("moved", f"{place} was {row.key} and is {now.get(place)}")
+
+
+def _verdicts(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
+    """`released` and `not_found` are promises too."""
+    delivered = {row.key for row in [*outcome.rows, *observed.seen.values()]}
+    for key, verdicts in observed.verdicts.items():
+        sent = observed.sent.get(key)
+        if "released" in verdicts and key not in delivered:
+            yield Fault("misjudged", f"{key} was called released and is not there")
+        if "not_found" in verdicts and sent is not None and sent.acked and sent.due_ms is not None:
+            yield Fault("misjudged", f"{key} was called not found although it was acknowledged")
+        if verdicts.count("cancelled") > 1:
+            yield Fault("misjudged", f"{key} was called cancelled twice")
+
+
+def _log(outcome: Outcome) -> Iterator[Fault]:
+    """Each promise in the log is settled once."""
+    counts = Counter(outcome.settled)
+    for seq, count in counts.items():
+        if count > 1:
+            yield Fault("doubled", f"promise {seq} was settled {count} times")
+    for seq in sorted(outcome.promises - counts.keys()):
+        yield Fault("unsettled", f"promise {seq}")
+
+
+def _offsets(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
+    """Stored offsets lie inside their queues and do not fall behind what was saved."""
+    for (group, topic), offsets in outcome.offsets.items():
+        for queue, offset in offsets.items():
+            if offset > outcome.ranges.get((topic, queue), (0, 0))[1]:
+                yield Fault("offset", f"{group} stands at {offset} of {topic} {queue}, beyond its end")
+    for who, offsets in observed.saved_offsets.items():
+        for queue, offset in offsets.items():
+            if outcome.offsets.get(who, {}).get(queue, 0) < offset:
+                yield Fault("offset", f"{who} had saved {offset} of queue {queue}")
+    for topic, queues in observed.topics.items():
+        found = sum(1 for name, _ in outcome.ranges if name == topic)
+        if found < queues:
+            yield Fault("topic", f"{topic} was created with {queues} queues and has {found}")

@@ -1,0 +1,183 @@
+"""The checker sees each kind of disagreement, and nothing where there is none."""
+
+from __future__ import annotations
+
+import pytest
+from tests.crash.checker import Observed, Outcome, Place, Row, Sent, check
+
+
+def row(key: str, offset: int, *, due_ms: int | None = 50, store_ms: int = 60, queue_id: int = 0) -> Row:
+    return Row(Place("t", queue_id, offset), key, key.encode(), due_ms, store_ms, 100 + offset, 10 + offset)
+
+
+def world() -> tuple[Observed, Outcome]:
+    """Two promises kept, one cancelled, one never acknowledged."""
+    sent = {
+        key: Sent(key, "t", key.encode(), 50, acked=key != "unsure") for key in ("a", "b", "off", "unsure")
+    }
+    observed = Observed(sent=sent, cancel_asked={"off"}, verdicts={"off": ["cancelled"]}, topics={"t": 1})
+    observed.see(row("a", 0), 60)
+    observed.saved_offsets[("g", "t")] = {0: 1}
+    outcome = Outcome(
+        rows=[row("a", 0), row("b", 1)],
+        ranges={("t", 0): (0, 2)},
+        offsets={("g", "t"): {0: 2}},
+        promises={10, 11, 12},
+        settled=[10, 11, 12],
+    )
+    return observed, outcome
+
+
+def kinds(observed: Observed, outcome: Outcome) -> set[str]:
+    return {fault.kind for fault in check(observed, outcome)}
+
+
+def test_a_world_without_fault() -> None:
+    assert check(*world()) == []
+
+
+def test_what_was_not_acknowledged_may_come_or_not_but_once() -> None:
+    observed, outcome = world()
+    outcome.rows.append(row("unsure", 2))
+    outcome.ranges[("t", 0)] = (0, 3)
+    assert check(observed, outcome) == []
+    outcome.rows.append(row("unsure", 3))
+    outcome.ranges[("t", 0)] = (0, 4)
+    assert kinds(observed, outcome) == {"doubled"}
+
+
+def test_a_cancel_without_an_answer_leaves_both_open() -> None:
+    observed, outcome = world()
+    observed.cancel_asked.add("b")
+    assert check(observed, outcome) == []
+    outcome.rows.pop()
+    outcome.ranges[("t", 0)] = (0, 1)
+    outcome.offsets.clear()
+    observed.saved_offsets.clear()
+    assert check(observed, outcome) == []
+
+
+def test_what_retention_let_go_after_it_was_seen_is_not_lost() -> None:
+    observed, outcome = world()
+    del outcome.rows[0]
+    outcome.ranges[("t", 0)] = (1, 2)
+    assert check(observed, outcome) == []
+    observed.seen.clear()
+    assert kinds(observed, outcome) == {"lost"}
+
+
+def lose(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows.pop()
+    outcome.ranges[("t", 0)] = (0, 1)
+    outcome.offsets[("g", "t")] = {0: 1}
+
+
+def double(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows.append(row("b", 2))
+    outcome.ranges[("t", 0)] = (0, 3)
+
+
+def settle_twice(observed: Observed, outcome: Outcome) -> None:
+    outcome.settled.append(12)
+
+
+def release_early(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows[1] = row("b", 1, store_ms=49)
+
+
+def see_early(observed: Observed, outcome: Outcome) -> None:
+    observed.see(row("a", 0), 49)
+
+
+def resurrect(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows.append(row("off", 2))
+    outcome.ranges[("t", 0)] = (0, 3)
+
+
+def corrupt(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows[1] = outcome.rows[1]._replace(body=b"B")
+
+
+def change_due(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows[1] = outcome.rows[1]._replace(due_ms=51)
+
+
+def invent(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows.append(row("nobody's", 2))
+    outcome.ranges[("t", 0)] = (0, 3)
+
+
+def swap(observed: Observed, outcome: Outcome) -> None:
+    first, second = outcome.rows
+    outcome.rows = [
+        second._replace(place=first.place, seq=first.seq),
+        first._replace(place=second.place, seq=second.seq),
+    ]
+
+
+def leave_gap(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows[1] = row("b", 2)
+    outcome.ranges[("t", 0)] = (0, 3)
+
+
+def disorder(observed: Observed, outcome: Outcome) -> None:
+    outcome.rows[1] = outcome.rows[1]._replace(seq=99)
+
+
+def say_released(observed: Observed, outcome: Outcome) -> None:
+    observed.verdicts["unsure"] = ["released"]
+
+
+def say_not_found(observed: Observed, outcome: Outcome) -> None:
+    observed.verdicts["b"] = ["not_found"]
+
+
+def cancel_twice(observed: Observed, outcome: Outcome) -> None:
+    observed.verdicts["off"].append("cancelled")
+
+
+def forget_to_settle(observed: Observed, outcome: Outcome) -> None:
+    outcome.settled.remove(12)
+
+
+def run_ahead(observed: Observed, outcome: Outcome) -> None:
+    outcome.offsets[("g", "t")] = {0: 3}
+
+
+def fall_behind(observed: Observed, outcome: Outcome) -> None:
+    outcome.offsets[("g", "t")] = {0: 0}
+
+
+def drop_topic(observed: Observed, outcome: Outcome) -> None:
+    observed.topics["other"] = 1
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kind"),
+    [
+        (lose, "lost"),
+        (double, "doubled"),
+        (settle_twice, "doubled"),
+        (release_early, "early"),
+        (see_early, "early"),
+        (resurrect, "resurrected"),
+        (corrupt, "corrupted"),
+        (change_due, "corrupted"),
+        (invent, "unexpected"),
+        (swap, "moved"),
+        (leave_gap, "gap"),
+        (disorder, "gap"),
+        (say_released, "misjudged"),
+        (say_not_found, "misjudged"),
+        (cancel_twice, "misjudged"),
+        (forget_to_settle, "unsettled"),
+        (run_ahead, "offset"),
+        (fall_behind, "offset"),
+        (drop_topic, "topic"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else value,
+)
+def test_each_disagreement_is_called_by_its_name(break_it, kind: str) -> None:
+    observed, outcome = world()
+    break_it(observed, outcome)
+    assert kind in kinds(observed, outcome)
