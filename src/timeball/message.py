@@ -11,12 +11,14 @@ Kinds are small integers and zero is invalid, so that memory nobody wrote can ne
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
+SMALL_ROWS = 256
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -110,9 +112,29 @@ def build_rows(count: int, **columns: object) -> pa.RecordBatch:
     )
 
 
+@lru_cache(maxsize=8 * 256)
+def _nulls(kind: pa.DataType, count: int) -> pa.Array:
+    return pa.nulls(count, kind)
+
+
+def byte_lengths(column: pa.Array) -> Int64Array:
+    """Bytes of each value of a string or binary column; 0 for a null.
+
+    From the offsets: this runs for every small batch, and a compute kernel costs more than the work.
+    """
+    if column.null_count == len(column):
+        return np.zeros(len(column), dtype=np.int64)
+    offsets = column.buffers()[1]
+    lengths = np.diff(np.frombuffer(offsets, dtype=np.int32, offset=4 * column.offset, count=len(column) + 1))
+    if column.null_count:
+        lengths[np.asarray(column.is_null())] = 0  # a null may have bytes behind it, which nobody is to see
+    return lengths.astype(np.int64)
+
+
 def _column(field: pa.Field, value: object, count: int) -> pa.Array:
     if value is None:
-        return pa.nulls(count, field.type)
+        # Most columns of most batches are null, and most batches are small.
+        return _nulls(field.type, count) if count <= SMALL_ROWS else pa.nulls(count, field.type)
     if isinstance(value, pa.ChunkedArray):
         value = value.combine_chunks()
     if isinstance(value, pa.Array):

@@ -22,7 +22,7 @@ from timeball import __version__
 from timeball.broker.attaching import Ledger
 from timeball.broker.offsets import Offsets
 from timeball.broker.parts import Parts
-from timeball.broker.recovery import recover
+from timeball.broker.recovery import Recovered, recover
 from timeball.broker.service import Broker
 from timeball.broker.topics import Topics
 from timeball.broker.upkeep import Upkeep
@@ -34,7 +34,7 @@ from timeball.log import checkpoint
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.log.recovery import open_log
+from timeball.log.recovery import Opened, open_log
 from timeball.log.writer import LogWriter
 from timeball.protocols.flight.server import FlightEdge
 from timeball.schedule.hour_log.store import HourLog
@@ -96,7 +96,7 @@ class Node:
                     self.settings.port,
                     status=self.status,
                 )
-        except BaseException:
+        except BaseException:  # whatever it was, the folder must not stay claimed
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
@@ -106,68 +106,74 @@ class Node:
 
     async def _build(self) -> None:
         settings, files = self.settings, self.files
-        disk, reader_thread, background = self._threads
+        _, reader_thread, background = self._threads
         loop, clock = asyncio.get_running_loop(), SchedulerClock(self.clock)
         write_format(files)
         saved = checkpoint.load(files)
-        opened = await loop.run_in_executor(
-            disk,
+        opened = await self._open_log(saved)
+        reader, catalog = LogReader(opened.segments), Catalog(files)
+        topics = Topics(
+            files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics
+        )
+        ledger = Ledger(watermark=opened.segments.first_seq)
+        found = await loop.run_in_executor(
+            reader_thread, recover, saved, reader, topics, ledger, catalog, clock.now_ms()
+        )
+        schedule = self._schedule(reader, found)
+        parts = Parts(
+            settings=settings,
+            files=files,
+            clock=clock,
+            writer=self._writer(opened),
+            reader=reader,
+            key_index=KeyIndex(files, opened.segments, reader),
+            topics=topics,
+            offsets=Offsets(files),
+            schedule=schedule,
+            catalog=catalog,
+            ledger=ledger,
+            reader_thread=reader_thread,
+            background=background,
+            on_failure=self._fail,
+        )
+        self.broker = Broker(parts, promises_since_watermark=found.promises_since_watermark)
+        schedule.restore(found.settled, found.tail_due_ms, found.tail_seq)
+        self.upkeep = Upkeep(self.broker)
+
+    async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads[0],
             lambda: open_log(
-                files,
-                segment_bytes=settings.segment_bytes,
+                self.files,
+                segment_bytes=self.settings.segment_bytes,
                 now_ms=self.clock.wall_ms(),
                 known_durable=saved.facts.seq if saved else 0,
             ),
         )
-        reader = LogReader(opened.segments)
-        topics = Topics(
-            files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics
-        )
-        ledger, catalog = Ledger(watermark=opened.segments.first_seq), Catalog(files)
-        found = await loop.run_in_executor(
-            reader_thread, recover, saved, reader, topics, ledger, catalog, clock.now_ms()
-        )
-        schedule = HourLog(
-            files,
+
+    def _schedule(self, reader: LogReader, found: Recovered) -> HourLog:
+        return HourLog(
+            self.files,
             reader,
-            reader_thread,
+            self._threads[1],
             found.files,
-            ahead_ms=settings.gather_ahead_ms,
-            gather_bytes=settings.gather_bytes,
+            ahead_ms=self.settings.gather_ahead_ms,
+            gather_bytes=self.settings.gather_bytes,
             on_change=self._wake,
             on_failure=self._fail,
         )
-        writer = LogWriter(
-            files,
+
+    def _writer(self, opened: Opened) -> LogWriter:
+        return LogWriter(
+            self.files,
             opened.segments,
             opened.file,
             self.clock,
-            disk,
-            segment_bytes=settings.segment_bytes,
-            durability=settings.durability,
+            self._threads[0],
+            segment_bytes=self.settings.segment_bytes,
+            durability=self.settings.durability,
             on_failure=self._fail,
         )
-        self.broker = Broker(
-            Parts(
-                settings=settings,
-                files=files,
-                clock=clock,
-                writer=writer,
-                reader=reader,
-                key_index=KeyIndex(files, opened.segments, reader),
-                topics=topics,
-                offsets=Offsets(files),
-                schedule=schedule,
-                catalog=catalog,
-                ledger=ledger,
-                reader_thread=reader_thread,
-                background=background,
-                on_failure=self._fail,
-            ),
-            promises_since_watermark=found.promises_since_watermark,
-        )
-        schedule.restore(found.settled, found.tail_due_ms, found.tail_seq, found.late_bulk)
-        self.upkeep = Upkeep(self.broker)
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from timeball import limits
 from timeball.broker.topics import check_name, codes_of
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import Int64Array, Kind, build_rows
+from timeball.message import Int64Array, Kind, build_rows, byte_lengths
 
 SEND_COLUMNS: dict[str, pa.DataType] = {
     "topic": pa.string(),
@@ -108,9 +108,11 @@ def _check_texts(columns: dict[str, pa.Array]) -> None:
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
     for name, bytes_max in _BYTES_MAX.items():
         if name in columns:
-            too_long = pc.greater(pc.binary_length(columns[name]), bytes_max)
-            if pc.any(too_long).as_py():
-                raise InvalidMessage(f"{name} of row {_first(too_long)} is longer than {bytes_max} bytes")
+            lengths = byte_lengths(columns[name])
+            if int(lengths.max()) > bytes_max:
+                raise InvalidMessage(
+                    f"{name} of row {int(lengths.argmax())} is longer than {bytes_max} bytes"
+                )
     if "keys" in columns:
         too_many = pc.greater_equal(pc.count_substring(columns["keys"], " "), limits.KEYS_PER_MESSAGE_MAX)
         if pc.any(too_many).as_py():

@@ -115,12 +115,12 @@ class Mover:
             if not chosen:
                 return None
             files = [file for file in parts.schedule.pending.all() if file.entry.path in chosen]
-            settled = parts.schedule.settled()
+            settled, settled_before_ms = parts.schedule.settled(), parts.schedule.settled_before_ms
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: rewriting.rewrite(
                     parts.files, files, settled.seq,
-                    settled_before_ms=settled.before_ms, now_ms=now_ms, epoch=parts.reader.next_seq,
+                    settled_before_ms=settled_before_ms, now_ms=now_ms, epoch=parts.reader.next_seq,
                 ),
             )  # fmt: skip
             return await self.attach(attachment)

@@ -7,7 +7,8 @@
     4. promises from the watermark W on that are not settled are what waits in the tail
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
-                   or p.seq < C and p.due_ms < the checkpoint's settled_before_ms
+                   or p is covered by the checkpoint's mark: below settled_before_seq, due before
+                   settled_before_ms, and not of a bulk attach that came later than the mark
 
 Invariant: the same log gives the same state, however often a recovery was itself interrupted.
 """
@@ -50,7 +51,6 @@ class Recovered:
     settled: Settled
     tail_due_ms: Int64Array
     tail_seq: Int64Array
-    late_bulk: list[FileEntry]
     files: list[FileEntry]
     promises_since_watermark: int
 
@@ -79,11 +79,13 @@ def recover(
     settled = Settled(
         facts.settled_before_ms,
         *_unique(_concat([(known.settled_due, known.settled_seq), *replayed.settled])),
+        before_seq=min(facts.seq, facts.settled_before_seq),
+        late=(*facts.late, *(reserved for _, a in replayed.attaches for reserved in a.ranges)),
     )
     inside = seq >= ledger.watermark
-    waiting = inside & ~np.isin(seq, settled.seq) & ((seq >= facts.seq) | (due >= settled.before_ms))
-    late_bulk = [entry for _, a in replayed.attaches if a.job == "bulk" for entry in a.files]
-    return Recovered(settled, due[waiting], seq[waiting], late_bulk, files, int(inside.sum()))
+    waiting = inside & ~np.isin(seq, settled.seq)
+    waiting &= (due >= settled.before_ms) | settled.may_wait(seq)
+    return Recovered(settled, due[waiting], seq[waiting], files, int(inside.sum()))
 
 
 def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:

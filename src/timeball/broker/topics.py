@@ -19,7 +19,7 @@ from timeball.errors import InvalidMessage, NotFound, OverLimit
 from timeball.files import Files
 from timeball.log.queue_index import FOLDER as QUEUES
 from timeball.log.queue_index import QueueIndex
-from timeball.message import Int64Array
+from timeball.message import Int64Array, byte_lengths
 
 NAME = "topics.json"
 # RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
@@ -240,13 +240,7 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
     """Bytes of each message as RocketMQ would store it."""
     total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
     for name in ("topic", "body", "properties"):
-        column = rows.column(name)
-        if column.null_count < len(column):
-            # From the offsets: this runs for every hand-out, and the compute kernels cost more than the work.
-            offsets = np.frombuffer(
-                column.buffers()[1], dtype=np.int32, offset=4 * column.offset, count=len(column) + 1
-            )
-            total += np.diff(offsets)
+        total += byte_lengths(rows.column(name))
     return total
 
 

@@ -95,6 +95,8 @@ class Upkeep:
             facts = checkpoint.Facts(
                 seq=seq,
                 settled_before_ms=settled.before_ms,
+                settled_before_seq=settled.before_seq,
+                late=list(settled.late),
                 watermark=parts.ledger.watermark,
                 epochs=dict(parts.ledger.epochs),
                 reserved=list(parts.ledger.reserved.items()),
