@@ -1,0 +1,133 @@
+"""Tests of timeball.pipeline.jobs.audit: the balance of a real broker, and that each kind of breach is found."""
+
+from __future__ import annotations
+
+import msgspec
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+from tests.node_fixture import RunningNode
+from tests.pipeline.traffic import send, send_due_now
+
+from timeball import Timeball
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.jobs import audit, ledger
+from timeball.pipeline.options import write_options
+from timeball.pipeline.sink import PromiseTask, attach_all
+
+pytestmark = pytest.mark.spark
+
+SCHEMA = "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint"
+SCOPE = audit.Scope(since=1, end=100, ledger_end=50, watermark=20, version=3, now_ms=10_000)
+QUEUES = "topic string, queue_id int, queue_offset bigint"
+
+Event = tuple[int, str, int | None, int]  # seq, event, due_ms, at_ms
+
+ACCEPTED: list[Event] = [(1, "accepted", 500, 1), (2, "accepted", 500, 1), (3, "accepted", 20_000, 1)]
+SETTLED: list[Event] = [(1, "released", 500, 501), (2, "cancelled", None, 400)]
+WAITING: list[Event] = [(3, "waiting", 20_000, 0)]
+BALANCED = ACCEPTED + SETTLED + WAITING
+
+
+def judge(
+    spark: SparkSession, events: list[Event], queues: list[tuple[str, int, int | None]]
+) -> audit.AuditReport:
+    rows = [(seq, event, "t", f"u{seq}", due, at) for seq, event, due, at in events]
+    judged = audit.judge(spark.createDataFrame(rows, SCHEMA), SCOPE.now_ms, 1000)
+    return audit.balance(judged, audit.gaps(spark.createDataFrame(queues, QUEUES)), SCOPE)
+
+
+def test_a_balance(spark: SparkSession) -> None:
+    report = judge(spark, BALANCED, [("t", 0, 4), ("t", 0, 5), ("t", 1, 0)])
+    assert report.ok
+    assert (report.accepted, report.released, report.cancelled, report.pending) == (3, 1, 1, 1)
+    assert (report.lost, report.early, report.duplicate, report.unknown, report.overdue) == (0, 0, 0, 0, 0)
+    assert report.offenders == {}
+
+
+@pytest.mark.parametrize(
+    ("events", "breach", "seq"),
+    [
+        (ACCEPTED + SETTLED, "lost", 3),
+        ([*BALANCED[:3], (1, "released", 500, 499), *BALANCED[4:]], "early", 1),
+        # The release claims another instant than the one that was accepted.
+        ([*BALANCED[:3], (1, "released", 498, 499), *BALANCED[4:]], "early", 1),
+        ([*BALANCED, (1, "released", 500, 502)], "duplicate", 1),
+        ([*BALANCED, (1, "cancelled", None, 300)], "duplicate", 1),
+        ([*BALANCED, (3, "accepted", 20_000, 2)], "duplicate", 3),
+        ([*BALANCED, (9, "released", 500, 502)], "unknown", 9),
+        ([*BALANCED, (9, "waiting", 20_000, 0)], "unknown", 9),
+    ],
+)
+def test_each_breach_is_found_and_shown(
+    spark: SparkSession, events: list[Event], breach: str, seq: int
+) -> None:
+    report = judge(spark, events, [])
+    assert not report.ok
+    assert getattr(report, breach) == 1
+    assert [row["seq"] for row in report.offenders[breach]] == [seq]
+
+
+def test_overdue_is_told_and_no_breach(spark: SparkSession) -> None:
+    report = judge(spark, [(1, "accepted", 500, 1), (1, "waiting", 500, 0)], [])
+    assert report.ok
+    assert report.overdue == 1
+    assert report.offenders["overdue"][0]["due_ms"] == 500
+
+
+@pytest.mark.parametrize(
+    "positions", [[("t", 0, 1), ("t", 0, 3)], [("t", 0, 1), ("t", 0, 1)], [("t", 0, 1), ("t", 0, None)]]
+)
+def test_a_queue_with_a_gap_or_a_position_taken_twice(
+    spark: SparkSession, positions: list[tuple[str, int, int | None]]
+) -> None:
+    report = judge(spark, BALANCED, positions)
+    assert not report.ok
+    assert report.queue_gaps == 1
+
+
+def bulk(node: RunningNode, broker: Endpoint, rows: int, ahead_ms: int) -> None:
+    options = write_options({"endpoint": node.endpoint})
+    due = [broker.status().now_ms + ahead_ms] * rows
+    table = pa.table({"topic": ["bulk"] * rows, "body": ["b"] * rows, "due_ms": due})
+    attach_all([PromiseTask(options).write(iter(table.to_batches()))], options, f"job-{rows}", 0)
+
+
+def test_a_real_broker_balances_at_every_stage(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    send_due_now(node.endpoint, 5)
+    send(node.endpoint, 100)
+    with Timeball(node.endpoint) as ball:
+        ball.send("plain", b"at once")
+        ball.cancel(ball.send("orders", b"x", after="1d").id)
+    bulk(node, broker, 40, 10**9)
+    report = audit.run(spark, node.endpoint)  # no ledger yet, nothing compacted
+    assert report.ok, report
+    assert (report.accepted, report.released, report.cancelled, report.pending) == (146, 5, 1, 140)
+    uri = ledger.ledger_uri(broker.status().table.uri)
+    ledger.extend(spark, node.endpoint, uri, 60)
+    node.run(node.broker.compact())
+    send(node.endpoint, 10)
+    report = audit.run(spark, node.endpoint)  # part in the ledger, part in the log; part compacted
+    assert report.ok, report
+    assert (report.accepted, report.pending, report.scope.ledger_end) == (156, 150, 60)
+
+
+def test_a_file_taken_from_the_table_is_noticed(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    send(node.endpoint, 100)
+    node.run(node.broker.compact())
+    assert audit.run(spark, node.endpoint).ok
+    table = DeltaTable(broker.status().table.uri)
+    before = table.version()
+    table.delete("seq % 2 = 0")
+    scope, history = audit.look(spark, node.endpoint, None)
+    assert scope.version == before  # the broker's own version: what others commit is not what it serves from
+    forged = audit.waiting(spark, node.endpoint, msgspec.structs.replace(scope, version=before + 1))
+    judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
+    report = audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope)
+    assert not report.ok
+    assert report.lost == len(report.offenders["lost"]) == 50

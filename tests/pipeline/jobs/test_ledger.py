@@ -1,0 +1,115 @@
+"""Tests of timeball.pipeline.jobs.ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import Row, SparkSession
+from tests.node_fixture import RunningNode
+from tests.pipeline.traffic import log_rows, send, send_due_now
+
+from timeball import Timeball
+from timeball.errors import StorageError
+from timeball.message import Kind
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.jobs import ledger
+from timeball.pipeline.options import write_options
+from timeball.pipeline.schema import spark_schema
+from timeball.pipeline.sink import PromiseTask, attach_all
+from timeball.table.attachment import Attachment, encode
+
+pytestmark = pytest.mark.spark
+
+
+def events_of(spark: SparkSession, batch: pa.RecordBatch) -> list[Row]:
+    rows = [tuple(row.values()) for row in batch.to_pylist()]
+    return sorted(ledger.events(spark.createDataFrame(rows, spark_schema(batch.schema))).collect())
+
+
+def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) -> None:
+    ledger.start(spark, node.endpoint, str(folder), once=True, options=options).awaitTermination()
+
+
+def recorded(broker: Endpoint) -> list[dict[str, object]]:
+    return DeltaTable(ledger.ledger_uri(broker.status().table.uri)).to_pyarrow_table().to_pylist()
+
+
+def test_a_row_of_each_kind(spark: SparkSession) -> None:
+    one = {"topic": "t", "unique_key": "u", "due_ms": 100}
+    (accepted,) = events_of(spark, log_rows(Kind.PROMISE, 1, store_ms=40, **one))
+    assert (accepted.event, accepted.first_seq, accepted.rows, accepted.at_ms) == ("accepted", 1, 1, 40)
+    assert (accepted.lateness_ms, accepted.queue_id, accepted.attempt) == (None, None, 1)
+    release = log_rows(
+        Kind.RELEASE, 1, store_ms=103, source_seq=77, queue_id=2, queue_offset=5, reconsume_times=3, **one
+    )
+    (released,) = events_of(spark, release)
+    assert (released.event, released.first_seq, released.event_seq, released.lateness_ms) == (
+        "released",
+        77,
+        1,
+        3,
+    )
+    assert (released.queue_id, released.queue_offset, released.attempt) == (2, 5, 4)
+    (cancelled,) = events_of(spark, log_rows(Kind.CANCEL, 1, store_ms=50, source_seq=77))
+    assert (cancelled.event, cancelled.first_seq, cancelled.at_ms) == ("cancelled", 77, 50)
+
+
+def test_only_a_bulk_attach_accepts(spark: SparkSession) -> None:
+    bulk = encode(Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (100, 2)]))
+    rows = events_of(spark, log_rows(Kind.ATTACH, 1, body=bulk, store_ms=9))
+    assert [(r.event, r.first_seq, r.rows, r.at_ms) for r in rows] == [
+        ("accepted", 10, 5, 9),
+        ("accepted", 100, 2, 9),
+    ]
+    compact = encode(Attachment(job="compact", job_id="j", epoch=0, from_seq=1, to_seq=9))
+    assert events_of(spark, log_rows(Kind.ATTACH, 1, body=compact)) == []
+
+
+def test_every_event_is_recorded_once_over_restarts(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    send(node.endpoint, 20)
+    send_due_now(node.endpoint, 5)
+    with Timeball(node.endpoint) as ball:
+        doomed = ball.send("orders", b"x", after="1d")
+        ball.cancel(doomed.id)
+    drain(spark, node, tmp_path / "c", max_rows_per_batch="10")
+    drain(spark, node, tmp_path / "lost")  # a new checkpoint begins at row 1 again
+    found = recorded(broker)
+    assert sorted(e["event"] for e in found) == ["accepted"] * 26 + ["cancelled"] + ["released"] * 5
+    assert len({(e["event"], e["first_seq"]) for e in found}) == 32
+    table = DeltaTable(ledger.ledger_uri(broker.status().table.uri))
+    assert ledger.bounds(table) == (1, broker.status().log.durable_seq)
+
+
+def test_one_row_a_promise(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    send_due_now(node.endpoint, 2)
+    with Timeball(node.endpoint) as ball:
+        kept, doomed = ball.send("orders", b"x", after="10d"), ball.send("orders", b"y", after="10d")
+        ball.cancel(doomed.id)
+    options = write_options({"endpoint": node.endpoint})
+    due_ms = broker.status().now_ms + 10**9
+    bulk = pa.table({"topic": ["later"], "body": ["b"], "due_ms": [due_ms]})
+    written = PromiseTask(options).write(iter(bulk.to_batches()))
+    attach_all([written], options, "job", 0)
+    uri = ledger.ledger_uri(broker.status().table.uri)
+    ledger.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+    rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
+    assert len(rows) == 5
+    assert rows[kept.seq].due_ms == kept.due_ms
+    assert rows[kept.seq].released_ms is rows[kept.seq].cancelled_ms is None
+    assert rows[doomed.seq].cancelled_ms >= rows[doomed.seq].accepted_ms
+    released = [row for row in rows.values() if row.released_ms]
+    assert [row.released_ms - row.due_ms for row in released] == [row.lateness_ms for row in released]
+    assert len(released) == 2
+    waiting = rows[written.ranges[0][0]]
+    assert (waiting.topic, waiting.due_ms, waiting.attempts) == ("later", due_ms, 1)
+
+
+def test_another_delta_table_is_not_taken_for_a_ledger(tmp_path: Path) -> None:
+    table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
+    with pytest.raises(StorageError, match="is not a ledger"):
+        ledger.bounds(table)

@@ -1,0 +1,155 @@
+"""Tests of timeball.pipeline.jobs.runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from tests.node_fixture import BOUND_S, RunningNode, eventually
+from tests.pipeline.traffic import attached_seqs, send
+
+from timeball.errors import SetupError, StorageError, Unavailable
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.jobs import runner
+from timeball.pipeline.jobs.runner import Job, progress_line
+
+SECOND_NS = 1_000_000_000
+
+
+def test_an_epoch_is_one_line() -> None:
+    progress = {
+        "batchId": 4,
+        "durationMs": {"triggerExecution": 500},
+        "sources": [
+            {"startOffset": '{"seq": 100}', "endOffset": {"seq": 1100}, "latestOffset": '{"seq": 1150}'}
+        ],
+    }
+    line = progress_line("compact", progress)
+    assert line == "job=compact epoch=4 to_seq=1100 rows=1000 ms=500 rows_per_s=2000 lag_rows=50"
+
+
+def test_an_epoch_without_a_start_or_without_rows() -> None:
+    source = {"startOffset": None, "endOffset": '{"seq": 7}', "latestOffset": None}
+    line = progress_line("ledger", {"batchId": 0, "durationMs": {"triggerExecution": 5}, "sources": [source]})
+    assert line == "job=ledger epoch=0 to_seq=7 ms=5 lag_rows=0"
+    idle = {"startOffset": '{"seq": 7}', "endOffset": '{"seq": 7}', "latestOffset": '{"seq": 7}'}
+    assert progress_line("ledger", {"batchId": 1, "durationMs": {}, "sources": [idle]}) is None
+
+
+@pytest.mark.parametrize("jobs", [[], ["compact", "compact"], ["compact", "audit"]])
+def test_names_are_checked_before_anything_starts(jobs: list[str]) -> None:
+    with pytest.raises(SetupError):
+        runner.run(jobs)
+
+
+def failing(error: Exception) -> Job:
+    def start() -> None:
+        raise error
+
+    return Job("compact", start)  # type: ignore[arg-type]
+
+
+def test_what_passes_is_tried_again_with_growing_pauses() -> None:
+    job = failing(Unavailable("away"))
+    pauses, now_ns = [], 0
+    for _ in range(8):
+        job.tick(now_ns, once=False)
+        pauses.append((job.wake_ns - now_ns) // SECOND_NS)
+        now_ns = job.wake_ns
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    failures = job.failures
+    job.tick(now_ns - 1, once=False)  # not before its time
+    assert job.failures == failures
+
+
+def test_what_does_not_pass_is_raised_at_once() -> None:
+    with pytest.raises(StorageError, match="broken"):
+        failing(StorageError("broken")).tick(0, once=False)
+
+
+def test_once_gives_up_in_the_end() -> None:
+    job = failing(Unavailable("away"))
+    with pytest.raises(Unavailable):
+        for tries in range(100):
+            job.tick(tries * 100 * SECOND_NS, once=True)
+    assert job.failures == runner.TRIES_ONCE
+
+
+@pytest.mark.spark
+def test_once_does_what_there_is(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    send(node.endpoint, 200)
+    with caplog.at_level(logging.INFO, "timeball.pipeline"):
+        runner.run(["compact", "ledger"], endpoint=node.endpoint, once=True, spark=spark)
+    assert attached_seqs(broker) == list(range(1, 201))
+    data = Path(broker.status().table.uri).parent
+    assert (data / "ledger/_delta_log").is_dir()
+    assert (data / "pipeline/compact/offsets").is_dir()
+    assert "job=ledger epoch=0" in caplog.text
+
+
+@pytest.mark.spark
+def test_a_broker_restart_is_survived(
+    spark: SparkSession, node: RunningNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+    options = {"compact": {"min_rows_per_batch": "1", "few_rows": "1"}}
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            runner.run(["compact"], endpoint=node.endpoint, spark=spark, stop=stop, options=options)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with Endpoint(node.endpoint) as broker:
+            send(node.endpoint, 50)
+            eventually(lambda: broker.status().watermark > 50, "compacted before the restart")
+            node.stop()
+            node.start()
+            send(node.endpoint, 50)
+            before = broker.status().watermark
+            eventually(lambda: broker.status().watermark > before, "compacted after the restart")
+            eventually(lambda: len(attached_seqs(broker)) == 100, "all promises are in the table")
+    finally:
+        stop.set()
+        thread.join(BOUND_S)
+    assert not failed
+    assert not thread.is_alive()
+
+
+PROGRAM = """
+import sys
+from timeball.pipeline.jobs import runner
+runner.run(["compact"], endpoint=sys.argv[1], options={"compact": {"min_rows_per_batch": "1"}})
+print("ended well")
+"""
+
+
+@pytest.mark.spark
+def test_sigterm_ends_the_program_well(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 50)
+    source = str(Path(runner.__file__).parents[3])
+    env = {**os.environ, "PYTHONPATH": source}
+    command = [sys.executable, "-c", PROGRAM, node.endpoint]
+    program = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: broker.status().watermark > 50 or program.poll() is not None, "it works")
+        program.send_signal(signal.SIGTERM)
+        out, err = program.communicate(timeout=BOUND_S)
+    finally:
+        program.kill()
+    assert program.returncode == 0, err
+    assert "ended well" in out
+    assert len(attached_seqs(broker)) == 50
