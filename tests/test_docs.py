@@ -1,0 +1,482 @@
+"""The documentation is checked like code: what can be configured, called, raised, asked for or found on disk has its
+place in it, what it shows is what happens, and what it points to is there. Each check has a control.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pytest
+import typer.main
+from tests.node_fixture import running_node
+
+import timeball.client.exchange as client_exchange
+from timeball import __version__, config, errors
+from timeball.cli import exit_codes, main
+from timeball.key_hash import hash_one
+from timeball.key_sidecar import KeySidecar
+from timeball.log import checkpoint, queue_index
+from timeball.log import format as fmt
+from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
+from timeball.protocols.flight import codec
+from timeball.protocols.flight.columns import SEND_SCHEMA
+from timeball.table.attachment import Attachment, FileEntry
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+ENDPOINT = "grpc://127.0.0.1:7400"  # as the examples have it
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def section(text: str, heading: str) -> str:
+    """The lines below a heading, up to the next one of the same or a higher level; empty when it is not there."""
+    found = re.search(rf"^(#+) {re.escape(heading)}\n", text, re.MULTILINE)
+    if not found:
+        return ""
+    level = len(found[1])
+    end = re.search(rf"^#{{1,{level}}} ", text[found.end() :], re.MULTILINE)
+    return text[found.end() :][: end.start() if end else None]
+
+
+def first_cells(text: str) -> set[str]:
+    """What stands in the first column of the tables: each word of a cell, without its marks."""
+    cells: set[str] = set()
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells |= set(re.split(r"[`,\s]+", line.split("|")[1]))
+    return cells
+
+
+def absent(wanted: Iterable[str], there: set[str] | str) -> list[str]:
+    return sorted(name for name in wanted if name not in there)
+
+
+# ---- everything has its place ---------------------------------------------------------------------------
+
+
+def settings() -> list[dataclasses.Field[object]]:
+    return list(dataclasses.fields(config.Settings))
+
+
+def test_every_setting() -> None:
+    options = ["--" + field.name.replace("_", "-") for field in settings()]
+    told = first_cells(section(page("docs/operations.md"), "Settings"))
+    assert not absent(options, told)
+    assert not [name for name in told if re.match(r"--\w", name) and name not in options], "no such setting"
+
+
+def commands() -> set[str]:
+    """Every command as it is typed, `timeball pipeline run` for nested ones."""
+    found: set[str] = set()
+
+    def walk(command: object, path: str) -> None:
+        inner = getattr(command, "commands", None)
+        if not inner:
+            found.add(path)
+        for name, below in (inner or {}).items():
+            walk(below, f"{path} {name}")
+
+    walk(typer.main.get_command(main.app), "timeball")
+    return found
+
+
+def test_every_command() -> None:
+    told = section(page("docs/operations.md"), "Commands")
+    rows = {line.split("|")[1].strip().strip("`") for line in told.splitlines() if line.startswith("| `")}
+    assert not absent(commands(), rows)
+    assert not absent(rows, commands()), "no such command"
+
+
+def test_every_exit_code() -> None:
+    told = first_cells(section(page("docs/operations.md"), "Exit codes"))
+    assert not absent([str(int(code)) for code in exit_codes.ExitCode], told)
+
+
+def error_classes() -> dict[str, str]:
+    """Name -> code, those of the client's streams included."""
+    modules = (errors, client_exchange)
+    return {
+        name: kind.code
+        for module in modules
+        for name, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, errors.TimeballError)
+    }
+
+
+def test_every_error_class_and_code() -> None:
+    known = error_classes()
+    rows = dict(
+        re.findall(r"^\| (\w+) \| `(\w+)` \| \S", section(page("docs/operations.md"), "Errors"), re.MULTILINE)
+    )
+    assert rows == known
+
+
+def test_every_code_that_can_cross_the_wire() -> None:
+    on_the_wire = {
+        kind.code
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, errors.TimeballError)
+    }
+    assert first_cells(section(page("docs/flight.md"), "Errors")) >= on_the_wire
+
+
+def test_every_flight_verb() -> None:
+    text = page("docs/flight.md")
+    reads = {ticket.__struct_config__.tag for ticket in codec.Ticket.__args__}
+    for verb in ["send", *codec.ACTIONS, *reads]:
+        assert section(text, verb), f"docs/flight.md has no heading for {verb}"
+    listed = re.findall(r"^### (\w+)$", section(text, "Actions"), re.MULTILINE)
+    assert listed == list(codec.ACTIONS), "in the order of the code"
+
+
+def test_every_argument_of_a_verb() -> None:
+    text = page("docs/flight.md")
+    for verb, (body, _, _) in codec.ACTIONS.items():
+        names = body.__struct_fields__ if body else ()
+        assert not absent([f'"{name}"' for name in names], section(text, verb)), verb
+    for ticket in codec.Ticket.__args__:
+        verb = ticket.__struct_config__.tag
+        assert not absent([f'"{name}"' for name in ticket.__struct_fields__], section(text, verb)), verb
+
+
+def test_every_column_of_a_send() -> None:
+    assert first_cells(section(page("docs/flight.md"), "send")) >= set(SEND_SCHEMA.names)
+
+
+def test_every_field_of_the_status(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data") as node:
+        status = node.node.status()
+    names = {
+        f"{name}.{inner}" if isinstance(value, dict) else name
+        for name, value in status.items()
+        for inner in (value if isinstance(value, dict) else [""])
+    }
+    told = first_cells(section(page("docs/flight.md"), "status"))
+    assert not absent(names, told)
+    assert not absent(told - {"", "field", "---"}, names), "no such field"
+
+
+def test_every_file_of_a_data_folder(tmp_path: Path) -> None:
+    from timeball import Timeball
+
+    with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
+        ball.send("orders", "now")
+        ball.send("orders", "later", after="2d", keys="a")
+        ball.compact()
+        ball.cancel(key="a")
+        ball.pull("orders", "g")
+        ball.commit("orders", "g")
+    drawn = section(page("docs/operations.md"), "The data folder")
+    for path in (tmp_path / "data").rglob("*"):
+        if path.is_file():
+            top = path.relative_to(tmp_path / "data").parts[0]
+            assert re.search(rf"^{re.escape(top)}[\s/]", drawn, re.MULTILINE), path
+
+
+FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
+    ("commit-log", "Rows", [*LOG_SCHEMA.names, *(kind.name for kind in Kind)]),
+    ("pending-table", "Rows", TABLE_SCHEMA.names),
+    ("pending-table", "Attach", Attachment.__struct_fields__),
+    ("consume-queue", "Consume queue", queue_index.ENTRY.names or ()),
+    ("checkpoint", "Checkpoint", checkpoint.Facts.__struct_fields__),
+]
+
+
+@pytest.mark.parametrize(("name", "heading", "fields"), FORMAT_FIELDS)
+def test_every_field_of_a_format(name: str, heading: str, fields: Iterable[str]) -> None:
+    told = section(page(f"docs/formats/{name}.md"), heading)
+    cells = first_cells(told) | {c for line in told.splitlines() for c in line.replace("|", " ").split()}
+    assert not absent(fields, cells)
+
+
+def test_every_field_of_a_file_entry() -> None:
+    assert not absent(
+        [f"`{name}`" for name in FileEntry.__struct_fields__], page("docs/formats/pending-table.md")
+    )
+
+
+DRAWN = [
+    ("commit-log", fmt),
+    ("consume-queue", queue_index),
+    ("checkpoint", checkpoint),
+    ("key-sidecar", inspect.getmodule(KeySidecar)),
+]
+
+
+@pytest.mark.parametrize(("name", "module"), DRAWN, ids=[name for name, _ in DRAWN])
+def test_the_bytes_are_drawn_as_in_the_code(name: str, module: object) -> None:
+    text = page(f"docs/formats/{name}.md")
+    docstring = inspect.getdoc(module) or ""
+    boxes = [line.strip() for line in docstring.splitlines() if line.strip().startswith(("+-", "| "))]
+    assert boxes
+    missing = [box for box in boxes if box not in text and not box.startswith('| magic "TIMEBALL"')]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    "name", ["commit-log", "pending-table", "consume-queue", "checkpoint", "key-sidecar"]
+)
+def test_every_format_has_its_chapters(name: str) -> None:
+    text = page(f"docs/formats/{name}.md")
+    for heading in ("Limits", "Recovery", "Versions"):
+        assert section(text, heading), heading
+
+
+# ---- what is shown is what happens -------------------------------------------------------------------------
+
+
+def bytes_of(text: str) -> bytes:
+    """The bytes of the `hexdump` block in a page; `*` repeats the line above up to the next address."""
+    block = re.search(r"^```hexdump\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert block, "no dump"
+    data, last, starred = bytearray(), b"", False
+    for line in block[1].splitlines():
+        if line == "*":
+            starred = True
+            continue
+        address, _, rest = line.partition("  ")
+        while starred and len(data) < int(address, 16):
+            data += last
+        starred = False
+        assert len(data) == int(address, 16), line
+        last = bytes.fromhex(rest.partition("|")[0])
+        data += last
+    return bytes(data)
+
+
+def test_the_frame_that_is_shown_can_be_read() -> None:
+    text = page("docs/formats/commit-log.md")
+    segment = pa.py_buffer(bytes_of(text))
+    assert fmt.read_segment_header(segment) == 17
+    frame = fmt.read_frame(segment, fmt.ALIGN)
+    assert frame is not None
+    assert (frame.first_seq, frame.span, frame.rows, frame.payload) == (17, 1, 1, 1464)
+    assert (frame.append_ms, frame.epoch, frame.synced_to, frame.end) == (1_767_225_600_001, 1, 64, 1_600)
+    (row,) = fmt.decode_rows(segment, frame).to_pylist()
+    assert (row["kind"], row["topic"], row["keys"], row["body"]) == (
+        Kind.PROMISE,
+        "orders",
+        "order-17",
+        b"close order 17",
+    )
+    assert row["due_ms"] == 1_767_227_400_000
+
+
+def test_what_is_said_of_the_bytes_of_the_frame_is_so() -> None:
+    text = page("docs/formats/commit-log.md")
+    data = bytes_of(text)
+    rows = re.findall(r"^\| `([0-9a-f]+)` \| (.+?) \|", text, re.MULTILINE)
+    assert len(rows) > 10
+    for address, told in rows:
+        at = int(address, 16)
+        for part in re.findall(r"`([^`]+)`", told):
+            given = bytes.fromhex(part.replace("…", ""))
+            assert data[at : at + len(given)] == given, address
+            at += len(given)
+
+
+def test_the_sidecar_that_is_shown_can_be_read() -> None:
+    text = page("docs/formats/key-sidecar.md")
+    sidecar = KeySidecar.parse(pa.py_buffer(bytes_of(text)))
+    told = {word: int(value, 16) for word, value in re.findall(r"^\| `(\S+)` \| `(\w{16})` \|", text, re.M)}
+    assert told == {word: hash_one(word) for word in ("A17", "order-17", "anna")}
+    for value in told.values():
+        assert sidecar.find(np.array([value], np.uint64)).tolist() == [0]
+    assert hash_one("") == 0
+
+
+def test_the_checkpoint_that_is_shown_is_whole() -> None:
+    data = bytes_of(page("docs/formats/checkpoint.md"))
+    magic, length, crc = checkpoint.HEADER.unpack_from(data)
+    payload = data[checkpoint.HEADER.size :]
+    assert (magic, length, crc) == (checkpoint.MAGIC, len(payload), google_crc32c.value(payload))
+
+
+def test_the_queue_entry_that_is_shown_is_one() -> None:
+    (entry,) = np.frombuffer(bytes_of(page("docs/formats/consume-queue.md")), queue_index.ENTRY)
+    assert entry.tolist() == (5, 91 + 6 + 14, 0)
+
+
+def python_examples(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def run_example(code: str, endpoint: str) -> str:
+    """Run an example against another broker than the one it names; returns what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code.replace(ENDPOINT, endpoint), "README.md", "exec"), {})
+    return printed.getvalue()
+
+
+def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
+    code = next(example for example in python_examples(page("README.md")) if "from timeball" in example)
+    with running_node(tmp_path / "data") as node:
+        printed = run_example(code, node.endpoint).splitlines()
+    promised = re.findall(r"print\(.*\)  # (.+)$", code, re.MULTILINE)
+    assert printed[: len(promised)] == promised
+    assert [line.split("'")[1] for line in printed[len(promised) :]] == [
+        "order 17 was placed",
+        "close order 17 if unpaid",
+    ]
+    assert len(code.splitlines()) <= 25, "a short example"
+
+
+def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data") as node, pytest.raises(errors.InvalidDelay):
+        run_example(
+            f'from timeball import Timeball\nTimeball("{ENDPOINT}").send("a", "b", after=-1)', node.endpoint
+        )
+
+
+def test_the_commands_in_the_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", page("Makefile"), re.MULTILINE))
+    for path in PAGES:
+        text = path.read_text("utf-8")
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            for line in block.splitlines():
+                words = line.split()
+                if words and words[0] == "make":
+                    assert words[1] in targets, f"{path.name}: {line}"
+                if words and words[0] == ".venv/bin/timeball":
+                    assert f"timeball {words[1]}" in commands() or words[1] == "pipeline", (
+                        f"{path.name}: {line}"
+                    )
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"\n## {__version__} " in page("CHANGELOG.md")
+
+
+# ---- what is pointed to is there ---------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a page as a browser addresses them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, text: str) -> Iterator[str]:
+    bare = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", bare):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        goal = (path.parent / name).resolve() if name else path
+        if not goal.exists():
+            yield f"{path.relative_to(ROOT)}: {target}"
+        elif anchor and anchor not in anchors(text if goal == path else goal.read_text("utf-8")):
+            yield f"{path.relative_to(ROOT)}: {target} (no such heading)"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    assert not list(broken_links(path, path.read_text("utf-8")))
+
+
+def test_broken_links_are_noticed() -> None:
+    text = "# A heading\n[a](nowhere.md) [b](README.md#figures) [c](README.md#elsewhere)\n```\n[e](f)\n```\n"
+    assert [line.split(": ")[1] for line in broken_links(ROOT / "x.md", text)] == [
+        "nowhere.md",
+        "README.md#elsewhere (no such heading)",
+    ]
+
+
+def named_paths(text: str) -> set[str]:
+    """Paths in backquotes that begin with a folder of ours."""
+    return set(re.findall(r"`((?:tests|benchmarks|src|docs|requirements)/[\w./\-]*)`", text))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_that_are_named_exist(path: Path) -> None:
+    assert not [name for name in named_paths(path.read_text("utf-8")) if not (ROOT / name).exists()]
+
+
+def test_named_paths_are_found() -> None:
+    assert named_paths("see `tests/gone.py` and `src/timeball/log/` but not `log/format.py`") == {
+        "tests/gone.py",
+        "src/timeball/log/",
+    }
+
+
+def pages_named_in_code() -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for name in re.findall(r"docs/[\w./\-]*\w\.md", path.read_text("utf-8")):
+            yield path.relative_to(ROOT).as_posix(), name
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    named = list(pages_named_in_code())
+    assert len(named) > 3
+    assert not [f"{place}: {name}" for place, name in named if not (ROOT / name).exists()]
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached: set[Path] = set()
+    ahead = [ROOT / "README.md"]
+    while ahead:
+        path = ahead.pop()
+        if path in reached or path.suffix != ".md":
+            continue
+        reached.add(path)
+        links = re.findall(r"\]\(([^)#\s]+)", path.read_text("utf-8"))
+        ahead += [(path.parent / name).resolve() for name in links if "://" not in name]
+    assert not [str(path.relative_to(ROOT)) for path in PAGES if path not in reached]
+
+
+def test_decisions_are_numbered_and_argued() -> None:
+    names = sorted(path.name for path in (DOCS / "decisions").glob("*.md"))
+    assert [name[:4] for name in names] == [f"{n:04d}" for n in range(1, len(names) + 1)]
+    for name in names:
+        text = page(f"docs/decisions/{name}")
+        assert text.startswith(f"# {name[:4]} "), name
+        for word in ("**Choice.**", "**Reason.**", "**Cost.**", "**What would change our mind.**"):
+            assert word in text, f"{name}: {word}"
+
+
+def test_guarantees_stand_in_both_places() -> None:
+    def rows(text: str) -> dict[str, tuple[str, str]]:
+        cells = (line.split("|")[1:4] for line in text.splitlines() if re.match(r"\| \[?G\d+", line))
+        return {re.search(r"G\d+", c[0])[0]: (c[1].strip(), c[2].strip()) for c in cells}  # type: ignore[index]
+
+    short, long = rows(page("README.md")), rows(page("docs/guarantees.md"))
+    assert short == long and list(short) == [f"G{n}" for n in range(1, 11)]
+    for name in short:
+        told = re.search(rf"^## {name} .*?\n(.*?)(?=^## |\Z)", page("docs/guarantees.md"), re.M | re.S)
+        assert told and "Not covered:" in told[1], name
+
+
+def test_the_markers_for_the_figures_are_there() -> None:
+    assert re.search(r"^<!-- figures -->$.*^<!-- /figures -->$", page("README.md"), re.M | re.S)
+
+
+# ---- controls ---------------------------------------------------------------------------------------------
+
+
+def test_a_section_ends_where_the_next_begins() -> None:
+    text = "# A\n## B\nb\n### C\nc\n## D\nd\n"
+    assert section(text, "B") == "b\n### C\nc\n"
+    assert section(text, "E") == ""
+
+
+def test_first_cells_are_words() -> None:
+    assert first_cells("| `--a` | x |\n| b, c | y |\nd | e |\n") >= {"--a", "b", "c"}
+    assert "d" not in first_cells("d | e |") and "x" not in first_cells("| `--a` | x |")
+
+
+def test_a_dump_with_a_wrong_address_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        bytes_of("```hexdump\n00000000  00 01  |..|\n00000003\n```\n")
+    assert bytes_of("```hexdump\n00000000  00 01  |..|\n*\n00000006\n```\n") == bytes([0, 1] * 3)
