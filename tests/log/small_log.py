@@ -51,6 +51,8 @@ class OnDemand(Executor):
         """Run the next `count` calls, or all that wait now."""
         calls, self.waiting = self.waiting[:count], self.waiting[len(self.waiting[:count]) :]
         for call, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(call())
             # As above: a thread would hand on whatever was raised.

@@ -7,8 +7,9 @@
     3. In the last begun one, the first frame that is not whole is the end, *unless* a whole frame behind it says
        (`synced_to`) that these bytes were on disk before it was written. Then they have been damaged since, and
        recovery raises Corrupt: repair by deletion would lose acknowledged messages (G8).
-    4. What lies behind the end is overwritten with zeros and synced, so that an old frame can never follow a
-       new one.
+    4. What lies behind the end is overwritten with zeros, so that an old frame can never follow a new one.
+    5. Names and bytes are synced before anybody sees a row. After a kill they may be in the page cache only:
+       shown today, gone with the power tomorrow, and the writer's `synced_to` would vouch for them meanwhile.
 
 Knowingly imperfect: damage to the very last commit looks like a torn one. `known_durable` (the checkpoint's
 sequence number) narrows that window: rows below it must be there.
@@ -49,8 +50,7 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
     begun, spares = _find(files)
     for ordinal in spares:
         files.remove(segment_name(ordinal))  # cheaper to make again than to trust
-    if spares:
-        files.sync_dir(FOLDER)
+    files.sync_dir(FOLDER)  # also for names that a killed run has made or removed
     if not begun:
         if known_durable:
             raise Corrupt(f"the log is gone, but a checkpoint knows of seq {known_durable - 1}")
@@ -65,7 +65,9 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
             f"seq {known_durable - 1}: {damage}"
         )
     file = files.open(begun[-1].name)
-    return Opened(Segments(begun), file, _cut(file, begun[-1]))
+    cut_bytes = _cut(file, begun[-1])
+    file.sync()
+    return Opened(Segments(begun), file, cut_bytes)
 
 
 def _find(files: Files) -> tuple[list[Segment], list[int]]:
@@ -170,7 +172,7 @@ def _last_written(buffer: pa.Buffer, start: int) -> int:
 
 
 def _cut(file: File, segment: Segment) -> int:
-    """Overwrite the torn tail with zeros; returns its length."""
+    """Overwrite the torn tail with zeros, not synced yet; returns its length."""
     end = _last_written(segment.buffer, segment.end)
     size = end - segment.end
     if size:
@@ -180,5 +182,4 @@ def _cut(file: File, segment: Segment) -> int:
         step = 1 << 20
         for position in range(segment.end, end, step):
             file.write_at(position, bytes(min(step, end - position)))
-        file.sync()
     return size
