@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -27,7 +28,7 @@ from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import File, Files
 from timeball.log import format as fmt
-from timeball.log.segment import Segment, Segments, begin, prepare
+from timeball.log.segment import Segment, Segments, begin, prepare, segment_name
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class LogWriter:
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._spare: File | None = None
+        self._spare: File | None = None  # set and taken by the disk thread only, or a roll may miss it
+        self._broken = False  # disk thread only: a write or sync has failed, so none is tried again
         self._spare_task: asyncio.Task[None] | None = None
         self._room_error: TimeballError | None = None
         self.failed: BaseException | None = None
@@ -122,11 +124,14 @@ class LogWriter:
             raise StorageError(f"the log has stopped: {self.failed}")
         if self._closing:
             raise Unavailable("the broker is stopping")
+        # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
+        assert rows.num_rows > 0 and (span is None or span >= rows.num_rows)
+        size_bytes = pa.ipc.get_record_batch_size(rows)
+        if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
+            raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
         self.next_seq += span
-        entry = _Entry(
-            rows, first_seq, span, pa.ipc.get_record_batch_size(rows), self._loop.create_future(), on_durable
-        )
+        entry = _Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable)
         self._pending.append(entry)
         self._pending_bytes += entry.size_bytes
         if not self._busy:
@@ -138,6 +143,8 @@ class LogWriter:
 
     async def flushed(self) -> None:
         """Return when everything appended so far is durable; raises what stopped the log."""
+        if self.failed is not None:
+            raise StorageError(f"the log has stopped: {self.failed}")
         if self._pending or self._busy:
             last = self._pending[-1].done if self._pending else self._committing[-1].done
             await asyncio.shield(last)
@@ -152,8 +159,23 @@ class LogWriter:
             taken += 1
         entries, self._pending = self._pending[:taken], self._pending[taken:]
         self._committing = entries
-        task = self._loop.run_in_executor(self._disk, self._write, entries)
+        task = self._loop.run_in_executor(self._disk, self._write_or_break, entries)
         task.add_done_callback(lambda done: self._finish_commit(entries, done))
+
+    def _write_or_break(self, entries: list[_Entry]) -> _Commit:
+        with self._until_broken():
+            return self._write(entries)
+
+    @contextmanager
+    def _until_broken(self) -> Iterator[None]:
+        """Around everything that writes or syncs in the disk thread: after the first failure nothing does."""
+        if self._broken:
+            raise StorageError("the log has stopped")
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
 
     def _write(self, entries: list[_Entry]) -> _Commit:
         """Encode, write and sync one commit (disk thread)."""
@@ -211,7 +233,7 @@ class LogWriter:
         return begin(self._files, spare, ordinal, first_seq, self._clock.wall_ms())
 
     def _finish_commit(self, entries: list[_Entry], done: asyncio.Future[_Commit]) -> None:
-        error = done.exception()
+        error = done.exception() or self.failed
         if error is not None:
             self._stop(entries, error)
             return
@@ -228,7 +250,12 @@ class LogWriter:
             self.statistics.rows += entry.rows.num_rows
             self.statistics.bytes += entry.size_bytes
             if entry.on_durable is not None:
-                entry.on_durable()
+                try:
+                    entry.on_durable()
+                # The rows are on disk, but a cache has not taken them: only a recovery puts that right.
+                except Exception as error:
+                    self._stop(entries, error)
+                    return
             if not entry.done.done():
                 entry.done.set_result(entry.first_seq)
         self._after_commit()
@@ -251,29 +278,32 @@ class LogWriter:
         try:
             while not self._closing and self.failed is None:
                 try:
-                    spare = await self._loop.run_in_executor(self._disk, self._prepare_unless_rolled, ordinal)
-                    self._spare, self._room_error = spare, None
+                    await self._loop.run_in_executor(self._disk, self._prepare_unless_rolled, ordinal)
+                    self._room_error = None
                     return
                 except OverLimit as error:
                     logger.warning("no room for the next segment: %s", error)
                     self._room_error = error
                     await asyncio.sleep(ROOM_RETRY_S)
+        # Whatever it is: this task is nobody's, so nobody else would hear of it.
+        except Exception as error:
+            self._stop([], error)
         finally:
             self._spare_task = None
 
-    def _prepare_unless_rolled(self, ordinal: int) -> File | None:
+    def _prepare_unless_rolled(self, ordinal: int) -> None:
         # A commit ahead of us in the disk thread may have needed the segment already.
-        if self._files.exists(f"log/{ordinal:010d}.log"):
-            return None
-        return prepare(self._files, ordinal, self._segment_bytes)
+        if not self._broken and not self._files.exists(segment_name(ordinal)):
+            self._spare = prepare(self._files, ordinal, self._segment_bytes)
 
     def _sync_later(self) -> None:
         """Bound what `async` durability may lose to about a second."""
         self._unsynced = False
 
         def sync() -> None:
-            self._file.sync()
-            self._synced_to = self._written_to
+            with self._until_broken():
+                self._file.sync()
+                self._synced_to = self._written_to
 
         if self.failed is None and not self._closing:
             task = self._loop.run_in_executor(self._disk, sync)
@@ -286,7 +316,8 @@ class LogWriter:
     def _stop(self, entries: list[_Entry], error: BaseException | None) -> None:
         """Fail-stop: nobody is acknowledged any more; only a restart, which reads the disk anew, helps."""
         assert error is not None
-        if self.failed is None:
+        is_first = self.failed is None
+        if is_first:
             self.failed = error
             logger.critical("the log has stopped: %s", error)
         waiting, self._pending = [*entries, *self._pending], []
@@ -297,7 +328,7 @@ class LogWriter:
                 # Some callers have gone; the failure is reported once, through on_failure.
                 entry.done.exception()
         self._idle.set()
-        if self._on_failure is not None:
+        if is_first and self._on_failure is not None:
             self._on_failure(error)
 
     async def close(self) -> None:
@@ -306,10 +337,11 @@ class LogWriter:
         await self._idle.wait()
         if self._spare_task is not None:
             self._spare_task.cancel()
+            await asyncio.gather(self._spare_task, return_exceptions=True)
         await self._loop.run_in_executor(self._disk, self._close_file)
 
     def _close_file(self) -> None:
-        if self.failed is None:
+        if not self._broken:
             self._file.sync()
         self._file.close()
         if self._spare is not None:
