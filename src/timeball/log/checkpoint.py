@@ -34,6 +34,8 @@ class Facts(msgspec.Struct, kw_only=True):
 
     seq: int = 0
     settled_before_ms: int = -(1 << 62)
+    settled_before_seq: int = 1 << 62  # see schedule/strategy.py, Settled
+    late: list[tuple[int, int]] = []
     watermark: int = 1
     table_attach_seq: int = 0  # the ATTACH row that the pending table's last commit stands for
     epochs: dict[str, int] = {}  # job id -> last epoch attached
@@ -42,7 +44,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """Facts, and the promises settled although due at or after `settled_before_ms`: (due_ms, seq) pairs."""
+    """Facts, and the promises settled that `settled_before_*` does not cover: (due_ms, seq) pairs."""
 
     facts: Facts
     settled_due: Int64Array

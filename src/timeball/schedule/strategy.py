@@ -28,11 +28,29 @@ from timeball.message import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Which promises below some sequence number are settled: all due before `before_ms`, and these pairs."""
+    """Which promises are settled: these pairs, and all that are due before `before_ms` and below `before_seq`.
+
+    Except, of the latter, those of the ranges `late` = (first_seq, rows): numbers that were set aside before
+    `before_seq` and whose promises came after it, by a bulk attach. Of them only the pairs are settled.
+    """
 
     before_ms: int
     due_ms: Int64Array
     seq: Int64Array
+    before_seq: int = 1 << 62
+    late: tuple[tuple[int, int], ...] = ()
+
+    def may_wait(self, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Which of these sequence numbers, due before `before_ms`, may be of promises that are not settled."""
+        waits = np.asarray(seq >= self.before_seq)
+        for first_seq, rows in self.late:
+            waits |= (seq >= first_seq) & (seq < first_seq + rows)
+        return waits
+
+    def may_touch(self, min_seq: int, max_seq: int) -> bool:
+        """Whether `may_wait` can be true of any number in [min_seq, max_seq]."""
+        late = any(min_seq < first_seq + rows and max_seq >= first_seq for first_seq, rows in self.late)
+        return late or max_seq >= self.before_seq
 
 
 class Strategy(Protocol):

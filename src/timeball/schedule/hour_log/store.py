@@ -6,8 +6,10 @@ thread: while it runs, the old horizon stays the bound of what may be handed out
 promises are already sorted by the new one (`_horizon`). An attach replaces tail rows by file rows *above* H
 only; rows of a bulk attach below H go straight into the wheel.
 
-Cancelled promises stay where they are and are filtered when they are handed out; `_cancelled` and `_released`
-hold just those at or above the instant before which all is settled.
+Cancelled promises stay where they are and are filtered when they are handed out. `_cancelled` and `_released`
+hold just those that the *mark* does not cover: (S, N) says that all promises numbered below N and due before S
+are settled. "All is settled up to T" steps back whenever a promise comes whose instant has passed; the mark does
+not, so what it covers may be forgotten. It moves on when T has caught up with it.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class HourLog:
         self._cancelled = DueIndex()
         self._released = DueIndex()
         self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
+        self._mark_ms, self._mark_seq = FIRST[0], 0
+        self._late: list[tuple[int, int]] = []  # (first_seq, rows) of bulk attaches since the mark has moved
         self._horizon: Position = FIRST
         self._loaded: Position = FIRST
         self._gathering: asyncio.Task[None] | None = None
@@ -141,11 +145,14 @@ class HourLog:
 
     def settled(self) -> Settled:
         """See Strategy."""
-        before_ms = self._settled_before_ms()
-        self._purge(before_ms)
+        self._move_mark()
         pairs = [index.pairs() for index in (self._cancelled, self._released)]
         return Settled(
-            before_ms, np.concatenate([d for d, _ in pairs]), np.concatenate([s for _, s in pairs])
+            self._mark_ms,
+            np.concatenate([d for d, _ in pairs]),
+            np.concatenate([s for _, s in pairs]),
+            self._mark_seq,
+            tuple(self._late),
         )
 
     def statistics(self) -> dict[str, int]:
@@ -176,7 +183,8 @@ class HourLog:
         if attachment.job == "compact":
             self._tail.drop_seqs_below(attachment.to_seq)
         elif attachment.job == "bulk":
-            self._load_bulk_behind(fresh)
+            self._late += attachment.ranges
+            self._load_behind_horizon(fresh)
         self._on_change()
 
     async def quiet(self) -> None:
@@ -184,21 +192,19 @@ class HourLog:
         while self._behind:
             await asyncio.wait(list(self._behind))
 
-    def restore(
-        self, settled: Settled, due_ms: Int64Array, seq: Int64Array, late_bulk: list[FileEntry]
-    ) -> None:
-        """Recovery: what the log and the checkpoint say is settled, and the tail's other promises.
-
-        `late_bulk` are files attached after the checkpoint: their rows may be due before `settled.before_ms`.
-        """
+    def restore(self, settled: Settled, due_ms: Int64Array, seq: Int64Array) -> None:
+        """Recovery: what the log and the checkpoint say is settled, and the tail's other promises."""
+        self._mark_ms, self._mark_seq, self._late = settled.before_ms, settled.before_seq, list(settled.late)
         self._horizon = self._loaded = (settled.before_ms, 0)
         self._cancelled.add(settled.due_ms, settled.seq)
         late = _before(due_ms, seq, self._horizon)
         if late.any():
             self._wheel.add(self._reader.take(np.sort(seq[late])))
         self._tail.add(due_ms[~late], seq[~late])
-        names = {entry.path for entry in late_bulk}
-        self._load_bulk_behind([file for file in self.pending.all() if file.entry.path in names])
+        # A file attached since the mark was set may hold rows below the horizon that nobody has looked at.
+        self._load_behind_horizon(
+            [f for f in self.pending.all() if settled.may_touch(f.entry.min_seq, f.entry.max_seq)], settled
+        )
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -211,14 +217,17 @@ class HourLog:
         ]
         return min(ms for ms in candidates if ms is not None)
 
-    def _purge(self, before_ms: int) -> None:
-        self._cancelled.pop_before(before_ms, 0)
-        self._released.pop_before(before_ms, 0)
+    def _move_mark(self) -> None:
+        before_ms = self._settled_before_ms()
+        if before_ms >= self._mark_ms:
+            self._mark_ms, self._mark_seq, self._late = before_ms, self._reader.next_seq, []
+            self._cancelled.pop_before(before_ms, 0)
+            self._released.pop_before(before_ms, 0)
 
     def _gather_if_needed(self, now_ms: int) -> None:
         if now_ms - self._purged_ms >= PURGE_EVERY_MS:
             self._purged_ms = now_ms
-            self._purge(self._settled_before_ms())
+            self._move_mark()
         if self._gathering is not None:
             return
         target = next_horizon(self._horizon, now_ms, self._ahead_ms)
@@ -271,19 +280,21 @@ class HourLog:
         self._row_bytes = max(64, run.rows.nbytes // max(1, run.rows.num_rows))
         return [run]
 
-    def _load_bulk_behind(self, files: list[DataFile]) -> None:
-        """A bulk attach may bring rows due below the horizon: they are near, or late already."""
+    def _load_behind_horizon(self, files: list[DataFile], settled: Settled | None = None) -> None:
+        """Files may bring rows due below the horizon: near, or late already. What `settled` covers is left out."""
         behind = [file for file in files if (file.entry.min_due_ms, file.entry.min_seq) < self._horizon]
         if behind:
-            task = asyncio.get_running_loop().create_task(self._load_behind(behind, self._horizon))
+            task = asyncio.get_running_loop().create_task(self._load_behind(behind, self._horizon, settled))
             self._behind[task] = min(file.entry.min_due_ms for file in behind)
 
-    async def _load_behind(self, files: list[DataFile], horizon: Position) -> None:
+    async def _load_behind(self, files: list[DataFile], horizon: Position, settled: Settled | None) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
             rows = await asyncio.get_running_loop().run_in_executor(self._thread, load, files, FIRST, horizon)
             if rows is not None:
+                if settled is not None:
+                    rows = rows.filter(pa.array(settled.may_wait(int64(rows.column("seq")))))
                 self._wheel.add(rows)
                 self._on_change()
         except Exception as error:
