@@ -1,0 +1,31 @@
+"""The pages of the documentation, and how tests find their way in them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def section(text: str, heading: str) -> str:
+    """The lines below a heading, up to the next one of the same or a higher level; empty when it is not there."""
+    found = re.search(rf"^(#+) {re.escape(heading)}\n", text, re.MULTILINE)
+    if not found:
+        return ""
+    level = len(found[1])
+    end = re.search(rf"^#{{1,{level}}} ", text[found.end() :], re.MULTILINE)
+    return text[found.end() :][: end.start() if end else None]
+
+
+def first_cells(text: str) -> set[str]:
+    """What stands in the first column of the tables: each word of a cell, without its marks."""
+    cells: set[str] = set()
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells |= set(re.split(r"[`,\s]+", line.split("|")[1]))
+    return cells

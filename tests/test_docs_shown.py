@@ -1,0 +1,132 @@
+"""What the documentation shows is what happens: its examples run against a real node, its dumps can be read."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.docs_pages import page
+from tests.node_fixture import running_node
+
+from timeball import errors
+from timeball.key_hash import hash_one
+from timeball.key_sidecar import KeySidecar
+from timeball.log import checkpoint, queue_index
+from timeball.log import format as fmt
+from timeball.message import Kind
+
+ENDPOINT = "grpc://127.0.0.1:7400"  # as the examples have it
+
+
+def bytes_of(text: str) -> bytes:
+    """The bytes of the `hexdump` block in a page; `*` repeats the line above up to the next address."""
+    block = re.search(r"^```hexdump\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert block, "no dump"
+    data, last, starred = bytearray(), b"", False
+    for line in block[1].splitlines():
+        if line == "*":
+            starred = True
+            continue
+        address, _, rest = line.partition("  ")
+        while starred and len(data) < int(address, 16):
+            data += last
+        starred = False
+        assert len(data) == int(address, 16), line
+        last = bytes.fromhex(rest.partition("|")[0])
+        data += last
+    return bytes(data)
+
+
+def test_the_frame_that_is_shown_can_be_read() -> None:
+    text = page("docs/formats/commit-log.md")
+    segment = pa.py_buffer(bytes_of(text))
+    assert fmt.read_segment_header(segment) == 17
+    frame = fmt.read_frame(segment, fmt.ALIGN)
+    assert frame is not None
+    assert (frame.first_seq, frame.span, frame.rows, frame.payload) == (17, 1, 1, 1464)
+    assert (frame.append_ms, frame.epoch, frame.synced_to, frame.end) == (1_767_225_600_001, 1, 64, 1_600)
+    (row,) = fmt.decode_rows(segment, frame).to_pylist()
+    assert (row["kind"], row["topic"], row["keys"], row["body"]) == (
+        Kind.PROMISE,
+        "orders",
+        "order-17",
+        b"close order 17",
+    )
+    assert row["due_ms"] == 1_767_227_400_000
+
+
+def test_what_is_said_of_the_bytes_of_the_frame_is_so() -> None:
+    text = page("docs/formats/commit-log.md")
+    data = bytes_of(text)
+    rows = re.findall(r"^\| `([0-9a-f]+)` \| (.+?) \|", text, re.MULTILINE)
+    assert len(rows) > 10
+    for address, told in rows:
+        at = int(address, 16)
+        for part in re.findall(r"`([^`]+)`", told):
+            given = bytes.fromhex(part.replace("…", ""))
+            assert data[at : at + len(given)] == given, address
+            at += len(given)
+
+
+def test_the_sidecar_that_is_shown_can_be_read() -> None:
+    text = page("docs/formats/key-sidecar.md")
+    sidecar = KeySidecar.parse(pa.py_buffer(bytes_of(text)))
+    told = {word: int(value, 16) for word, value in re.findall(r"^\| `(\S+)` \| `(\w{16})` \|", text, re.M)}
+    assert told == {word: hash_one(word) for word in ("A17", "order-17", "anna")}
+    for value in told.values():
+        assert sidecar.find(np.array([value], np.uint64)).tolist() == [0]
+    assert hash_one("") == 0
+
+
+def test_the_checkpoint_that_is_shown_is_whole() -> None:
+    data = bytes_of(page("docs/formats/checkpoint.md"))
+    magic, length, crc = checkpoint.HEADER.unpack_from(data)
+    payload = data[checkpoint.HEADER.size :]
+    assert (magic, length, crc) == (checkpoint.MAGIC, len(payload), google_crc32c.value(payload))
+
+
+def test_the_queue_entry_that_is_shown_is_one() -> None:
+    (entry,) = np.frombuffer(bytes_of(page("docs/formats/consume-queue.md")), queue_index.ENTRY)
+    assert entry.tolist() == (5, 91 + 6 + 14, 0)
+
+
+def python_examples(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def run_example(code: str, endpoint: str) -> str:
+    """Run an example against another broker than the one it names; returns what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code.replace(ENDPOINT, endpoint), "README.md", "exec"), {})
+    return printed.getvalue()
+
+
+def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
+    code = next(example for example in python_examples(page("README.md")) if "from timeball" in example)
+    with running_node(tmp_path / "data") as node:
+        printed = run_example(code, node.endpoint).splitlines()
+    promised = re.findall(r"print\(.*\)  # (.+)$", code, re.MULTILINE)
+    assert printed[: len(promised)] == promised
+    assert [line.split("'")[1] for line in printed[len(promised) :]] == [
+        "order 17 was placed",
+        "close order 17 if unpaid",
+    ]
+    assert len(code.splitlines()) <= 25, "a short example"
+
+
+def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data") as node, pytest.raises(errors.InvalidDelay):
+        run_example(
+            f'from timeball import Timeball\nTimeball("{ENDPOINT}").send("a", "b", after=-1)', node.endpoint
+        )
+
+
+def test_a_dump_with_a_wrong_address_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        bytes_of("```hexdump\n00000000  00 01  |..|\n00000003\n```\n")
+    assert bytes_of("```hexdump\n00000000  00 01  |..|\n*\n00000006\n```\n") == bytes([0, 1] * 3)
