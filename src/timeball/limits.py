@@ -37,6 +37,8 @@ FRAME_ROWS_MAX = ROWS_PER_REQUEST_MAX  # keeps one commit, and one decode, withi
 FRAME_BYTES_MAX = (
     256 * 1024 * 1024
 )  # the length field is 32 bits wide; this bounds the allocation behind a corrupt one
+# The rest of the frame is for the columns that admission adds; a release is cut to the same size.
+REQUEST_BYTES_MAX = FRAME_BYTES_MAX // 2
 APPEND_BYTES_IN_FLIGHT_MAX = (
     512 * 1024 * 1024
 )  # accepted but not yet on disk; beyond it the caller is told to wait

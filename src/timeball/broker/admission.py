@@ -49,6 +49,8 @@ def admit(batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str) -
     count = batch.num_rows
     if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
         raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
+    if batch.nbytes > limits.REQUEST_BYTES_MAX:
+        raise OverLimit(f"{batch.nbytes} bytes in one request; at most {limits.REQUEST_BYTES_MAX}: split it")
     columns = _columns(batch)
     _check_texts(columns)
     due = _due(columns, count, now_ms, delay_ms_max)

@@ -7,10 +7,23 @@ once more, whatever the schedule above believed (G2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pyarrow as pa
 
+from timeball import limits
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
+
+
+def in_frames(promises: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Promises in parts that fit into a frame each: a thousand large bodies may be due in one millisecond."""
+    if promises.num_rows == 1 or promises.nbytes <= limits.REQUEST_BYTES_MAX:
+        yield promises
+        return
+    half = promises.num_rows // 2
+    yield from in_frames(promises.slice(0, half))
+    yield from in_frames(promises.slice(half))
 
 
 def release_rows(

@@ -111,6 +111,10 @@ class Broker:
 
     def _release(self, promises: pa.RecordBatch, now_ms: int) -> None:
         """What is due goes to its queue (called by the ticker)."""
+        for part in delivery.in_frames(promises):
+            self._release_frame(part, now_ms)
+
+    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
         parts = self.parts
         placement = parts.topics.place(promises)
         rows = delivery.release_rows(
