@@ -71,14 +71,18 @@ def run(
       timeball pipeline run compact --master spark://head:7077 --endpoint grpc://broker:7400
     """
     chosen = parse_job_options(jobs, options or [])
-    from timeball.cli.spark import load_runner
+    from timeball.cli.spark import load_runner, open_session
 
     runner = load_runner()
     logging.getLogger("timeball.pipeline").setLevel(logging.WARNING if quiet else logging.INFO)
     if stop_on_eof:
         _stop_on_eof()
     names = [job.value for job in jobs]
-    runner.run(names, master=master, endpoint=endpoint, once=once, checkpoint=checkpoint, options=chosen)
+    session = open_session(master, "timeball " + " ".join(names))
+    try:
+        runner.run(names, spark=session, endpoint=endpoint, once=once, checkpoint=checkpoint, options=chosen)
+    finally:
+        session.stop()
 
 
 def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, str]]:

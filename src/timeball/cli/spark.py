@@ -1,8 +1,17 @@
-"""The door to Spark: imported when a command needs it, with one sentence when it is not installed."""
+"""The door to Spark: imported when a command needs it, with one sentence when it is not installed.
+
+What Java and Spark's workers write on their stderr (greetings, broken pipes at the end) goes to a file, not over
+the user's terminal: failures reach us as exceptions. If Java does not even start, the file's last line is the
+reason, so it becomes part of the error. With TIMEBALL_DEBUG=1 everything stays on the terminal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -12,6 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ADVICE = "install the extra, pip install 'timeball[spark]'"
+STDERR = 2
 
 
 def load_runner() -> ModuleType:
@@ -23,10 +33,42 @@ def load_runner() -> ModuleType:
     return runner
 
 
-def open_session(master: str, name: str, conf: Mapping[str, str] | None = None) -> SparkSession:
-    """A session that knows the format `timeball`; SetupError when pyspark or Java is missing."""
+def open_session(
+    master: str, name: str, conf: Mapping[str, str] | None = None, log: Path | None = None
+) -> SparkSession:
+    """A session that knows the format `timeball`; SetupError when pyspark or Java is missing.
+
+    `log`: where Spark's own stderr goes; by default a file without a name, gone with the session.
+    """
     try:
         from timeball.pipeline.session import build_session
     except ModuleNotFoundError as error:
         raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
-    return build_session(master, name, conf)
+    with _children_write_to(log):
+        return build_session(master, name, conf)
+
+
+@contextmanager
+def _children_write_to(log: Path | None) -> Iterator[None]:
+    """Processes started in this block inherit a file as their stderr; this process keeps its own after it."""
+    if os.environ.get("TIMEBALL_DEBUG") == "1":
+        yield
+        return
+    with open(log, "a+b") if log is not None else tempfile.TemporaryFile() as file:
+        own = os.dup(STDERR)
+        os.dup2(file.fileno(), STDERR)
+        try:
+            yield
+        except SetupError as error:
+            raise SetupError(_with_reason(error, file.fileno())) from error
+        finally:
+            os.dup2(own, STDERR)
+            os.close(own)
+
+
+def _with_reason(error: SetupError, descriptor: int) -> str:
+    """The error's text and the last line that was written to the file, if there is one."""
+    size = os.fstat(descriptor).st_size
+    lines = os.pread(descriptor, 4_096, max(0, size - 4_096)).decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{error} ({last})" if last and last not in str(error) else str(error)

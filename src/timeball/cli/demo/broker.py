@@ -25,6 +25,8 @@ class Broker:
 
     def __init__(self, data: Path) -> None:
         command = [sys.executable, "-m", "timeball", "up", "--json", "--port", "0", "--data", str(data)]
+        # A broker at work compacts once a minute; nobody wants to watch that.
+        command += ["--compact-interval-ms", "3s"]
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._changed = threading.Condition()

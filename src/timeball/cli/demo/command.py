@@ -3,8 +3,8 @@
 In order, each step printed as it ends:
 
     1  `timeball up` in an empty folder: the broker, and Spark behind it
-    2  a year of departures written from a Spark DataFrame straight into the pending table
-    3  a year of check-in reminders sent through the client; the job `compact` moves them out of the log
+    2  a year of check-in reminders sent through the client; the job `compact` moves them out of the log
+    3  a year of departures written from a Spark DataFrame straight into the pending table
     4  one real day, lived in a minute: scheduled, cancelled where it was cancelled, received
     5  the audit on Spark: accepted = released + cancelled + expired + pending
     6  a table and two pictures

@@ -1,7 +1,7 @@
 """One day, lived in a minute: schedule every departure, cancel what was cancelled, receive the rest.
 
 Every flight is scheduled before the day begins. Flights that never left are cancelled while the day runs,
-each a little before its departure, as an airline would. A consumer in a thread of its own receives what
+each some hours before its departure, as an airline would. A consumer in a thread of its own receives what
 falls due and writes down what came and when; it knows nothing of the cancellations.
 """
 
@@ -23,7 +23,7 @@ from timeball.message import Int64Array
 
 TOPIC = "departures"
 GROUP = "tower"
-CANCEL_AHEAD_MS = 2_500  # about an hour of the compressed day
+CANCEL_AHEAD = 0.1  # of a day before departure: 2 h 24 min, or 6 s of a day that takes a minute
 STEP_S = 0.2
 LINGER_S = 15.0  # how long after midnight a missing departure is waited for
 QUIET_S = 1.0  # and how long a surplus one
@@ -79,12 +79,13 @@ def live_through(
 
 
 def _cancel_as_it_goes(ball: Timeball, run: DayRun, clock: Clock, show: Callable[[int, int], None]) -> None:
-    """Until midnight, cancel each cancelled flight once its departure is about an hour ahead."""
+    """Until midnight, cancel each cancelled flight once its departure is near."""
+    ahead_ms = int(CANCEL_AHEAD * run.clock.length_ms)
     doomed = np.flatnonzero(run.flights.cancelled)
     doomed = doomed[np.argsort(run.due_ms[doomed], kind="stable")]
     pause, done = threading.Event(), 0
     while (now_ms := clock.wall_ms()) < run.clock.end_ms:
-        near = int(np.searchsorted(run.due_ms[doomed], now_ms + CANCEL_AHEAD_MS))
+        near = int(np.searchsorted(run.due_ms[doomed], now_ms + ahead_ms))
         if near > done:
             ids = run.flights.id.take(pa.array(doomed[done:near])).to_pylist()
             run.verdicts.update(verdict.verdict for verdict in ball.cancel(ids=ids))

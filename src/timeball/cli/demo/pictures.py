@@ -36,8 +36,8 @@ def draw(run: DayRun, outcome: Outcome, day_name: str, folder: Path) -> list[Pat
 
 def _draw_load(run: DayRun, outcome: Outcome, day_name: str, file: Path) -> None:
     edges = np.arange(0, 24 * 60 + 1, BIN_MINUTES)
-    released_at = run.clock.minutes(np.asarray(run.arrivals.store_ms, dtype=np.int64))
-    released, _ = np.histogram(released_at, edges)
+    came = np.isin(np.array(run.flights.id.to_pylist()), np.array(run.arrivals.ids, dtype=np.str_))
+    released, _ = np.histogram(run.flights.minutes[came], edges)
     cancelled, _ = np.histogram(run.flights.minutes[run.flights.cancelled], edges)
     scheduled, _ = np.histogram(run.flights.minutes, edges)
     figure, axes = _axes("Hour of the day, New York", f"Departures in {BIN_MINUTES} minutes")
@@ -52,7 +52,8 @@ def _draw_load(run: DayRun, outcome: Outcome, day_name: str, file: Path) -> None
     axes.set_xticks(range(0, 25, 3), [f"{hour:02}:00" for hour in range(0, 25, 3)])
     seconds = run.clock.length_ms / 1_000
     axes.set_title(f"{day_name}, lived in {seconds:.0f} seconds: each flight a message due at its departure")
-    axes.legend(loc="upper left", frameon=False)
+    axes.set_ylim(0, scheduled.max() * 1.3)
+    axes.legend(loc="upper right", ncols=3, frameon=False)
     _save(figure, file)
 
 
@@ -72,7 +73,7 @@ def _draw_lateness(run: DayRun, outcome: Outcome, file: Path) -> None:
     axes.axvline(0, color=SCHEDULED, linewidth=1, label=f"due; {outcome.early:,} before it")
     worst = f"latest {outcome.lateness_max_ms:.0f} ms; those beyond the axis are in the last bar"
     axes.set_title(f"How late {outcome.released:,} messages were released ({worst})")
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="upper right", framealpha=1, edgecolor="none")
     _save(figure, file)
 
 

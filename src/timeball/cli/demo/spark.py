@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,9 +30,9 @@ class Books:
 class Spark:
     """A session for the length of a block."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, log: Path) -> None:
         self._endpoint = endpoint
-        self._session = open_session("local[2]", "timeball-demo", CONF)
+        self._session = open_session("local[2]", "timeball-demo", CONF, log)
 
     def schedule(self, messages: pa.RecordBatch) -> None:
         """`df.write.format("timeball")`: every row a promise, or none."""
