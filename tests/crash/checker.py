@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 CANCELLED = ("cancelled", "already_cancelled")
@@ -154,7 +155,7 @@ def _queues(outcome: Outcome) -> Iterator[Fault]:
         offsets = [row.place.queue_offset for row in rows]
         if offsets != list(range(low, high)):
             yield Fault("gap", f"{queue} keeps {low} to {high} and gave {offsets}")
-        if any(a.seq >= b.seq for a, b in zip(rows, rows[1:], strict=False)):
+        if any(a.seq >= b.seq for a, b in pairwise(rows)):
             yield Fault("gap", f"{queue} is not in the order of the log: {[row.seq for row in rows]}")
 
 

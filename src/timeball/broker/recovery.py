@@ -74,6 +74,10 @@ def recover(
     ledger.watermark, ledger.epochs = facts.watermark, dict(facts.epochs)
     ledger.reserved = dict(facts.reserved)
     replayed = _replay(reader, facts.seq, topics, ledger)
+    if reader.first_seq > 1:
+        # Retention may have gone on after the checkpoint was saved, and what it let go must not be offered.
+        for index in topics.indexes():
+            index.trim(reader.first_seq)
     files = _bring_up(catalog, replayed.attaches, now_ms)
     due, seq = _concat([*replayed.promises, *_promises(reader, ledger.watermark, facts.seq)])
     settled = Settled(

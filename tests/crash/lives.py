@@ -1,0 +1,129 @@
+"""Run a scenario up to a cut, and find out what is left: what the tests of this folder share."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tests.crash.checker import Fault, Observed, check
+from tests.crash.scenarios import SCENARIOS, SETTINGS
+from tests.crash.world import BOUND_S, HOUR_MS, CutFiles, Unheard, World
+from tests.crash_files import CrashFiles, PowerCut, Survival
+
+from timeball.clock import ManualClock
+
+AFTER_MS = 12 * HOUR_MS  # all promises of all scenarios are due by then
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a cut left: the disk, what the world outside knows, and when it was."""
+
+    scenario: str
+    files: CrashFiles
+    observed: Observed
+    clock: ManualClock
+    at: str
+
+    def world(self, files: CrashFiles) -> World:
+        """A fresh machine with a disk like this one; observer and clock are copies."""
+        return World(
+            files, replace(self.clock), copy.deepcopy(self.observed), **SETTINGS.get(self.scenario, {})
+        )
+
+
+def run(main: Awaitable[T]) -> T:
+    """On an event loop of its own. The broker's words about torn tails and stopped logs are expected here."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with asyncio.Runner() as runner:
+            return runner.run(main)  # type: ignore[arg-type]
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def live(name: str, crash_at: int | None = None, **control: bool) -> Cut:
+    """Live through a scenario until the power goes at call `crash_at`, or to its end."""
+    files, clock = CutFiles(crash_at=crash_at, **control), ManualClock()
+    world = World(files, clock, **SETTINGS.get(name, {}))
+
+    async def steps() -> None:
+        for step in SCENARIOS[name]:
+            await step(world)
+
+    run(until_cut(world, files, steps))
+    at = "{} {}".format(*files.trace[-1])
+    return Cut(name, files, world.observed, clock, f"call {files.calls} ({at})")
+
+
+async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[None]]) -> None:
+    """Run `main` until it ends or the power goes; then throw the node away. Raises what `main` raises by itself."""
+    loop = asyncio.get_running_loop()
+    gone = loop.create_future()
+
+    def note() -> None:
+        if not gone.done():
+            gone.set_result(None)
+
+    files.on_cut = lambda: loop.call_soon_threadsafe(note)
+    task = asyncio.ensure_future(main())
+    await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED, timeout=2 * BOUND_S)
+    is_cut, files.on_cut = gone.done(), None
+    assert is_cut or task.done(), "hung without a cut"
+    await world.abandon()
+    if is_cut:
+        return
+    await task
+    if world.unheard:
+        raise Unheard(world.unheard)
+
+
+def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
+    """Start on what the disk kept, let everything become due, and compare; then once more after another cut."""
+
+    async def main() -> list[Fault]:
+        world = cut.world(image)
+        found = await end_of_days(world)
+        # What the recovery itself has acknowledged must survive a second cut that keeps nothing unsynced.
+        again = World(image.crash(survival="nothing"), world.clock, world.observed)
+        return found or await end_of_days(again)
+
+    try:
+        return run(main())
+    except PowerCut:
+        raise
+    except Exception as error:
+        # A start that fails on what a cut left is the worst of all outcomes, whatever it raises.
+        return [Fault("broken", repr(error))]
+
+
+async def end_of_days(world: World) -> list[Fault]:
+    """Nothing may show early after a restart; then all becomes due."""
+    await world.start()
+    try:
+        await world.settled()
+        await world.consume()
+        await world.advance(AFTER_MS)
+        await world.consume()
+        outcome = await world.outcome()
+        await world.stop()
+    finally:
+        await world.abandon()
+    if world.unheard:
+        raise Unheard(world.unheard)
+    return check(world.observed, outcome)
+
+
+SURVIVALS: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything")]
+
+
+def report(cut: Cut, seed: int, survival: Survival, found: list[Fault]) -> str:
+    """One command away: what to give to `faults_after` to see this again."""
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:5])
+    return f"{cut.scenario}, {cut.at}, image seed={seed} survival={survival!r}:\n  {lines}"

@@ -1,0 +1,158 @@
+"""What the broker is doing when the power goes: short lives that together use every call to the disk.
+
+A scenario is a list of steps, so that a test may go on behind a step that was refused. Delays are in
+milliseconds from the moment of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+Step = Callable[[World], Awaitable[object]]
+Scenario = list[Step]
+
+FAR_MS = 30 * SECOND_MS  # beyond the ten seconds gathered ahead
+
+
+def cancel_some(*numbers: int) -> Step:
+    """Cancel by the numbers of the keys, in the order in which they were made."""
+
+    async def cancel(world: World) -> None:
+        await world.cancel([f"k{number:05d}" for number in numbers])
+
+    return cancel
+
+
+# Append and release; cancels of what is near, far, released, unknown; consumers; checkpoint; clean stop; restart.
+PLAIN: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.create_topic("made", 3),
+    lambda w: w.send("a", [None, 500, 2 * SECOND_MS, None, FAR_MS, 2 * HOUR_MS]),  # k0 to k5
+    lambda w: w.send("b", [800, 800, FAR_MS]),  # k6 to k8
+    lambda w: w.send_at_once("a", [[None, 900], [None], [FAR_MS, 700]]),  # k9 to k13
+    lambda w: w.consume(),
+    cancel_some(5, 6, 8, 77),
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.consume(),
+    lambda w: w.save_offsets(),
+    lambda w: w.checkpoint(),
+    cancel_some(1, 2, 4, 5),
+    lambda w: w.send("b", [None, 100, FAR_MS]),  # k14 to k16
+    lambda w: w.advance(2 * SECOND_MS),
+    lambda w: w.restart(),
+    lambda w: w.send("made", [None, 100, 5 * SECOND_MS]),  # k17 to k19
+    lambda w: w.advance(40 * SECOND_MS),
+    lambda w: w.consume(),
+    cancel_some(19, 16),
+    lambda w: w.stop(),
+]
+
+# The broker's own compaction, twice; cancels and releases of what lies in the table; a file rewritten.
+COMPACT: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.send("a", [None, 500, 2 * SECOND_MS, FAR_MS, FAR_MS, 3 * HOUR_MS]),  # k0 to k5
+    lambda w: w.send("b", [5 * SECOND_MS, FAR_MS, 2 * HOUR_MS]),  # k6 to k8
+    lambda w: w.compact(),
+    cancel_some(3, 8),
+    lambda w: w.send("b", [700, FAR_MS + 1, 4 * HOUR_MS]),  # k9 to k11
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.consume(),
+    lambda w: w.compact(),
+    lambda w: w.checkpoint(),
+    lambda w: w.advance(FAR_MS),
+    cancel_some(4, 5, 7),
+    lambda w: w.rewrite(1),
+    lambda w: w.consume(),
+    lambda w: w.restart(),
+    cancel_some(11, 3),
+    lambda w: w.send("a", [10, 50]),  # k12, k13
+    lambda w: w.compact(),
+    lambda w: w.advance(SECOND_MS),
+]
+
+# Rows that come in as files: far, near and late ones; some cancelled; with a checkpoint between.
+BULK: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.send("a", [None, 300, FAR_MS]),  # k0 to k2
+    lambda w: w.bulk("a", [100, 2 * SECOND_MS, FAR_MS, 2 * HOUR_MS, 2 * HOUR_MS], 1),  # k3 to k7
+    lambda w: w.advance(SECOND_MS),
+    cancel_some(4, 6),
+    lambda w: w.bulk("c", [-HOUR_MS, -1, 50, FAR_MS + 5], 2),  # k8 to k11: late when they come
+    lambda w: w.settled(),
+    lambda w: w.consume(),
+    lambda w: w.checkpoint(),
+    lambda w: w.bulk("c", [-HOUR_MS, 20, FAR_MS], 3),  # k12 to k14
+    cancel_some(14, 12),
+    lambda w: w.settled(),
+    lambda w: w.compact(),
+    lambda w: w.restart(),
+    lambda w: w.advance(FAR_MS),
+    cancel_some(11, 7),
+    lambda w: w.consume(),
+]
+
+# Segments that fill up and go again, with what waits in them; files that lie behind taken out of the table.
+ROLL: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.send("a", [None, 500, FAR_MS, HOUR_MS], 100_000),  # k0 to k3
+    lambda w: w.send("a", [600, 700, FAR_MS], 100_000),  # k4 to k6: more than half full, so a spare is made
+    lambda w: w.advance(SECOND_MS),  # the releases do not fit: roll
+    lambda w: w.send("b", [None, 10 * SECOND_MS, 2 * HOUR_MS], 100_000),  # k7 to k9
+    cancel_some(3),
+    lambda w: w.send("b", [None] * 14, 100_000),  # one commit larger than a segment
+    lambda w: w.consume(),
+    lambda w: w.save_offsets(),
+    lambda w: w.compact(),
+    lambda w: w.checkpoint(),
+    lambda w: w.let_go(),
+    lambda w: w.advance(FAR_MS),
+    lambda w: w.compact(),
+    lambda w: w.consume(),
+    lambda w: w.checkpoint(),
+    lambda w: w.let_go(),
+    lambda w: w.send("a", [100, FAR_MS], 1_000),  # k24, k25
+    lambda w: w.restart(),
+    cancel_some(9, 0, 25),
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.let_go(),
+]
+
+# Promises whose instant had passed when they came, saved in the middle of it: "all before T is settled" steps back.
+LATE: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.send("a", [100, 200, 4 * SECOND_MS, 5 * SECOND_MS, FAR_MS]),  # k0 to k4
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.consume(),
+    cancel_some(2),
+    lambda w: w.checkpoint(),
+    lambda w: w.restart(),
+    lambda w: w.advance(2 * SECOND_MS),
+    lambda w: w.advance(2 * SECOND_MS),
+    lambda w: w.consume(),
+    lambda w: w.send("a", [-HOUR_MS, 60, 8 * SECOND_MS]),  # k5 to k7
+    lambda w: w.checkpoint(),
+    lambda w: w.bulk("a", [-HOUR_MS, 70, FAR_MS], 1),  # k8 to k10
+    lambda w: w.checkpoint(),
+    lambda w: w.compact(),
+    lambda w: w.send("a", [-2 * HOUR_MS]),  # k11
+    lambda w: w.checkpoint(),
+    lambda w: w.stop(),
+    lambda w: w.start(),
+    lambda w: w.send("a", [-2 * HOUR_MS, 20]),  # k12, k13
+    lambda w: w.compact(),
+    lambda w: w.send("a", [-2 * HOUR_MS]),  # k14
+    lambda w: w.checkpoint(),
+    lambda w: w.advance(SECOND_MS),
+]
+
+SCENARIOS: dict[str, Scenario] = {
+    "late": LATE,
+    "plain": PLAIN,
+    "compact": COMPACT,
+    "bulk": BULK,
+    "roll": ROLL,
+}
+# Retention keeps nothing that nobody needs, so that one scenario can see segments go.
+SETTINGS: dict[str, dict[str, int]] = {"roll": {"retention_ms": 1}}

@@ -1,0 +1,138 @@
+"""The power goes at every call to the disk, and nothing that was acknowledged is lost, early, twice or back again.
+
+Each scenario is lived once to learn how many calls it makes, and then once for each of them. The disk is left in
+several states a cut: nothing unsynced kept, everything, and mixtures drawn from seeds. The fast part takes some
+of the calls and the slow part all of them; CUT_SEED makes other mixtures, the message of a failure says which.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.crash.checker import Fault
+from tests.crash.lives import Cut, faults_after, live, report, run, until_cut
+from tests.crash.scenarios import SCENARIOS
+from tests.crash.world import CutFiles, World
+from tests.crash_files import CrashFiles, Survival
+
+SEED = int(os.environ.get("CUT_SEED", "1"))
+EXTREMES: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything")]
+
+# Between them the scenarios must use these; (call, beginning of the name).
+USED = [
+    ("write_at", "log/"), ("sync", "log/"), ("create", "log/0000000002"), ("remove", "log/0000000001.log"),
+    ("absorb", "pending"), ("sync_file", "pending/bucket="), ("sync_file", "pending/_delta_log/"),
+    ("rename", "checkpoint"), ("rename", "offsets.json"), ("rename", "topics.json"), ("sync", "queues/"),
+    ("remove", "pending/_keys/"),
+]  # fmt: skip
+
+
+def images(cut: Cut, seeds: list[tuple[int, Survival]]) -> Iterator[str]:
+    """What is wrong after each of these crash images of one cut."""
+    for seed, survival in seeds:
+        found = faults_after(cut, cut.files.crash(seed, survival))
+        if found:
+            yield report(cut, seed, survival, found)
+
+
+def mixtures(call: int, count: int) -> list[tuple[int, Survival]]:
+    """Seeds that differ from call to call, so that a sample of calls is also a sample of mixtures."""
+    return [(SEED * 1_000_003 + call * 101 + i, "random") for i in range(count)]
+
+
+def test_scenarios_end_well_and_use_every_kind_of_call() -> None:
+    used: set[tuple[str, str]] = set()
+    for name in SCENARIOS:
+        cut = live(name)
+        assert not list(images(cut, [*EXTREMES, *mixtures(0, 2)]))
+        used.update(cut.files.trace)
+    missing = [u for u in USED if not any(call == u[0] and where.startswith(u[1]) for call, where in used)]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_some_cuts(name: str) -> None:
+    calls = live(name).files.calls
+    rng = np.random.default_rng(SEED)
+    for call in sorted(rng.choice(np.arange(1, calls + 1), 30, replace=False).tolist()):
+        cut = live(name, call)
+        wrong = list(images(cut, mixtures(call, 2)))
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_cut(name: str) -> None:
+    for call in range(1, live(name).files.calls + 1):
+        cut = live(name, call)
+        wrong = list(images(cut, [*EXTREMES, *mixtures(call, 2)]))
+        assert not wrong, "\n".join(wrong)
+
+
+def cut_again(cut: Cut, image: CrashFiles, call: int) -> Cut | None:
+    """Start on an image and cut the power again, `call` calls later; None when the restart makes fewer."""
+    files = CutFiles(crash_at=call)
+    files._root = image._root
+    world = cut.world(files)
+
+    async def restart() -> None:
+        await world.start()
+        await world.settled()
+        await world.advance(10_000)
+        await world.consume()
+        await world.checkpoint()
+
+    run(until_cut(world, files, restart))
+    if not files.cut:
+        return None
+    at = "{} {}".format(*files.trace[-1])
+    return Cut(cut.scenario, files, world.observed, world.clock, f"{cut.at}, then call {call} ({at})")
+
+
+def double_cuts(name: str, calls: list[int], seed: int, again: int) -> list[str]:
+    """Cut at these calls, and again while recovering from them; what is wrong then."""
+    rng = np.random.default_rng(seed)
+    wrong: list[str] = []
+    for call in calls:
+        cut = live(name, call)
+        for _ in range(again):
+            second = cut_again(cut, cut.files.crash(seed * 31 + call), int(rng.integers(1, 60)))
+            if second is not None:
+                wrong += images(second, mixtures(call, 1))
+    return wrong
+
+
+def test_some_cuts_during_the_recovery_from_a_cut() -> None:
+    for name in SCENARIOS:
+        wrong = double_cuts(name, list(range(5, live(name).files.calls, 20)), SEED, 1)
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_cuts_during_the_recovery_from_every_third_cut(name: str) -> None:
+    wrong = double_cuts(name, list(range(1, live(name).files.calls, 3)), SEED, 3)
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- controls: without a sync the same tests must fail --------------------------------------------------------
+
+
+@pytest.mark.parametrize("control", ["forget_sync", "forget_sync_dir"])
+def test_a_disk_that_forgets_to_sync_is_noticed(control: str) -> None:
+    found: list[Fault] = []
+    calls = live("plain").files.calls
+    for call in range(40, calls, 25):
+        cut = live("plain", call, **{control: True})
+        found += faults_after(cut, cut.files.crash(SEED + call, "nothing"))
+    assert found, f"{control} went unnoticed"
+
+
+def test_a_broker_that_acknowledges_before_the_disk_is_noticed() -> None:
+    """`async` durability may lose what it acknowledged; it must start again all the same."""
+    assert World(CrashFiles(), live("plain").clock).settings.durability == "sync"

@@ -1,0 +1,324 @@
+"""A whole broker on a disk whose power can go, and an observer outside who notes what was answered.
+
+`World` drives a real `Node` (no sockets) on `CrashFiles` and a `ManualClock`. A verb of it sends, cancels, pulls
+or moves, and tells the observer only when the answer came while the power was on. After a cut every thread of
+the node meets `PowerCut` at its next call; `abandon` waits for them and throws the node away, as a machine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tests.crash.checker import Observed, Outcome, Place, Row, Sent
+from tests.crash_files import CrashFiles, PowerCut
+
+from timeball.clock import ManualClock
+from timeball.config import MIB, Settings
+from timeball.message import TABLE_SCHEMA, Kind
+from timeball.node import Node
+from timeball.table import layout
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.data_file import DataFile
+
+BOUND_S = 30  # longer than anything takes; who waits so long has hung
+GROUP = "readers"
+SECOND_MS = 1_000
+HOUR_MS = 3_600_000
+
+
+class CutFiles(CrashFiles):
+    """Tells somebody when the power goes, so that nobody has to look."""
+
+    on_cut: Callable[[], None] | None = None
+
+    def about_to_cut(self) -> None:
+        super().about_to_cut()
+        if self.on_cut is not None:
+            self.on_cut()
+
+
+class Unheard(AssertionError):
+    """An exception that reached nobody but the event loop: something was swallowed."""
+
+
+class World:
+    """One node at a time on one disk. The disk, the clock and the observer outlive the node."""
+
+    def __init__(
+        self, files: CrashFiles, clock: ManualClock, observed: Observed | None = None, **settings: Any
+    ) -> None:
+        self.files, self.clock = files, clock
+        self.observed = observed or Observed()
+        self.settings = Settings(
+            data=Path("in-memory"),
+            **{"segment_bytes": MIB, "queues_per_topic": 2, "compact_self": False, **settings},
+        )
+        self.node: Node | None = None
+        self.unheard: list[str] = []
+        self.keys = 0
+
+    # -- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._hear)
+        self.node = Node(self.settings, clock=self.clock, files=self.files)
+        await self.node.start(listen=False)
+
+    async def stop(self) -> None:
+        assert self.node is not None
+        node, self.node = self.node, None
+        await node.stop()
+        self._retrieve(node)
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+    async def abandon(self) -> None:
+        """The machine is off: nothing of the node goes on, and nothing it still says counts."""
+        mine = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.node is not None:
+            for thread in self.node._threads:
+                thread.shutdown(wait=True, cancel_futures=True)
+            self._retrieve(self.node)
+            self.node = None
+        await asyncio.sleep(0)  # what the threads have still handed to the loop
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the node, if anything did."""
+        failed = self.node._failed if self.node is not None else None
+        return failed.exception() if failed is not None and failed.done() else None
+
+    @property
+    def broker(self) -> Any:
+        assert self.node is not None
+        return self.node.broker
+
+    # -- verbs: each is answered, or it did not happen ---------------------------------------------------------
+
+    def fresh_keys(self, count: int) -> list[str]:
+        self.keys += count
+        return [f"k{number:05d}" for number in range(self.keys - count, self.keys)]
+
+    async def send(self, topic: str, delays_ms: Iterable[int | None], body_bytes: int = 20) -> list[str]:
+        """One batch; a delay of None is an ordinary message."""
+        sent = self._ask(topic, list(delays_ms), body_bytes)
+        batch = pa.record_batch(
+            {
+                "topic": [one.topic for one in sent],
+                "body": [one.body for one in sent],
+                "unique_key": [one.key for one in sent],
+                "keys": ["every " + one.key[:3] for one in sent],
+                "tag": ["even" if i % 2 else None for i in range(len(sent))],
+                "due_ms": pa.array([one.due_ms for one in sent], pa.int64()),
+            }
+        )
+        await self.broker.send(batch)
+        self._answered(sent)
+        return [one.key for one in sent]
+
+    async def send_at_once(self, topic: str, batches: Sequence[Sequence[int | None]]) -> None:
+        """Several batches whose commits overlap."""
+        await asyncio.gather(*(self.send(topic, batch) for batch in batches))
+
+    async def cancel(self, keys: Iterable[str]) -> None:
+        wanted = list(keys)
+        self.observed.cancel_asked.update(wanted)
+        for verdict in await self.broker.cancel(ids=wanted):
+            if not self.files.cut:
+                self.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
+
+    async def consume(self) -> None:
+        """One look at every queue from the group's offsets on, committed behind what was seen."""
+        for topic in self.broker.topics():
+            stored, kept = self.broker.offsets(GROUP, topic), self.broker.queues(topic)
+            offsets = {queue: max(low, stored.get(queue, low)) for queue, (low, _) in kept.items()}
+            while (rows := await self.broker.pull(topic, offsets, 100, 0)).num_rows:
+                for row in as_rows(rows):
+                    if not self.files.cut:
+                        self.observed.see(row, self.clock.wall)
+                    offsets[row.place.queue_id] = row.place.queue_offset + 1
+            await self.broker.commit_offsets(GROUP, topic, offsets)
+
+    async def save_offsets(self) -> None:
+        assert self.node is not None
+        saved = {(GROUP, t): self.broker.offsets(GROUP, t) for t in self.broker.topics()}
+        await self.node.upkeep.save_small_state()
+        if not self.files.cut:
+            self.observed.saved_offsets.update(saved)
+
+    async def create_topic(self, topic: str, queues: int) -> None:
+        await self.broker.create_topic(topic, queues)
+        if not self.files.cut:
+            self.observed.topics[topic] = queues
+
+    async def advance(self, ms: int) -> None:
+        """Let time pass, and wait until all that is due is settled."""
+        self.clock.advance(ms)
+        self.broker.ticker.wake()
+        await self.settled()
+
+    async def settled(self) -> None:
+        schedule = self.broker.parts.schedule
+        await self.until(lambda: schedule.settled_before_ms > self.clock.wall, "all that is due is settled")
+
+    async def compact(self) -> None:
+        await self.broker.compact()
+
+    async def checkpoint(self) -> None:
+        assert self.node is not None
+        await self.node.upkeep.checkpoint()
+
+    async def let_go(self) -> None:
+        assert self.node is not None
+        await self.node.upkeep.let_go()
+
+    async def bulk(self, topic: str, delays_ms: Sequence[int], epoch: int) -> list[str]:
+        """Promises that never pass through the log; acknowledged by the attach."""
+        sent = sorted(self._ask(topic, list(delays_ms), 20), key=lambda one: one.due_ms or 0)
+        first_seq = await self.broker.reserve(len(sent))
+        rows = table_rows(sent, first_seq, self.clock.wall)
+        attachment = Attachment(
+            job="bulk",
+            job_id="bulk",
+            epoch=epoch,
+            files=self._write_files(rows),
+            ranges=[(first_seq, len(sent))],
+        )
+        await self.broker.attach(attachment)
+        self._answered(sent)
+        return [one.key for one in sent]
+
+    async def rewrite(self, epoch: int) -> None:
+        """Put a live file's rows into a new file in its place."""
+        file: DataFile = self.broker.parts.schedule.pending.all()[0]
+        rows = file.rows_between((0, 0), (1 << 62, 0))
+        attachment = Attachment(
+            job="rewrite",
+            job_id="rewriter",
+            epoch=epoch,
+            files=self._write_files(rows),
+            removes=[file.entry.path],
+        )
+        await self.broker.attach(attachment)
+
+    # -- in the end ---------------------------------------------------------------------------------------------
+
+    async def outcome(self) -> Outcome:
+        """Everything there is to read."""
+        broker, outcome = self.broker, Outcome()
+        for topic in broker.topics():
+            outcome.offsets[(GROUP, topic)] = broker.offsets(GROUP, topic)
+            for queue, (low, high) in broker.queues(topic).items():
+                outcome.ranges[(topic, queue)] = (low, high)
+                while low < high:
+                    rows = as_rows(await broker.read_queue(topic, queue, low, 1_000))
+                    outcome.rows += rows
+                    low += max(1, len(rows))
+        for rows in broker.read_log(broker.parts.reader.first_seq, broker.parts.reader.next_seq):
+            kinds = rows.column("kind").to_numpy()
+            outcome.promises.update(rows.column("seq").to_numpy()[kinds == Kind.PROMISE].tolist())
+            ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])
+            outcome.settled += rows.column("source_seq").filter(pa.array(ended)).to_pylist()
+        return outcome
+
+    async def until(self, true: Callable[[], object], what: str) -> None:
+        """Wait for a condition that other threads bring about; a node that has failed brings about nothing."""
+        try:
+            async with asyncio.timeout(BOUND_S):
+                while not true():
+                    failure = self.failure
+                    if failure is not None:
+                        raise failure
+                    await asyncio.sleep(0.000_5)
+        except TimeoutError:
+            raise AssertionError(f"did not happen in {BOUND_S} s: {what}") from None
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _ask(self, topic: str, delays_ms: list[int | None], body_bytes: int) -> list[Sent]:
+        now_ms, sent = self.clock.wall, []
+        for key, delay_ms in zip(self.fresh_keys(len(delays_ms)), delays_ms, strict=True):
+            due_ms = None if delay_ms is None else now_ms + delay_ms
+            body = (key * (body_bytes // len(key) + 1)).encode()[:body_bytes]
+            sent.append(Sent(key, topic, body, due_ms))
+            self.observed.sent[key] = sent[-1]
+        return sent
+
+    def _answered(self, sent: list[Sent]) -> None:
+        for one in sent:
+            one.acked = not self.files.cut
+
+    def _write_files(self, rows: pa.Table) -> list[FileEntry]:
+        entries = []
+        for entry, data in layout.cut_files(layout.sort_rows(rows), self.clock.wall):
+            name = f"{layout.FOLDER}/{entry.path}"
+            self.files.make_dir(name.rpartition("/")[0])
+            with contextlib.closing(self.files.create(name)) as file:
+                file.write_at(0, data)
+            entries.append(entry)
+        return entries
+
+    def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), PowerCut):
+            self.unheard.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def _retrieve(self, node: Node) -> None:
+        """A node that stopped has told why through `failure`; the loop need not say it again."""
+        if node._failed is not None and node._failed.done():
+            node._failed.exception()
+        if node._ticker_task is not None and node._ticker_task.done() and not node._ticker_task.cancelled():
+            node._ticker_task.exception()
+
+
+def as_rows(batch: pa.RecordBatch) -> list[Row]:
+    """READ_SCHEMA rows as the checker sees them."""
+    names = [
+        "topic",
+        "queue_id",
+        "queue_offset",
+        "unique_key",
+        "body",
+        "due_ms",
+        "store_ms",
+        "seq",
+        "source_seq",
+    ]
+    return [
+        Row(Place(topic, queue, offset), key, body, due, stored, seq, source)
+        for topic, queue, offset, key, body, due, stored, seq, source in zip(
+            *(batch.column(name).to_pylist() for name in names), strict=True
+        )
+    ]
+
+
+def table_rows(sent: list[Sent], first_seq: int, now_ms: int) -> pa.Table:
+    """Rows of the pending table for a bulk job, numbered in the order given."""
+    count = len(sent)
+    columns: dict[str, Any] = {
+        "seq": range(first_seq, first_seq + count),
+        "due_ms": [one.due_ms for one in sent],
+        "topic": [one.topic for one in sent],
+        "queue_id": [-1] * count,
+        "unique_key": [one.key for one in sent],
+        "body": [one.body for one in sent],
+        "born_ms": [now_ms] * count,
+        "born_host": ["bulk"] * count,
+        "flag": [0] * count,
+        "sys_flag": [0] * count,
+        "reconsume_times": [0] * count,
+        "accepted_ms": [now_ms] * count,
+    }
+    arrays = [pa.array(columns.get(field.name, [None] * count), field.type) for field in TABLE_SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=TABLE_SCHEMA)
