@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,8 +24,10 @@ import pyarrow as pa
 from timeball.key_hash import hash_text
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind, build_rows
+from timeball.message import Kind, build_rows
 from timeball.table.data_file import DataFile
+
+_COLUMNS = ["seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -54,53 +57,69 @@ class Found:
     """Promises by subject, and how those that are settled were settled: source_seq -> (verdict, at_ms)."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    settled: dict[int, tuple[str, int]] = field(default_factory=dict)
+    settled: dict[int, tuple[str, int | None]] = field(default_factory=dict)
+    _seen: set[tuple[str, int]] = field(default_factory=set)
 
-    def arrays(self) -> tuple[Int64Array, Int64Array]:
-        """(due_ms, seq) of the candidates."""
-        due = np.array([c.due_ms for c in self.candidates], dtype=np.int64)
-        return due, np.array([c.seq for c in self.candidates], dtype=np.int64)
+    def add(self, subject: str, row: dict[str, Any], accepted_ms: int | None) -> None:
+        """A row of the log or of the table that `subject` names; the same promise only once."""
+        if (subject, row["seq"]) not in self._seen:
+            self._seen.add((subject, row["seq"]))
+            self.candidates.append(
+                Candidate(
+                    subject,
+                    row["seq"],
+                    row["due_ms"],
+                    row["topic"],
+                    row["unique_key"],
+                    row["keys"],
+                    accepted_ms or 0,
+                )
+            )
 
 
 def look_up(
-    reader: LogReader, key_index: KeyIndex, files: list[DataFile], *, ids: Sequence[str], keys: Sequence[str]
+    reader: LogReader,
+    key_index: KeyIndex,
+    files: list[DataFile],
+    *,
+    ids: Sequence[str] = (),
+    keys: Sequence[str] = (),
+    seqs: Sequence[int] = (),
 ) -> Found:
-    """All promises with one of these ids or keys, in the log and in the table (reader thread)."""
-    texts = pa.array([*ids, *keys], pa.string())
-    hashes = hash_text(texts)
-    by_id, by_key = set(ids), set(keys)
+    """All promises with one of these ids, keys or sequence numbers, in the log and the table (reader thread)."""
     found = Found()
-    seen: set[tuple[str, int]] = set()
-    rows = reader.take(key_index.find(hashes))
-    for row in rows.select(
-        ["seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq"]
-    ).to_pylist():
+    if seqs:
+        _find_seqs(found, reader, files, seqs)
+    # How a promise named by its number was settled is found by its id, like everything else.
+    by_id, by_key = set(ids), set(keys)
+    known = {c.unique_key for c in found.candidates if c.unique_key is not None}
+    hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
+    for row in reader.take(key_index.find(hashes)).select(_COLUMNS).to_pylist():
         if row["kind"] == Kind.PROMISE:
-            _add(found, seen, row, row["store_ms"], by_id, by_key)
+            _add(found, row, row["store_ms"], by_id, by_key)
         elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
             verdict = "released" if row["kind"] == Kind.RELEASE else "already_cancelled"
             found.settled[row["source_seq"]] = (verdict, row["store_ms"])
             # The promise itself may have been let go by retention, or never have been in the log (bulk).
-            _add(found, seen, {**row, "seq": row["source_seq"]}, row["accepted_ms"], by_id, by_key)
-    for file in files:
-        for row in file.find(hashes).to_pylist():
-            _add(found, seen, row, row["accepted_ms"], by_id, by_key)
+            _add(found, {**row, "seq": row["source_seq"]}, row["accepted_ms"], by_id, by_key)
+    if by_id or by_key:
+        for file in files:
+            for row in file.find(hashes).to_pylist():
+                _add(found, row, row["accepted_ms"], by_id, by_key)
     return found
 
 
-def look_up_seqs(reader: LogReader, files: list[DataFile], seqs: Sequence[int]) -> list[str]:
-    """The message ids of promises named by sequence number; "" where there is none (reader thread)."""
-    known: dict[int, str] = {}
+def _find_seqs(found: Found, reader: LogReader, files: list[DataFile], seqs: Sequence[int]) -> None:
     for file in files:
-        wanted = [s for s in seqs if file.entry.min_seq <= s <= file.entry.max_seq]
+        wanted = [seq for seq in seqs if file.entry.min_seq <= seq <= file.entry.max_seq]
         if wanted:
-            table = file.find_seqs(np.array(wanted, dtype=np.int64))
-            known.update(zip(table["seq"].to_pylist(), table["unique_key"].to_pylist(), strict=True))
+            for row in file.find_seqs(np.array(wanted, dtype=np.int64)).to_pylist():
+                found.add(str(row["seq"]), row, row["accepted_ms"])
     for seq in seqs:
-        if seq not in known and reader.first_seq <= seq < reader.next_seq:
+        if reader.first_seq <= seq < reader.next_seq:
             for rows in reader.rows(seq, seq + 1, [Kind.PROMISE]):
-                known[seq] = rows.column("unique_key")[0].as_py() or ""
-    return [known.get(seq) or "" for seq in seqs]
+                for row in rows.select(_COLUMNS).to_pylist():
+                    found.add(str(seq), row, row["store_ms"])
 
 
 def cancel_rows(chosen: list[Candidate], now_ms: int) -> pa.RecordBatch:
@@ -139,25 +158,10 @@ def verdicts(subjects: Sequence[str], found: Found, cancelled: set[int], now_ms:
 
 
 def _add(
-    found: Found,
-    seen: set[tuple[str, int]],
-    row: dict[str, object],
-    accepted_ms: object,
-    by_id: set[str],
-    by_key: set[str],
+    found: Found, row: dict[str, Any], accepted_ms: int | None, by_id: set[str], by_key: set[str]
 ) -> None:
-    unique_key, keys, seq = row["unique_key"], row["keys"], row["seq"]
-    assert isinstance(seq, int) and isinstance(row["due_ms"], int)
-    names = {str(unique_key)} & by_id if unique_key is not None else set()
-    if keys is not None:
-        names |= set(str(keys).split(" ")) & by_key
+    names = {row["unique_key"]} & by_id
+    if row["keys"] is not None:
+        names |= set(row["keys"].split(" ")) & by_key
     for name in sorted(names):
-        if (name, seq) not in seen:
-            seen.add((name, seq))
-            found.candidates.append(
-                Candidate(
-                    name, seq, row["due_ms"], str(row["topic"]),
-                    None if unique_key is None else str(unique_key), None if keys is None else str(keys),
-                    accepted_ms if isinstance(accepted_ms, int) else 0,
-                )
-            )  # fmt: skip
+        found.add(name, row, accepted_ms)

@@ -144,19 +144,10 @@ class Broker:
         parts = self.parts
         if len(ids) + len(keys) + len(seqs) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} cancels in one request; split it")
-        files = parts.schedule.pending.all()
-        if seqs:
-            named = await in_thread(
-                self.parts.reader_thread, cancelling.look_up_seqs, parts.reader, files, seqs
-            )
-            known = [name for name in named if name]
-            found_by_id = {v.seq: v for v in await self.cancel(ids=known)} if known else {}
-            return [found_by_id.get(seq) or Verdict(str(seq), "not_found") for seq in seqs]
 
         def look_up() -> cancelling.Found:
-            return cancelling.look_up(
-                parts.reader, parts.key_index, parts.schedule.pending.all(), ids=ids, keys=keys
-            )
+            files = parts.schedule.pending.all()
+            return cancelling.look_up(parts.reader, parts.key_index, files, ids=ids, keys=keys, seqs=seqs)
 
         found = await in_thread(self.parts.reader_thread, look_up)
         await parts.schedule.quiet()
@@ -166,7 +157,16 @@ class Broker:
             # Settled between the look-up and now, or handed out and on its way to the disk: then look again.
             await parts.writer.flushed()
             found.settled.update((await in_thread(self.parts.reader_thread, look_up)).settled)
-        return cancelling.verdicts([*ids, *keys], found, cancelled, now_ms)
+            self._recall_cancels(found, [c for c in unknown if c.seq not in found.settled])
+        return cancelling.verdicts([*ids, *keys, *map(str, seqs)], found, cancelled, now_ms)
+
+    def _recall_cancels(self, found: cancelling.Found, unknown: list[cancelling.Candidate]) -> None:
+        """Retention may have let a CANCEL row go while its promise still lies in the table: the schedule knows."""
+        due = np.array([c.due_ms for c in unknown], dtype=np.int64)
+        seq = np.array([c.seq for c in unknown], dtype=np.int64)
+        for candidate, was in zip(unknown, self.parts.schedule.was_cancelled(due, seq), strict=True):
+            if was:
+                found.settled[candidate.seq] = ("already_cancelled", None)
 
     async def _cancel_waiting(self, found: cancelling.Found) -> tuple[set[int], int]:
         """Settle the candidates that still wait; returns when the CANCEL rows are durable."""

@@ -143,6 +143,10 @@ class HourLog:
         self._cancelled.add(due_ms[waiting], seq[waiting])
         return waiting
 
+    def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """See Strategy."""
+        return self._cancelled.contains(due_ms, seq)
+
     def settled(self) -> Settled:
         """See Strategy."""
         self._move_mark()
