@@ -154,18 +154,25 @@ class Catalog:
         version = self._version = int(table.version())
         if version % CHECKPOINT_EVERY == 0:
             table.create_checkpoint()
+            table.cleanup_metadata()  # entries older than Delta's own log retention (30 days)
         self._make_durable()
         return version
 
     def vacuum(self, older_than_ms: int) -> int:
         """Remove data files that no version of the last `older_than_ms` names, orphans of failed jobs included."""
         hours = max(1, older_than_ms // limits.HOUR_MS)
-        gone = self._opened().vacuum(retention_hours=hours, enforce_retention_duration=False, dry_run=False)
+        self._files.external(FOLDER)
+        # Full: a sweep of the folder, since files of failed jobs are named by no version. Dry, and removed by us:
+        # delta-rs would note it in two entries of its log, which a power cut may tear one without the other.
+        gone = self._opened().vacuum(
+            retention_hours=hours, enforce_retention_duration=False, dry_run=True, full=True
+        )
+        for name in gone:
+            self._files.remove(f"{FOLDER}/{name}")
         live = {entry.path.rpartition("/")[2] for entry in self.state().files}
         for name in self._files.list_dir(KEYS_FOLDER):
             if name.removesuffix(".keys") not in live:
                 self._files.remove(f"{KEYS_FOLDER}/{name}")
-        self._files.absorb(FOLDER)
         return len(gone)
 
     def _opened(self) -> DeltaTable:
