@@ -74,6 +74,7 @@ class Mover:
         row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
         seq, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment))
         await durable
+        await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
         try:
             await parts.schedule.attach(attachment)
             version = await in_thread(
@@ -87,8 +88,11 @@ class Mover:
             self.tail_count.drop_below(attachment.to_seq)
         return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
 
-    async def compact(self) -> Attached | None:
-        """Move the tail's promises to the pending table; None when there is nothing to move."""
+    async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
+        """Move the tail's promises to the pending table; None when there is nothing to move.
+
+        `even_without_promises` moves the watermark all the same, so that retention may let the rows before it go.
+        """
         async with self._compact_lock:
             parts = self.parts
             from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
@@ -105,6 +109,8 @@ class Mover:
                 ),
             )  # fmt: skip
             pa.default_memory_pool().release_unused()  # a run's rows are gone; give their memory back
+            if not attachment.files and not even_without_promises:
+                return None
             return await self.attach(attachment)
 
     async def rewrite(self) -> Attached | None:

@@ -77,6 +77,7 @@ class Upkeep:
         await self._broker.save_topics()
         data = self._parts.offsets.save()
         if data is not None:
+            await self._parts.writer.synced()  # an offset must not outlive the message behind it
             await in_thread(
                 self._parts.reader_thread, lambda: self._parts.files.replace("offsets.json", data)
             )
@@ -113,6 +114,7 @@ class Upkeep:
                         parts.files.sync_dir(folder)
                 checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
 
+            await parts.writer.synced()
             await in_thread(self._parts.reader_thread, save)
             self._checkpoint_seq = seq
 
@@ -131,6 +133,12 @@ class Upkeep:
     async def let_go(self) -> None:
         """Old segments, and table files whose promises are all settled."""
         parts = self._parts
+        oldest = parts.reader.segments.all[0]
+        old = oldest.last_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
+        if old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
+            # Too little waits for anybody to have compacted it, but it keeps a segment from going.
+            await self._broker.mover.compact(even_without_promises=True)
+            await self.checkpoint()
         needed = min(parts.ledger.watermark, max(0, self._checkpoint_seq))
         gone = retention.expired(
             parts.reader.segments,

@@ -149,6 +149,12 @@ class LogWriter:
             last = self._pending[-1].done if self._pending else self._committing[-1].done
             await asyncio.shield(last)
 
+    async def synced(self) -> None:
+        """Like `flushed`, and synced in `async` mode too: comes before a file that must not know more than the log."""
+        await self.flushed()
+        if self._durability == "async":
+            await self._loop.run_in_executor(self._disk, self._sync)
+
     def _start_commit(self) -> None:
         taken, rows, size_bytes = 0, 0, 0
         for entry in self._pending:
@@ -173,7 +179,7 @@ class LogWriter:
             raise StorageError("the log has stopped")
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever it was, the disk no longer holds what we think
             self._broken = True
             raise
 
@@ -299,15 +305,14 @@ class LogWriter:
     def _sync_later(self) -> None:
         """Bound what `async` durability may lose to about a second."""
         self._unsynced = False
-
-        def sync() -> None:
-            with self._until_broken():
-                self._file.sync()
-                self._synced_to = self._written_to
-
         if self.failed is None and not self._closing:
-            task = self._loop.run_in_executor(self._disk, sync)
+            task = self._loop.run_in_executor(self._disk, self._sync)
             task.add_done_callback(self._synced_later)
+
+    def _sync(self) -> None:
+        with self._until_broken():
+            self._file.sync()
+            self._synced_to = self._written_to
 
     def _synced_later(self, done: asyncio.Future[None]) -> None:
         if done.exception() is not None:
