@@ -8,7 +8,7 @@ the length of a step back. `SchedulerClock` follows the wall but distrusts its s
     step = (wall - boot) - (the same at the previous reading)
 
     |step| <= 100 ms            now = max(now, wall)             slew and jitter
-    forward, <= 1 s             now = wall                       too small to matter, too common to suspect
+    forward, <= 1 s             now = max(now, wall)             too small to matter, too common to suspect
     forward, > 1 s              suspect: advance by boot only; accepted once it has stood for 5 s, or at once
                                 when the boot clock ran ahead of the monotonic one (a real suspend)
     backward, <= 1 s            hold until the wall catches up

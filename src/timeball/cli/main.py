@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     logging.basicConfig(format="timeball: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         app(args=arguments, prog_name="timeball")
-    except Exception as error:
+    except Exception as error:  # the end of the line: whatever it is, a person or a script is told
         if os.environ.get("TIMEBALL_DEBUG") == "1":
             raise
         sentence, code = explain(error)

@@ -288,7 +288,7 @@ class Timeball:
     # ---- administration ---------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """What the broker holds and how late it is (docs/protocols/flight.md names the fields)."""
+        """What the broker holds and how late it is (docs/flight.md names the fields)."""
         return self._calls.action("status", {}, dict[str, Any])
 
     def topics(self) -> dict[str, int]:

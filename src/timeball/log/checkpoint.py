@@ -5,9 +5,9 @@
           | "TBCHECK1"| length | crc32c  | JSON facts      | settled: due, seq |
           +-----------+--------+---------+------- … -------+------- … --------+
 
-Written whole with `Files.replace`, after everything it vouches for has been synced. A missing or damaged
-checkpoint costs time, never data: the log is replayed from its beginning. (It is then not possible to notice
-that the very last commit was damaged; see recovery.py.)
+Written whole with `Files.replace`, after everything it vouches for has been synced. While the log is kept from
+its first row on, a missing or damaged checkpoint costs only time: everything is replayed. Once retention has let
+the beginning go, the broker refuses to start without one (broker/recovery.py): it could not know what was settled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Facts(msgspec.Struct, kw_only=True):
     settled_before_seq: int = 1 << 62  # see schedule/strategy.py, Settled
     late: list[tuple[int, int]] = []
     watermark: int = 1
-    table_attach_seq: int = 0  # the ATTACH row that the pending table's last commit stands for
     epochs: dict[str, int] = {}  # job id -> last epoch attached
     reserved: list[tuple[int, int]] = []  # (first_seq, rows) set aside and not attached yet
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)

@@ -1,8 +1,9 @@
 """Let old segments go, when nothing needs them any more.
 
 A segment may go when it is older than the retention time and lies wholly below every position somebody still
-depends on: the watermark (promises that are not yet in the pending table), the checkpoint (recovery starts
-there) and whatever a follower or a streaming job has pinned. The newest segment always stays.
+depends on: the watermark (promises that are not yet in the pending table) and the checkpoint (recovery starts
+there). The newest segment always stays. A streaming job that lags further behind than the retention time has lost
+rows it never saw, and says so (OutOfRange).
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def write_piece(endpoint: Endpoint, store: Store, piece: Piece) -> Piece:
     try:
         for rows in runs(batch for batch in batches if batch.num_rows):
             piece.files.extend(store.put_rows(sort_rows(rows), status.now_ms))
-    except BaseException:
+    except BaseException:  # an interrupt leaves orphans behind just as an error does
         store.remove(entry.path for entry in piece.files)
         raise
     return piece

@@ -1,6 +1,6 @@
 """A Spark session for Timeball: small on one machine, ordinary on a cluster.
 
-The local settings are measured (docs/reference of the project): Unix sockets and a plain checkpoint writer halve a
+The local settings are measured on two cores: Unix sockets and a plain checkpoint writer halve a
 micro-batch, a serial collector and a small heap suit two cores beside a broker. `RawLocalFileSystem` avoids two
 child processes a checkpoint file, but Spark's RocksDB state store cannot work on it: jobs here are stateless, and
 must stay so on a session built by this module. None of it is set for a cluster master, whose owner knows better.

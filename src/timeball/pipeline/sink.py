@@ -66,7 +66,7 @@ class PromiseTask:
             try:
                 for rows in runs(batches):
                     self._write_run(rows, endpoint, store, written)
-            except BaseException:
+            except BaseException:  # an interrupt leaves orphans behind just as an error does
                 store.remove(entry.path for entry in written.files)
                 raise
         return written
