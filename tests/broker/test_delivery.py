@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from tests.node_fixture import eventually, running_node
 
 from timeball import limits
 from timeball.broker.delivery import Lateness, in_frames, release_rows
-from timeball.broker.service import Broker
 from timeball.clock import ManualClock
 from timeball.errors import OverLimit
 from timeball.log.format import with_seq
@@ -82,19 +80,18 @@ def test_more_bytes_due_at_once_than_a_frame_holds_are_delivered(
     monkeypatch.setattr(limits, "FRAME_BYTES_MAX", 1 << 18)
     monkeypatch.setattr(limits, "REQUEST_BYTES_MAX", 1 << 17)
 
-    def sent(count: int, body_bytes: int) -> pa.RecordBatch:
-        columns = {"topic": ["large"] * count, "body": [bytes(body_bytes)] * count}
-        return pa.RecordBatch.from_pydict({**columns, "due_ms": pa.array([1] * count)})
-
-    async def all_at_once(broker: Broker) -> None:
-        # One turn of the loop: the ticker sees them together.
-        await asyncio.gather(*[broker.send(sent(10, 10_000)) for _ in range(10)])
-
     clock = ManualClock()
+    due_ms = clock.wall + 5_000
+
+    def sent(count: int) -> pa.RecordBatch:
+        columns = {"topic": ["large"] * count, "body": [bytes(10_000)] * count}
+        return pa.RecordBatch.from_pydict({**columns, "due_ms": pa.array([due_ms] * count)})
+
     with running_node(tmp_path, clock) as node:
-        node.run(all_at_once(node.broker))
+        for _ in range(10):
+            node.run(node.broker.send(sent(10)))
+        clock.advance(5_000)
         eventually(lambda: node.broker.lateness.released == 100, "all are released")
-        queues = node.broker.queues("large")
-        assert sum(high - low for low, high in queues.values()) == 100
+        assert sum(high - low for low, high in node.broker.queues("large").values()) == 100
         with pytest.raises(OverLimit, match="split it"):
-            node.run(node.broker.send(sent(14, 10_000)))
+            node.run(node.broker.send(sent(14)))

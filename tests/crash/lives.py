@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tests.crash.checker import Fault, Observed, check
 from tests.crash.scenarios import SCENARIOS, SETTINGS
@@ -30,12 +30,11 @@ class Cut:
     observed: Observed
     clock: ManualClock
     at: str
+    settings: dict[str, Any]
 
     def world(self, files: CrashFiles) -> World:
         """A fresh machine with a disk like this one; observer and clock are copies."""
-        return World(
-            files, replace(self.clock), copy.deepcopy(self.observed), **SETTINGS.get(self.scenario, {})
-        )
+        return World(files, replace(self.clock), copy.deepcopy(self.observed), **self.settings)
 
 
 def run(main: Awaitable[T]) -> T:
@@ -48,10 +47,11 @@ def run(main: Awaitable[T]) -> T:
         logging.disable(logging.NOTSET)
 
 
-def live(name: str, crash_at: int | None = None, **control: bool) -> Cut:
+def live(name: str, crash_at: int | None = None, *, durability: str = "sync", **control: bool) -> Cut:
     """Live through a scenario until the power goes at call `crash_at`, or to its end."""
     files, clock = CutFiles(crash_at=crash_at, **control), ManualClock()
-    world = World(files, clock, **SETTINGS.get(name, {}))
+    settings = {"durability": durability, **SETTINGS.get(name, {})}
+    world = World(files, clock, **settings)
 
     async def steps() -> None:
         for step in SCENARIOS[name]:
@@ -59,7 +59,7 @@ def live(name: str, crash_at: int | None = None, **control: bool) -> Cut:
 
     run(until_cut(world, files, steps))
     at = "{} {}".format(*files.trace[-1])
-    return Cut(name, files, world.observed, clock, f"call {files.calls} ({at})")
+    return Cut(name, files, world.observed, clock, f"call {files.calls} ({at})", settings)
 
 
 async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[None]]) -> None:
@@ -91,7 +91,7 @@ def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
         world = cut.world(image)
         found = await end_of_days(world)
         # What the recovery itself has acknowledged must survive a second cut that keeps nothing unsynced.
-        again = World(image.crash(survival="nothing"), world.clock, world.observed)
+        again = World(image.crash(survival="nothing"), world.clock, world.observed, **cut.settings)
         return found or await end_of_days(again)
 
     try:
@@ -118,9 +118,6 @@ async def end_of_days(world: World) -> list[Fault]:
     if world.unheard:
         raise Unheard(world.unheard)
     return check(world.observed, outcome)
-
-
-SURVIVALS: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything")]
 
 
 def report(cut: Cut, seed: int, survival: Survival, found: list[Fault]) -> str:

@@ -64,12 +64,17 @@ COMPACT: Scenario = [
     lambda w: w.advance(FAR_MS),
     cancel_some(4, 5, 7),
     lambda w: w.rewrite(1),
+    lambda w: w.merge(),
+    lambda w: w.let_go(),
     lambda w: w.consume(),
     lambda w: w.restart(),
     cancel_some(11, 3),
     lambda w: w.send("a", [10, 50]),  # k12, k13
     lambda w: w.compact(),
+    lambda w: w.merge(),
     lambda w: w.advance(SECOND_MS),
+    lambda w: w.let_go(),
+    lambda w: w.compact(),
 ]
 
 # Rows that come in as files: far, near and late ones; some cancelled; with a checkpoint between.
@@ -88,9 +93,14 @@ BULK: Scenario = [
     lambda w: w.settled(),
     lambda w: w.compact(),
     lambda w: w.restart(),
+    lambda w: w.merge(),
     lambda w: w.advance(FAR_MS),
     cancel_some(11, 7),
+    lambda w: w.let_go(),
     lambda w: w.consume(),
+    lambda w: w.let_go(),
+    lambda w: w.compact(),
+    lambda w: w.checkpoint(),
 ]
 
 # Segments that fill up and go again, with what waits in them; files that lie behind taken out of the table.

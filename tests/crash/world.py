@@ -176,6 +176,10 @@ class World:
     async def compact(self) -> None:
         await self.broker.compact()
 
+    async def merge(self) -> None:
+        """The broker's own rewrite of files that are many."""
+        await self.broker.mover.rewrite()
+
     async def checkpoint(self) -> None:
         assert self.node is not None
         await self.node.upkeep.checkpoint()

@@ -1,0 +1,13 @@
+"""Thresholds lowered, so that a table of a few files sees what otherwise needs dozens: rewrites and removals."""
+
+from __future__ import annotations
+
+import pytest
+
+from timeball.broker import rewriting, upkeep
+
+
+@pytest.fixture(autouse=True)
+def few_files_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "BEHIND_FILES_MIN", 1)
+    monkeypatch.setattr(rewriting, "FILES_MIN", 2)
