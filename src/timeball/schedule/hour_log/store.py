@@ -110,10 +110,13 @@ class HourLog:
 
     def released(self, due_ms: Int64Array, seq: Int64Array) -> None:
         """See Strategy."""
-        _, expected = self._in_flight.popleft()
-        assert np.array_equal(expected, seq), (
+        handed_due, handed = self._in_flight.popleft()
+        count = len(seq)
+        assert np.array_equal(handed[:count], seq), (
             "releases become durable in the order in which they were handed out"
         )
+        if count < len(handed):  # large bodies: one run was several frames
+            self._in_flight.appendleft((handed_due[count:], handed[count:]))
         self._released.add(due_ms, seq)
 
     def next_due_ms(self) -> int | None:
