@@ -1,10 +1,12 @@
 """Consuming: positions and commits, at least once, and loops that end."""
 
 import threading
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
-from tests.node_fixture import BOUND_S, RunningNode
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.client.messages import Message
@@ -125,9 +127,38 @@ def test_queues_added_later_are_found(ball: Timeball) -> None:
 
 def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
     with pytest.raises(NotFound, match="nowhere"):
-        ball.pull("nowhere", "g")
+        ball.pull("nowhere", "g", wait=0)
     with pytest.raises(RequestError, match="max_messages"):
         ball.pull("nowhere", "g", max_messages=0)
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_consumer_may_come_before_the_topic(
+    node: RunningNode, ball: Timeball, start: Literal["earliest", "latest"]
+) -> None:
+    topic = f"not-yet-{start}"
+    got: list[Message] = []
+
+    def consume() -> None:
+        with Timeball(node.endpoint) as early:
+            while len(got) < 3:
+                got.extend(early.pull(topic, "g", wait=BOUND_S, start=start))
+
+    waiting = threading.Thread(target=consume)
+    waiting.start()
+    eventually(lambda: topic in ball.topics(), "the waiting pull makes the topic")
+    bodies = send(ball, topic, 3)
+    waiting.join(BOUND_S)
+    assert sorted(message.body for message in got) == bodies
+
+
+def test_waiting_for_a_topic_ends_and_makes_none_where_that_is_not_allowed(tmp_path: Path) -> None:
+    with running_node(tmp_path / "d", auto_create_topics=False) as strict, Timeball(strict.endpoint) as ball:
+        with pytest.raises(NotFound, match="auto-create-topics"):
+            ball.pull("nowhere", "g", wait="10s")
+        assert ball.topics() == {}
+        ball.create_topic("somewhere")
+        assert ball.pull("somewhere", "g", wait="50ms") == []
 
 
 def _joined(a: object, b: object):  # type: ignore[no-untyped-def]

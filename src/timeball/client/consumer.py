@@ -21,7 +21,7 @@ from timeball.client.calls import Calls
 from timeball.client.instants import After, delay_ms
 from timeball.client.messages import Message, view
 from timeball.clock import Clock
-from timeball.errors import RequestError
+from timeball.errors import NotFound, RequestError
 
 COMMIT_INTERVAL_MS = 1_000  # at most this much is delivered again after a crash of the consumer
 Start = Literal["earliest", "latest"]
@@ -80,7 +80,7 @@ class Consumer:
         lock, positions = self._position(topic, group, start)
         with lock:
             if not positions.next:
-                positions.refresh()
+                self._begin(topic, positions, rows, wait_ms)
             batch = self._pull(topic, positions.next, rows, wait_ms)
             if batch.num_rows:
                 positions.move(batch)
@@ -161,6 +161,17 @@ class Consumer:
                 found = threading.Lock(), Positions(self._calls, topic, group, start)
                 self._positions[topic, group] = found
             return found
+
+    def _begin(self, topic: str, positions: Positions, rows: int, wait_ms: int) -> None:
+        """Learn the queues. Who is ready to wait may come before the first message, and so before its topic."""
+        try:
+            positions.refresh()
+        except NotFound:
+            if wait_ms == 0:
+                raise
+            # Makes the topic, as its first message would; where topics are not made on use it says so.
+            self._pull(topic, {0: 0}, rows, 0)
+            positions.refresh()
 
     def _pull(self, topic: str, wanted: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
         ticket: dict[str, Any] = {
