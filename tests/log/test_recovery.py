@@ -6,6 +6,7 @@ import asyncio
 import struct
 
 import google_crc32c
+import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles, PowerCut, Survival
 from tests.log.crash_loop import Witness, goes_on, live, scenario, violations
@@ -13,8 +14,10 @@ from tests.log.small_log import AtOnce, batch, fill, opened, read_all, reopened
 
 from timeball.errors import Corrupt, SetupError, StorageError, TimeballError
 from timeball.files import Files, RealFiles
-from timeball.log.recovery import open_log
+from timeball.log import format as fmt
+from timeball.log.recovery import open_log, whole_frames
 from timeball.log.segment import FOLDER, begin, prepare, segment_name
+from timeball.message import Kind, build_rows
 
 SEGMENT_BYTES = 16 * 1024
 
@@ -251,6 +254,35 @@ def test_the_proof_must_itself_be_whole() -> None:
     assert reopened(files).segments.next_seq == 4
     with pytest.raises(Corrupt):
         reopened(files.crash(), known_durable=10)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_body_that_looks_like_a_frame_proves_nothing_about_the_commit_it_was_torn_in(version: int) -> None:
+    """Who sends pieces of a log as messages must not keep a broker from starting."""
+    files, large = CrashFiles(), 4 * SEGMENT_BYTES
+
+    async def write(rows: pa.RecordBatch) -> fmt.Frame:
+        async with opened(files, disk=AtOnce(), segment_bytes=large) as log:
+            await log.append(rows)
+            last = log.segments.last
+            found = fmt.read_frame(last.buffer, last.frame_positions[-1])
+            assert found is not None
+            return found
+
+    first = asyncio.run(write(batch(1)))
+    copy = bytearray(files.content(segment_name(1))[first.position : first.end])
+    struct.pack_into("<H", copy, 4, version)
+    struct.pack_into("<I", copy, 52, 0)
+    struct.pack_into("<Q", copy, 56, first.end + 64)
+    struct.pack_into("<I", copy, 52, google_crc32c.value(bytes(copy)))
+    # Of copies that are shifted by 8 bytes each, one is aligned as a frame has to be.
+    body = b"".join(bytes(copy) + bytes(8) for _ in range(8))
+    torn = asyncio.run(write(build_rows(1, kind=int(Kind.MESSAGE), body=body)))
+    assert torn.position == first.end
+    inside = list(whole_frames(files.map_readonly(segment_name(1)), torn.position + 64))
+    assert len(inside) == (version == 1)
+    flip(files, segment_name(1), torn.position + 100)
+    assert reopened(files, segment_bytes=large).segments.next_seq == 4
 
 
 def test_a_frame_that_belongs_elsewhere_ends_the_log() -> None:

@@ -3,7 +3,8 @@
     1. Segments are taken in order of their ordinals, which must have no hole. Trailing files with an all-zero
        header are spares that were never begun.
     2. In every segment but the last begun one, frames must follow each other up to the first sequence number
-       of the next: a commit never spans segments, so all of it was acknowledged.
+       of the next: a commit never spans segments, so all of it was acknowledged. Where a frame index
+       (frame_index.py) says so already, and no replay needs the rows, they are checked when somebody reads them.
     3. In the last begun one, the first frame that is not whole is the end, *unless* a whole frame behind it says
        (`synced_to`) that these bytes were on disk before it was written. Then they have been damaged since, and
        recovery raises Corrupt: repair by deletion would lose acknowledged messages (G8).
@@ -22,14 +23,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt
+from timeball.errors import Corrupt, SetupError
 from timeball.files import File, Files
 from timeball.log import format as fmt
+from timeball.log import frame_index
 from timeball.log.segment import FOLDER, SUFFIX, Segment, Segments, begin, prepare, segment_name
 
 logger = logging.getLogger(__name__)
@@ -57,7 +60,9 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
         file = prepare(files, 1, segment_bytes)
         return Opened(Segments([begin(files, file, 1, 1, now_ms)]), file, 0)
     for segment, following in itertools.pairwise(begun):
-        _scan_sealed(segment, following)
+        is_needed = following.first_seq > known_durable
+        if is_needed or not frame_index.load(files, segment, following.first_seq):
+            _scan_sealed(segment, following)
     damage = _scan_last(begun[-1])
     if begun[-1].next_seq < known_durable:
         raise Corrupt(
@@ -93,10 +98,10 @@ def _first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
     try:
         first_seq = fmt.read_segment_header(buffer)
     except Corrupt as error:
-        if is_last and _last_written(buffer, 0) <= fmt.ALIGN:
+        if is_last and last_written(buffer, 0) <= fmt.ALIGN:
             return None  # torn while it was being begun: its header is synced before any frame is written
         raise Corrupt(f"{name}: {error}") from error
-    if first_seq is None and _last_written(buffer, 0) > fmt.ALIGN:
+    if first_seq is None and last_written(buffer, 0) > fmt.ALIGN:
         raise Corrupt(f"{name} holds data but its header is blank")
     return first_seq
 
@@ -122,18 +127,12 @@ def _scan_last(segment: Segment) -> str:
             segment.add(_in_sequence(segment, frame))
     except Corrupt as error:
         found = str(error)
-    position = segment.end + fmt.ALIGN
-    last_written = _last_written(segment.buffer, segment.end)
-    while position < last_written:
-        proof = _frame_or_none(segment.buffer, position)
-        if proof is not None and proof.synced_to > segment.end:
-            raise Corrupt(
-                f"{segment.name}: {found}; the frame at byte {position} (seq {proof.first_seq}) proves that it was "
-                "acknowledged: restore this file from a copy"
-            )
-        position += fmt.ALIGN
-        if proof is None:
-            position = _next_magic(segment.buffer, position, last_written)
+    proof = proof_behind(segment.buffer, segment.end, segment.next_seq)
+    if proof is not None:
+        raise Corrupt(
+            f"{segment.name}: {found}; the frame at byte {proof.position} (seq {proof.first_seq}) proves that it was "
+            "acknowledged: restore this file from a copy"
+        )
     return found
 
 
@@ -145,11 +144,32 @@ def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
     return frame
 
 
+def proof_behind(buffer: pa.Buffer, end: int, next_seq: int) -> fmt.Frame | None:
+    """A whole frame behind `end` that says the bytes at `end` were on disk before it was written, or None.
+
+    Its numbers come after `next_seq`, which the bytes at `end` have used up. So a body that holds a copy of an
+    older frame, in a commit that was torn, proves nothing.
+    """
+    frames = whole_frames(buffer, end + fmt.ALIGN)
+    return next((f for f in frames if f.synced_to > end and f.first_seq > next_seq), None)
+
+
+def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
+    """Every whole frame at or behind the aligned `position`, whatever lies between them."""
+    end = last_written(buffer, position)
+    while (position := _next_magic(buffer, position, end)) < end:
+        frame = _frame_or_none(buffer, position)
+        if frame is not None:
+            yield frame
+        position += fmt.ALIGN
+
+
 def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
     try:
         return fmt.read_frame(buffer, position)
-    except Corrupt:
-        return None  # looking for proof among damaged bytes: most places are no frame
+    # Most places among torn or damaged bytes are no frame; those of a body may look like one of any version.
+    except (Corrupt, SetupError):
+        return None
 
 
 def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
@@ -159,7 +179,7 @@ def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
     return position + int(hits[0]) * fmt.ALIGN if len(hits) else end
 
 
-def _last_written(buffer: pa.Buffer, start: int) -> int:
+def last_written(buffer: pa.Buffer, start: int) -> int:
     """Position after the last non-zero byte at or behind `start`; `start` when there is none."""
     view = np.frombuffer(buffer, dtype=np.uint8)
     step = 1 << 20
@@ -173,7 +193,7 @@ def _last_written(buffer: pa.Buffer, start: int) -> int:
 
 def _cut(file: File, segment: Segment) -> int:
     """Overwrite the torn tail with zeros, not synced yet; returns its length."""
-    end = _last_written(segment.buffer, segment.end)
+    end = last_written(segment.buffer, segment.end)
     size = end - segment.end
     if size:
         logger.warning(
