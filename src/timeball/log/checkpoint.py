@@ -19,6 +19,7 @@ import google_crc32c
 import msgspec
 import numpy as np
 
+from timeball.errors import Corrupt
 from timeball.files import Files
 from timeball.message import Int64Array
 
@@ -64,11 +65,8 @@ def save(files: Files, checkpoint: Checkpoint) -> None:
     files.replace(NAME, HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
 
 
-def load(files: Files) -> Checkpoint | None:
-    """The last checkpoint, or None when there is none that can be trusted."""
-    if not files.exists(NAME):
-        return None
-    data = bytes(files.map_readonly(NAME))
+def parse(data: bytes) -> Checkpoint:
+    """From the bytes of the file; raises Corrupt."""
     try:
         magic, length, crc = HEADER.unpack_from(data)
         payload = data[HEADER.size :]
@@ -78,6 +76,16 @@ def load(files: Files) -> Checkpoint | None:
         facts = msgspec.json.decode(payload[16 : 16 + facts_size], type=Facts)
         arrays = np.frombuffer(payload, dtype="<i8", offset=16 + facts_size, count=2 * count).astype(np.int64)
     except (ValueError, struct.error, msgspec.DecodeError) as error:
+        raise Corrupt(str(error)) from error
+    return Checkpoint(facts, arrays[:count], arrays[count:])
+
+
+def load(files: Files) -> Checkpoint | None:
+    """The last checkpoint, or None when there is none that can be trusted."""
+    if not files.exists(NAME):
+        return None
+    try:
+        return parse(bytes(files.map_readonly(NAME)))
+    except Corrupt as error:
         logger.warning("ignoring the checkpoint (%s); the whole log will be replayed", error)
         return None
-    return Checkpoint(facts, arrays[:count], arrays[count:])
