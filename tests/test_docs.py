@@ -17,7 +17,7 @@ import timeball.client.exchange as client_exchange
 from timeball import __version__, config, errors
 from timeball.cli import exit_codes, main
 from timeball.key_sidecar import KeySidecar
-from timeball.log import checkpoint, queue_index
+from timeball.log import checkpoint, frame_index, queue_index
 from timeball.log import format as fmt
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.protocols.flight import codec
@@ -178,6 +178,7 @@ DRAWN = [
     ("consume-queue", queue_index),
     ("checkpoint", checkpoint),
     ("key-sidecar", inspect.getmodule(KeySidecar)),
+    ("frame-index", frame_index),
 ]
 
 
@@ -192,7 +193,7 @@ def test_the_bytes_are_drawn_as_in_the_code(name: str, module: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["commit-log", "pending-table", "consume-queue", "checkpoint", "key-sidecar"]
+    "name", ["commit-log", "pending-table", "consume-queue", "checkpoint", "key-sidecar", "frame-index"]
 )
 def test_every_format_has_its_chapters(name: str) -> None:
     text = page(f"docs/formats/{name}.md")

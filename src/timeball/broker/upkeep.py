@@ -15,7 +15,7 @@ from timeball import limits
 from timeball.broker.parts import in_thread
 from timeball.broker.service import Broker
 from timeball.errors import OverLimit, RequestError
-from timeball.log import checkpoint, retention
+from timeball.log import checkpoint, frame_index, retention
 from timeball.table.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class Upkeep:
                     if files:
                         parts.files.sync_dir(folder)
                 checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
+                frame_index.save_sealed(parts.files, parts.reader.segments)
 
             await parts.writer.synced()
             await in_thread(self._parts.reader_thread, save)

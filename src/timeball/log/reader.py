@@ -8,7 +8,6 @@ gathers of neighbouring promises come back to the same ones.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
@@ -63,11 +62,10 @@ class LogReader:
         self, segment: Segment, from_seq: int, to_seq: int
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         seqs = segment.frame_seqs
-        start = max(0, bisect_right(seqs, from_seq) - 1)
-        for i in range(start, len(seqs)):
+        for i in range(max(0, segment.frame_at(from_seq)), len(seqs)):
             if seqs[i] >= to_seq:
                 return
-            yield self._decode(segment, segment.frame_positions[i], keep=False)
+            yield self._decode(segment, int(segment.frame_positions[i]), keep=False)
 
     def rows(
         self, from_seq: int, to_seq: int, kinds: Iterable[int] | None = None

@@ -32,6 +32,7 @@ def remove(files: Files, segments: Segments, gone: list[Segment]) -> None:
     segments.drop(gone)
     for segment in gone:
         files.remove(segment.name)
-        files.remove(f"{FOLDER}/{segment.ordinal:010d}.keys")
+        for cache in ("keys", "frames"):
+            files.remove(f"{FOLDER}/{segment.ordinal:010d}.{cache}")
         # Synced one by one: a later name must never be gone while an earlier one is back.
         files.sync_dir(FOLDER)

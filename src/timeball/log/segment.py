@@ -6,7 +6,8 @@ knows what its first row will be. The spare's header is zero until the log rolls
 
 Frames are known by two parallel arrays a segment. Only the event loop appends to them, after the commit is
 durable, and always position before sequence number, so that a reader thread that bisects the sequence
-numbers never finds one whose position is missing.
+numbers never finds one whose position is missing. Once a segment is sealed, the same numbers come from a mapped
+file instead (frame_index.py), so that memory does not grow with the log that is kept.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import threading
 from array import array
 from bisect import bisect_right
 
+import numpy as np
 import pyarrow as pa
 
 from timeball.errors import OutOfRange
 from timeball.files import File, Files
 from timeball.log import format as fmt
+from timeball.message import Int64Array
 
 FOLDER = "log"
 SUFFIX = ".log"
@@ -40,8 +43,8 @@ class Segment:
         self.buffer = buffer
         self.end = fmt.ALIGN
         self.last_append_ms = 0
-        self.frame_positions = array("q")
-        self.frame_seqs = array("q")
+        self.frame_positions: array[int] | Int64Array = array("q")
+        self.frame_seqs: array[int] | Int64Array = array("q")
 
     @property
     def name(self) -> str:
@@ -51,13 +54,30 @@ class Segment:
     def add(self, frame: fmt.Frame) -> None:
         """Note a frame that is durable (or was found by recovery)."""
         assert frame.first_seq == self.next_seq and frame.position == self.end
+        assert isinstance(self.frame_positions, array) and isinstance(self.frame_seqs, array)
         self.frame_positions.append(frame.position)
         self.frame_seqs.append(frame.first_seq)
         self.end, self.next_seq, self.last_append_ms = frame.end, frame.next_seq, frame.append_ms
 
     def frame_position_of(self, seq: int) -> int:
         """Position of the frame that holds `seq`."""
-        return self.frame_positions[bisect_right(self.frame_seqs, seq) - 1]
+        return int(self.frame_positions[self.frame_at(seq)])
+
+    def frame_at(self, seq: int) -> int:
+        """Number, within the segment, of the frame that holds `seq`; -1 below the first one."""
+        return bisect_right(self.frame_seqs, seq) - 1
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the frames come from a mapped index."""
+        return isinstance(self.frame_seqs, np.ndarray)
+
+    def use_index(
+        self, positions: Int64Array, seqs: Int64Array, *, next_seq: int, end: int, last_append_ms: int
+    ) -> None:
+        """Know the frames of this sealed segment from arrays that somebody else keeps."""
+        self.frame_positions, self.frame_seqs = positions, seqs
+        self.next_seq, self.end, self.last_append_ms = next_seq, end, last_append_ms
 
 
 class Segments:

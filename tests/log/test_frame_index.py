@@ -1,0 +1,130 @@
+"""The index of a sealed segment: it says the same as the frames, and whatever is wrong with it, the frames win."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tests.crash_files import CrashFiles
+from tests.log.small_log import fill, read_all, reopened
+
+from timeball.errors import Corrupt
+from timeball.files import RealFiles
+from timeball.log import frame_index
+from timeball.log.frame_index import ARRAYS_AT, HEADER, index_name, save_sealed
+from timeball.log.reader import LogReader
+from timeball.log.segment import Segments
+
+
+def log_with_indexes(files: CrashFiles) -> Segments:
+    """Several sealed segments, and an index of each."""
+    fill(files, 60)
+    segments = reopened(files).segments
+    assert save_sealed(files, segments) == len(segments.all) - 1 > 2
+    return segments
+
+
+def replace_byte(files: CrashFiles, name: str, at: int) -> None:
+    data = bytearray(files.content(name))
+    data[at] ^= 0xFF
+    files.replace(name, bytes(data))
+
+
+def test_an_index_says_what_the_frames_say() -> None:
+    files = CrashFiles()
+    indexed = log_with_indexes(files)
+    scanned = reopened(files).segments  # nothing is known to be durable: all of it is read
+    assert not any(segment.is_indexed for segment in scanned.all)
+    assert all(segment.is_indexed for segment in indexed.all[:-1]) and not indexed.last.is_indexed
+    for one, other in zip(indexed.all, scanned.all, strict=True):
+        assert list(one.frame_positions) == list(other.frame_positions)
+        assert list(one.frame_seqs) == list(other.frame_seqs)
+        assert (one.end, one.next_seq, one.last_append_ms) == (
+            other.end,
+            other.next_seq,
+            other.last_append_ms,
+        )
+    assert read_all(indexed) == read_all(scanned)
+
+
+def test_only_sealed_segments_get_one_and_only_once() -> None:
+    files = CrashFiles()
+    segments = log_with_indexes(files)
+    assert save_sealed(files, segments) == 0
+    assert not files.exists(index_name(segments.last))
+
+
+def test_a_start_reads_no_segment_that_lies_below_the_checkpoint() -> None:
+    files = CrashFiles()
+    next_seq = log_with_indexes(files).next_seq
+    first = reopened(files, known_durable=next_seq).segments.all[0]
+    assert first.is_indexed
+    # Damage in it is found by whoever reads it, not by the start; without the index the start finds it.
+    replace_byte(files, first.name, first.end - 8)
+    segments = reopened(files, known_durable=next_seq).segments
+    with pytest.raises(Corrupt):
+        list(LogReader(segments).rows(1, segments.all[0].next_seq))
+    files.remove(index_name(first))
+    with pytest.raises(Corrupt, match="restore this file"):
+        reopened(files, known_durable=next_seq)
+
+
+def test_what_a_replay_needs_is_read() -> None:
+    files = CrashFiles()
+    second = log_with_indexes(files).all[1]
+    opened = reopened(files, known_durable=second.first_seq + 1).segments
+    assert [segment.is_indexed for segment in opened.all[:3]] == [True, False, False]
+
+
+@pytest.mark.parametrize("at", [0, 8, HEADER.size - 1, HEADER.size, HEADER.size + 9, ARRAYS_AT + 3, -1])
+def test_a_damaged_index_is_ignored(at: int, caplog: pytest.LogCaptureFixture) -> None:
+    files = CrashFiles()
+    segments = log_with_indexes(files)
+    name = index_name(segments.all[0])
+    replace_byte(files, name, at)
+    with caplog.at_level(logging.WARNING):
+        again = reopened(files, known_durable=segments.next_seq).segments
+    assert name in caplog.text
+    assert [segment.is_indexed for segment in again.all[:2]] == [False, True]
+    assert read_all(again) == read_all(segments)
+    assert save_sealed(files, again) == 1  # and made again
+
+
+@pytest.mark.parametrize("size", [0, 10, ARRAYS_AT - 1, ARRAYS_AT + 8])
+def test_an_index_cut_short_is_ignored(size: int) -> None:
+    files = CrashFiles()
+    segments = log_with_indexes(files)
+    name = index_name(segments.all[0])
+    files.replace(name, files.content(name)[:size])
+    again = reopened(files, known_durable=segments.next_seq).segments
+    assert not again.all[0].is_indexed and read_all(again) == read_all(segments)
+
+
+def test_an_index_of_another_segment_is_ignored() -> None:
+    files = CrashFiles()
+    segments = log_with_indexes(files)
+    files.replace(index_name(segments.all[0]), files.content(index_name(segments.all[1])))
+    again = reopened(files, known_durable=segments.next_seq).segments
+    assert not again.all[0].is_indexed and read_all(again) == read_all(segments)
+
+
+def test_it_is_there_after_a_power_cut_or_not_at_all() -> None:
+    whole = CrashFiles()
+    log_with_indexes(whole)
+    expected = read_all(reopened(whole).segments)
+    for seed in range(10):
+        files = whole.crash(seed, "random")
+        segments = reopened(files, known_durable=1).segments
+        assert read_all(segments) == expected
+        for segment in segments.all[:-1]:
+            assert frame_index.load(files, segment, segment.next_seq)
+
+
+def test_real_files_are_mapped(tmp_path: object) -> None:
+    files = RealFiles(tmp_path)  # type: ignore[arg-type]
+    fill(files, 30)
+    segments = reopened(files).segments
+    before = read_all(segments)
+    assert save_sealed(files, segments) and segments.all[0].is_indexed
+    assert read_all(segments) == before
+    assert read_all(reopened(files, known_durable=segments.next_seq).segments) == before
