@@ -3,8 +3,20 @@
 import os
 
 import hypothesis
+import pytest
 
 # In CI the same examples every time, so that a red run is a change's fault. No deadline: machines are shared.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kills", type=int, default=30, help="how often tests/crash/test_kill.py kills the broker"
+    )
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--kills"))

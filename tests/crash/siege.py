@@ -1,0 +1,380 @@
+"""A broker process that is killed again and again, the clients that talk to it, and what they were told.
+
+The broker is `timeball serve`, its files are real, and the clients are threads with real connections that never
+stop: when the broker goes they meet `Unavailable`, and go on. `Observed` holds only what was
+answered. A kill waits until the clients have come so far (a count of one kind of event, drawn from a seed), so that
+it falls into the midst of whatever the other threads are having done at that moment.
+
+In the end the folder is opened by a node whose clock is ahead by more than the longest delay: everything is due.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tests.cli.processes import Running
+from tests.crash.checker import Fault, Observed, Outcome, Sent, check
+from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, as_rows
+from tests.node_fixture import BOUND_S, eventually, running_node
+
+from timeball import Timeball
+from timeball.clock import SystemClock
+from timeball.errors import OutOfRange, Unavailable
+from timeball.message import Kind
+
+AHEAD_MS = 26 * HOUR_MS
+FAR_MS = (30 * SECOND_MS, 5 * 60 * SECOND_MS, 2 * HOUR_MS, 25 * HOUR_MS)
+NEAR_MS = 3 * SECOND_MS
+TOPICS = {"a": 2, "b": 3}
+CLOCK = SystemClock()
+
+# Everything that can be small is small: each life sees compactions, checkpoints and several segments.
+BUSY = {
+    "segment-bytes": "1MiB",
+    "checkpoint-interval-ms": "300",
+    "gather-ahead-ms": "1000",
+    "compact-rows": "500",
+    "compact-rows-min": "1",
+    "compact-interval-ms": "300",
+}
+
+
+class Ahead(SystemClock):
+    """The machine's clock after a day and some hours."""
+
+    def wall_ms(self) -> int:
+        return super().wall_ms() + AHEAD_MS
+
+
+class BrokerProcess:
+    """`timeball serve` on one folder, and after the first start on one port."""
+
+    def __init__(self, data: Path, options: dict[str, str]) -> None:
+        self.data = data
+        self._options = [word for name, value in options.items() for word in (f"--{name}", value)]
+        self._port = "0"
+        self._process: Running | None = None
+        self.endpoint = ""
+        self.starts_ms: list[int] = []
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a process; it has been ready."""
+        return self._process is not None
+
+    def start(self, give_up_ms: float = BOUND_S * 1_000) -> bool:
+        """Whether it was ready before `give_up_ms` had passed."""
+        begin_ns = CLOCK.monotonic_ns()
+        where = ("--data", str(self.data), "--port", self._port)
+        process = self._process = Running("serve", "--json", *where, *self._options)
+        pause = threading.Event()
+        while not process.lines:
+            assert process.code is None, f"the broker ended by itself: {process.errors}"
+            if CLOCK.monotonic_ns() - begin_ns > give_up_ms * 1e6:
+                return False
+            pause.wait(0.002)
+        self.endpoint, self._port = process.lines[0]["endpoint"], str(process.lines[0]["port"])
+        self.starts_ms.append((CLOCK.monotonic_ns() - begin_ns) // 1_000_000)
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of the process is asked. An end for another reason is a failure."""
+        assert self._process is not None
+        process, self._process = self._process, None
+        code = process.end(signal.SIGKILL)
+        assert code == -signal.SIGKILL, f"ended with {code} before it was killed: {process.errors}"
+
+    def clear(self) -> None:
+        """No process stays behind, whatever happened."""
+        if self._process is not None:
+            self._process.end(signal.SIGKILL)
+
+
+class Siege:
+    """One data folder over many lives of its broker."""
+
+    def __init__(self, data: Path, seed: int, options: dict[str, str] | None = None) -> None:
+        self.broker = BrokerProcess(data, BUSY if options is None else options)
+        self.seed = seed
+        self.observed = Observed()
+        self.moments: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self._rng = np.random.default_rng(seed)
+        self._changed = threading.Condition()
+        self._up, self._over = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._broken: list[BaseException] = []
+        self._promised: list[str] = []  # whose send has ended, well or not
+        self._keys = 0
+        self._moved: list[Fault] = []
+
+    def __enter__(self) -> Siege:
+        assert self.broker.start()
+        with Timeball(self.broker.endpoint) as ball:
+            for topic, queues in TOPICS.items():
+                ball.create_topic(topic, queues)
+                self.observed.topics[topic] = queues
+        self._up.set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_clients()
+        self.broker.clear()
+
+    # -- the attack -------------------------------------------------------------------------------------------
+
+    # Event -> how many more of it until the kill, at most. None more: at once.
+    MOMENTS = {
+        "acknowledged": 40,
+        "seen": 300,
+        "cancelled": 4,
+        "committed": 6,
+        "compacting": 3,
+        "compacted": 2,
+    }
+
+    def clients(self) -> None:
+        """Let all clients begin."""
+        for number, step in enumerate((send_one, send_one, send_many, cancel, consume, compact)):
+            thread = threading.Thread(target=self._work, args=(step, number), name=step.__name__)
+            self._threads.append(thread)
+            thread.start()
+
+    def kill(self) -> None:
+        """At a moment drawn from the seed; then start again."""
+        event = str(self._rng.choice(list(self.MOMENTS)))
+        count = int(self._rng.integers(0, self.MOMENTS[event] + 1))
+        self.moments.append(f"{count} more {event}")
+        wanted = self.counts[event] + count
+        self.until(lambda: self.counts[event] >= wanted, self.moments[-1])
+        self.broker.kill()
+        self._up.clear()
+        self._note_saved_offsets()
+        while self._rng.random() < 0.4 and not self.broker.start(self._part_of_a_start_ms()):
+            self.broker.kill()  # while it loads, recovers, or is about to answer
+            self.counts["killed while starting"] += 1
+        assert self.broker.is_up or self.broker.start(), "the broker does not start again"
+        self._up.set()
+
+    def end_clients(self) -> None:
+        """Wait for the clients' last calls."""
+        self._over.set()
+        self._up.set()
+        self.note("over")
+        for thread in self._threads:
+            thread.join(BOUND_S)
+        self._threads = []
+        if self._broken:
+            raise self._broken[0]
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        """Wait for what the clients bring about; a client that has failed brings about nothing."""
+        with self._changed:
+            self._changed.wait_for(lambda: true() or self._broken, BOUND_S)
+            if self._broken:
+                raise self._broken[0]
+            assert true(), f"did not happen in {BOUND_S} s: {what} ({self})"
+
+    def faults(self) -> list[Fault]:
+        """Kill once more, let everything become due, compare."""
+        self.end_clients()
+        self.broker.kill()
+        self._note_saved_offsets()
+        last_due_ms = max((sent.due_ms or 0 for sent in self.observed.sent.values()), default=0)
+        with running_node(self.broker.data, Ahead()) as node, Timeball(node.endpoint) as ball:
+            eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "everything is settled")
+            return [*self._moved, *check(self.observed, outcome(ball))]
+
+    def __str__(self) -> str:
+        sent = self.observed.sent.values()
+        promises = sum(one.acked and one.due_ms is not None for one in sent)
+        lost_answers = sum(not one.acked for one in sent)
+        return (
+            f"seed={self.seed} kills={len(self.moments)} sent={len(sent)} acknowledged_promises={promises} "
+            f"answers_lost={lost_answers} verdicts={len(self.observed.verdicts)} {dict(self.counts)} "
+            f"starts_ms={self.broker.starts_ms[:1]}..{self.broker.starts_ms[-1:]} last moments={self.moments[-3:]}"
+        )
+
+    def _part_of_a_start_ms(self) -> float:
+        return float(self._rng.uniform(0.3, 1.0)) * float(np.median(self.broker.starts_ms))
+
+    def _note_saved_offsets(self) -> None:
+        """What is on disk while nobody runs must be there afterwards."""
+        saved = self.broker.data / "offsets.json"
+        if saved.exists():
+            for group, topics in json.loads(saved.read_text()).items():
+                for topic, offsets in topics.items():
+                    mine = self.observed.saved_offsets.setdefault((group, topic), {})
+                    for queue, offset in offsets.items():
+                        # Not below an earlier life's: that would be a step back.
+                        mine[int(queue)] = max(mine.get(int(queue), 0), offset)
+
+    # -- what clients use -------------------------------------------------------------------------------------
+
+    def _work(self, step: Callable[[Siege, Timeball, np.random.Generator], None], number: int) -> None:
+        rng, pause = np.random.default_rng([self.seed, number]), threading.Event()
+        try:
+            with Timeball(self.broker.endpoint, timeout_ms=BOUND_S * 1_000) as ball:
+                while not self._over.is_set():
+                    self._up.wait(BOUND_S)
+                    try:
+                        step(self, ball, rng)
+                    except Unavailable:
+                        self.note("unavailable")
+                        pause.wait(0.005)  # the broker is gone, and `_up` does not say so yet
+        except BaseException as error:
+            self._broken.append(error)
+            self.note("broken")
+
+    def note(self, event: str, count: int = 1) -> None:
+        with self._changed:
+            self.counts[event] += count
+            self._changed.notify_all()
+
+    def sends(self, count: int) -> None:
+        """Wait for so many more acknowledgements, or for the end."""
+        wanted = self.counts["acknowledged"] + count
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.counts["acknowledged"] >= wanted or self._over.is_set() or self._broken, BOUND_S
+            )
+
+    def ask(self, topic: str, dues_ms: list[int | None]) -> list[Sent]:
+        """Things to send, noted before anybody hears of them."""
+        with self._changed:
+            numbers = range(self._keys, self._keys + len(dues_ms))
+            self._keys += len(dues_ms)
+            asked = [
+                Sent(f"k{n:07d}", topic, b"body %d " % n * 5, due)
+                for n, due in zip(numbers, dues_ms, strict=True)
+            ]
+            self.observed.sent.update({one.key: one for one in asked})
+        return asked
+
+    def ended(self, sent: list[Sent], acked: bool) -> None:
+        with self._changed:
+            for one in sent:
+                one.acked = acked
+            self._promised += [one.key for one in sent if one.due_ms is not None]
+        if acked:
+            self.note("acknowledged")
+
+    def some_promised(self, rng: np.random.Generator) -> list[str]:
+        """Keys to cancel: old ones, and the newest, which may be due just now."""
+        with self._changed:
+            known = len(self._promised)
+            first = max(0, known - 40) if rng.random() < 0.5 else 0
+            picks = rng.integers(first, max(first + 1, known), int(rng.integers(1, 6)))
+            return sorted({self._promised[i] for i in picks if i < known})
+
+    def see(self, batch: pa.RecordBatch) -> None:
+        now_ms = CLOCK.wall_ms()
+        with self._changed:
+            for row in as_rows(batch):
+                before = self.observed.seen.get(row.place, row)
+                if before != row:
+                    self._moved.append(Fault("moved", f"{row.place} was {before.key} and became {row.key}"))
+                self.observed.see(row, now_ms)
+        self.note("seen", batch.num_rows)
+
+
+# ---- what the clients do; each is one step, repeated ----------------------------------------------------------
+
+
+def some_due(rng: np.random.Generator) -> int | None:
+    """Nothing, a moment, seconds, or far away."""
+    kind, now_ms = rng.random(), CLOCK.wall_ms()
+    if kind < 0.2:
+        return None
+    if kind < 0.7:
+        return now_ms + int(rng.integers(1, 50 if kind < 0.4 else NEAR_MS))
+    return now_ms + int(rng.choice(FAR_MS)) + int(rng.integers(0, SECOND_MS))
+
+
+def send_one(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    (one,) = sent = siege.ask(str(rng.choice(list(TOPICS))), [some_due(rng)])
+    acked = False
+    try:
+        receipt = ball.send(one.topic, one.body, at=one.due_ms, message_id=one.key)
+        acked = receipt.id == one.key
+    finally:
+        siege.ended(sent, acked)
+
+
+def send_many(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    sent = siege.ask(str(rng.choice(list(TOPICS))), [some_due(rng) for _ in range(int(rng.integers(1, 60)))])
+    rows = pa.table(
+        {
+            "topic": [one.topic for one in sent],
+            "body": [one.body for one in sent],
+            "unique_key": [one.key for one in sent],
+            "due_ms": pa.array([one.due_ms for one in sent], pa.int64()),
+        }
+    )
+    acked = False
+    try:
+        acked = ball.send_many(rows, batch_rows=20).rows == len(sent)
+    finally:
+        siege.ended(sent, acked)
+
+
+def cancel(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    """Some, after some more have been sent: half of everything cancelled would leave little to deliver."""
+    siege.sends(3)
+    wanted = siege.some_promised(rng)
+    siege.observed.cancel_asked.update(wanted)
+    for verdict in ball.cancel(ids=wanted):
+        siege.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
+    siege.note("cancelled")
+
+
+def consume(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    """Some pulls and commits by a consumer that knows only what the broker has stored."""
+    with Timeball(siege.broker.endpoint, timeout_ms=BOUND_S * 1_000) as fresh:
+        for _ in range(int(rng.integers(1, 20))):
+            topic = str(rng.choice(list(TOPICS)))
+            siege.see(fresh.pull_batch(topic, GROUP, max_messages=int(rng.integers(1, 500)), wait=0.1))
+            if rng.random() < 0.7:
+                fresh.commit(topic, GROUP)
+                siege.note("committed")
+
+
+def compact(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    """Once every so many sends; the broker's own compaction goes on besides."""
+    siege.sends(int(rng.integers(1, 60)))
+    siege.note("compacting")
+    try:
+        if ball.compact() is not None:
+            siege.note("compacted")
+    except OutOfRange:
+        pass  # its own compaction was faster
+
+
+def outcome(ball: Timeball) -> Outcome:
+    """Everything there is to read, through the same doors as everybody."""
+    found = Outcome()
+    for topic in ball.topics():
+        found.offsets[(GROUP, topic)] = ball.offsets(GROUP, topic)
+        for queue, span in ball.queues(topic).items():
+            found.ranges[(topic, queue)] = (span.min, span.max)
+            low = span.min
+            while low < span.max:
+                rows = as_rows(ball.read_queue(topic, queue, low, 5_000).read_all())
+                assert rows, f"queue {queue} of {topic} ends at {span.max} and gives nothing at {low}"
+                found.rows += rows
+                low += len(rows)
+    log: dict[str, Any] = ball.status()["log"]
+    kinds = (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL)
+    for batch in ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds):
+        is_promise = batch.column("kind").to_numpy() == Kind.PROMISE
+        found.promises.update(batch.column("seq").to_numpy()[is_promise].tolist())
+        found.settled += batch.column("source_seq").filter(pa.array(~is_promise)).to_pylist()
+    return found

@@ -1,0 +1,77 @@
+"""kill -9 of the real broker, again and again, under real clients: nothing acknowledged is lost, early or twice.
+
+The page cache survives a killed process, so this is not about syncs (test_every_call.py is): it is about the whole
+program, its sockets, threads and start, as an operator meets them. `--kills 500` for more; KILL_SEED for other moments.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.crash.checker import Sent
+from tests.crash.siege import CLOCK, Siege
+from tests.crash.world import HOUR_MS
+
+from timeball import Timeball
+
+SEED = int(os.environ.get("KILL_SEED", "1"))
+
+
+def besiege(data: Path, seed: int, kills: int) -> None:
+    with Siege(data, seed) as siege:
+        siege.clients()
+        for _ in range(kills):
+            siege.kill()
+        found = siege.faults()
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:20])
+    print(siege)
+    assert not found, f"{len(found)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
+    # What was not there cannot have been harmed: each kind of work was done, and some answers were lost.
+    seen = siege.counts
+    assert all(seen[event] for event in ("acknowledged", "seen", "cancelled", "committed", "compacted")), (
+        siege
+    )
+    assert kills < 5 or seen["unavailable"], siege
+
+
+def test_some_kills(tmp_path: Path) -> None:
+    besiege(tmp_path / "data", SEED, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_kills(tmp_path: Path, kills: int) -> None:
+    besiege(tmp_path / "data", SEED + 1, kills)
+
+
+# ---- control: a log that loses what was acknowledged must be noticed ------------------------------------------
+
+QUIET = {"checkpoint-interval-ms": "1h", "segment-bytes": "1MiB", "compact-rows": "1000000"}
+
+
+def lose_tail(data: Path) -> None:
+    """Make the last frame of the log look torn, as if its write had never been finished."""
+    newest = max(path for path in (data / "log").glob("*.log") if path.read_bytes().strip(b"\0"))
+    kept = newest.read_bytes().rstrip(b"\0")
+    with newest.open("r+b") as file:
+        file.seek(len(kept) - 20)
+        file.write(bytes(20))
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["tail lost", "tail kept"])
+def test_a_log_that_loses_its_acknowledged_tail_is_noticed(tmp_path: Path, is_lost: bool) -> None:
+    with Siege(tmp_path / "data", SEED, QUIET) as siege:
+        with Timeball(siege.broker.endpoint) as ball:
+            for _ in range(10):
+                sent: list[Sent] = siege.ask("a", [CLOCK.wall_ms() + HOUR_MS])
+                ball.send("a", sent[0].body, at=sent[0].due_ms, message_id=sent[0].key)
+                siege.ended(sent, acked=True)
+        siege.broker.kill()
+        if is_lost:
+            lose_tail(tmp_path / "data")
+        assert siege.broker.start()
+        found = siege.faults()
+    assert [fault.kind for fault in found] == (["lost"] if is_lost else [])
+    assert not is_lost or sent[0].key in found[0].text
