@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt
+from timeball.errors import Corrupt, SetupError
 from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.log import frame_index
@@ -97,10 +98,10 @@ def _first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
     try:
         first_seq = fmt.read_segment_header(buffer)
     except Corrupt as error:
-        if is_last and _last_written(buffer, 0) <= fmt.ALIGN:
+        if is_last and last_written(buffer, 0) <= fmt.ALIGN:
             return None  # torn while it was being begun: its header is synced before any frame is written
         raise Corrupt(f"{name}: {error}") from error
-    if first_seq is None and _last_written(buffer, 0) > fmt.ALIGN:
+    if first_seq is None and last_written(buffer, 0) > fmt.ALIGN:
         raise Corrupt(f"{name} holds data but its header is blank")
     return first_seq
 
@@ -126,18 +127,12 @@ def _scan_last(segment: Segment) -> str:
             segment.add(_in_sequence(segment, frame))
     except Corrupt as error:
         found = str(error)
-    position = segment.end + fmt.ALIGN
-    last_written = _last_written(segment.buffer, segment.end)
-    while position < last_written:
-        proof = _frame_or_none(segment.buffer, position)
-        if proof is not None and proof.synced_to > segment.end:
-            raise Corrupt(
-                f"{segment.name}: {found}; the frame at byte {position} (seq {proof.first_seq}) proves that it was "
-                "acknowledged: restore this file from a copy"
-            )
-        position += fmt.ALIGN
-        if proof is None:
-            position = _next_magic(segment.buffer, position, last_written)
+    proof = proof_behind(segment.buffer, segment.end, segment.next_seq)
+    if proof is not None:
+        raise Corrupt(
+            f"{segment.name}: {found}; the frame at byte {proof.position} (seq {proof.first_seq}) proves that it was "
+            "acknowledged: restore this file from a copy"
+        )
     return found
 
 
@@ -149,11 +144,32 @@ def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
     return frame
 
 
+def proof_behind(buffer: pa.Buffer, end: int, next_seq: int) -> fmt.Frame | None:
+    """A whole frame behind `end` that says the bytes at `end` were on disk before it was written, or None.
+
+    Its numbers come after `next_seq`, which the bytes at `end` have used up. So a body that holds a copy of an
+    older frame, in a commit that was torn, proves nothing.
+    """
+    frames = whole_frames(buffer, end + fmt.ALIGN)
+    return next((f for f in frames if f.synced_to > end and f.first_seq > next_seq), None)
+
+
+def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
+    """Every whole frame at or behind the aligned `position`, whatever lies between them."""
+    end = last_written(buffer, position)
+    while (position := _next_magic(buffer, position, end)) < end:
+        frame = _frame_or_none(buffer, position)
+        if frame is not None:
+            yield frame
+        position += fmt.ALIGN
+
+
 def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
     try:
         return fmt.read_frame(buffer, position)
-    except Corrupt:
-        return None  # looking for proof among damaged bytes: most places are no frame
+    # Most places among torn or damaged bytes are no frame; those of a body may look like one of any version.
+    except (Corrupt, SetupError):
+        return None
 
 
 def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
@@ -163,7 +179,7 @@ def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
     return position + int(hits[0]) * fmt.ALIGN if len(hits) else end
 
 
-def _last_written(buffer: pa.Buffer, start: int) -> int:
+def last_written(buffer: pa.Buffer, start: int) -> int:
     """Position after the last non-zero byte at or behind `start`; `start` when there is none."""
     view = np.frombuffer(buffer, dtype=np.uint8)
     step = 1 << 20
@@ -177,7 +193,7 @@ def _last_written(buffer: pa.Buffer, start: int) -> int:
 
 def _cut(file: File, segment: Segment) -> int:
     """Overwrite the torn tail with zeros, not synced yet; returns its length."""
-    end = _last_written(segment.buffer, segment.end)
+    end = last_written(segment.buffer, segment.end)
     size = end - segment.end
     if size:
         logger.warning(
