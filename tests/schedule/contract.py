@@ -1,0 +1,336 @@
+"""The contract of a schedule, as a base of tests that each strategy inherits and none may change.
+
+    never early · never lost · never twice · body kept · in (due_ms, seq) order within a hand-out and across the
+    hand-outs of one instant · a cancelled promise is never handed out, one handed out is never cancelled ·
+    `next_due_ms` never sleeps past a promise and never turns in place · `settled` says what is settled
+
+The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive a
+`World`, which compares every answer with a model. A strategy joins with one class:
+
+    class TestHourLog(Contract):
+        new_rig = HourLogRig
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import hypothesis
+import pytest
+from hypothesis.stateful import run_state_machine_as_test
+from tests.schedule.machine import machine
+from tests.schedule.stage import Rig
+from tests.schedule.world import World
+
+from timeball import limits
+
+FAST = hypothesis.settings(
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+SLOW = hypothesis.settings(FAST, max_examples=1_000, stateful_step_count=60)
+MANY = 5_000
+
+
+class Contract:
+    """See the module."""
+
+    new_rig: ClassVar[Callable[[], Rig]]
+
+    @pytest.fixture
+    def world(self) -> Iterator[World]:
+        world = World(type(self).new_rig())
+        yield world
+        world.close()
+
+    @pytest.fixture
+    def table_world(self, world: World) -> World:
+        if not world.rig.has_table:
+            pytest.skip("this strategy keeps no table")
+        return world
+
+    # -- at random -----------------------------------------------------------------------------------------
+
+    def test_anything_in_any_order(self) -> None:
+        run_state_machine_as_test(machine(type(self).new_rig), settings=FAST)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(1_200)
+    def test_anything_in_any_order_for_long(self) -> None:
+        run_state_machine_as_test(machine(type(self).new_rig), settings=SLOW)
+
+    # -- never early, never lost ---------------------------------------------------------------------------
+
+    def test_nothing_waits_and_nothing_is_due(self, world: World) -> None:
+        assert world.drain() == []
+        assert world.strategy.next_due_ms() is None
+
+    @pytest.mark.parametrize(
+        "delay_ms",
+        [
+            0,
+            1,
+            999,
+            1_000,
+            1_001,
+            9_999,
+            10_000,
+            10_001,
+            limits.HOUR_MS,
+            40 * limits.DAY_MS,
+            limits.DELAY_MS_MAX,
+        ],
+    )
+    def test_to_the_millisecond(self, world: World, delay_ms: int) -> None:
+        due_ms = world.now_ms + delay_ms
+        (seq,) = world.admit([due_ms])
+        if delay_ms:
+            world.advance(delay_ms - 1)
+            assert world.drain() == []
+            world.advance(1)
+        assert world.drain() == [(due_ms, seq)]
+
+    def test_what_came_too_late_is_due_at_once(self, world: World) -> None:
+        late_ms = world.now_ms - limits.DAY_MS
+        (seq,) = world.admit([late_ms])
+        assert world.drain() == [(late_ms, seq)]
+
+    def test_a_sleeper_wakes_for_each_promise(self, world: World) -> None:
+        now_ms = world.now_ms
+        dues = [now_ms + ms for ms in (5, 6, 4_000, 12_345, limits.DAY_MS, 400 * limits.DAY_MS)]
+        world.admit(dues)
+        taken = []
+        for _ in range(50):
+            taken += world.drain()
+            world.check_sleep()
+            upcoming = world.strategy.next_due_ms()
+            if upcoming is None:
+                break
+            world.advance(upcoming - world.now_ms)
+        assert [due for due, _ in taken] == dues
+
+    def test_something_earlier_wakes_the_sleeper(self, world: World) -> None:
+        now_ms = world.now_ms
+        world.admit([now_ms + limits.HOUR_MS])
+        assert world.drain() == []
+        world.admit([now_ms + 3])
+        world.check_sleep()
+        world.advance(3)
+        assert len(world.drain()) == 1
+
+    # -- never twice, in order -----------------------------------------------------------------------------
+
+    def test_one_instant_in_the_order_of_arrival(self, world: World) -> None:
+        due_ms = world.now_ms + 50
+        seqs = [seq for _ in range(5) for seq in world.admit([due_ms] * (MANY // 5))]
+        world.advance(50)
+        assert world.drain(limit=777) == [(due_ms, seq) for seq in seqs]
+        assert world.drain() == []
+
+    def test_by_instant_and_then_by_number(self, world: World) -> None:
+        now_ms = world.now_ms
+        dues = [now_ms + (i * 7_919) % 3_000 for i in range(2_000)]
+        pairs = sorted(zip(dues, world.admit(dues), strict=True))
+        world.advance(3_000)
+        assert world.drain(limit=100) == pairs
+
+    def test_no_more_than_asked_for(self, world: World) -> None:
+        world.drain()  # whatever a strategy does before the first promise is done
+        world.admit([world.now_ms] * 10)
+        world.settle()
+        assert [len(world.take(3) or []) for _ in range(5)] == [3, 3, 3, 1, 0]
+
+    def test_a_hand_out_that_becomes_durable_in_parts(self, world: World) -> None:
+        world.drain()
+        seqs = world.admit([world.now_ms] * 10)
+        world.settle()
+        assert len(world.take() or []) == 10
+        world.release_part(4)
+        world.save()
+        world.release_part(1)
+        world.restart()
+        assert [seq for _, seq in world.drain()] == seqs[5:]
+        world.release()
+        world.save()
+        world.restart()
+        assert world.drain() == []
+
+    # -- cancel --------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("delay_ms", [0, 1, 5_000, limits.HOUR_MS, limits.DELAY_MS_MAX])
+    def test_a_cancelled_promise_is_not_kept(self, world: World, delay_ms: int) -> None:
+        kept, gone = world.admit([world.now_ms + delay_ms] * 2)
+        assert world.cancel([gone]) == [True]
+        world.advance(delay_ms)
+        assert [seq for _, seq in world.drain()] == [kept]
+
+    def test_cancel_has_one_winner(self, world: World) -> None:
+        first, second, third = world.admit([world.now_ms] * 3)
+        world.settle()
+        assert world.cancel([second]) == [True]
+        assert world.cancel([second, third]) == [False, True]
+        world.drain()
+        assert world.cancel([first]) == [False]
+        world.release()
+        assert world.cancel([first, second, third]) == [False] * 3
+
+    def test_who_was_cancelled_is_remembered_while_it_matters(self, world: World) -> None:
+        now_ms = world.now_ms
+        released, cancelled, waiting = world.admit([now_ms, now_ms + 5, now_ms + 5])
+        world.cancel([cancelled])
+        world.drain()
+        world.release()
+        assert world.was_cancelled([released, cancelled, waiting]) == [False, True, False]
+
+    def test_all_cancelled_is_nothing_to_do(self, world: World) -> None:
+        world.cancel(world.admit([world.now_ms + 10] * 100))
+        world.advance(10)
+        assert world.drain() == []
+
+    # -- clocks --------------------------------------------------------------------------------------------
+
+    def test_the_wall_clock_is_set_forward(self, world: World) -> None:
+        world.admit([world.now_ms + limits.HOUR_MS])
+        world.manual.step_wall(limits.HOUR_MS)
+        assert world.drain() == [], "a step is suspect before it has stood for a while"
+        world.advance(60_000)
+        world.drain()
+        world.advance(60_000)
+        world.drain()
+        assert world.model.first_due_ms is None
+
+    def test_the_wall_clock_is_set_back(self, world: World) -> None:
+        seqs = world.admit([world.now_ms + ms for ms in (0, 1_000, 20_000)])
+        world.advance(1_000)
+        assert [seq for _, seq in world.drain()] == seqs[:2]
+        world.manual.step_wall(-limits.DAY_MS)
+        assert world.drain() == []
+        world.admit([world.now_ms + 5])
+        world.check_sleep()
+        world.advance(5)
+        assert len(world.drain()) == 1
+        world.advance(limits.DAY_MS + 20_000)
+        assert [seq for _, seq in world.drain()] == seqs[2:]
+
+    # -- restart -------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("back", [0, 1, 2])
+    @pytest.mark.parametrize("power_cut", [None, 1])
+    def test_restart_from_any_checkpoint(self, world: World, back: int, power_cut: int | None) -> None:
+        now_ms = world.now_ms
+        world.save()
+        seqs = world.admit([now_ms + ms for ms in (0, 0, 2_000, 2_000, limits.DAY_MS)])
+        world.drain()
+        world.release()
+        world.save()
+        world.cancel([seqs[3]])
+        world.advance(2_000)
+        world.drain()
+        world.save()
+        world.restart(back=back, power_cut=power_cut)
+        assert [seq for _, seq in world.drain()] == [seqs[2]], "its release was not durable"
+        world.release()
+        world.advance(limits.DAY_MS)
+        assert [seq for _, seq in world.drain()] == [seqs[4]]
+
+    def test_restart_with_what_came_too_late(self, world: World) -> None:
+        world.admit([world.now_ms])
+        world.drain()
+        world.release()
+        world.advance(limits.HOUR_MS)
+        world.drain()
+        world.save()
+        late = world.admit([world.now_ms - limits.HOUR_MS])
+        world.restart()
+        assert [seq for _, seq in world.drain()] == late
+
+    def test_restart_again_and_again(self, world: World) -> None:
+        dues = [world.now_ms + 100 * i for i in range(30)]
+        world.admit(dues)
+        taken = []
+        for i in range(35):
+            taken += world.drain()
+            world.release()
+            if i % 3 == 0:
+                world.save()
+            world.restart(power_cut=i)
+            world.advance(100)
+        assert [due for due, _ in taken] == dues
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def test_compaction_moves_and_changes_nothing(self, table_world: World) -> None:
+        world = table_world
+        now_ms = world.now_ms
+        dues = sorted(now_ms + ms for ms in (*range(100), 3_000, limits.HOUR_MS, 50 * limits.DAY_MS))
+        world.admit(dues)
+        world.attach_now(world.prepare_compact())
+        assert sum(file.entry.rows for file in world.live_files()) == len(dues)
+        taken = world.drain()
+        for ms in (100, 3_000, limits.HOUR_MS, 50 * limits.DAY_MS):
+            world.advance(ms)
+            taken += world.drain()
+        assert [due for due, _ in taken] == dues
+
+    @pytest.mark.parametrize("step_before_attach", range(6))
+    def test_files_arrive_in_the_middle_of_a_gather(
+        self, table_world: World, step_before_attach: int
+    ) -> None:
+        world = table_world
+        world.admit([world.now_ms + 100 * i for i in range(200)])
+        world.attach_now(world.prepare_compact(0.5))
+        world.reader_thread.is_open = False
+        world.take()  # a gather begins
+        for _ in range(step_before_attach):
+            world.reader_thread.step()
+            world.turn()
+        world.attach_now(world.prepare_compact())
+        world.attach_now(world.prepare_bulk([world.now_ms + 50 * i for i in range(100)]))
+        world.reader_thread.is_open = True
+        world.advance(20_000)
+        assert len(world.drain(limit=50)) == 300
+
+    def test_files_bring_what_is_late_already(self, table_world: World) -> None:
+        world = table_world
+        world.drain()
+        bulk = world.prepare_bulk([world.now_ms + ms for ms in (0, 500, 2_000, limits.DAY_MS)])
+        world.advance(1_000)
+        world.drain()
+        world.attach_now(bulk)
+        world.check_sleep()
+        assert len(world.drain()) == 2
+        world.release()
+        world.save()
+        world.restart()
+        world.advance(limits.DAY_MS)
+        assert len(world.drain()) == 2
+
+    def test_a_cancel_reaches_into_the_files(self, table_world: World) -> None:
+        world = table_world
+        seqs = world.admit([world.now_ms + ms for ms in (1_000, limits.HOUR_MS, limits.HOUR_MS)])
+        world.attach_now(world.prepare_compact())
+        assert world.cancel(seqs[:2]) == [True, True]
+        world.attach_now(world.prepare_rewrite())
+        world.save()
+        world.restart()
+        world.advance(limits.HOUR_MS)
+        assert [seq for _, seq in world.drain()] == seqs[2:]
+
+    def test_memory_does_not_grow_with_what_lies_in_the_table(self, table_world: World) -> None:
+        world = table_world
+        held = []
+        for day in range(1, 6):
+            world.admit([world.now_ms + day * limits.DAY_MS + i for i in range(MANY)])
+            world.drain()
+            assert world.memory() >= MANY, "what is not compacted yet is in memory"
+            world.attach_now(world.prepare_compact())
+            world.drain()
+            held.append(world.memory())
+        assert held == [0] * 5
+        assert sum(file.entry.rows for file in world.live_files()) == 5 * MANY
+        # The first day comes near: bodies of one gather are loaded, not of a day.
+        world.advance(limits.DAY_MS - 1_000)
+        world.drain()
+        assert 0 < world.memory() < MANY // 10
+        world.restart()
+        assert world.memory() < MANY // 10

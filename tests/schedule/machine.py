@@ -1,0 +1,170 @@
+"""The contract at random: anything a broker may do to a strategy, in any order, between any two steps of a gather.
+
+`machine(rig)` is a hypothesis state machine; `contract.py` runs it for each strategy, `test_strategy.py` for
+the wrong ones. Time moves as far as forty days in one step, promises reach ten years.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.schedule.stage import Rig
+from tests.schedule.world import World
+
+from timeball import limits
+from timeball.table.attachment import Attachment
+
+# Distances from now: past, now, the same few milliseconds, within the lead of a gather, around it, far, ten years.
+DISTANCES_MS = st.one_of(
+    st.sampled_from([0, 1, 1, 2, -1, -limits.HOUR_MS, limits.DELAY_MS_MAX]),
+    st.integers(-5_000, 5_000),
+    st.integers(0, 30_000),
+    st.integers(0, 90 * limits.DAY_MS),
+)
+STEPS_MS = st.one_of(
+    st.sampled_from([0, 1, 1, 2, 999, 1_000, 5_000, 10_000, limits.HOUR_MS, 40 * limits.DAY_MS]),
+    st.integers(0, 20_000),
+)
+WALL_STEPS_MS = st.one_of(
+    st.sampled_from(
+        [-limits.DAY_MS, -60_000, -1_001, -1_000, -500, -1, 1, 500, 1_001, 60_000, limits.DAY_MS]
+    ),
+    st.integers(-3_000, 3_000),
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """See the module."""
+
+    new_rig: ClassVar[Callable[[], Rig]]
+
+    @initialize(reader_is_open=st.booleans())
+    def open(self, reader_is_open: bool) -> None:
+        self.world = World(type(self).new_rig(), reader_is_open=reader_is_open)
+        self.moving: Attachment | None = None  # files that are written and not attached yet
+        self.bulk: Attachment | None = None
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.close()
+
+    # -- promises come and go ------------------------------------------------------------------------------
+
+    @rule(distances=st.lists(DISTANCES_MS, min_size=1, max_size=12))
+    def admit(self, distances: list[int]) -> None:
+        now_ms = self.world.now_ms
+        self.world.admit([max(0, now_ms + distance) for distance in distances])
+
+    @rule(distance=DISTANCES_MS, count=st.integers(20, 200))
+    def admit_many_for_one_instant(self, distance: int, count: int) -> None:
+        self.world.admit([self.world.now_ms + distance] * count)
+
+    @rule(limit=st.sampled_from([1, 3, 1_000]))
+    def take(self, limit: int) -> None:
+        self.world.take(limit)
+
+    @rule(limit=st.sampled_from([1, 7, 1_000_000]))
+    def drain(self, limit: int) -> None:
+        self.world.drain(limit if len(self.world.model.waiting) < 50 else 1_000_000)
+
+    @rule(batches=st.integers(1, 5))
+    def release(self, batches: int) -> None:
+        self.world.release(batches)
+
+    @rule(rows=st.sampled_from([1, 2, 50]))
+    def release_part(self, rows: int) -> None:
+        self.world.release_part(rows)
+
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def cancel(self, data: st.DataObject, count: int) -> None:
+        known = self.world.model.known
+        if known:
+            chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=count, unique=True))
+            self.world.cancel(chosen)
+
+    @rule(offset=st.integers(-2, 2), data=st.data())
+    def cancel_around_the_instant(self, offset: int, data: st.DataObject) -> None:
+        first = self.world.model.first_due_ms
+        if first is not None:
+            self.world.advance(max(0, first + offset - self.world.now_ms))
+            at_once = sorted(s for s, (due, _) in self.world.model.waiting.items() if due == first)
+            if data.draw(st.booleans()):
+                self.world.take(data.draw(st.sampled_from([1, 1_000])))
+            self.world.cancel([data.draw(st.sampled_from(at_once))])
+
+    # -- time ----------------------------------------------------------------------------------------------
+
+    @rule(ms=STEPS_MS)
+    def advance(self, ms: int) -> None:
+        self.world.advance(ms)
+
+    @rule(ms=WALL_STEPS_MS)
+    def step_wall(self, ms: int) -> None:
+        self.world.manual.step_wall(ms)
+
+    @rule()
+    def sleep_until_next(self) -> None:
+        upcoming = self.world.strategy.next_due_ms()
+        if upcoming is not None:
+            self.world.advance(max(0, upcoming - self.world.now_ms))
+
+    @rule()
+    def let_reader_work(self) -> None:
+        self.world.reader_thread.step()
+        self.world.turn()
+
+    # -- moving what waits ---------------------------------------------------------------------------------
+
+    @precondition(lambda self: type(self).new_rig().has_table and self.moving is None)
+    @rule(share=st.sampled_from([0.3, 1.0]), rewrite=st.booleans())
+    def write_files(self, share: float, rewrite: bool) -> None:
+        self.moving = self.world.prepare_rewrite() if rewrite else self.world.prepare_compact(share)
+
+    @precondition(lambda self: self.moving is not None)
+    @rule()
+    def attach(self) -> None:
+        assert self.moving is not None
+        self.world.attach(self.moving)
+        self.moving = None
+
+    @precondition(lambda self: type(self).new_rig().has_table and self.bulk is None)
+    @rule(distances=st.lists(DISTANCES_MS, min_size=1, max_size=30))
+    def write_bulk(self, distances: list[int]) -> None:
+        now_ms = self.world.now_ms
+        self.bulk = self.world.prepare_bulk([max(0, now_ms + distance) for distance in distances])
+
+    @precondition(lambda self: self.bulk is not None)
+    @rule()
+    def attach_bulk(self) -> None:
+        assert self.bulk is not None
+        self.world.attach(self.bulk)
+        self.bulk = None
+
+    # -- dying ---------------------------------------------------------------------------------------------
+
+    @rule()
+    def save(self) -> None:
+        self.world.save()
+
+    @rule(back=st.integers(0, 2), power_cut=st.none() | st.integers(0, 1_000))
+    def restart(self, back: int, power_cut: int | None) -> None:
+        self.moving = None  # written by a process that is no more
+        self.world.restart(back=back, power_cut=power_cut)
+
+    # -- what holds between any two steps ------------------------------------------------------------------
+
+    @invariant()
+    def wakes_in_time(self) -> None:
+        self.world.check_sleep()
+
+    @invariant()
+    def nothing_has_failed(self) -> None:
+        assert not self.world.failures, self.world.failures
+
+
+def machine(new_rig: Callable[[], Rig]) -> type[Machine]:
+    """The state machine for one strategy."""
+    return type("MachineOf" + new_rig().name.title(), (Machine,), {"new_rig": staticmethod(new_rig)})

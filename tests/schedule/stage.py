@@ -1,0 +1,194 @@
+"""What stands around a strategy under test: a reader thread on a string, the truth as a dictionary, and `Rig`.
+
+The reader thread is a queue of jobs (`StepExecutor`) that run when the test says so: each interleaving of a
+gather with everything else can be had on purpose, and none by luck.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.message import Int64Array
+from timeball.schedule.strategy import Settled, Strategy
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.data_file import DataFile
+
+if TYPE_CHECKING:
+    from tests.schedule.world import World
+
+T = TypeVar("T")
+
+BEGINNING = -(1 << 62)
+NONE = np.empty(0, np.int64)
+NOTHING_SETTLED = Settled(BEGINNING, NONE, NONE, 0)
+
+
+class StepExecutor(Executor):
+    """A thread on a string: jobs wait until `step`, or run at once while `open`."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.is_open = is_open
+        self._jobs: deque[Callable[[], None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """See Executor."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            # As a thread pool does: whatever it was belongs to whoever waits for the outcome.
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.append(run)
+        while self.is_open and self.step():
+            pass
+        return future
+
+    def step(self) -> bool:
+        """Run the oldest job; false when there is none."""
+        if not self._jobs:
+            return False
+        self._jobs.popleft()()
+        return True
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What a strategy starts from: `settled` is complete, the tail holds promises that are not settled."""
+
+    settled: Settled = NOTHING_SETTLED
+    tail_due_ms: Int64Array = field(default_factory=lambda: NONE)
+    tail_seq: Int64Array = field(default_factory=lambda: NONE)
+    entries: list[FileEntry] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint: what was settled when the log ended before `seq`."""
+
+    seq: int
+    settled: Settled
+
+
+class Rig(Protocol):
+    """How the suite gets hold of one strategy."""
+
+    name: str
+    has_table: bool  # whether files can be attached
+
+    def start(self, world: World, restart: Restart) -> Strategy:
+        """A strategy over `world`'s files, reader and reader thread, restored; on the running loop."""
+
+    def is_busy(self, strategy: Strategy) -> bool:
+        """Whether something runs behind the strategy's back."""
+
+    def settled_before_ms(self, strategy: Strategy) -> int:
+        """All durable promises due before this instant are settled, durably."""
+
+    def rows_in_memory(self, strategy: Strategy) -> int:
+        """Promises that cost memory now, pairs and bodies alike."""
+
+    async def ready_to_cancel(self, strategy: Strategy) -> None:
+        """What the broker awaits before it cancels."""
+
+    async def attach(self, strategy: Strategy, attachment: Attachment) -> None:
+        """Files of a durable ATTACH row join and leave the table."""
+
+    def live_files(self, strategy: Strategy) -> list[DataFile]:
+        """The files of the table."""
+
+
+@dataclass
+class Model:
+    """What is true, seq -> (due_ms, body) of what waits, and every comparison with what a strategy says."""
+
+    waiting: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    in_flight: deque[dict[int, tuple[int, bytes]]] = field(default_factory=deque)  # hand-outs, oldest first
+    released: dict[int, int] = field(default_factory=dict)  # seq -> due_ms
+    cancelled: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def first_due_ms(self) -> int | None:
+        return min((due for due, _ in self.waiting.values()), default=None)
+
+    @property
+    def known(self) -> list[int]:
+        """All promises there ever were."""
+        handed_out = (seq for batch in self.in_flight for seq in batch)
+        return sorted({*self.waiting, *self.released, *self.cancelled, *handed_out})
+
+    def state_of(self, seq: int) -> str:
+        if any(seq in batch for batch in self.in_flight):
+            return "in flight"
+        for name in ("waiting", "released", "cancelled"):
+            if seq in getattr(self, name):
+                return name
+        return "unknown"
+
+    def due_of(self, seq: int) -> int:
+        for batch in (self.waiting, *self.in_flight):
+            if seq in batch:
+                return batch[seq][0]
+        return (self.released | self.cancelled)[seq]
+
+    def hand_out(self, batch: pa.RecordBatch, now_ms: int, limit: int) -> list[tuple[int, int]]:
+        """Check a hand-out and believe it; returns its (due_ms, seq)."""
+        assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
+        pairs = list(zip(batch["due_ms"].to_pylist(), batch["seq"].to_pylist(), strict=True))
+        assert pairs == sorted(set(pairs)), f"out of order, or twice: {pairs}"
+        for (due_ms, seq), body in zip(pairs, batch["body"].to_pylist(), strict=True):
+            state = self.state_of(seq)
+            assert state == "waiting", f"seq {seq} handed out while {state}"
+            assert due_ms <= now_ms, f"seq {seq} handed out {due_ms - now_ms} ms early"
+            assert self.waiting[seq] == (due_ms, body), f"seq {seq} has changed: {due_ms}, {body!r}"
+        self.in_flight.append({seq: self.waiting.pop(seq) for _, seq in pairs})
+        return pairs
+
+    def cancel(self, seqs: list[int], answers: list[bool]) -> list[int]:
+        """Check the answers to a cancel and believe them; returns the cancelled."""
+        states = {seq: self.state_of(seq) for seq in seqs}
+        expected = [states[seq] == "waiting" for seq in seqs]
+        assert answers == expected, f"cancel of {states} answered {answers}"
+        chosen = [seq for seq, answer in zip(seqs, answers, strict=True) if answer]
+        for seq in chosen:
+            self.cancelled[seq], _ = self.waiting.pop(seq)
+        return chosen
+
+    def check_settled(self, settled: Settled) -> None:
+        """`settled` names or covers all that is settled durably, and nothing else."""
+        pairs = set(zip(settled.due_ms.tolist(), settled.seq.tolist(), strict=True))
+        done = {(due, seq) for index in (self.released, self.cancelled) for seq, due in index.items()}
+        assert pairs <= done, f"said to be settled, but is not: {sorted(pairs - done)}"
+        left_out = {pair for pair in done - pairs if not is_covered(settled, *pair)}
+        assert not left_out, f"settled, but left out: {sorted(left_out)}"
+        for batch in (self.waiting, *self.in_flight):
+            for seq, (due, _) in batch.items():
+                assert not is_covered(settled, due, seq), f"seq {seq} is not settled, yet covered by the mark"
+
+    def check_settled_before(self, before_ms: int) -> None:
+        """What `status` says: nothing due before `before_ms` is open."""
+        for batch in (self.waiting, *self.in_flight):
+            for seq, (due, _) in batch.items():
+                assert due >= before_ms, f"seq {seq} due {due} is open, yet all is settled before {before_ms}"
+
+    def check_nothing_overdue(self, now_ms: int) -> None:
+        lost = sorted((due, seq) for seq, (due, _) in self.waiting.items() if due <= now_ms)
+        assert not lost, f"due at {now_ms} and not handed out: {lost}"
+
+
+def is_covered(settled: Settled, due_ms: int, seq: int) -> bool:
+    """Whether the mark says, without naming it, that this promise is settled."""
+    is_late = any(first_seq <= seq < first_seq + rows for first_seq, rows in settled.late)
+    return due_ms < settled.before_ms and seq < settled.before_seq and not is_late
