@@ -1,7 +1,7 @@
-"""Tests as coroutines on a whole node in memory: `@on_node()` above `async def test_…(world: World)`.
+"""Tests as coroutines on a whole node in memory: `@on_node()` above `async def test_…(world: World, …)`.
 
 The disk is a CrashFiles, the clock stands still until told, nothing listens. An exception that reached nobody
-but the event loop fails the test; so does one that stopped the node, unless it is taken out of `world.failure`.
+but the event loop fails the test; so does one that stopped the node, unless the test is about that.
 """
 
 from __future__ import annotations
@@ -15,17 +15,30 @@ import pyarrow as pa
 from tests.crash.lives import run
 from tests.crash.world import Unheard, World
 from tests.crash_files import CrashFiles
+from tests.log.small_log import AtOnce
 
 from timeball.clock import ManualClock
+from timeball.node import Node
 
 
-def on_node(*, failing: bool = False, **settings: Any) -> Callable[[Callable[..., Awaitable[None]]], Any]:
+class InTurn(World):
+    """No threads: what they would do is done when it is asked for, so that turns of the loop are all there is."""
+
+    async def build(self, node: Node) -> None:
+        node._threads = [AtOnce(), AtOnce(), AtOnce()]
+        await super().build(node)
+
+
+def on_node(
+    kind: type[World] = World, *, failing: bool = False, **settings: Any
+) -> Callable[[Callable[..., Awaitable[None]]], Any]:
     """Make a plain test of a coroutine; `failing`: the test is about a node that fails."""
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         @functools.wraps(test)
         def live(*args: Any, **kwargs: Any) -> None:
-            run(_live(functools.partial(test, *args, **kwargs), failing, settings))
+            world = kind(CrashFiles(), ManualClock(), **settings)
+            run(_live(world, lambda: test(world, *args, **kwargs), failing))
 
         # pytest and hypothesis must not ask who gives `world`: we do.
         signature = inspect.signature(test)
@@ -37,11 +50,10 @@ def on_node(*, failing: bool = False, **settings: Any) -> Callable[[Callable[...
     return decorate
 
 
-async def _live(test: Callable[..., Awaitable[None]], failing: bool, settings: dict[str, Any]) -> None:
-    world = World(CrashFiles(), ManualClock(), **settings)
+async def _live(world: World, test: Callable[[], Awaitable[None]], failing: bool) -> None:
     await world.start()
     try:
-        await test(world=world)
+        await test()
         failure = world.failure
         if world.node is not None and not failing:
             await world.stop()

@@ -68,7 +68,10 @@ class World:
     async def start(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._hear)
         self.node = Node(self.settings, clock=self.clock, files=self.files)
-        await self.node.start(listen=False)
+        await self.build(self.node)
+
+    async def build(self, node: Node) -> None:
+        await node.start(listen=False)
 
     async def stop(self) -> None:
         assert self.node is not None
