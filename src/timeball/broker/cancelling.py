@@ -104,7 +104,8 @@ def look_up(
             _add(found, {**row, "seq": row["source_seq"]}, row["accepted_ms"], by_id, by_key)
     if by_id or by_key:
         for file in files:
-            for row in file.find(hashes).to_pylist():
+            rows = file.find(hashes)
+            for row in rows.to_pylist() if rows.num_rows else ():  # nearly always none: cancels ask every file
                 _add(found, row, row["accepted_ms"], by_id, by_key)
     return found
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from timeball import limits
 from timeball.broker.parts import in_thread
 from timeball.broker.service import Broker
-from timeball.errors import OverLimit, RequestError
+from timeball.errors import Corrupt, OverLimit, RequestError
 from timeball.log import checkpoint, frame_index, retention
 from timeball.table.attachment import Attachment
 
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 OFFSETS_INTERVAL_MS = 1_000
 RETENTION_INTERVAL_MS = 60_000
 COMPACT_LOOK_MS = 1_000
+KEYS_INTERVAL_MS = 1_000
 BEHIND_FILES_MIN = 64  # files wholly behind the present before they are taken out of the table
 REMOVE_JOB_ID = "broker-behind"
 
@@ -44,6 +45,7 @@ class Upkeep:
             (OFFSETS_INTERVAL_MS, self.save_small_state),
             (self._settings.checkpoint_interval_ms, self.checkpoint),
             (RETENTION_INTERVAL_MS, self.let_go),
+            (KEYS_INTERVAL_MS, self.index_keys),
         ]
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
@@ -118,6 +120,17 @@ class Upkeep:
             await parts.writer.synced()
             await in_thread(self._parts.reader_thread, save)
             self._checkpoint_seq = seq
+
+    async def index_keys(self) -> None:
+        """Key sidecars of new data files. The first cancel would build them all, with consumers waiting behind it."""
+        for file in self._parts.schedule.pending.all():
+            if not file.keys_tried:
+                try:
+                    # One file at a time, so that pulls and gathers come between.
+                    await in_thread(self._parts.reader_thread, file.ensure_keys)
+                except Corrupt as error:
+                    # It may be due in a year: whoever looks it up is told, and the others go on.
+                    logger.error("%s", error)
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless somebody outside does or there is too little of it."""

@@ -22,6 +22,7 @@ from timeball.table.layout import FOLDER, KEYS_FOLDER
 Position = tuple[int, int]  # (due_ms, seq)
 
 _ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
+_NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in _ID_COLUMNS]).empty_table()
 
 
 class DataFile:
@@ -35,6 +36,7 @@ class DataFile:
         self._group_min: Int64Array = np.empty(0, np.int64)
         self._group_max: Int64Array = np.empty(0, np.int64)
         self._keys: KeySidecar | None = None
+        self.keys_tried = False
 
     def positions_between(self, low: Position, high: Position) -> tuple[Int64Array, Int64Array]:
         """(due_ms, seq) of the rows with low <= (due_ms, seq) < high, in that order."""
@@ -67,7 +69,7 @@ class DataFile:
         """The identifying columns of the rows with a key that may be one of those hashed."""
         rows = self._sidecar().find(hashes)
         if len(rows) == 0:
-            return pa.schema([TABLE_SCHEMA.field(n) for n in _ID_COLUMNS]).empty_table()
+            return _NO_ROWS
         self._open()
         groups = np.unique(np.searchsorted(self._group_starts, rows, side="right") - 1)
         parts = []
@@ -86,8 +88,13 @@ class DataFile:
         return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seqs)))
 
     def ensure_keys(self) -> None:
-        """Build the key sidecar now, ahead of the first look-up."""
-        self._sidecar()
+        """Build the key sidecar now, ahead of the first look-up; `keys_tried` says that this was done or cannot be."""
+        try:
+            self._sidecar()
+        except Corrupt:
+            self.keys_tried = True
+            raise
+        self.keys_tried = True
 
     def check(self) -> None:
         """Raise Corrupt unless the file opens and holds as many rows as its entry says."""
