@@ -10,6 +10,7 @@ commit of the Delta table. It names files, never rows, so that its size does not
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,8 @@ from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
 
 Job = Literal["compact", "bulk", "rewrite"]
+# What layout.describe gives out, and nothing else: a random last part is what makes a key sidecar's name unique.
+PATH = re.compile(r"bucket=[0-9T-]{7,13}/[0-9a-f]{32}\.parquet")
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +77,8 @@ def decode(data: bytes) -> Attachment:
     if len(attachment.files) > limits.ATTACH_FILES_MAX:
         raise OverLimit(f"{len(attachment.files)} files in one attach; at most {limits.ATTACH_FILES_MAX}")
     for entry in attachment.files:
-        if ".." in entry.path or entry.path.startswith("/") or not entry.path.endswith(".parquet"):
-            raise InvalidMessage(f"file path {entry.path!r}: relative to the table, ending in .parquet")
+        if PATH.fullmatch(entry.path) is None or not entry.path.startswith(f"bucket={entry.bucket}/"):
+            raise InvalidMessage(
+                f"file path {entry.path!r}: relative to the table, as bucket=<bucket>/<32 hex digits>.parquet"
+            )
     return attachment

@@ -1,0 +1,113 @@
+"""An attachment says the same before and after its travels, and what is none is refused by name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import limits
+from timeball.errors import InvalidMessage, OverLimit
+from timeball.table.attachment import Attachment, FileEntry, decode, encode
+
+COUNTS = st.integers(-(1 << 63), (1 << 63) - 1)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NUMBERS = ("rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq")
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> FileEntry:
+    bucket, name = draw(st.from_regex(r"[0-9T-]{7,13}", fullmatch=True)), draw(st.uuids()).hex
+    numbers = {field: draw(COUNTS) for field in NUMBERS}
+    return FileEntry(path=f"bucket={bucket}/{name}.parquet", bucket=bucket, **numbers)
+
+
+ATTACHMENTS = st.builds(
+    Attachment,
+    job=st.sampled_from(["compact", "bulk", "rewrite"]),
+    job_id=TEXTS,
+    epoch=COUNTS,
+    files=st.lists(entries(), max_size=4),
+    removes=st.lists(TEXTS, max_size=4),
+    from_seq=COUNTS,
+    to_seq=COUNTS,
+    ranges=st.lists(st.tuples(COUNTS, COUNTS), max_size=4),
+)
+NAME = "0123456789abcdef" * 2
+ENTRY = FileEntry(
+    path=f"bucket=2026-11/{NAME}.parquet", bucket="2026-11", rows=3, size_bytes=99,
+    min_due_ms=1, max_due_ms=2, min_seq=4, max_seq=6,
+)  # fmt: skip
+
+
+def with_path(path: str) -> bytes:
+    entry = msgspec.structs.replace(ENTRY, path=path)
+    return encode(Attachment(job="bulk", job_id="j", epoch=1, files=[entry]))
+
+
+@given(ATTACHMENTS)
+def test_what_is_encoded_is_decoded(attachment: Attachment) -> None:
+    assert decode(encode(attachment)) == attachment
+
+
+@given(st.binary(max_size=60) | st.recursive(
+    st.none() | st.booleans() | COUNTS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["job", "job_id", "epoch", "files", "ranges"]) | TEXTS, inner, max_size=5),
+).map(msgspec.json.encode))  # fmt: skip
+def test_anything_else_is_refused_and_nothing_worse(data: bytes) -> None:
+    try:
+        assert isinstance(decode(data), Attachment)
+    except InvalidMessage as error:
+        assert "not an attachment" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("job", "copy"), ("job", None), ("job_id", 7), ("epoch", "1"), ("epoch", 1.5), ("epoch", None),
+        ("files", {}), ("files", [{}]), ("ranges", [[1]]), ("ranges", [[1, 2, 3]]), ("removes", [1]),
+    ],
+)  # fmt: skip
+def test_a_field_of_the_wrong_sort_is_named(field: str, value: object) -> None:
+    right = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1, files=[ENTRY])))
+    with pytest.raises(InvalidMessage, match=rf"\$\.{field}"):
+        decode(msgspec.json.encode({**right, field: value}))
+
+
+@pytest.mark.parametrize("field", ["job", "job_id", "epoch"])
+def test_what_makes_a_repeat_a_repeat_must_be_there(field: str) -> None:
+    right = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1)))
+    del right[field]
+    with pytest.raises(InvalidMessage, match=field):
+        decode(msgspec.json.encode(right))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "", f"{NAME}.parquet", f"../{NAME}.parquet", f"/bucket=2026-11/{NAME}.parquet",
+        f"bucket=2026-11/../{NAME}.parquet", f"bucket=2026-11/{NAME}", f"bucket=2026-11/{NAME}.csv",
+        f"bucket=2026-11/{NAME}.parquet\n", f"bucket=2026-11/{NAME}\0.parquet",
+        "bucket=2026-11/part-0.parquet",  # two of this name in two buckets would share a key sidecar
+        f"bucket=2026-12/{NAME}.parquet",  # of another bucket than it says
+    ],
+)  # fmt: skip
+def test_a_path_that_is_none_of_ours_is_refused(path: str) -> None:
+    with pytest.raises(InvalidMessage, match="relative to the table"):
+        decode(with_path(path))
+
+
+def test_too_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ATTACH_FILES_MAX", 3)
+    files = [ENTRY] * 3
+    assert decode(encode(Attachment(job="bulk", job_id="j", epoch=1, files=files))).files == files
+    with pytest.raises(OverLimit, match="4 files in one attach; at most 3"):
+        decode(encode(Attachment(job="bulk", job_id="j", epoch=1, files=[*files, ENTRY])))
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=5))
+def test_rows_are_those_of_all_files(rows: list[int]) -> None:
+    files = [msgspec.structs.replace(ENTRY, rows=count) for count in rows]
+    assert Attachment(job="bulk", job_id="j", epoch=1, files=files).rows == sum(rows)
