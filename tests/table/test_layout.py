@@ -1,0 +1,109 @@
+"""Where a promise lies: every row in one file, every file in one bucket, and few buckets for a long time."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.table.small_table import ALL_ZONES, GROUP_ROWS, NOW_MS, small_groups, table_rows
+
+from timeball.limits import DAY_MS, HOUR_MS
+from timeball.message import TABLE_SCHEMA
+from timeball.table import layout
+
+DUES = st.lists(st.integers(*ALL_ZONES), min_size=1, max_size=60)
+NOWS = st.integers(NOW_MS - 40 * DAY_MS, NOW_MS + 40 * DAY_MS)
+
+
+def order(rows: pa.Table) -> list[tuple[int, int]]:
+    return list(zip(rows.column("due_ms").to_pylist(), rows.column("seq").to_pylist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "bucket"),
+    [
+        (-3 * DAY_MS, "2023-11-11T22"),  # late already: still a name
+        (0, "2023-11-14T22"),
+        (HOUR_MS, "2023-11-14T23"),
+        (48 * HOUR_MS - 1, "2023-11-16T22"),
+        (48 * HOUR_MS, "2023-11-16"),
+        (60 * DAY_MS - 1, "2024-01-13"),
+        (60 * DAY_MS, "2024-01"),
+        (3_653 * DAY_MS, "2033-11"),
+    ],
+)
+def test_bucket_of_an_instant(ahead_ms: int, bucket: str) -> None:
+    assert layout.bucket_names(np.array([NOW_MS + ahead_ms]), NOW_MS) == [bucket]
+
+
+@given(DUES, NOWS)
+def test_every_row_is_in_one_file_and_every_file_in_one_bucket(dues: list[int], now_ms: int) -> None:
+    rows = layout.sort_rows(table_rows(dues))
+    cut = list(layout.cut_files(rows, now_ms))
+    read = [pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA) for _, data in cut]
+    assert pa.concat_tables(read).equals(rows)
+    for (entry, _), part in zip(cut, read, strict=True):
+        due = part.column("due_ms").to_numpy()
+        assert set(layout.bucket_names(due, now_ms)) == {entry.bucket}
+        assert len(set(layout.bucket_starts(due, now_ms).tolist())) == 1
+    assert len({entry.bucket for entry, _ in cut}) == len(cut)
+
+
+@given(DUES, NOWS)
+def test_an_entry_says_what_its_file_holds(dues: list[int], now_ms: int) -> None:
+    for entry, data in layout.cut_files(layout.sort_rows(table_rows(dues, first_seq=50)), now_ms):
+        positions = order(pq.read_table(io.BytesIO(data)))
+        seqs = [seq for _, seq in positions]
+        assert (entry.rows, entry.size_bytes) == (len(positions), len(data))
+        assert (entry.min_due_ms, entry.max_due_ms) == (positions[0][0], positions[-1][0])
+        assert (entry.min_seq, entry.max_seq) == (min(seqs), max(seqs))
+        assert entry.path.startswith(f"bucket={entry.bucket}/")
+        assert entry.path.endswith(".parquet")
+
+
+@given(st.lists(st.integers(NOW_MS, NOW_MS + 20), min_size=1, max_size=60))
+def test_rows_are_sorted_by_instant_and_then_by_number(dues: list[int]) -> None:
+    rows = table_rows(dues)
+    shuffled = rows.take(np.random.default_rng(len(dues)).permutation(len(dues)))
+    by_hand = sorted(order(rows))
+    assert order(layout.sort_rows(shuffled)) == by_hand
+    assert order(layout.sort_rows(pa.concat_tables([shuffled.slice(3), shuffled.slice(0, 3)]))) == by_hand
+    assert order(layout.sort_rows(rows.combine_chunks().to_batches()[0])) == by_hand
+
+
+def test_no_rows_are_no_files() -> None:
+    assert list(layout.cut_files(table_rows([]), NOW_MS)) == []
+
+
+def test_a_task_that_is_tried_again_overwrites_nothing() -> None:
+    rows = table_rows([NOW_MS + HOUR_MS])
+    [(first, data)], [(second, again)] = (list(layout.cut_files(rows, NOW_MS)) for _ in range(2))
+    assert first.path != second.path
+    assert data == again
+
+
+def test_two_years_are_few_buckets() -> None:
+    """A row an hour; as many files as the module's argument says, and one for each border that cuts a bucket."""
+    dues = [NOW_MS + hour * HOUR_MS for hour in range(2 * 365 * 24)]
+    names = [name for name, _ in layout.split_by_bucket(table_rows(dues), NOW_MS)]
+    assert len(names) == len(set(names)) <= 48 + 60 + 24 + 2
+    lengths = [len(name) for name in names]
+    assert sorted(lengths, reverse=True) == lengths  # hours, then days, then months
+
+
+@given(st.integers(1, 3 * GROUP_ROWS))
+def test_row_groups_say_which_instants_they_hold(count: int) -> None:
+    with small_groups():
+        data = layout.encode_file(table_rows([NOW_MS + i for i in range(count)]))
+    metadata = pq.ParquetFile(io.BytesIO(data)).metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    assert [group.num_rows for group in groups[:-1]] == [GROUP_ROWS] * (len(groups) - 1)
+    named = {c.path_in_schema: c.statistics for c in (groups[0].column(i) for i in range(15))}
+    assert {name for name, statistics in named.items() if statistics is not None} == {"due_ms", "seq"}
+    begins = [group.column(metadata.schema.names.index("due_ms")).statistics.min for group in groups]
+    assert begins == [NOW_MS + GROUP_ROWS * i for i in range(len(groups))]
