@@ -393,7 +393,7 @@ async def test_cancels_while_the_tail_moves_to_the_table(
     assert len(await delivered(world)) == 10 - len(asked)
 
 
-@pytest.mark.parametrize("cut_after", range(1, 3))
+@pytest.mark.parametrize("cut_after", [1, 2])
 def test_the_power_goes_while_a_cancel_is_written(cut_after: int) -> None:
     """Either it was told and holds, or it was not told; then it may be either, but not both."""
 
