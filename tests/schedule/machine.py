@@ -95,6 +95,13 @@ class Machine(RuleBasedStateMachine):
                 self.world.take(data.draw(st.sampled_from([1, 1_000])))
             self.world.cancel([data.draw(st.sampled_from(at_once))])
 
+    @rule()
+    def look_a_millisecond_before(self) -> None:
+        first = self.world.model.first_due_ms
+        if first is not None:
+            self.world.advance(max(0, first - 1 - self.world.now_ms))
+            self.world.drain()
+
     # -- time ----------------------------------------------------------------------------------------------
 
     @rule(ms=STEPS_MS)
@@ -142,6 +149,26 @@ class Machine(RuleBasedStateMachine):
         assert self.bulk is not None
         self.world.attach(self.bulk)
         self.bulk = None
+
+    @precondition(lambda self: type(self).new_rig().has_table and self.moving is None)
+    @rule(distances=st.lists(st.integers(0, 15_000), min_size=2, max_size=20), steps=st.integers(0, 3))
+    def attach_in_a_gather(self, distances: list[int], steps: int) -> None:
+        """Rows that are about to come near change place while the reader looks for what is near."""
+        world, half = self.world, len(distances) // 2
+        base_ms = world.now_ms + 10_000
+        world.admit([base_ms + distance for distance in distances[:half]])
+        world.attach_now(world.prepare_compact())
+        world.admit([base_ms + distance for distance in distances[half:]])
+        compacted = world.prepare_compact()
+        world.settle()
+        world.advance(10_000)
+        world.reader_thread.is_open, was_open = False, world.reader_thread.is_open
+        world.take()
+        for _ in range(steps):
+            self.let_reader_work()
+        world.attach_now(compacted)
+        world.reader_thread.is_open = was_open
+        world.settle()
 
     # -- dying ---------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,12 @@ from tests.schedule.stage import Restart
 from tests.schedule.world import World
 
 from timeball.message import Int64Array
+from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log.store import HourLog
-from timeball.schedule.strategy import Strategy
+from timeball.schedule.hour_log.wheel import Run
+from timeball.schedule.strategy import Settled, Strategy
 from timeball.table.attachment import Attachment
-from timeball.table.data_file import DataFile
+from timeball.table.data_file import DataFile, Position
 
 AHEAD_MS = 10_000
 GATHER_BYTES = 64 * 512  # 64 rows by the first guess: most gathers of a test are cut by it
@@ -156,7 +159,49 @@ class SettlesTooMuch(HourLog):
         return self._loaded[0]
 
 
-WRONG = [
+class KeepsTheCancelled(HourLog):
+    """Remembers what is cancelled, and hands it out all the same."""
+
+    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        cancelled, self._cancelled = self._cancelled, DueIndex()
+        rows = super().due(now_ms, limit)
+        self._cancelled = cancelled
+        return rows
+
+
+class LosesOnTheWay(HourLog):
+    """Loses the last of many rows that a gather loads."""
+
+    def _load(self, near: list[DataFile], tail_seqs: Int64Array, low: Position, high: Position) -> list[Run]:
+        runs = super()._load(near, tail_seqs, low, high)
+        return [run.part(0, len(run.due) - 1) if len(run.due) > 5 else run for run in runs]
+
+
+class BlindBehindTheHorizon(HourLog):
+    """Does not look for what a file brings that is near, or late already."""
+
+    def _load_behind_horizon(self, files: list[DataFile], settled: Settled | None = None) -> None:
+        pass
+
+
+class AttachesInAGather(HourLog):
+    """Does not wait for a gather before rows change place."""
+
+    async def attach(self, attachment: Attachment) -> None:
+        gathering, self._gathering = self._gathering, None
+        await super().attach(attachment)
+        self._gathering = gathering
+
+
+class ForgetsAtARestart(HourLog):
+    """Starts from the mark alone, and not from the pairs that are settled besides."""
+
+    def restore(self, settled: Settled, due_ms: Int64Array, seq: Int64Array) -> None:
+        none = np.empty(0, np.int64)
+        super().restore(replace(settled, due_ms=none, seq=none), due_ms, seq)
+
+
+WRONG: list[type[HourLog]] = [
     Early, Forgets, Doubles, Unsorted, DeafToCancels, CancelsAll, SleepsTooLong, TurnsInPlace, NeverWakes,
-    SettlesTooMuch,
+    SettlesTooMuch, KeepsTheCancelled, LosesOnTheWay, BlindBehindTheHorizon, AttachesInAGather, ForgetsAtARestart,
 ]  # fmt: skip
