@@ -1,0 +1,188 @@
+"""`timeball dump`: a folder as it stands, beside a broker or without one, and not a byte of it changed."""
+
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.processes import serving, timeball
+
+from timeball import Timeball
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a broker that took messages, promises and a cancel, and was stopped."""
+    folder = tmp_path_factory.mktemp("dump") / "data"
+    with serving(folder, "--queues-per-topic", "2") as endpoint, Timeball(endpoint) as ball:
+        ball.send_many([{"topic": "orders", "body": f"{n}".encode()} for n in range(5)])
+        ball.send("orders", b"\xff", after="1h", message_id="later", keys="order-17")
+        ball.send("orders", b"never", after="2h", message_id="never")
+        assert ball.cancel(id="never").verdict == "cancelled"
+    yield folder
+
+
+@pytest.fixture
+def copy(data: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(data, tmp_path / "copy")
+
+
+def state(folder: Path) -> dict[str, tuple[str, int]]:
+    """Content and time of change of every file."""
+    return {
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def documents(folder: Path, *options: str, code: int = 0) -> list[dict[str, Any]]:
+    ended = timeball("dump", "--data", str(folder), "--json", *options)
+    assert ended.returncode == code, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 0xFF
+    file.write_bytes(bytes(content))
+
+
+def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
+    before = state(data)
+    [report] = documents(data, "--verify")
+    [segment, *spares] = report["segments"]
+    assert segment["kinds"] == {"MESSAGE": 5, "PROMISE": 2, "CANCEL": 1}
+    assert (segment["state"], segment["rows"]) == ("active", 8)
+    assert (segment["first_seq"], segment["next_seq"]) == (1, 9)
+    assert all(spare["state"] == "spare" for spare in spares)
+    assert (report["checkpoint"]["seq"], report["checkpoint"]["settled_rows"]) == (9, 1)
+    lengths = [(q["topic"], q["queue_id"], q["max_offset"]) for q in report["queues"]]
+    assert sorted(lengths) in ([("orders", 0, 3), ("orders", 1, 2)], [("orders", 0, 2), ("orders", 1, 3)])
+    assert (report["damage"], report["torn"], report["verified"]) == ([], [], True)
+    assert state(data) == before
+
+
+def test_people_see_the_same(data: Path) -> None:
+    ended = timeball("dump", "--data", str(data))
+    assert ended.returncode == 0
+    assert "5 message, 2 promise, 1 cancel" in ended.stdout
+    assert "checkpoint at seq 9" in ended.stdout and "topic orders: 5 in 2 queues" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "no damage"
+
+
+def test_frames_follow_each_other(data: Path) -> None:
+    frames = documents(data, "--frames")
+    assert sum(frame["rows"] for frame in frames) == 8
+    for before, after in itertools.pairwise(frames):
+        assert after["first_seq"] == before["first_seq"] + before["span"]
+        assert after["position"] == before["position"] + before["length"]
+    assert {frame["checksum"] for frame in frames} == {"ok"}
+    shown = timeball("dump", "--data", str(data), "--frames")
+    assert len(shown.stdout.splitlines()) == len(frames)
+
+
+def test_rows_by_kind_and_range(data: Path) -> None:
+    assert [row["seq"] for row in documents(data, "--rows")] == list(range(1, 9))
+    later, never = documents(data, "--rows", "--kind", "promise")
+    assert (later["unique_key"], later["keys"], later["body_base64"]) == ("later", "order-17", "/w==")
+    assert (never["body"], never["kind"]) == ("never", "PROMISE")
+    [cancel] = documents(data, "--rows", "--kind", "CANCEL", "--kind", "release")
+    assert cancel["source_seq"] == never["seq"]
+    assert [row["body"] for row in documents(data, "--rows", "--from-seq", "2", "--to-seq", "5")] == [
+        "1",
+        "2",
+        "3",
+    ]
+    assert documents(data, "--rows", "--from-seq", "100") == []
+    shown = timeball("dump", "--data", str(data), "--rows", "--kind", "promise").stdout.splitlines()
+    assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
+
+
+def test_beside_a_running_broker(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with serving(folder) as endpoint, Timeball(endpoint) as ball:
+        for n in range(3):
+            receipt = ball.send("orders", f"{n}".encode())
+            assert [row["seq"] for row in documents(folder, "--rows")][-1] == receipt.seq
+        assert documents(folder, "--verify")[0]["damage"] == []
+        assert ball.send("orders", b"still here").seq == receipt.seq + 1
+
+
+def test_damage_is_named_and_the_exit_code_says_so(copy: Path) -> None:
+    first, second, *_ = documents(copy, "--frames")
+    flip(copy / "log/0000000001.log", first["position"] + 100)
+    before = state(copy)
+    [report] = documents(copy, code=5)
+    [damage] = report["damage"]
+    assert (damage["file"], damage["position"]) == ("log/0000000001.log", first["position"])
+    rows = documents(copy, "--rows", code=5)
+    assert "damage" in rows[0] and rows[1]["seq"] == second["first_seq"], "and the reading goes on"
+    shown = timeball("dump", "--data", str(copy))
+    assert shown.returncode == 5
+    assert "DAMAGE: log/0000000001.log, byte 64" in shown.stdout and "1 damaged place" in shown.stdout
+    assert timeball("dump", "--data", str(copy), "--frames").stdout.startswith("DAMAGE: ")
+    assert state(copy) == before, "it shows and mends nothing"
+
+
+def test_a_torn_tail_is_told_and_is_no_damage(copy: Path) -> None:
+    *_, last = documents(copy, "--frames")
+    flip(copy / "log/0000000001.log", last["position"] + 100)
+    (copy / "checkpoint").unlink()  # it knows that this commit was acknowledged
+    [report] = documents(copy)
+    assert [torn["position"] for torn in report["torn"]] == [last["position"]]
+    assert "torn tail: log/0000000001.log" in timeball("dump", "--data", str(copy)).stdout
+
+
+def test_a_cache_that_lies_is_found_by_verify_only(copy: Path) -> None:
+    queue = next(copy.glob("queues/*/0/00000000.cq"))
+    flip(queue, 7)
+    assert documents(copy)[0]["damage"] == []
+    [report] = documents(copy, "--verify", code=5)
+    assert report["damage"][0]["file"] == str(queue.relative_to(copy))
+    assert "1 damaged place" in timeball("dump", "--data", str(copy), "--verify").stdout
+
+
+def test_a_segment_by_number(copy: Path) -> None:
+    assert [s["file"] for s in documents(copy, "--segment", "1")[0]["segments"]] == ["log/0000000001.log"]
+    refused = timeball("dump", "--data", str(copy), "--segment", "99")
+    assert refused.returncode == 2 and "--segment 99" in refused.stderr
+
+
+def test_a_folder_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "novel.txt").write_text("chapter one")
+    for folder in (foreign, tmp_path / "nowhere", foreign / "novel.txt"):
+        refused = timeball("dump", "--data", str(folder))
+        assert refused.returncode == 4 and str(folder) in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["foreign", "novel.txt"]
+
+
+def test_a_newer_format_is_refused(copy: Path) -> None:
+    facts = json.loads((copy / "FORMAT").read_text())
+    (copy / "FORMAT").write_text(json.dumps({**facts, "format": facts["format"] + 1}))
+    refused = timeball("dump", "--data", str(copy))
+    assert refused.returncode == 4 and "newer" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--frames", "--rows"], "--frames or --rows"),
+        (["--kind", "wish"], "--kind wish"),
+        (["--verify", "--from-seq", "3"], "--verify"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_makes_no_sense_is_refused_by_name(data: Path, options: list[str], named: str) -> None:
+    refused = timeball("dump", "--data", str(data), *options)
+    assert refused.returncode == 2 and named in refused.stderr
