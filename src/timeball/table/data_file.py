@@ -16,11 +16,13 @@ from timeball.files import Files
 from timeball.key_hash import UInt64Array, hash_keys
 from timeball.key_sidecar import KeySidecar
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.table import seal
 from timeball.table.attachment import FileEntry
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 Position = tuple[int, int]  # (due_ms, seq)
 
+_CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
 _ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
 _NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in _ID_COLUMNS]).empty_table()
 
@@ -97,7 +99,7 @@ class DataFile:
         self.keys_tried = True
 
     def check(self) -> None:
-        """Raise Corrupt unless the file opens and holds as many rows as its entry says."""
+        """Raise Corrupt unless the file opens and its footer agrees with its entry."""
         self._open()
 
     def close(self) -> None:
@@ -125,28 +127,37 @@ class DataFile:
     def _open(self) -> pq.ParquetFile:
         if self._parquet is None:
             name = f"{FOLDER}/{self.entry.path}"
+            data = self._files.map_readonly(name)
             try:
-                parquet = pq.ParquetFile(
-                    pa.BufferReader(self._files.map_readonly(name)), page_checksum_verification=True
-                )
-            except (OSError, pa.ArrowInvalid) as error:
+                seal.check(data)  # first: Arrow may abort the process on a footer that is not what it was
+                parquet = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+            except (OSError, pa.ArrowInvalid, Corrupt) as error:
                 raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
-            self._check(parquet)
+            self._check(parquet, data.size)
             self._parquet = parquet
         return self._parquet
 
-    def _check(self, parquet: pq.ParquetFile) -> None:
+    def _check(self, parquet: pq.ParquetFile, size_bytes: int) -> None:
         metadata = parquet.metadata
-        if metadata.num_rows != self.entry.rows:
-            raise Corrupt(
-                f"{self.entry.path} holds {metadata.num_rows} rows, its attach says {self.entry.rows}"
-            )
-        due = metadata.schema.names.index("due_ms")
+        if metadata.schema.to_arrow_schema().names != TABLE_SCHEMA.names:
+            raise Corrupt(f"{self.entry.path} has other columns than the pending table")
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        self._group_starts = np.cumsum([0, *(g.num_rows for g in groups)])
-        statistics = [g.column(due).statistics for g in groups]
-        self._group_min = np.array([s.min for s in statistics], dtype=np.int64)
-        self._group_max = np.array([s.max for s in statistics], dtype=np.int64)
+        self._group_starts = np.cumsum([0, *(group.num_rows for group in groups)])
+        self._group_min, self._group_max = _ranges(groups, "due_ms")
+        seq_min, seq_max = _ranges(groups, "seq")
+        # A gather trusts these: a claim that is narrower than the file would leave promises unread.
+        found = (
+            metadata.num_rows, size_bytes, self._group_min[0], self._group_max[-1], seq_min.min(), seq_max.max(),
+        )  # fmt: skip
+        entry = self.entry
+        claimed = (
+            entry.rows, entry.size_bytes, entry.min_due_ms, entry.max_due_ms, entry.min_seq, entry.max_seq,
+        )  # fmt: skip
+        for name, is_value, value in zip(_CLAIMS, found, claimed, strict=True):
+            if is_value != value:
+                raise Corrupt(f"{entry.path} has {name} {is_value}, its attach says {value}")
+        if np.any(self._group_min[1:] < self._group_max[:-1]) or self._group_starts[-1] != metadata.num_rows:
+            raise Corrupt(f"{entry.path}: its row groups are not sorted by due_ms, or not all there")
 
     def _groups(self, low_due_ms: int, high_due_ms: int) -> list[int]:
         self._open()
@@ -171,6 +182,16 @@ def search(due: Int64Array, seq: Int64Array, position: Position) -> int:
     begin = int(np.searchsorted(due, position[0], side="left"))
     end = int(np.searchsorted(due, position[0], side="right"))
     return begin + int(np.searchsorted(seq[begin:end], position[1], side="left"))
+
+
+def _ranges(groups: list[pq.RowGroupMetaData], name: str) -> tuple[Int64Array, Int64Array]:
+    """(min, max) of a column in each row group, from the statistics that every file of ours has."""
+    column = TABLE_SCHEMA.get_field_index(name)
+    statistics = [group.column(column).statistics for group in groups]
+    if not statistics or any(s is None or not s.has_min_max for s in statistics):
+        raise Corrupt(f"a file without rows, or without statistics of {name}: write it with layout.cut_files")
+    low, high = ([getattr(s, end) for s in statistics] for end in ("min", "max"))
+    return np.array(low, dtype=np.int64), np.array(high, dtype=np.int64)
 
 
 def _due_and_seq(rows: pa.Table) -> tuple[Int64Array, Int64Array]:

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from timeball import limits
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry
+from timeball.table.seal import seal
 
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
@@ -82,7 +83,7 @@ def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table
 
 
 def encode_file(rows: pa.Table) -> bytes:
-    """A Parquet file of sorted rows: zstd level 1, page index and statistics on the columns we search by."""
+    """A sealed Parquet file of sorted rows: zstd level 1, statistics on the columns we search by."""
     sink = io.BytesIO()
     pq.write_table(
         rows.select(TABLE_SCHEMA.names),
@@ -94,7 +95,7 @@ def encode_file(rows: pa.Table) -> bytes:
         write_statistics=["due_ms", "seq"],
         write_page_checksum=True,  # a rotten page is an error when it is read, never a message
     )
-    return sink.getvalue()
+    return seal(sink.getvalue())
 
 
 def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:

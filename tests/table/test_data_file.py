@@ -1,0 +1,264 @@
+"""A data file gives out the rows asked for, all of them and no others, or says that it is damaged (G8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups, table_rows, write
+from tests.table.test_layout import order
+
+from timeball.errors import Corrupt, NotFound
+from timeball.key_hash import hash_text
+from timeball.message import TABLE_SCHEMA
+from timeball.table import data_file, seal
+from timeball.table.attachment import FileEntry
+from timeball.table.data_file import DataFile, Position
+from timeball.table.layout import FOLDER, KEYS_FOLDER
+
+EVERYTHING: tuple[Position, Position] = ((-(1 << 62), 0), (1 << 62, 0))
+BEGIN_MS = ONE_BUCKET[0]
+# Few instants for many rows, so that runs of one instant cross the borders of row groups.
+DUES = st.lists(st.integers(BEGIN_MS, BEGIN_MS + 12), min_size=1, max_size=5 * GROUP_ROWS)
+POSITIONS = st.tuples(st.integers(BEGIN_MS - 2, BEGIN_MS + 14), st.integers(-1, 5 * GROUP_ROWS + 2))
+
+
+def one_file(rows: pa.Table) -> DataFile:
+    files = CrashFiles()
+    files.make_dir(KEYS_FOLDER)
+    with small_groups():
+        [entry] = write(files, rows)
+    return DataFile(files, entry)
+
+
+def ids(rows: pa.Table) -> list[str]:
+    return list(rows.column("unique_key").to_pylist())
+
+
+def hashes(*names: str) -> np.ndarray:
+    return hash_text(pa.array(names, pa.string()))
+
+
+# ---- windows ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(DUES, st.lists(st.tuples(POSITIONS, POSITIONS), min_size=1, max_size=6))
+def test_a_window_is_what_a_filter_would_give(
+    dues: list[int], windows: list[tuple[Position, Position]]
+) -> None:
+    rows = table_rows(dues)
+    file = one_file(rows)
+    every = sorted(order(rows))
+    for low, high in [*windows, EVERYTHING]:
+        wanted = [position for position in every if low <= position < high]
+        found = file.rows_between(low, high)
+        assert order(found) == wanted
+        assert found.schema == TABLE_SCHEMA
+        assert found.column("body").to_pylist() == [b"body %d" % seq for _, seq in wanted]
+        due, seq = file.positions_between(low, high)
+        assert list(zip(due.tolist(), seq.tolist(), strict=True)) == wanted
+        inside = [position for position in every if low[0] <= position[0] <= high[0]]
+        assert len(inside) <= file.row_count_up_to(low[0], high[0]) <= len(every)
+
+
+@given(DUES)
+def test_windows_side_by_side_hold_every_row_once(dues: list[int]) -> None:
+    """As gathers walk through a file: each begins where the last one ended, also within an instant."""
+    rows = table_rows(dues)
+    file, every = one_file(rows), sorted(order(rows))
+    cuts: list[Position] = [EVERYTHING[0], *every[::5], EVERYTHING[1]]
+    walked = [file.rows_between(low, high) for low, high in pairwise(cuts)]
+    assert [position for part in walked for position in order(part)] == every
+
+
+def test_a_window_reads_only_the_row_groups_that_may_hold_it() -> None:
+    file = one_file(table_rows([BEGIN_MS + i for i in range(10 * GROUP_ROWS)]))
+    assert file.row_count_up_to(BEGIN_MS, BEGIN_MS) == GROUP_ROWS
+    assert file.row_count_up_to(BEGIN_MS + 70, BEGIN_MS + 72) == 2 * GROUP_ROWS
+    assert file.row_count_up_to(BEGIN_MS - 9, BEGIN_MS - 1) == 0
+    assert file.row_count_up_to(BEGIN_MS, BEGIN_MS + 1_000) == 10 * GROUP_ROWS
+
+
+@given(DUES, POSITIONS)
+def test_search_counts_what_lies_before(dues: list[int], position: Position) -> None:
+    every = sorted(order(table_rows(dues)))
+    due, seq = (np.array(side, dtype=np.int64) for side in zip(*every, strict=True))
+    assert data_file.search(due, seq, position) == sum(1 for one in every if one < position)
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------
+
+WORDS = st.sampled_from(["a", "b", "ab", "key", "k" * 40, "é"])
+KEYS = st.none() | st.lists(WORDS, max_size=3).map(" ".join)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.none() | WORDS, KEYS), min_size=1, max_size=3 * GROUP_ROWS), st.lists(WORDS))
+def test_a_key_finds_every_row_that_has_it(
+    named: list[tuple[str | None, str | None]], asked: list[str]
+) -> None:
+    unique_key, keys = [one for one, _ in named], [many for _, many in named]
+    file = one_file(table_rows([BEGIN_MS] * len(named), unique_key=unique_key, keys=keys))
+    found = file.find(hashes(*asked))
+    has = [{one, *(many or "").split(" ")} & set(asked) for one, many in named]
+    assert found.column("seq").to_pylist() == [seq for seq, names in enumerate(has, 1) if names]
+    assert found.column_names == ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(-2, 3 * GROUP_ROWS + 2), max_size=9))
+def test_numbers_find_their_rows(asked: list[int]) -> None:
+    file = one_file(table_rows([BEGIN_MS + i // 2 for i in range(2 * GROUP_ROWS)], first_seq=5))
+    found = file.find_seqs(np.array(asked, dtype=np.int64)).column("seq").to_pylist()
+    assert found == sorted(set(asked) & set(range(5, 5 + 2 * GROUP_ROWS)))
+
+
+def test_the_sidecar_is_written_at_the_first_look_up_and_used_by_the_next_broker() -> None:
+    file = one_file(table_rows([BEGIN_MS + i for i in range(20)]))
+    files, name = file._files, data_file.sidecar_name(file.entry.path)
+    assert not files.exists(name)
+    file.ensure_keys()
+    written = files.content(name)
+    calls = files.calls
+    assert ids(DataFile(files, file.entry).find(hashes("id7"))) == ["id7"]
+    assert (files.calls, files.content(name)) == (calls, written)
+
+
+@pytest.mark.parametrize("damage", ["flip", "short", "empty", "gone"])
+def test_a_sidecar_is_a_cache_and_is_built_again(damage: str) -> None:
+    file = one_file(table_rows([BEGIN_MS + i for i in range(20)]))
+    files, name = file._files, data_file.sidecar_name(file.entry.path)
+    file.ensure_keys()
+    written = files.content(name)
+    if damage == "gone":
+        files.remove(name)
+    else:
+        left = {"flip": written[:-1] + bytes([written[-1] ^ 1]), "short": written[:-8], "empty": b""}
+        files.replace(name, left[damage])
+    assert ids(DataFile(files, file.entry).find(hashes("id7", "id20"))) == ["id7", "id20"]
+    assert files.content(name) == written
+
+
+def test_a_sidecar_lies_where_readers_of_the_table_do_not_look() -> None:
+    assert data_file.sidecar_name("bucket=2026-11/abc.parquet") == "pending/_keys/abc.parquet.keys"
+
+
+# ---- damage -------------------------------------------------------------------------------------------------
+
+
+class OneFile(CrashFiles):
+    """A disk on which every name shows these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self._data = pa.py_buffer(data)
+
+    def map_readonly(self, name: str) -> pa.Buffer:
+        return self._data
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[FileEntry, bytes, list[pa.Table]]:
+    """A file of several groups: its entry, its bytes, and what it answers."""
+    file = one_file(table_rows([BEGIN_MS + i // 3 for i in range(3 * GROUP_ROWS)]))
+    return file.entry, file._files.content(f"{FOLDER}/{file.entry.path}"), answers(file)
+
+
+def answers(file: DataFile) -> list[pa.Table]:
+    windows = [EVERYTHING, ((BEGIN_MS + 1, 4), (BEGIN_MS + 6, 0))]
+    found = [file.rows_between(low, high) for low, high in windows]
+    return [*found, file.find_seqs(np.array([9, 20]))]
+
+
+def damaged(data: bytes, at: int, bit: int) -> bytes:
+    copy = bytearray(data)
+    copy[at] ^= 1 << bit
+    return bytes(copy)
+
+
+def test_no_flipped_bit_changes_what_is_read(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+    """The answer is the right one, or an error that names the file."""
+    entry, data, right = whole
+    noticed, places = 0, range(0, len(data), 3)
+    for at in places:
+        file = DataFile(OneFile(damaged(data, at, at % 8)), entry)
+        try:
+            assert answers(file) == right, f"byte {at}"
+        except Corrupt as error:
+            assert entry.path in str(error)
+            assert "restore this file from a copy" in str(error)
+            noticed += 1
+    assert noticed > 0.8 * len(places)
+
+
+def test_without_the_seal_a_footer_that_has_changed_loses_rows(
+    whole: tuple[FileEntry, bytes, list[pa.Table]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above, and why there is a seal: statistics say that a group begins later."""
+    entry, data, right = whole
+    monkeypatch.setattr(seal, "check", lambda data: None)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    begin, later = (value.to_bytes(8, "little") for value in (BEGIN_MS + 5, BEGIN_MS + 7))
+    assert begin in data[footer:]  # the least instant of the last group
+    moved = data[:footer] + data[footer:].replace(begin, later)
+    found = answers(DataFile(OneFile(moved), entry))
+    assert found[1].num_rows < right[1].num_rows
+
+
+def test_a_file_cut_short_is_damaged(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+    entry, data, _ = whole
+    for size in [0, 1, 11, *range(16, len(data), 97), len(data) - 1]:
+        with pytest.raises(Corrupt, match="restore this file"):
+            DataFile(OneFile(data[:size]), entry).check()
+
+
+def other_claims(entry: FileEntry) -> Iterator[tuple[str, FileEntry]]:
+    for name in ("rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"):
+        for step in (-1, 1):
+            changed: dict[str, Any] = {name: getattr(entry, name) + step}
+            yield name, msgspec.structs.replace(entry, **changed)
+
+
+def test_a_claim_that_the_footer_does_not_bear_out_is_refused(
+    whole: tuple[FileEntry, bytes, list[pa.Table]],
+) -> None:
+    """A narrower due range would leave promises unread, without a word."""
+    entry, data, _ = whole
+    DataFile(OneFile(data), entry).check()
+    for name, claim in other_claims(entry):
+        with pytest.raises(Corrupt, match=f"has {name} .*, its attach says"):
+            DataFile(OneFile(data), claim).check()
+
+
+def test_rows_that_nobody_sorted_are_refused() -> None:
+    rows = table_rows([BEGIN_MS + 50 - i for i in range(3 * GROUP_ROWS)])
+    files = CrashFiles()
+    with small_groups(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("timeball.table.layout.sort_rows", lambda rows: rows)
+        [entry] = write(files, rows)
+    with pytest.raises(Corrupt):
+        DataFile(files, entry).check()
+
+
+def test_a_file_that_is_not_there_is_not_found() -> None:
+    file = one_file(table_rows([BEGIN_MS]))
+    file._files.remove(f"{FOLDER}/{file.entry.path}")
+    with pytest.raises(NotFound):
+        file.check()
+
+
+def test_a_closed_file_reads_again() -> None:
+    file = one_file(table_rows([BEGIN_MS, BEGIN_MS + 1]))
+    before = answers(file)
+    file.close()
+    assert answers(file) == before
+    assert NOW_MS < BEGIN_MS
