@@ -73,6 +73,8 @@ def parse(data: bytes) -> Checkpoint:
         if magic != MAGIC or length != len(payload) or crc != google_crc32c.value(payload):
             raise ValueError("it does not match its checksum")
         facts_size, count = struct.unpack_from("<QQ", payload)
+        if 16 + facts_size + 16 * count != len(payload):
+            raise ValueError("its lengths do not add up")
         facts = msgspec.json.decode(payload[16 : 16 + facts_size], type=Facts)
         arrays = np.frombuffer(payload, dtype="<i8", offset=16 + facts_size, count=2 * count).astype(np.int64)
     except (ValueError, struct.error, msgspec.DecodeError) as error:

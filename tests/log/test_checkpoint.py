@@ -1,0 +1,173 @@
+"""The checkpoint: whole or not at all, and never something that nobody saved."""
+
+from __future__ import annotations
+
+import logging
+
+import google_crc32c
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles, PowerCut
+
+from timeball.errors import Corrupt
+from timeball.files import RealFiles
+from timeball.log import checkpoint as cp
+from timeball.log.checkpoint import HEADER, MAGIC, NAME, Checkpoint, Facts, load, parse, save
+
+int64s = st.integers(-(2**63), 2**63 - 1)
+ranges = st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 10**6)), max_size=4)
+facts = st.builds(
+    Facts,
+    seq=st.integers(0, 2**62),
+    settled_before_ms=int64s,
+    settled_before_seq=int64s,
+    late=ranges,
+    watermark=st.integers(1, 2**62),
+    epochs=st.dictionaries(st.text(max_size=8), st.integers(0, 2**40), max_size=3),
+    reserved=ranges,
+    queues=st.dictionaries(
+        st.text("abc", min_size=1, max_size=3),
+        st.dictionaries(
+            st.integers(0, 1023), st.tuples(st.integers(0, 9), st.integers(9, 2**40)), max_size=3
+        ),
+        max_size=3,
+    ),
+)
+pairs = st.lists(st.tuples(int64s, int64s), max_size=20)
+
+
+def checkpoint(known: Facts, settled: list[tuple[int, int]]) -> Checkpoint:
+    due, seq = (np.array([pair[at] for pair in settled], np.int64) for at in (0, 1))
+    return Checkpoint(known, due, seq)
+
+
+def numbered(seq: int) -> Checkpoint:
+    return checkpoint(Facts(seq=seq, queues={"orders": {0: (1, seq)}}), [(seq, n) for n in range(seq % 7)])
+
+
+def same(one: Checkpoint | None, other: Checkpoint) -> bool:
+    return (
+        one is not None
+        and one.facts == other.facts
+        and np.array_equal(one.settled_due, other.settled_due)
+        and np.array_equal(one.settled_seq, other.settled_seq)
+    )
+
+
+@given(facts, pairs)
+def test_it_comes_back_as_it_was_saved(known: Facts, settled: list[tuple[int, int]]) -> None:
+    files = CrashFiles()
+    saved = checkpoint(known, settled)
+    save(files, saved)
+    assert same(load(files), saved)
+    assert same(parse(files.content(NAME)), saved)
+
+
+def test_its_arrays_belong_to_the_reader() -> None:
+    """The caller changes them; a mapping of the file must not be behind them."""
+    files = CrashFiles()
+    save(files, numbered(6))
+    found = load(files)
+    assert found is not None
+    found.settled_due[0] = 99
+    assert same(load(files), numbered(6))
+
+
+def test_a_folder_without_one_is_a_new_folder() -> None:
+    assert load(CrashFiles()) is None
+
+
+def test_facts_that_a_later_version_may_drop_have_defaults_and_unknown_ones_are_ignored() -> None:
+    payload = b'{"seq":9,"table_attach_seq":0}'
+    payload = len(payload).to_bytes(8, "little") + bytes(8) + payload
+    found = parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
+    assert same(found, checkpoint(Facts(seq=9), []))
+
+
+# ---- damage ----------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_and_every_missing_byte_is_noticed() -> None:
+    files = CrashFiles()
+    save(files, numbered(6))
+    content = files.content(NAME)
+    for at in range(len(content)):
+        for damaged in (bytearray(content), bytearray(content)):
+            damaged[at] ^= 1 << at % 8
+            with pytest.raises(Corrupt):
+                parse(bytes(damaged))
+        with pytest.raises(Corrupt):
+            parse(content[:at])
+    with pytest.raises(Corrupt):
+        parse(content + b"\0")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        bytes(15),
+        (5).to_bytes(8, "little") + bytes(8) + b"{}",
+        (2).to_bytes(8, "little") + bytes(8) + b"[]",
+        (2).to_bytes(8, "little") + (2).to_bytes(8, "little") + b"{}" + bytes(31),
+        (2).to_bytes(8, "little") + (2**63).to_bytes(8, "little") + b"{}" + bytes(32),
+        (2**63).to_bytes(8, "little") + bytes(8) + b"{}",
+    ],
+    ids=["empty", "short", "cut facts", "no facts", "few pairs", "too many pairs", "endless facts"],
+)
+def test_a_right_checksum_over_nonsense_is_nonsense(payload: bytes) -> None:
+    with pytest.raises(Corrupt):
+        parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
+
+
+def test_one_that_cannot_be_trusted_is_none_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    files = CrashFiles()
+    save(files, numbered(6))
+    files.open(NAME).write_at(40, b"?")
+    with caplog.at_level(logging.WARNING):
+        assert load(files) is None
+    assert "the whole log will be replayed" in caplog.text
+    caplog.clear()
+    save(files, numbered(7))
+    assert same(load(files), numbered(7)), "and the next one is good again"
+    assert not caplog.records
+
+
+# ---- power cuts ------------------------------------------------------------------------------------------
+
+
+def after_cuts(**forgotten: bool) -> list[Checkpoint | None]:
+    """What is there after a cut at each call of a replacement."""
+    whole = CrashFiles(**forgotten)
+    save(whole, numbered(5))
+    begun = whole.calls
+    save(whole, numbered(13))
+    found: list[Checkpoint | None] = []
+    for cut in range(begun + 1, whole.calls + 1):
+        files = CrashFiles(crash_at=cut, **forgotten)
+        with pytest.raises(PowerCut):
+            save(files, numbered(5))
+            save(files, numbered(13))
+        found += [load(files.crash(seed)) for seed in range(20)]
+    return found
+
+
+def test_whenever_the_power_goes_there_is_the_old_one_or_the_new_one() -> None:
+    found = after_cuts()
+    assert all(same(each, numbered(5)) or same(each, numbered(13)) for each in found)
+    assert {each.facts.seq for each in found if each} == {5, 13}
+
+
+@pytest.mark.parametrize("forgotten", ["forget_sync", "forget_sync_dir"])
+def test_a_disk_that_forgets_would_be_noticed(forgotten: str) -> None:
+    assert any(each is None for each in after_cuts(**{forgotten: True}))
+
+
+def test_on_a_real_folder_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    files = RealFiles(tmp_path)
+    save(files, numbered(5))
+    save(files, numbered(13))
+    assert same(cp.load(RealFiles(tmp_path)), numbered(13))
+    assert files.list_dir(".") == [NAME]
