@@ -123,7 +123,8 @@ def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
 
 
 def test_a_new_folder_holds_nothing_and_that_is_no_damage() -> None:
-    assert everything(files := CrashFiles()) == []
+    files = CrashFiles()
+    assert everything(files) == []
     reopened(files)
     assert everything(files) == []
 

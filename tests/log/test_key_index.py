@@ -1,0 +1,225 @@
+"""Rows by message id or key: nothing is missed, in whichever segment it stands and whenever it was indexed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+from tests.log.small_log import AtOnce, Log, batch, opened, reopened
+
+from timeball.files import Files, RealFiles
+from timeball.key_hash import UInt64Array, hash_one
+from timeball.key_sidecar import KeySidecar
+from timeball.log import key_index as module
+from timeball.log import retention
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.message import Kind, build_rows
+
+SMALL = 4096
+
+
+def hashes(*texts: str) -> UInt64Array:
+    return np.array([hash_one(text) for text in texts], np.uint64)
+
+
+def index(files: Files, log: Log) -> KeyIndex:
+    return KeyIndex(files, log.segments, log.reader)
+
+
+def rows_of(files: Files, commits: int, *, look_after: tuple[int, ...] = ()) -> KeyIndex:
+    """A log of `commits` commits of three messages 0, 1, …; message n has seq n + 1. The index is used on the way."""
+
+    async def write() -> KeyIndex:
+        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+            keys = index(files, log)
+            for n in range(commits):
+                await log.append(batch(3 * n))
+                if n in look_after:
+                    keys.find(hashes("id-0"))
+            return keys
+
+    return asyncio.run(write())
+
+
+words = st.sampled_from(["a", "b", "c", "order-17", "ü", "a b", ""])
+message = st.tuples(st.none() | words, st.none() | st.lists(words, max_size=3).map(" ".join))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(message, min_size=1, max_size=5), st.booleans()), max_size=8),
+    st.lists(words, min_size=1, max_size=3),
+)
+def test_it_finds_what_a_plain_search_finds(
+    commits: list[tuple[list[tuple[str | None, str | None]], bool]], wanted: list[str]
+) -> None:
+    files = CrashFiles()
+
+    async def work() -> None:
+        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+            keys, expected = index(files, log), []
+            for messages, look in commits:
+                ids, texts = zip(*messages, strict=True)
+                (first,) = await log.append(
+                    build_rows(len(ids), kind=int(Kind.MESSAGE), unique_key=list(ids), keys=list(texts))
+                )
+                for seq, (unique_key, text) in enumerate(messages, first):
+                    mine = {unique_key, *filter(None, (text or "").split(" "))}
+                    if mine & set(wanted):
+                        expected.append(seq)
+                if look:
+                    assert keys.find(hashes(*wanted)).tolist() == expected
+            assert keys.find(hashes(*wanted)).tolist() == expected
+            assert index(files, log).find(hashes(*wanted)).tolist() == expected, "and one that starts afresh"
+
+    asyncio.run(work())
+
+
+def test_an_empty_log_has_no_rows() -> None:
+    assert rows_of(CrashFiles(), 0).find(hashes("id-1")).tolist() == []
+
+
+def test_the_same_row_by_id_and_by_key_is_one_row() -> None:
+    keys = rows_of(CrashFiles(), 10)
+    assert keys.find(hashes("id-7", "order-7", "id-8", "nobody")).tolist() == [8, 9]
+
+
+def test_numbers_that_were_set_aside_are_stepped_over() -> None:
+    files = CrashFiles()
+
+    async def work() -> None:
+        async with opened(files, disk=AtOnce()) as log:
+            await log.append(batch(0))
+            await log.writer.append(build_rows(1, kind=int(Kind.RESERVE), body=b"9"), span=10)[1]
+            await log.append(batch(3))
+            assert index(files, log).find(hashes("id-2", "id-3")).tolist() == [3, 14]
+
+    asyncio.run(work())
+
+
+# ---- sidecars --------------------------------------------------------------------------------------------
+
+
+def sidecars(files: Files) -> list[str]:
+    return [name for name in files.list_dir("log") if name.endswith(".keys")]
+
+
+def test_only_a_look_up_makes_them_and_only_of_sealed_segments() -> None:
+    files = CrashFiles()
+    keys = rows_of(files, 8)
+    assert sidecars(files) == []
+    keys.find(hashes("id-1"))
+    sealed = [f"{segment.ordinal:010d}.keys" for segment in reopened(files).segments.all[:-1]]
+    assert sidecars(files) == sealed and len(sealed) >= 3
+
+
+def test_they_hold_every_id_and_key_of_their_segment() -> None:
+    files = CrashFiles()
+    rows_of(files, 8).find(hashes("id-1"))
+    first = reopened(files).segments.all[0]
+    stored = KeySidecar.parse(files.map_readonly("log/0000000001.keys"))
+    expected = [
+        (hash_one(key), seq)
+        for seq in range(first.first_seq, first.next_seq)
+        for key in [
+            f"id-{seq - 1}",
+            *([f"order-{seq - 1}", f"customer-{(seq - 1) % 5}"] if seq % 2 == 0 else []),
+        ]
+    ]
+    assert sorted(zip(stored.hashes.tolist(), stored.rows.tolist(), strict=True)) == sorted(expected)
+
+
+def test_a_known_one_is_read_and_not_made_again() -> None:
+    files = CrashFiles()
+    rows_of(files, 8).find(hashes("id-1"))
+    calls = files.calls
+    segments = reopened(files).segments
+    again = KeyIndex(files, segments, LogReader(segments))
+    before = files.calls
+    assert again.find(hashes("id-1", "id-20")).tolist() == [2, 21]
+    assert files.calls == before > calls, "opening the log makes calls, looking up none"
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
+def test_a_damaged_one_is_built_again_from_the_log(damage: str) -> None:
+    files = CrashFiles()
+    rows_of(files, 8).find(hashes("id-1"))
+    name = "log/0000000001.keys"
+    whole = files.content(name)
+    wrong = {
+        "flip": whole[:40] + bytes([whole[40] ^ 1]) + whole[41:],
+        "cut": whole[:-8],
+        "empty": b"",
+        "foreign": b"TBKEYS9\0" + whole[8:],
+    }[damage]
+    files.replace(name, wrong)
+    segments = reopened(files).segments
+    assert KeyIndex(files, segments, LogReader(segments)).find(hashes("id-1")).tolist() == [2]
+    assert files.content(name) == whole
+
+
+def test_a_power_cut_while_they_are_made_costs_nothing() -> None:
+    whole = CrashFiles()
+    keys = rows_of(whole, 8)
+    begun = whole.calls
+    keys.find(hashes("id-1"))
+    for cut in range(begun + 1, whole.calls + 1):
+        files = CrashFiles()
+        keys = rows_of(files, 8)
+        files.crash_at = cut
+        with pytest.raises(BaseException, match="power"):
+            keys.find(hashes("id-1"))
+        for seed in range(3):
+            after = files.crash(seed)
+            segments = reopened(after).segments
+            found = KeyIndex(after, segments, LogReader(segments)).find(hashes("id-1", "order-21"))
+            assert found.tolist() == [2, 22], (cut, seed)
+
+
+# ---- the segment being written ---------------------------------------------------------------------------
+
+
+def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RUNS_MAX", 3)
+    files = CrashFiles()
+
+    async def work() -> None:
+        async with opened(files, disk=AtOnce(), segment_bytes=256 * 1024) as log:
+            keys = index(files, log)
+            for n in range(12):
+                await log.append(batch(3 * n))
+                assert keys.find(hashes(*[f"id-{m}" for m in range(3 * n + 3)])).tolist() == list(
+                    range(1, 3 * n + 4)
+                )
+                assert len(keys._runs) <= 4
+            assert len(log.segments.all) == 1
+
+    asyncio.run(work())
+
+
+def test_a_roll_between_two_look_ups_loses_nothing() -> None:
+    keys = rows_of(CrashFiles(), 10, look_after=(0, 1, 4, 5))
+    assert keys.find(hashes(*[f"id-{n}" for n in range(30)])).tolist() == list(range(1, 31))
+
+
+def test_what_retention_lets_go_is_found_no_more(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    files = RealFiles(tmp_path)
+
+    async def work() -> None:
+        async with opened(files, segment_bytes=SMALL) as log:
+            keys = index(files, log)
+            for n in range(8):
+                await log.append(batch(3 * n))
+            assert keys.find(hashes("id-0", "id-20")).tolist() == [1, 21]
+            gone = log.segments.all[:2]
+            retention.remove(files, log.segments, gone)
+            assert keys.find(hashes("id-0", "id-20")).tolist() == [21]
+            assert keys._sealed.keys() == {segment.ordinal for segment in log.segments.all[:-1]}
+            assert len(sidecars(files)) == len(log.segments.all) - 1
+
+    asyncio.run(work())
