@@ -108,7 +108,7 @@ class LogReader:
             if end == done:
                 raise OutOfRange(f"seq {wanted[done]} was set aside for a bulk attach and is not in the log")
             picked = wanted[done:end] - first_seq
-            whole = len(picked) == picked[-1] - picked[0] + 1
+            whole = len(picked) == picked[-1] - picked[0] + 1 and bool(np.all(np.diff(picked)))  # none twice
             part = rows.slice(int(picked[0]), len(picked)) if whole else rows.take(pa.array(picked))
             batches.append(part)
             done = end

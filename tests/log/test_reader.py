@@ -1,0 +1,295 @@
+"""Rows by number and by range: exactly those asked for, checked when they are decoded, in any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+from tests.log.small_log import AtOnce, batch, bodies, opened, reopened
+
+from timeball.errors import Corrupt, OutOfRange, SetupError
+from timeball.files import RealFiles
+from timeball.log import reader as module
+from timeball.log import retention
+from timeball.log.reader import LogReader
+from timeball.log.segment import segment_name
+from timeball.message import READ_SCHEMA, Kind, build_rows
+
+SMALL = 4096
+ASIDE = 5  # numbers that a reservation sets aside beside its row
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def log_of(frames: list[tuple[int, int]]) -> tuple[LogReader, dict[int, tuple[int, bytes]]]:
+    """Frames of (rows, kind) in small segments; the rows by number. A RESERVE uses numbers up beside its own."""
+    files = CrashFiles()
+    rows: dict[int, tuple[int, bytes]] = {}
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+            for count, kind in frames:
+                first_seq, span = log.writer.next_seq, count + ASIDE * (kind == Kind.RESERVE)
+                mine = [f"{n}".encode() for n in range(first_seq, first_seq + count)]
+                kinds = pa.array([kind] * (count - 1) + [Kind.CANCEL if count > 1 else kind], pa.int8())
+                await log.writer.append(build_rows(count, kind=kinds, topic="t", body=mine), span=span)[1]
+                rows.update(enumerate(zip(kinds.to_pylist(), mine, strict=True), first_seq))
+
+    run(write())
+    return LogReader(reopened(files, segment_bytes=SMALL).segments), rows
+
+
+def simple(commits: int) -> LogReader:
+    return log_of([(3, Kind.MESSAGE)] * commits)[0]
+
+
+def seqs(batches: list[pa.RecordBatch]) -> list[int]:
+    assert all(rows.schema == READ_SCHEMA and rows.num_rows for rows in batches)
+    return [seq for rows in batches for seq in rows.column("seq").to_pylist()]
+
+
+kinds = st.sampled_from([Kind.MESSAGE, Kind.PROMISE, Kind.RELEASE, Kind.RESERVE])
+logs = st.lists(st.tuples(st.integers(1, 6), kinds), max_size=10)
+
+
+# ---- ranges ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    logs,
+    st.integers(1, 70),
+    st.integers(0, 80),
+    st.none() | st.sets(st.sampled_from(Kind)),
+    st.integers(1, 20),
+)
+def test_a_range_holds_its_rows_in_order_however_they_are_joined(
+    frames: list[tuple[int, int]], from_seq: int, to_seq: int, wanted: set[Kind] | None, coalesce_rows: int
+) -> None:
+    reader, rows = log_of(frames)
+    expected = [
+        (seq, kind, body)
+        for seq, (kind, body) in rows.items()
+        if from_seq <= seq < to_seq and (wanted is None or kind in wanted)
+    ]
+    for batches in (
+        list(reader.rows(from_seq, to_seq, wanted)),
+        list(reader.coalesced(from_seq, to_seq, wanted, coalesce_rows)),
+    ):
+        kinds_found = [kind for part in batches for kind in part.column("kind").to_pylist()]
+        assert list(zip(seqs(batches), kinds_found, bodies(batches), strict=True)) == expected
+
+
+def test_joined_batches_are_as_large_as_was_asked_for_but_the_last() -> None:
+    reader = simple(20)
+    sizes = [rows.num_rows for rows in reader.coalesced(1, 100, None, 8)]
+    assert sizes == [9, 9, 9, 9, 9, 9, 6]
+    assert [rows.num_rows for rows in reader.rows(2, 6)] == [2, 2]
+
+
+def test_frames_come_whole() -> None:
+    reader = simple(20)
+    assert [(seq, rows.num_rows) for seq, rows in reader.frames(5, 8)] == [(4, 3), (7, 3)]
+    assert list(reader.frames(5, 5)) == []
+
+
+def test_a_range_may_end_beyond_what_is_durable_and_begin_there_but_not_before_what_is_kept() -> None:
+    reader = simple(20)
+    assert seqs(list(reader.rows(59, 10**18))) == [59, 60]
+    assert list(reader.rows(61, 100)) == list(reader.rows(10**18, 10**18 + 1)) == []
+    for before in (0, -5):
+        with pytest.raises(OutOfRange, match="keeps 1 to 60"):
+            list(reader.rows(before, 10))
+
+
+def test_numbers_that_were_set_aside_are_in_no_range() -> None:
+    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.RESERVE), (2, Kind.MESSAGE)])
+    assert seqs(list(reader.rows(1, 100))) == [1, 2, 3, 9, 10]
+    assert list(reader.rows(4, 9)) == []
+
+
+def test_what_is_appended_is_seen_when_it_is_durable() -> None:
+    async def work() -> None:
+        async with opened(CrashFiles(), disk=AtOnce()) as log:
+            assert (log.reader.first_seq, log.reader.next_seq) == (1, 1)
+            for n in range(12):
+                await log.append(batch(3 * n))
+                assert bodies(log.reader.rows(1, 1_000)) == bodies([batch(0, 3 * n + 3)])
+
+    run(work())
+
+
+# ---- single rows -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(logs.filter(bool), st.data())
+def test_rows_are_taken_in_the_order_asked_for_as_often_as_asked_for(
+    frames: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    reader, rows = log_of(frames)
+    wanted = data.draw(st.lists(st.sampled_from(sorted(rows)), max_size=20))
+    found = reader.take(np.array(wanted, np.int64))
+    assert found.schema == READ_SCHEMA
+    assert found.column("seq").to_pylist() == wanted
+    assert bodies([found]) == [rows[seq][1] for seq in wanted]
+
+
+@pytest.mark.parametrize("wanted", [[1, 1, 3], [1, 3, 3], [3, 1, 1], [2, 2], [1, 2, 2, 3, 3, 6]])
+def test_a_row_asked_for_twice_is_the_same_row_twice(wanted: list[int]) -> None:
+    reader, rows = log_of([(6, Kind.MESSAGE)])
+    assert bodies([reader.take(np.array(wanted, np.int64))]) == [rows[seq][1] for seq in wanted]
+
+
+def test_a_row_that_is_not_kept_or_not_in_the_log_is_out_of_range() -> None:
+    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.RESERVE), (2, Kind.MESSAGE)])
+    for seq in (0, 11, 10**18):
+        with pytest.raises(OutOfRange, match="keeps 1 to 10"):
+            reader.take(np.array([1, seq], np.int64))
+    for seq in (4, 8):
+        with pytest.raises(OutOfRange, match=f"seq {seq} was set aside for a bulk attach"):
+            reader.take(np.array([1, seq, 9], np.int64))
+
+
+# ---- the cache -------------------------------------------------------------------------------------------
+
+
+def test_only_so_many_decoded_rows_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE_ROWS", 10)
+    reader = simple(20)
+    for _ in range(2):
+        for seq in range(1, 61):
+            assert reader.take(np.array([seq], np.int64)).column("seq").to_pylist() == [seq]
+            held = [rows.num_rows for _, rows in reader._cache.values()]
+            assert reader._cached_rows == sum(held) <= 10
+
+
+def test_what_was_used_last_is_held_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE_ROWS", 6)
+    reader = simple(20)
+    for seq in (1, 4, 1, 7):
+        reader.take(np.array([seq], np.int64))
+    assert [first for first, _ in reader._cache.values()] == [1, 7]
+
+
+def test_a_range_does_not_push_out_what_is_held() -> None:
+    reader = simple(20)
+    reader.take(np.array([1], np.int64))
+    assert len(list(reader.rows(1, 61))) == 20
+    assert [first for first, _ in reader._cache.values()] == [1]
+
+
+# ---- damage ----------------------------------------------------------------------------------------------
+
+
+def damaged(at: int, data: bytes) -> LogReader:
+    """A log of which a frame rots after it has been opened."""
+    files = CrashFiles()
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce()) as log:
+            for n in range(4):
+                await log.append(batch(3 * n))
+
+    run(write())
+    segments = reopened(files).segments
+    files.open(segment_name(1)).write_at(segments.last.frame_positions[1] + at, data)
+    return LogReader(segments)
+
+
+@pytest.mark.parametrize(
+    ("at", "data"), [(0, b"?"), (16, b"?"), (300, b"?"), (0, bytes(4_000)), (52, bytes(4))]
+)
+def test_a_row_that_has_rotted_is_an_error_and_never_a_message(at: int, data: bytes) -> None:
+    reader = damaged(at, data)
+    with pytest.raises(Corrupt):
+        reader.take(np.array([5], np.int64))
+    before = []
+    with pytest.raises(Corrupt):
+        for rows in reader.rows(1, 13):
+            before += seqs([rows])
+    assert before == [1, 2, 3]
+    if len(data) < 100:
+        assert seqs(list(reader.rows(7, 13))) == list(range(7, 13)), "its neighbours are as they were"
+
+
+def test_every_flipped_byte_of_a_frame_is_an_error() -> None:
+    files = CrashFiles()
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce()) as log:
+            await log.append(batch(0))
+
+    run(write())
+    segments = reopened(files).segments
+    content = files.content(segment_name(1))
+    file = files.open(segment_name(1))
+    for at in range(64, segments.last.end):
+        file.write_at(at, bytes([content[at] ^ 0x10]))
+        # A frame that says it is of another version is refused as such, see test_format.py.
+        with pytest.raises(SetupError if 68 <= at < 70 else Corrupt):
+            LogReader(segments).take(np.array([1], np.int64))
+        file.write_at(at, content[at : at + 1])
+    assert LogReader(segments).take(np.array([1], np.int64)).num_rows == 1
+
+
+# ---- threads and retention -------------------------------------------------------------------------------
+
+
+def test_readers_in_many_threads_see_rows_that_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(module, "CACHE_ROWS", 12)
+
+    async def work() -> None:
+        async with opened(RealFiles(tmp_path)) as log:
+            await log.append(batch(1, 3))
+            stop = threading.Event()
+
+            def read(seed: int) -> int:
+                draw, looks = np.random.default_rng(seed), 0
+                while not stop.is_set() or not looks:
+                    wanted = draw.integers(1, log.reader.next_seq, 10)
+                    found = bodies([log.reader.take(wanted)])
+                    assert found == [f"{n}:".encode().ljust(20, b".") for n in wanted]
+                    looks += 1
+                return looks
+
+            with ThreadPoolExecutor(3) as threads:
+                reading = [asyncio.wrap_future(threads.submit(read, seed)) for seed in range(3)]
+                try:
+                    for n in range(1, 30):
+                        await log.append(batch(3 * n + 1))
+                finally:
+                    stop.set()
+                assert all(await asyncio.gather(*reading))
+
+    run(work())
+
+
+def test_who_reads_while_retention_works_finishes_what_he_has_begun(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    files = RealFiles(tmp_path)
+
+    async def work() -> None:
+        async with opened(files, segment_bytes=SMALL) as log:
+            for n in range(10):
+                await log.append(batch(3 * n))
+            reading = log.reader.rows(1, 31)
+            first = next(reading)
+            retention.remove(files, log.segments, log.segments.all[:3])
+            assert seqs([first, *reading]) == list(range(1, 31))
+            kept = log.reader.first_seq
+            assert kept > 1 and seqs(list(log.reader.rows(kept, 31))) == list(range(kept, 31))
+            with pytest.raises(OutOfRange, match=f"keeps {kept} to 30"):
+                log.reader.take(np.array([1], np.int64))
+
+    run(work())
