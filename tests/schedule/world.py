@@ -44,6 +44,7 @@ T = TypeVar("T")
 TURNS_MAX = 100_000  # of the loop; a strategy that is not quiet after so many never will be
 SEGMENT_BYTES = 256 * 1024
 ALL = 1_000_000
+IDLE_CALLS_MAX = 3  # calls in a row, at one instant, that hand out nothing: room may have to be made first
 
 
 class World:
@@ -96,12 +97,16 @@ class World:
 
     async def _take(self, limit: int) -> list[tuple[int, int]] | None:
         now_ms = self.now_ms
-        batch = self.strategy.due(now_ms, limit)
-        self._woken = True
-        if batch is None:
-            self._fall_asleep(now_ms)
-            return None
-        return self.model.hand_out(batch, now_ms, limit)
+        for _ in range(IDLE_CALLS_MAX):
+            batch = self.strategy.due(now_ms, limit)
+            if batch is not None:
+                self._woken = True
+                return self.model.hand_out(batch, now_ms, limit)
+            until = self._asleep_until = self.strategy.next_due_ms()
+            self._woken = False
+            if until is None or until > now_ms or self.rig.is_busy(self.strategy):
+                return None
+        raise AssertionError(f"turns in place: nothing is due at {now_ms}, yet next is {until}")
 
     def release(self, batches: int = ALL) -> None:
         """The oldest hand-outs' release records become durable."""
@@ -337,12 +342,6 @@ class World:
                 break
         self.model.check_nothing_overdue(self.now_ms)
         return taken
-
-    def _fall_asleep(self, now_ms: int) -> None:
-        until = self._asleep_until = self.strategy.next_due_ms()
-        self._woken = False
-        if not self.rig.is_busy(self.strategy):
-            assert until is None or until > now_ms, f"turns in place: nothing is due, yet next is {until}"
 
     def check_sleep(self) -> None:
         """A ticker that has gone to sleep and was not woken wakes in time for the first promise."""

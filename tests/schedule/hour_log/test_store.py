@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tests.schedule.contract import Contract
 from tests.schedule.rigs import HourLogRig
 
@@ -10,3 +12,15 @@ class TestContract(Contract):
     """Everything in tests/schedule/contract.py."""
 
     new_rig = HourLogRig
+
+
+class TestContractWithRoomForAll(Contract):
+    """No gather is ever cut."""
+
+    new_rig = partial(HourLogRig, gather_bytes=1 << 30)
+
+
+class TestContractWithRoomForOne(Contract):
+    """A body is larger than the memory for bodies: it is loaded all the same, one at a time."""
+
+    new_rig = partial(HourLogRig, gather_bytes=1)

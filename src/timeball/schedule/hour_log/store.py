@@ -242,7 +242,12 @@ class HourLog:
             self._start_gather(target)
 
     def _has_room(self) -> bool:
-        return len(self._wheel) < self._gather_bytes // self._row_bytes // 2
+        return len(self._wheel) < max(1, self._rows_max // 2)
+
+    @property
+    def _rows_max(self) -> int:
+        """Rows of one gather. At least one, however large: what has no room would never be kept."""
+        return max(1, self._gather_bytes // self._row_bytes)
 
     def _start_gather(self, target: Position) -> None:
         near = self.pending.near(self._horizon[0], target[0])
@@ -254,7 +259,6 @@ class HourLog:
 
     async def _gather(self, near: list[DataFile], low: Position, target: Position) -> None:
         """Load rows in [low, target), or up to the largest horizon below `target` that memory allows."""
-        rows_max = self._gather_bytes // self._row_bytes
         loop = asyncio.get_running_loop()
         # The horizon must not move before it is known how far it may; promises admitted meanwhile go to the
         # tail, which is only read when the bound is fixed, on this loop and without a pause in between.
@@ -265,7 +269,7 @@ class HourLog:
         tail_due, tail_seq = self._tail.between(low, target)
         due, seq = np.concatenate([file_due, tail_due]), np.concatenate([file_seq, tail_seq])
         order = np.lexsort((seq, due))
-        target = cut_to_budget(due[order], seq[order], target, rows_max)
+        target = cut_to_budget(due[order], seq[order], target, self._rows_max)
         _, tail_seqs = self._tail.pop_before(*target)
         self._horizon = target
         runs = await loop.run_in_executor(self._thread, self._load, near, tail_seqs, low, target)
