@@ -164,9 +164,11 @@ class Catalog:
         self._files.external(FOLDER)
         # Full: a sweep of the folder, since files of failed jobs are named by no version. Dry, and removed by us:
         # delta-rs would note it in two entries of its log, which a power cut may tear one without the other.
-        gone = self._opened().vacuum(
+        named = self._opened().vacuum(
             retention_hours=hours, enforce_retention_duration=False, dry_run=True, full=True
         )
+        # It goes on naming what has left the table and is gone since.
+        gone = [name for name in named if self._files.exists(f"{FOLDER}/{name}")]
         for name in gone:
             self._files.remove(f"{FOLDER}/{name}")
         live = {entry.path.rpartition("/")[2] for entry in self.state().files}
