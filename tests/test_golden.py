@@ -1,0 +1,318 @@
+"""Bytes that are on people's disks: read for ever, and written the same until a format has a new version.
+
+`tests/golden/` holds one small file of each format of version 1, and what stands in it is spelled out
+here, not computed. Two things are tested of each file: that it still says this, and that saying this today
+gives the same bytes. The first must never fail again. The second fails when a format has changed unnoticed.
+
+A new version of a format gets new files beside the old ones, and a reader for both:
+
+    1. give the format its new version, and its page in docs/formats/ a row under "Versions"
+    2. add the new file's name to `WRITTEN` here, keep the old name in `READ`
+    3. python -m tests.test_golden      (from the root; writes the files of `WRITTEN` that are not there)
+
+A file that has once been released is never written again. If a new pyarrow gives other bytes for the same rows, and
+reads the old ones, that is no new version: then `WRITTEN` gets a file of its own for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.crash_files import CrashFiles
+
+from timeball.key_hash import hash_keys
+from timeball.key_sidecar import KeySidecar
+from timeball.log import checkpoint as cp
+from timeball.log import format as fmt
+from timeball.log import frame_index
+from timeball.log.dump import FolderDump, FrameFound
+from timeball.log.queue_index import QueueIndex
+from timeball.log.segment import FOLDER, Segment, segment_name
+from timeball.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
+from timeball.table import attachment as att
+
+GOLDEN = Path(__file__).parent / "golden"
+DUE_MS = 1_767_227_400_000  # 2026-01-01T00:30:00Z
+ACCEPTED_MS = 1_767_225_600_123
+ATTACH = (
+    b'{"job":"compact","job_id":"broker","epoch":7,"files":[{"path":"bucket=2026-01-01/'
+    b'0123456789abcdef0123456789abcdef.parquet","bucket":"2026-01-01","rows":1,"size_bytes":4321,'
+    b'"min_due_ms":1767227400000,"max_due_ms":1767227400000,"min_seq":101,"max_seq":101}],'
+    b'"removes":[],"from_seq":1,"to_seq":116,"ranges":[]}'
+)
+
+# ---- what stands in the files ----------------------------------------------------------------------------
+
+# The log: first_seq -> the rows of a frame, without the columns that are null.
+PRODUCER: dict[str, Any] = {
+    "born_ms": 1_767_225_599_990,
+    "born_host": "10.0.0.7:51234",
+    "flag": 3,
+    "sys_flag": 0,
+}
+PROMISE: dict[str, Any] = {
+    "topic": "orders", "queue_id": -1, "tag": "close", "keys": "order-17 änne", "unique_key": "A17",
+    "body": b"close order 17", "properties": "region\x01eu\x02", "reconsume_times": 1, "due_ms": DUE_MS, **PRODUCER,
+}  # fmt: skip
+FRAMES: dict[int, list[dict[str, Any]]] = {
+    100: [
+        {
+            "kind": 1, "topic": "orders", "queue_id": 2, "queue_offset": 40, "unique_key": "A16", "body": b"\x00\xff",
+            "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", "prepared_seq": 99, **PRODUCER,
+        },
+        {"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PROMISE},
+    ],
+    102: [{"kind": 6, "body": b"10", "store_ms": ACCEPTED_MS}],
+    113: [
+        {
+            "kind": 3, **PROMISE, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
+            "accepted_ms": ACCEPTED_MS, "source_seq": 101,
+        },
+        {"kind": 4, "due_ms": DUE_MS, "store_ms": DUE_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 105},
+        {"kind": 5, "body": ATTACH, "store_ms": DUE_MS + 1},
+    ],
+}  # fmt: skip
+# first_seq -> position, length, span, append_ms, synced_to: two commits, the first of two frames.
+HEADERS = {
+    100: (64, 1792, 2, ACCEPTED_MS, 64),
+    102: (1856, 1600, 11, ACCEPTED_MS, 64),
+    113: (3456, 2176, 3, DUE_MS + 1, 3456),
+}
+ATTACHMENT = att.Attachment(
+    job="compact",
+    job_id="broker",
+    epoch=7,
+    files=[
+        att.FileEntry(
+            path="bucket=2026-01-01/0123456789abcdef0123456789abcdef.parquet",
+            bucket="2026-01-01",
+            rows=1,
+            size_bytes=4321,
+            min_due_ms=DUE_MS,
+            max_due_ms=DUE_MS,
+            min_seq=101,
+            max_seq=101,
+        )
+    ],
+    from_seq=1,
+    to_seq=116,
+)
+KEYS = {  # hash -> numbers of the log's rows
+    0x0EA45896F8E1F978: [101, 113],  # A17
+    0x6E6A89487CB8BE3C: [101, 113],  # order-17
+}
+QUEUE = [(100, 99, 0), (113, 124, 94_756_344), (2**40, 91, -1)]  # seq, size, tag
+FACTS = cp.Facts(
+    seq=116,
+    settled_before_ms=DUE_MS,
+    settled_before_seq=116,
+    late=[(103, 10)],
+    watermark=116,
+    epochs={"broker": 7},
+    reserved=[(103, 10)],
+    queues={"orders": {1: (0, 8), 2: (40, 41)}},
+)
+SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
+
+
+# ---- how it is written -----------------------------------------------------------------------------------
+
+
+def frames_and_bytes() -> tuple[list[fmt.Frame], bytes]:
+    data = fmt.encode_segment_header(100, ACCEPTED_MS - 1)
+    frames = []
+    for first_seq, rows in FRAMES.items():
+        position, _, span, append_ms, synced_to = HEADERS[first_seq]
+        frame, parts = fmt.encode_frame(
+            pa.RecordBatch.from_pylist(rows, LOG_SCHEMA),
+            first_seq=first_seq,
+            span=span,
+            append_ms=append_ms,
+            epoch=1,
+            position=position,
+            synced_to=synced_to,
+        )
+        assert len(data) == position
+        frames.append(frame)
+        data += b"".join(bytes(part) for part in parts)
+    return frames, data + bytes(64)
+
+
+def commit_log() -> bytes:
+    return frames_and_bytes()[1]
+
+
+def frames() -> bytes:
+    found, data = frames_and_bytes()
+    segment = Segment(1, 100, pa.py_buffer(data))
+    for frame in found:
+        segment.add(frame)
+    return frame_index.encode(segment)
+
+
+def key_sidecar() -> bytes:
+    rows = [(row.get("unique_key"), row.get("keys"), seq) for seq, row in numbered()]
+    ids, keys = (pa.array([row[at] for row in rows], pa.string()) for at in (0, 1))
+    hashes, at = hash_keys(ids, keys)
+    return KeySidecar.build(hashes, np.array([row[2] for row in rows])[at]).encode()
+
+
+def consume_queue() -> bytes:
+    files = CrashFiles()
+    columns = np.array(QUEUE, np.int64).T
+    QueueIndex(files, "queue").append(*columns)
+    content = files.content("queue/00000000.cq")
+    assert not any(content[20 * len(QUEUE) :])
+    return content[: 20 * len(QUEUE)]  # the rest is room
+
+
+def checkpoint() -> bytes:
+    files = CrashFiles()
+    due, seq = np.array(SETTLED, np.int64).T
+    cp.save(files, cp.Checkpoint(FACTS, due, seq))
+    return files.content(cp.NAME)
+
+
+WRITTEN: dict[str, Callable[[], bytes]] = {
+    "commit-log-1.log": commit_log,
+    "frame-index-1.frames": frames,
+    "key-sidecar-1.keys": key_sidecar,
+    "consume-queue-1.cq": consume_queue,
+    "checkpoint-1": checkpoint,
+}
+READ = [*WRITTEN]  # and all that were written before
+
+
+def numbered() -> list[tuple[int, dict[str, Any]]]:
+    return [(seq, row) for first, rows in FRAMES.items() for seq, row in enumerate(rows, first)]
+
+
+def golden(name: str) -> bytes:
+    return (GOLDEN / name).read_bytes()
+
+
+# ---- written as ever -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_same_is_written_as_the_same_bytes(name: str) -> None:
+    written, kept = WRITTEN[name](), golden(name)
+    differs = next((at for at, (a, b) in enumerate(zip(written, kept, strict=False)) if a != b), None)
+    assert differs is None, f"{name}: other bytes from {differs} on: a new version of the format, see above"
+    assert len(written) == len(kept), name
+
+
+def test_the_files_are_those_that_are_read_and_small() -> None:
+    kept = {path.name: path.stat().st_size for path in GOLDEN.iterdir()}
+    assert kept.keys() == set(READ)
+    assert sum(kept.values()) < 100_000
+
+
+def test_every_kind_and_every_column_stands_in_the_log() -> None:
+    """Or a change of one of them could go unnoticed."""
+    rows = [row for _, row in numbered()]
+    assert {row["kind"] for row in rows} == {int(kind) for kind in Kind if kind is not Kind.INVALID}
+    assert {name for row in rows for name in row} == set(LOG_SCHEMA.names)
+    assert SCHEMA_VERSION == fmt.FORMAT_VERSION == 1, "a new version has golden files of its own"
+
+
+# ---- and read as ever ------------------------------------------------------------------------------------
+
+
+def read_log(name: str) -> list[FrameFound]:
+    """As a folder with this one segment, and the checkpoint that belongs to it."""
+    files = CrashFiles()
+    files.make_dir(FOLDER)
+    files.replace(segment_name(1), golden(name))
+    files.replace(cp.NAME, golden("checkpoint-1"))
+    folder = FolderDump(files)
+    assert folder.damage == []
+    [segment] = folder.segments
+    assert (segment.first_seq, segment.created_ms) == (100, ACCEPTED_MS - 1)
+    found = list(folder.walk(segment))
+    assert all(isinstance(each, FrameFound) for each in found), found
+    return [each for each in found if isinstance(each, FrameFound)]
+
+
+def test_the_log_says_what_it_said() -> None:
+    found = read_log("commit-log-1.log")
+    headers = {
+        f.frame.first_seq: (
+            f.frame.position,
+            f.frame.length,
+            f.frame.span,
+            f.frame.append_ms,
+            f.frame.synced_to,
+        )
+        for f in found
+    }
+    assert headers == HEADERS
+    assert [f.frame.epoch for f in found] == [1, 1, 1]
+    for each in found:
+        rows = [
+            {name: value for name, value in row.items() if value is not None} for row in each.rows.to_pylist()
+        ]
+        assert rows == FRAMES[each.frame.first_seq]
+
+
+def test_an_attach_row_says_what_it_said() -> None:
+    [*_, last] = read_log("commit-log-1.log")
+    body = last.rows.column("body")[2].as_py()
+    assert att.decode(body) == ATTACHMENT
+    assert att.encode(ATTACHMENT) == body
+
+
+def test_the_frame_index_says_what_it_said() -> None:
+    files = CrashFiles()
+    files.make_dir(FOLDER)
+    segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
+    files.replace(frame_index.index_name(segment), golden("frame-index-1.frames"))
+    assert frame_index.load(files, segment, 116)
+    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5632, DUE_MS + 1)
+    assert segment.frame_positions.tolist() == [64, 1856, 3456]
+    assert segment.frame_seqs.tolist() == [100, 102, 113]
+
+
+def test_the_key_sidecar_says_what_it_said() -> None:
+    sidecar = KeySidecar.parse(pa.py_buffer(golden("key-sidecar-1.keys")))
+    for wanted, seqs in KEYS.items():
+        assert sidecar.find(np.array([wanted], np.uint64)).tolist() == seqs
+    assert sorted(sidecar.rows.tolist()) == [100, 101, 101, 101, 113, 113, 113]
+
+
+def test_the_queue_says_what_it_said() -> None:
+    files = CrashFiles()
+    files.make_dir("queue")
+    files.replace("queue/00000000.cq", golden("consume-queue-1.cq"))
+    assert QueueIndex(files, "queue", max_offset=3).read(0, 9).tolist() == QUEUE
+
+
+def test_the_checkpoint_says_what_it_said() -> None:
+    found = cp.parse(golden("checkpoint-1"))
+    assert found.facts == FACTS
+    assert list(zip(found.settled_due.tolist(), found.settled_seq.tolist(), strict=True)) == SETTLED
+
+
+@pytest.mark.parametrize("name", ["commit-log-1.log", "key-sidecar-1.keys", "checkpoint-1"])
+def test_a_byte_that_has_changed_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The control: it is these files that are read."""
+    content = bytearray(golden(name))
+    content[len(content) // 2] ^= 1
+    (tmp_path / name).write_bytes(bytes(content))
+    monkeypatch.setattr(f"{__name__}.GOLDEN", tmp_path)
+    with pytest.raises(AssertionError, match="other bytes from"):
+        test_the_same_is_written_as_the_same_bytes(name)
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for missing in (name for name in WRITTEN if not (GOLDEN / name).exists()):
+        (GOLDEN / missing).write_bytes(WRITTEN[missing]())
+        print(f"written: tests/golden/{missing}")
