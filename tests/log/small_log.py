@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
+from tests.crash_files import CrashFiles
 
 from timeball.clock import ManualClock
 from timeball.config import Durability
@@ -166,3 +168,19 @@ def fill(files: Files, commits: int, *, rows: int = 3) -> list[bytes]:
 
     asyncio.run(write())
     return bodies([batch(1, commits * rows)])
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """A test's own coroutine, within a bound."""
+    asyncio.run(asyncio.wait_for(work, 2 * WAIT_S))
+
+
+async def turns(count: int = 5) -> None:
+    """Give the event loop its turns; nothing waits for a time here."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def syncs(files: CrashFiles, name: str = "") -> int:
+    """How often files whose name holds `name` have been synced."""
+    return sum(call == "sync" and name in where for call, where in files.trace)

@@ -1,0 +1,313 @@
+"""What stops the log and what closes its door, and that async durability loses a tail and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+from tests.crash_files import CrashFiles
+from tests.log.small_log import (
+    SEGMENT_BYTES,
+    AtOnce,
+    Log,
+    OnDemand,
+    batch,
+    bodies,
+    eventually,
+    opened,
+    read_all,
+    reopened,
+    run,
+    syncs,
+    turns,
+)
+
+from timeball import limits
+from timeball.errors import DiskFailed, OverLimit, StorageError
+from timeball.log import writer as writer_module
+from timeball.log.segment import segment_name
+
+# ---- fail-stop -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["write_at", "sync"])
+def test_after_the_first_failure_nobody_is_told_and_nothing_is_tried_again(call: str) -> None:
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files, disk=AtOnce()) as log:
+            await log.append(batch(1))
+            files.fail_at(files.calls + (1 if call == "write_at" else 2), DiskFailed("broken"))
+            failing = log.writer.append(batch(4))[1], log.writer.append(batch(7))[1]
+            await turns()
+            for done in failing:
+                with pytest.raises(DiskFailed, match="broken"):
+                    await done
+            calls = files.calls
+            assert files.trace[-1][0] == call
+            with pytest.raises(StorageError, match="has stopped"):
+                log.writer.append(batch(10))
+            with pytest.raises(StorageError, match="has stopped"):
+                await log.writer.flushed()
+            assert log.reader.next_seq == 4, "nobody sees what may not be on the disk"
+            assert len(log.failures) == 1
+        assert files.calls == calls, "not even closing touches the disk"
+        assert files.syncs_after_failure == []
+        assert sorted(read_all(reopened(files.crash(survival="nothing")).segments)) == [1, 2, 3]
+
+    run(work())
+
+
+def test_what_waits_behind_a_failing_commit_fails_with_it() -> None:
+    async def work() -> None:
+        files, disk = CrashFiles(), OnDemand()
+        async with opened(files, disk=disk) as log:
+            _, first = log.writer.append(batch(1))
+            await turns()
+            _, second = log.writer.append(batch(4))
+            flushed = asyncio.ensure_future(log.writer.flushed())
+            await turns()
+            files.fail_at(files.calls + 2, DiskFailed("broken"))
+            disk.let_go()
+            for waiting in (first, second, flushed):
+                with pytest.raises(DiskFailed):
+                    await waiting
+            assert disk.waiting == []
+
+    run(work())
+
+
+def test_every_call_failing_once_stops_the_log_or_costs_nothing() -> None:
+    async def work(files: CrashFiles) -> dict[int, bytes]:
+        acknowledged: dict[int, bytes] = {}
+        async with opened(files, disk=AtOnce()) as log:
+            for n in range(12):
+                rows = batch(1 + 2 * n, 2, body_bytes=900)
+                try:
+                    (first_seq,) = await log.append(rows)
+                except StorageError:
+                    assert log.writer.failed is not None and len(log.failures) == 1
+                    break
+                assert not log.failures, "acknowledged after a failure"
+                acknowledged.update(enumerate(bodies([rows]), first_seq))
+                await turns()
+        return acknowledged
+
+    whole = CrashFiles()
+    assert len(asyncio.run(work(whole))) == 24
+    for call in range(8, whole.calls + 1):
+        files = CrashFiles()
+        files.fail_at(call, DiskFailed("broken"))
+        try:
+            acknowledged = asyncio.run(work(files))
+        except DiskFailed:  # while opening
+            continue
+        assert files.syncs_after_failure == [], call
+        found = read_all(reopened(files.crash(survival="nothing")).segments)
+        assert acknowledged.items() <= found.items(), call
+
+
+def test_a_cache_that_cannot_take_a_row_stops_the_log_instead_of_hanging_it() -> None:
+    def full() -> None:
+        raise OverLimit("disk full while growing an index")
+
+    async def work() -> None:
+        async with opened(CrashFiles()) as log:
+            _, done = log.writer.append(batch(1), on_durable=full)
+            behind = log.writer.append(batch(4))[1]
+            for waiting in (done, behind):
+                with pytest.raises(OverLimit):
+                    await asyncio.wait_for(waiting, 30)
+            assert [type(error) for error in log.failures] == [OverLimit]
+            with pytest.raises(StorageError, match="has stopped"):
+                log.writer.append(batch(7))
+
+    run(work())
+
+
+def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files, disk=AtOnce()) as log:
+            done = log.writer.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))[1]
+            # The commit is a write and a sync; then a spare is created, allocated and synced.
+            files.fail_at(files.calls + 5, DiskFailed("broken"))
+            await done
+            await eventually(lambda: log.failures)
+            assert files.trace[-2:] == [("sync", segment_name(2)), ("remove", segment_name(2))]
+            with pytest.raises(StorageError, match="has stopped"):
+                log.writer.append(batch(2))
+        gc.collect()  # a task that ended unnoticed would complain now
+
+    run(work())
+
+
+# ---- disk full -------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_closes_admission_before_the_segment_is_full_and_opens_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer_module, "ROOM_RETRY_S", 0.001)
+
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files, disk=AtOnce()) as log:
+            log.writer.check_room()
+            files.fail_at(1, OverLimit("disk full"), forever=True)
+            await log.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))
+            await turns()
+            with pytest.raises(OverLimit, match="disk full"):
+                log.writer.check_room()
+            # Releases and cancels do not ask: they fit into the segment at hand.
+            assert await log.append(batch(2, 2)) == [2]
+            assert not files.exists(segment_name(2))
+            files.heal()
+            await eventually(lambda: files.exists(segment_name(2)))
+            await turns()
+            log.writer.check_room()
+            for n in range(4, 30):
+                await log.append(batch(n, 1, body_bytes=900))
+            assert log.writer.statistics.rolls >= 1 and log.failures == []
+
+    run(work())
+
+
+def test_a_disk_that_stays_full_stops_the_log_when_the_segment_is_full() -> None:
+    async def work() -> None:
+        files = CrashFiles()
+        acknowledged = 0
+        async with opened(files, disk=AtOnce()) as log:
+            files.fail_at(1, OverLimit("disk full"), forever=True)
+            while log.writer.failed is None:
+                try:
+                    await log.append(batch(1 + acknowledged, 1, body_bytes=900))
+                except OverLimit:
+                    break
+                acknowledged += 1
+            assert len(log.failures) == 1
+        files.heal()
+        assert sorted(read_all(reopened(files).segments)) == list(range(1, acknowledged + 1))
+
+    run(work())
+
+
+def test_too_much_waiting_for_the_disk_is_refused_until_it_has_caught_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", 10_000)
+
+    async def work() -> None:
+        disk = OnDemand()
+        async with opened(CrashFiles(), disk=disk) as log:
+            _, done = log.writer.append(batch(1, 1, body_bytes=10_000))
+            with pytest.raises(OverLimit, match="wait for the disk"):
+                log.writer.check_room()
+            await turns()
+            disk.let_go()
+            await done
+            log.writer.check_room()
+
+    run(work())
+
+
+# ---- async durability ------------------------------------------------------------------------------------
+
+
+def test_async_durability_tells_before_the_sync_and_syncs_soon_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
+
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files, disk=AtOnce(), durability="async") as log:
+            before = syncs(files)
+            _, done = log.writer.append(batch(1))
+            await done
+            assert syncs(files) == before
+            assert reopened(files.crash(survival="nothing")).segments.next_seq == 1, "that is the price"
+            await eventually(lambda: syncs(files) > before)
+            assert reopened(files.crash(survival="nothing")).segments.next_seq == 4
+
+    run(work())
+
+
+def test_async_durability_loses_only_a_tail_and_starts_again() -> None:
+    async def work(files: CrashFiles) -> None:
+        async with opened(files, disk=AtOnce(), durability="async") as log:
+            for n in range(20):
+                await log.append(batch(1 + 2 * n, 2, body_bytes=400))
+                await turns()
+            assert log.writer.statistics.rolls >= 2
+            for seed in range(40):
+                found = read_all(reopened(files.crash(seed)).segments)
+                assert list(found.values()) == bodies([batch(1, 40, body_bytes=400)])[: len(found)]
+                assert len(found) >= log.segments.last.first_seq - 1, "a sealed segment is synced"
+
+    files = CrashFiles()
+    run(work(files))
+    assert len(read_all(reopened(files.crash(survival="nothing")).segments)) == 40, "closing syncs"
+
+
+def test_async_damage_before_the_last_sync_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
+
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files, disk=AtOnce(), durability="async") as log:
+            await log.append(batch(1))
+            before = syncs(files)
+            await eventually(lambda: syncs(files) > before)
+            await log.append(batch(4))
+        file = files.open(segment_name(1))
+        file.write_at(400, b"damage")
+        with pytest.raises(StorageError, match="proves"):
+            reopened(files)
+
+    run(work())
+
+
+def test_async_a_failed_sync_stops_the_log_and_what_is_in_flight_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
+
+    async def work() -> None:
+        files, disk = CrashFiles(), OnDemand()
+        async with opened(files, disk=disk, durability="async") as log:
+            _, first = log.writer.append(batch(1))
+            await turns()
+            disk.let_go()
+            await first
+            await eventually(lambda: disk.waiting)
+            # Behind the sync that fails waits a commit that would roll, and sync once more on the way.
+            _, behind = log.writer.append(batch(4, 1, body_bytes=SEGMENT_BYTES))
+            await turns()
+            assert len(disk.waiting) == 2
+            files.fail_at(files.calls + 1, DiskFailed("broken"))
+            disk.let_go()
+            with pytest.raises(StorageError):
+                await behind
+            assert len(log.failures) == 1
+        assert files.syncs_after_failure == []
+
+    run(work())
+
+
+def test_async_a_failed_sync_is_heard_of_when_nothing_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
+
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files, disk=AtOnce(), durability="async") as log:
+            files.fail_at(files.calls + 2, DiskFailed("broken"))
+            await log.append(batch(1))
+            await eventually(lambda: log.failures)
+            assert isinstance(await fails_to_flush(log), StorageError)
+        assert files.syncs_after_failure == []
+
+    async def fails_to_flush(log: Log) -> BaseException:
+        with pytest.raises(StorageError) as failure:
+            await log.writer.flushed()
+        return failure.value
+
+    run(work())
