@@ -89,6 +89,9 @@ def _columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
         if kept is None:
             raise InvalidMessage(f"column {name!r} is not one of {', '.join(SEND_COLUMNS)}")
         column = batch.column(name)
+        if pa.types.is_temporal(column.type):
+            # A cast would take seconds for milliseconds, and deliver at once what is due next year.
+            raise InvalidMessage(f"column {name!r} has type {column.type}: give milliseconds as {kept}")
         try:
             column = column if column.type == kept else column.cast(kept)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -226,7 +226,7 @@ class Topics:
 
 def check_name(name: str, bytes_max: int, what: str) -> None:
     """Raise InvalidMessage unless `name` is one that RocketMQ's clients and our folders can live with."""
-    if not name or len(name) > bytes_max or not limits.NAME.match(name):
+    if not name or len(name) > bytes_max or not limits.NAME.fullmatch(name):
         raise InvalidMessage(f"{what} {name[:80]!r}: 1 to {bytes_max} of the characters % | a-z A-Z 0-9 _ -")
 
 
