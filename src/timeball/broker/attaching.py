@@ -7,8 +7,10 @@ that were used before, files whose footers disagree with the claim, instants no 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit
@@ -66,6 +68,9 @@ class Ledger:
             raise InvalidMessage("only a bulk attach has ranges")
         if attachment.removes and attachment.job != "rewrite":
             raise InvalidMessage("only a rewrite removes files")
+        for paths in (attachment.removes, [entry.path for entry in attachment.files]):
+            if len(set(paths)) < len(paths):
+                raise InvalidMessage("a file is named twice")
         for path in attachment.removes:
             if not is_live(path):
                 raise NotFound(f"{path} is not part of the pending table")
@@ -82,6 +87,8 @@ class Ledger:
             )
 
     def _check_bulk(self, attachment: Attachment) -> None:
+        if len(set(attachment.ranges)) < len(attachment.ranges):
+            raise OutOfRange("a range of sequence numbers is named twice")
         for first_seq, rows in attachment.ranges:
             if self.reserved.get(first_seq) != rows:
                 raise OutOfRange(
@@ -91,13 +98,19 @@ class Ledger:
             raise InvalidMessage(
                 f"the ranges hold {sum(r for _, r in attachment.ranges)} rows, the files {attachment.rows}"
             )
+        ranges = sorted(attachment.ranges)
         for entry in attachment.files:
-            if not any(
-                first <= entry.min_seq and entry.max_seq < first + rows for first, rows in attachment.ranges
-            ):
+            at = bisect_right(ranges, entry.min_seq, key=lambda one: one[0]) - 1
+            if at < 0 or entry.max_seq >= ranges[at][0] + ranges[at][1]:
                 raise InvalidMessage(
                     f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job"
                 )
+        # Two promises of one number would be settled together, so one of them would be lost. As many rows as
+        # numbers, and no two files over the same ones: then each number is used once.
+        files = sorted(attachment.files, key=lambda entry: entry.min_seq)
+        for one, other in pairwise(files):
+            if other.min_seq <= one.max_seq:
+                raise InvalidMessage(f"{one.path} and {other.path} both hold seq {other.min_seq}")
 
 
 def check_files(files: Files, attachment: Attachment, *, now_ms: int, delay_ms_max: int) -> None:
