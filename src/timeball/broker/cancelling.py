@@ -105,7 +105,8 @@ def look_up(
     if by_id or by_key:
         for file in files:
             rows = file.find(hashes)
-            for row in rows.to_pylist() if rows.num_rows else ():  # nearly always none: cancels ask every file
+            # Nearly always none: cancels ask every file.
+            for row in rows.to_pylist() if rows.num_rows else ():
                 _add(found, row, row["accepted_ms"], by_id, by_key)
     return found
 
