@@ -101,7 +101,11 @@ class BrokerProcess:
 class Siege:
     """One data folder over many lives of its broker."""
 
-    def __init__(self, data: Path, seed: int, options: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, data: Path, seed: int, options: dict[str, str] | None = None, pause_ms: int = 0
+    ) -> None:
+        """`pause_ms`: how long each client rests after each step; without a rest they take all there is."""
+        self._pause_s = pause_ms / 1_000
         self.broker = BrokerProcess(data, BUSY if options is None else options)
         self.seed = seed
         self.observed = Observed()
@@ -141,9 +145,9 @@ class Siege:
         "compacted": 2,
     }
 
-    def clients(self) -> None:
-        """Let all clients begin."""
-        for number, step in enumerate((send_one, send_one, send_many, cancel, consume, compact)):
+    def clients(self, *steps: Step) -> None:
+        """Let clients begin, one for each step; by default one of everything and two that send."""
+        for number, step in enumerate(steps or (send_one, *STEPS)):
             thread = threading.Thread(target=self._work, args=(step, number), name=step.__name__)
             self._threads.append(thread)
             thread.start()
@@ -155,7 +159,12 @@ class Siege:
         self.moments.append(f"{count} more {event}")
         wanted = self.counts[event] + count
         self.until(lambda: self.counts[event] >= wanted, self.moments[-1])
+        self.strike()
+
+    def strike(self) -> None:
+        """Kill the broker now and start it again, which may take more than one attempt."""
         self.broker.kill()
+        self.counts["killed"] += 1
         self._up.clear()
         self._note_saved_offsets()
         while self._rng.random() < 0.4 and not self.broker.start(self._part_of_a_start_ms()):
@@ -198,7 +207,7 @@ class Siege:
         promises = sum(one.acked and one.due_ms is not None for one in sent)
         lost_answers = sum(not one.acked for one in sent)
         return (
-            f"seed={self.seed} kills={len(self.moments)} sent={len(sent)} acknowledged_promises={promises} "
+            f"seed={self.seed} kills={self.counts['killed']} sent={len(sent)} acknowledged_promises={promises} "
             f"answers_lost={lost_answers} verdicts={len(self.observed.verdicts)} {dict(self.counts)} "
             f"starts_ms={self.broker.starts_ms[:1]}..{self.broker.starts_ms[-1:]} last moments={self.moments[-3:]}"
         )
@@ -219,7 +228,7 @@ class Siege:
 
     # -- what clients use -------------------------------------------------------------------------------------
 
-    def _work(self, step: Callable[[Siege, Timeball, np.random.Generator], None], number: int) -> None:
+    def _work(self, step: Step, number: int) -> None:
         rng, pause = np.random.default_rng([self.seed, number]), threading.Event()
         try:
             with Timeball(self.broker.endpoint, timeout_ms=BOUND_S * 1_000) as ball:
@@ -230,6 +239,7 @@ class Siege:
                     except Unavailable:
                         self.note("unavailable")
                         pause.wait(0.005)  # the broker is gone, and `_up` does not say so yet
+                    self._over.wait(self._pause_s)
         except BaseException as error:
             self._broken.append(error)
             self.note("broken")
@@ -356,6 +366,10 @@ def compact(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
             siege.note("compacted")
     except OutOfRange:
         pass  # its own compaction was faster
+
+
+Step = Callable[[Siege, Timeball, np.random.Generator], None]
+STEPS: tuple[Step, ...] = (send_one, send_many, cancel, consume, compact)
 
 
 def outcome(ball: Timeball) -> Outcome:
