@@ -99,15 +99,7 @@ class Contract:
         now_ms = world.now_ms
         dues = [now_ms + ms for ms in (5, 6, 4_000, 12_345, limits.DAY_MS, 400 * limits.DAY_MS)]
         world.admit(dues)
-        taken = []
-        for _ in range(50):
-            taken += world.drain()
-            world.check_sleep()
-            upcoming = world.strategy.next_due_ms()
-            if upcoming is None:
-                break
-            world.advance(upcoming - world.now_ms)
-        assert [due for due, _ in taken] == dues
+        assert [due for due, _ in sleep_through(world)] == dues
 
     def test_something_earlier_wakes_the_sleeper(self, world: World) -> None:
         now_ms = world.now_ms
@@ -305,6 +297,12 @@ class Contract:
         world.advance(limits.DAY_MS)
         assert len(world.drain()) == 2
 
+    def test_a_sleeper_wakes_for_each_row_of_a_file(self, table_world: World) -> None:
+        world = table_world
+        dues = [world.now_ms + ms for ms in (222, 9_999, 10_000, 14_999, 15_000, 26_583, 900_000)]
+        world.attach_now(world.prepare_bulk(dues))
+        assert [due for due, _ in sleep_through(world)] == dues
+
     def test_a_cancel_reaches_into_the_files(self, table_world: World) -> None:
         world = table_world
         seqs = world.admit([world.now_ms + ms for ms in (1_000, limits.HOUR_MS, limits.HOUR_MS)])
@@ -334,3 +332,16 @@ class Contract:
         assert world.memory() < MANY // 10
         world.restart()
         assert world.memory() < MANY // 10
+
+
+def sleep_through(world: World) -> list[tuple[int, int]]:
+    """As a ticker: take what is due, sleep until the next instant, until there is none."""
+    taken = []
+    for _ in range(1_000):
+        taken += world.drain()
+        world.check_sleep()
+        upcoming = world.strategy.next_due_ms()
+        if upcoming is None:
+            return taken
+        world.advance(upcoming - world.now_ms)
+    raise AssertionError("there is always something next")

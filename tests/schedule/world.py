@@ -24,6 +24,7 @@ from tests.schedule.stage import (
     StepExecutor,
     is_covered,
 )
+from tests.schedule.table_files import table_rows
 
 from timeball.broker import compacting, rewriting
 from timeball.clock import ManualClock, SchedulerClock
@@ -32,7 +33,7 @@ from timeball.log.format import with_seq
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.writer import LogWriter
-from timeball.message import TABLE_SCHEMA, Int64Array, Kind, build_rows
+from timeball.message import Int64Array, Kind, build_rows
 from timeball.schedule.strategy import Settled, Strategy
 from timeball.table import attachment as att
 from timeball.table import layout
@@ -185,14 +186,7 @@ class World:
         first_seq = self.run(self._reserve(len(dues)))
         ordered = np.sort(np.array(dues, dtype=np.int64))
         seqs = np.arange(first_seq, first_seq + len(dues), dtype=np.int64)
-        bodies = [f"bulk {seq}".encode() for seq in seqs]
-        columns = {name: pa.nulls(len(dues), TABLE_SCHEMA.field(name).type) for name in TABLE_SCHEMA.names}
-        columns |= {
-            "seq": pa.array(seqs), "due_ms": pa.array(ordered), "body": pa.array(bodies, pa.binary()),
-            "topic": pa.array(["t"] * len(dues)), "accepted_ms": pa.array([self.now_ms] * len(dues)),
-            "unique_key": pa.array([body.decode() for body in bodies]),
-        }  # fmt: skip
-        rows = pa.Table.from_pydict(columns, TABLE_SCHEMA)
+        rows = table_rows(ordered.tolist(), seqs.tolist(), self.now_ms)
         return self._synced(
             Attachment(
                 job="bulk", job_id=f"bulk-{first_seq}", epoch=0, ranges=[(first_seq, len(dues))],

@@ -32,9 +32,10 @@ def next_horizon(current: Position, now_ms: int, ahead_ms: int) -> Position:
     """Where a gather starting now should take the horizon, bodies permitting; `current` when it is far enough.
 
     It moves in steps of half the lead: each step costs a pass over the files that are open, and the other
-    half is what is left to read them in.
+    half is what is left to read them in. It moves at the very instant at which `next_due_ms` asks for it, half
+    the lead before the horizon: were it a millisecond later, the ticker would turn in place until then.
     """
-    if current[0] >= now_ms + ahead_ms // 2:
+    if current[0] > now_ms + ahead_ms // 2:
         return current
     return (now_ms + ahead_ms, 0)
 

@@ -1,0 +1,22 @@
+"""Rows of the pending table as a test wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.message import TABLE_SCHEMA
+
+
+def table_rows(dues: Sequence[int], seqs: Sequence[int], accepted_ms: int) -> pa.Table:
+    """TABLE_SCHEMA rows; a body says its number."""
+    bodies = [f"bulk {seq}" for seq in seqs]
+    columns = {name: pa.nulls(len(dues), TABLE_SCHEMA.field(name).type) for name in TABLE_SCHEMA.names}
+    columns |= {
+        "seq": pa.array(np.array(seqs, np.int64)), "due_ms": pa.array(np.array(dues, np.int64)),
+        "body": pa.array(bodies).cast(pa.binary()), "topic": pa.array(["t"] * len(dues)),
+        "accepted_ms": pa.array([accepted_ms] * len(dues), pa.int64()), "unique_key": pa.array(bodies),
+    }  # fmt: skip
+    return pa.Table.from_pydict(columns, TABLE_SCHEMA)

@@ -1,0 +1,100 @@
+"""A `DueIndex` is a set of pairs: it answers as a Python set does, however it is split into runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.message import Int64Array
+from timeball.schedule import due_index
+from timeball.schedule.due_index import DueIndex
+
+Pair = tuple[int, int]
+
+# Each sequence number once, as in a log; few instants, so that many promises share one.
+PAIRS = st.lists(st.integers(-5, 30), max_size=120).map(lambda dues: [(due, i) for i, due in enumerate(dues)])
+POSITIONS = st.tuples(st.integers(-6, 31), st.integers(0, 120))
+
+
+def columns(pairs: Iterable[Pair]) -> tuple[Int64Array, Int64Array]:
+    listed = list(pairs)
+    return np.array([d for d, _ in listed], np.int64), np.array([s for _, s in listed], np.int64)
+
+
+def listed(columns: tuple[Int64Array, Int64Array]) -> list[Pair]:
+    return list(zip(columns[0].tolist(), columns[1].tolist(), strict=True))
+
+
+def index_of(pairs: list[Pair], batch: int) -> DueIndex:
+    index = DueIndex()
+    for begin in range(0, len(pairs), batch):
+        index.add(*columns(pairs[begin : begin + batch]))
+    return index
+
+
+@given(PAIRS, st.integers(1, 130))
+def test_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
+    index = index_of(pairs, batch)
+    assert listed(index.pairs()) == sorted(pairs)
+    assert len(index) == len(pairs)
+    assert index.min_due_ms() == min((due for due, _ in pairs), default=None)
+
+
+@given(PAIRS, st.integers(1, 20), POSITIONS)
+def test_pop_takes_out_what_lies_before(pairs: list[Pair], batch: int, high: Pair) -> None:
+    index = index_of(pairs, batch)
+    assert index.count_before(high[0]) == sum(due < high[0] for due, _ in pairs)
+    assert listed(index.pop_before(*high)) == sorted(pair for pair in pairs if pair < high)
+    left = sorted(pair for pair in pairs if pair >= high)
+    assert listed(index.pairs()) == left
+    assert len(index) == len(left)
+
+
+@given(PAIRS, st.integers(1, 20), POSITIONS, POSITIONS)
+def test_between_leaves_all_in_place(pairs: list[Pair], batch: int, low: Pair, high: Pair) -> None:
+    low, high = sorted((low, high))
+    index = index_of(pairs, batch)
+    assert listed(index.between(low, high)) == sorted(pair for pair in pairs if low <= pair < high)
+    assert len(index) == len(pairs)
+
+
+@given(PAIRS, st.integers(1, 20), st.data())
+def test_remove_and_contains(pairs: list[Pair], batch: int, data: st.DataObject) -> None:
+    index = index_of(pairs, batch)
+    unknown = (3, 1_000)
+    chosen = data.draw(st.lists(st.sampled_from([*pairs, unknown]), unique=True))
+    index.remove(*columns(chosen))
+    assert index.contains(*columns([*pairs, unknown])).tolist() == [
+        pair not in chosen and pair != unknown for pair in [*pairs, unknown]
+    ]
+    assert len(index) == len(set(pairs) - set(chosen))
+
+
+@given(PAIRS, st.integers(1, 20), st.integers(0, 130))
+def test_drop_by_sequence_number(pairs: list[Pair], batch: int, seq: int) -> None:
+    index = index_of(pairs, batch)
+    index.drop_seqs_below(seq)
+    assert listed(index.pairs()) == sorted(pair for pair in pairs if pair[1] >= seq)
+
+
+def test_runs_stay_few() -> None:
+    index = DueIndex()
+    added = 10_000
+    for seq in range(added):
+        index.add(*columns([((seq * 7_919) % 1_000, seq)]))
+        assert len(index._runs) <= due_index.RUNS_MAX
+    assert len(index) == added
+
+
+def test_an_empty_index_answers() -> None:
+    index = DueIndex()
+    index.add(*columns([]))
+    index.remove(*columns([(1, 1)]))
+    assert len(index) == 0
+    assert index.min_due_ms() is None
+    assert listed(index.pop_before(10, 0)) == []
+    assert index.contains(*columns([(1, 1)])).tolist() == [False]
+    assert index.contains(*columns([])).tolist() == []
