@@ -49,9 +49,11 @@ def admit(batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str) -
     count = batch.num_rows
     if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
         raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
-    if batch.nbytes > limits.REQUEST_BYTES_MAX:
-        raise OverLimit(f"{batch.nbytes} bytes in one request; at most {limits.REQUEST_BYTES_MAX}: split it")
+    _check_size(batch.nbytes)
     columns = _columns(batch)
+    # Once more: a dictionary of one body and a thousand references to it have been unfolded by now. The log would
+    # refuse the frame too, but only after its rows had been given places in their queues.
+    _check_size(sum(column.nbytes for column in columns.values()))
     _check_texts(columns)
     due = _due(columns, count, now_ms, delay_ms_max)
     is_promise = np.asarray(due.is_valid())
@@ -79,6 +81,11 @@ def admit(batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str) -
 def topic_names(rows: pa.RecordBatch) -> list[str]:
     """Distinct topics of a batch."""
     return codes_of(rows.column("topic"))[1]
+
+
+def _check_size(size_bytes: int) -> None:
+    if size_bytes > limits.REQUEST_BYTES_MAX:
+        raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.REQUEST_BYTES_MAX}: split it")
 
 
 def _columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
