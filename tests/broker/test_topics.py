@@ -1,0 +1,175 @@
+"""Topics: offsets are dense and in log order, whoever chose the queue, and a replay gives the same again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import column
+from tests.crash_files import CrashFiles
+
+from timeball import limits
+from timeball.broker import topics as topics_module
+from timeball.broker.topics import Placement, Topics, check_name, codes_of, java_hash, stored_sizes
+from timeball.errors import InvalidMessage, NotFound, OverLimit
+from timeball.files import Files
+from timeball.message import Kind, build_rows
+
+QUEUES = 3
+
+
+def fresh(files: Files | None = None, *, auto_create: bool = True) -> Topics:
+    topics = Topics(files or CrashFiles(), queues_per_topic=QUEUES, auto_create=auto_create)
+    topics.load({})
+    return topics
+
+
+def visible(names: list[str], queue_ids: list[int] | None = None, **columns: Any) -> pa.RecordBatch:
+    count = len(names)
+    return build_rows(
+        count, kind=int(Kind.MESSAGE), topic=names, queue_id=queue_ids or [-1] * count, body=b"body", **columns
+    )  # fmt: skip
+
+
+def with_places(rows: pa.RecordBatch, placement: Placement) -> pa.RecordBatch:
+    columns = {name: rows.column(name) for name in rows.schema.names}
+    columns["queue_id"] = pa.array(placement.queue_id, pa.int32())
+    columns["queue_offset"] = pa.array(placement.queue_offset)
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=rows.schema)
+
+
+def entries(topics: Topics) -> dict[tuple[str, int], list[int]]:
+    """Sequence numbers by queue."""
+    return {
+        (topic.name, at): queue.index.read(queue.index.min_offset, 1_000)["seq"].tolist()
+        for topic in topics.all()
+        for at, queue in enumerate(topic.queues)
+        if queue.index.max_offset
+    }
+
+
+BATCHES = st.lists(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 5)), min_size=1, max_size=12), max_size=6
+)
+
+
+@settings(max_examples=50)
+@given(BATCHES, st.integers(0, 6))
+def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
+    batches: list[list[tuple[str, int]]], known: int
+) -> None:
+    files = CrashFiles()
+    topics, replays, next_seq, model = fresh(files), [], 1, {}
+    for batch in batches:
+        rows = visible([name for name, _ in batch], [queue for _, queue in batch])
+        placement = topics.place(rows)
+        placed = with_places(rows, placement)
+        for i, (name, wanted) in enumerate(batch):
+            queue, offset = int(placement.queue_id[i]), int(placement.queue_offset[i])
+            assert queue == wanted % QUEUES if wanted >= 0 else 0 <= queue < QUEUES
+            assert offset == len(model.setdefault((name, queue), []))
+            model[name, queue].append(next_seq + i)
+        placement.index(next_seq)
+        assert placement.topics() == {name for name, _ in batch}
+        replays.append((placed, np.arange(next_seq, next_seq + len(batch))))
+        next_seq += len(batch)
+        if len(replays) == known:
+            files.replace(topics_module.NAME, topics.save() or b"{}")
+            lengths = topics.lengths()
+    assert entries(topics) == model
+    again = Topics(files, queues_per_topic=QUEUES, auto_create=False)
+    again.load(lengths if known and len(replays) >= known else {})
+    for placed, seqs in replays:  # those before the checkpoint too: they are skipped
+        again.replay(placed, seqs)
+    assert entries(again) == model
+
+
+def test_rows_that_leave_the_choice_go_round_the_queues() -> None:
+    topics = fresh()
+    first = topics.place(visible(["a"] * 4)).queue_id.tolist()
+    second = topics.place(visible(["a"] * 3)).queue_id.tolist()
+    assert [*first, *second] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_rows_of_a_batch_that_are_for_later_leave_gaps_in_the_log_not_in_the_queue() -> None:
+    topics = fresh()
+    topics.place(visible(["a"] * 2, [0, 0])).index(10, np.array([11, 15]))
+    assert entries(topics) == {("a", 0): [11, 15]}
+
+
+def test_a_topic_is_made_when_it_is_named_unless_that_is_off() -> None:
+    assert len(fresh().ensure("new").queues) == QUEUES
+    topics = fresh(auto_create=False)
+    with pytest.raises(NotFound, match="--auto-create-topics"):
+        topics.ensure("new")
+    assert len(topics.ensure("new", 2).queues) == 2
+    assert topics.ensure("new").name == topics.get("new").name == "new"
+    with pytest.raises(NotFound, match="'other' does not exist"):
+        topics.get("other")
+
+
+def test_a_topic_grows_and_never_shrinks() -> None:
+    topics = fresh()
+    assert [len(topics.ensure("a", queues).queues) for queues in (2, 5, 3)] == [2, 5, 5]
+
+
+def test_what_is_saved_is_loaded_with_its_folders() -> None:
+    files = CrashFiles()
+    topics = fresh(files)
+    assert topics.save() is None
+    topics.ensure("a")
+    topics.ensure("b", 5)
+    files.replace(topics_module.NAME, topics.save() or b"")
+    assert topics.save() is None
+    again = fresh(files)
+    assert {t.name: (t.number, len(t.queues)) for t in again.all()} == {"a": (1, QUEUES), "b": (2, 5)}
+    assert again.ensure("c").number == 3
+
+
+def test_a_name_never_becomes_a_path() -> None:
+    files = CrashFiles()
+    topics = fresh(files)
+    topics.place(visible(["%RETRY%g"])).index(1)
+    assert files.list_dir("queues") == ["1"]
+
+
+def test_topics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TOPICS_MAX", 2)
+    topics = fresh()
+    for name in "aba":
+        topics.ensure(name)
+    with pytest.raises(OverLimit, match="2 topics exist"):
+        topics.ensure("c")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", ".", "a\n", "ä", "x" * 6])
+def test_names_that_nobody_can_live_with(name: str) -> None:
+    check_name("%a|B_9-"[:5], 5, "topic")
+    with pytest.raises(InvalidMessage, match=r"group .*: 1 to 5 of the characters"):
+        check_name(name, 5, "group")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("", 0), ("a", 97), ("TagA", 2598919), ("polygenelubricants", -(1 << 31)), ("é", 233), ("😀", 1772899)],
+)
+def test_tags_hash_as_in_java(text: str, value: int) -> None:
+    assert java_hash(text) == value
+    assert fresh().tag_hashes(pa.array([None, text])).tolist() == [0, value]
+
+
+def test_a_size_is_that_of_the_stored_message() -> None:
+    rows = visible(["ab", "c"], properties=["k\1v\2", None])
+    assert stored_sizes(rows).tolist() == [91 + 2 + 4 + 4, 91 + 1 + 4]
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1))
+def test_codes_name_distinct_values(values: list[str]) -> None:
+    codes, names = codes_of(pa.array(values))
+    assert [names[code] for code in codes] == values
+    assert len(set(names)) == len(names)
+    assert column(pa.table({"v": values}), "v") == values
