@@ -318,7 +318,7 @@ class Contract:
         world = table_world
         held = []
         for day in range(1, 6):
-            world.admit([world.now_ms + day * limits.DAY_MS + i for i in range(MANY)])
+            world.admit([world.now_ms + day * limits.DAY_MS + 1_000 * i for i in range(MANY)])
             world.drain()
             assert world.memory() >= MANY, "what is not compacted yet is in memory"
             world.attach_now(world.prepare_compact())
@@ -326,7 +326,7 @@ class Contract:
             held.append(world.memory())
         assert held == [0] * 5
         assert sum(file.entry.rows for file in world.live_files()) == 5 * MANY
-        # The first day comes near: bodies of one gather are loaded, not of a day.
+        # The first day comes near: what is due in the next seconds is loaded, not the day.
         world.advance(limits.DAY_MS - 1_000)
         world.drain()
         assert world.memory() < MANY // 10

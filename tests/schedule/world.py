@@ -84,12 +84,13 @@ class World:
             unique_key=[body.decode() for body in bodies], store_ms=self.now_ms, due_ms=dues,
         )  # fmt: skip
         first_seq = self.writer.next_seq
-        _, durable = self.writer.append(
-            rows, on_durable=lambda: self.strategy.admit(with_seq(rows, first_seq))
-        )
-        await durable
         seqs = list(range(first_seq, first_seq + len(dues)))
-        self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
+
+        def on_durable() -> None:
+            self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
+            self.strategy.admit(with_seq(rows, first_seq))
+
+        await self.writer.append(rows, on_durable=on_durable)[1]
         return seqs
 
     def take(self, limit: int = ALL) -> list[tuple[int, int]] | None:

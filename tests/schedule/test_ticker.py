@@ -1,0 +1,179 @@
+"""The ticker over a real schedule: it hands out in time, sleeps as long as it may, and does not turn in place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import pyarrow as pa
+import pytest
+from tests.schedule.rigs import HourLogRig
+from tests.schedule.world import World
+
+from timeball import limits
+from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.ticker import Ticker
+
+BOUND_S = 30  # for what takes a second at most
+TURNS = 50
+
+
+class Counted(HourLog):
+    """Counts how often it is asked."""
+
+    calls = 0
+
+    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        self.calls += 1
+        return super().due(now_ms, limit)
+
+
+class TickedWorld(World):
+    """A World whose hand-outs are a ticker's."""
+
+    def __init__(self) -> None:
+        super().__init__(HourLogRig(Counted, gather_bytes=1 << 30))
+        self.kept: list[tuple[int, int]] = []
+        self.ticker = Ticker(self.strategy, self.clock, self.keep)
+
+    def keep(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        assert now_ms == self.now_ms
+        self.kept += self.model.hand_out(promises, now_ms, limits.FRAME_ROWS_MAX)
+        self.ticker.in_flight_rows += promises.num_rows
+
+    def wake(self) -> None:
+        super().wake()
+        if hasattr(self, "ticker"):
+            self.ticker.wake()
+
+    @property
+    def calls(self) -> int:
+        assert isinstance(self.strategy, Counted)
+        return self.strategy.calls
+
+    @asynccontextmanager
+    async def ticking(self) -> AsyncIterator[None]:
+        self.task = asyncio.create_task(self.ticker.run())
+        try:
+            yield
+        finally:
+            self.task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await self.task
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while not condition():
+                assert not self.task.done(), self.task.exception()
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def world() -> Iterator[TickedWorld]:
+    world = TickedWorld()
+    yield world
+    world.close()
+
+
+def test_a_tick_hands_out_and_wants_to_be_called_again_at_once(world: TickedWorld) -> None:
+    world.drain()
+    seqs = world.admit([world.now_ms] * 3)
+    assert world.ticker.tick() == 0
+    assert [seq for _, seq in world.kept] == seqs
+    assert world.ticker.tick() is None, "nothing waits any more"
+
+
+def test_a_tick_says_how_long_to_sleep(world: TickedWorld) -> None:
+    world.drain()
+    world.admit([world.now_ms + 70])
+    assert world.ticker.tick() == 70
+    world.advance(69)
+    assert world.ticker.tick() == 1
+    world.advance(1)
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == 1
+
+
+def test_releases_on_their_way_are_bounded(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RELEASE_ROWS_IN_FLIGHT_MAX", 10)
+    monkeypatch.setattr(limits, "FRAME_ROWS_MAX", 4)
+    world.drain()
+    world.admit([world.now_ms] * 25)
+    handed_out = []
+    while world.ticker.tick() == 0:
+        handed_out.append(world.ticker.in_flight_rows)
+    assert handed_out == [4, 8, 10]
+    assert world.ticker.tick() is None, "woken by what becomes durable, not by the clock"
+    world.ticker.in_flight_rows -= 3
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == 13
+
+
+def test_it_wakes_for_what_arrives(world: TickedWorld) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world.until(lambda: world.calls > 0)
+            await world._admit([world.now_ms])
+            await world.until(lambda: len(world.kept) == 1)
+
+    world.run(main())
+
+
+def test_it_keeps_a_promise_when_real_time_has_come(world: TickedWorld) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world._admit([world.now_ms + 20])
+            calls = world.calls
+            await world.until(lambda: world.calls > calls)
+            assert world.kept == []
+            world.advance(20)
+            await world.until(lambda: len(world.kept) == 1)
+
+    world.run(main())
+
+
+def test_a_clock_that_is_set_forward_is_noticed_though_it_announces_nothing(world: TickedWorld) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world._admit([world.now_ms + limits.HOUR_MS])
+            await world.until(lambda: world.calls > 1)
+            world.manual.suspend(limits.HOUR_MS)  # nobody calls wake()
+            await world.until(lambda: len(world.kept) == 1)
+
+    world.run(main())
+
+
+def test_with_nothing_to_wait_for_it_sleeps(world: TickedWorld) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world.until(lambda: world.calls > 0)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            calls = world.calls
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            assert world.calls == calls
+            world.ticker.wake()
+            await world.until(lambda: world.calls > calls)
+
+    world.run(main())
+
+
+def test_others_have_their_turn_between_two_hand_outs(
+    world: TickedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FRAME_ROWS_MAX", 1)
+
+    async def main() -> None:
+        async with world.ticking():
+            await world.until(lambda: world.calls > 0)
+            await world._admit([world.now_ms] * 20)
+            seen = set()
+            while len(world.kept) < 20:
+                assert not world.task.done(), world.task.exception()
+                seen.add(len(world.kept))
+                await asyncio.sleep(0)
+            assert len(seen) > 10, "the loop was held for the whole backlog"
+
+    world.run(main())
