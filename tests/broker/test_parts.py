@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from timeball.broker.parts import in_thread
+from timeball.broker.parts import in_thread, undone
 from timeball.errors import DiskFailed
 
 
@@ -42,3 +42,13 @@ def test_the_loop_goes_on_meanwhile() -> None:
             return await waiting
 
     assert asyncio.run(main())
+
+
+def test_what_failed_is_undone_and_still_fails() -> None:
+    steps: list[int] = []
+    with undone(lambda: steps.append(1)):
+        pass
+    assert steps == []
+    with pytest.raises(DiskFailed), undone(lambda: steps.append(1), lambda: steps.append(2)):
+        raise DiskFailed("gone")
+    assert steps == [1, 2]

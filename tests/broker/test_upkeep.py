@@ -1,42 +1,230 @@
-"""What the broker does for itself: keys of data files before somebody asks for them."""
+"""Duties: what is saved is enough and no more, what nobody needs goes, and a duty that fails says so."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
-from tests.broker.on_node import on_node
-from tests.crash.world import HOUR_MS, World
+from tests.broker.on_node import batch, on_node
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
-from timeball.errors import Corrupt
-from timeball.table.data_file import sidecar_name
-from timeball.table.layout import FOLDER
+from timeball.broker import upkeep
+from timeball.errors import DiskFailed, OverLimit
+from timeball.limits import DAY_MS
+from timeball.log import checkpoint
 
 
-def _sidecars(world: World) -> list[bool]:
-    """For each data file, whether its key sidecar is there."""
-    files = world.broker.parts.schedule.pending.all()
-    return [world.files.exists(sidecar_name(file.entry.path)) for file in files]
+async def left_after_a_cut(world: World) -> World:
+    """A node on what was durable, beside the one that runs."""
+    left = World(world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms)
+    await left.start()
+    return left
+
+
+def full(world: World) -> None:
+    """From here on nothing that takes space works."""
+    world.files.fail_at(world.files.calls + 1, OverLimit("disk full"), forever=True)
+
+
+# ---- saving -------------------------------------------------------------------------------------------------
 
 
 @on_node()
-async def test_new_data_files_get_their_keys_before_the_first_cancel(world: World) -> None:
-    assert world.node is not None
-    ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
-    await world.compact()
-    assert _sidecars(world) == [False, False]
-    await world.node.upkeep.index_keys()
-    assert _sidecars(world) == [True, True]
-    await world.cancel(ids[:1])
+async def test_a_checkpoint_is_written_when_something_has_happened(world: World) -> None:
+    await world.checkpoint()
+    calls = world.files.calls
+    await world.checkpoint()
+    assert world.files.calls == calls
+    await world.send("a", [None, FAR_MS])
+    await world.checkpoint()
+    facts = checkpoint.load(world.files)
+    assert facts is not None
+    assert (facts.facts.seq, facts.facts.queues) == (3, {"a": {0: (0, 1)}})
 
 
 @on_node()
-async def test_one_damaged_data_file_does_not_keep_the_others_from_it(world: World) -> None:
+async def test_small_state_is_saved_when_it_has_changed(world: World) -> None:
+    await world.send("a", [None])
+    await world.consume()
+    await world.save_offsets()
+    calls = world.files.calls
+    await world.save_offsets()
+    assert world.files.calls == calls
+    left = await left_after_a_cut(world)
+    assert left.broker.offsets(GROUP, "a")[0] == 1
+    await left.stop()
+
+
+@on_node()
+async def test_a_stop_saves_everything(world: World) -> None:
+    await world.send("a", [None, FAR_MS])
+    await world.consume()
+    await world.stop()
+    saved = checkpoint.load(world.files)
+    assert saved is not None and saved.facts.seq == 3
+    left = await left_after_a_cut(world)
+    assert left.broker.offsets(GROUP, "a")[0] == 1
+    await left.stop()
+    await world.start()
+
+
+@on_node()
+async def test_what_a_full_disk_refused_is_saved_when_there_is_room(world: World) -> None:
+    """Not forgotten, and nothing vouched for that was not synced."""
+    await world.send("a", [None] * 4)
+    await world.consume()
+    full(world)
+    with pytest.raises(OverLimit):
+        await world.broker.create_topic("made", 3)
+    for duty in (world.checkpoint, world.save_offsets):
+        with pytest.raises(OverLimit):
+            await duty()
+    world.files.heal()
+    await world.broker.create_topic("made", 3)
+    await world.save_offsets()
+    await world.checkpoint()
+    left = await left_after_a_cut(world)
+    assert left.broker.topics()["made"] == {"queues": 3}
+    assert left.broker.offsets(GROUP, "a") == world.broker.offsets(GROUP, "a") != {}
+    assert [row.place for row in (await left.outcome()).rows] == [
+        row.place for row in (await world.outcome()).rows
+    ]
+    await left.stop()
+
+
+# ---- duties -------------------------------------------------------------------------------------------------
+
+
+async def repeated(world: World, *errors: BaseException) -> int:
+    """Run a duty that fails so, each millisecond, until it has worked twice; how often it was called."""
+    calls, done = 0, asyncio.Event()
+
+    async def duty() -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= len(errors):
+            raise errors[calls - 1]
+        if calls == len(errors) + 2:
+            done.set()
+
     assert world.node is not None
-    ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
-    await world.compact()
-    first = world.broker.parts.schedule.pending.all()[0]
-    world.files.replace(f"{FOLDER}/{first.entry.path}", b"PAR1 is not all there is to it")
-    await world.node.upkeep.index_keys()
-    assert _sidecars(world) == [False, True]
-    assert first.keys_tried  # said once, not every second
-    with pytest.raises(Corrupt, match=first.entry.path):
-        await world.broker.cancel(ids=ids)
+    task = asyncio.create_task(world.node.upkeep._repeat(1, duty))
+    finished = asyncio.create_task(done.wait())
+    await asyncio.wait([task, finished], return_when=asyncio.FIRST_COMPLETED)
+    for one in (task, finished):
+        one.cancel()
+    await asyncio.gather(task, finished, return_exceptions=True)
+    return calls
+
+
+@on_node()
+async def test_a_full_disk_is_tried_again(world: World) -> None:
+    assert await repeated(world, OverLimit("full"), OverLimit("full")) == 4
+    assert world.failure is None
+
+
+@pytest.mark.parametrize("error", [DiskFailed("gone"), ValueError("a mistake of ours")])
+@on_node(failing=True)
+async def test_any_other_failure_stops_the_broker_and_is_told(world: World, error: Exception) -> None:
+    assert await repeated(world, error) == 1
+    assert world.failure is error
+
+
+# ---- compaction by itself -----------------------------------------------------------------------------------
+
+EAGER = {"compact_rows": 6, "compact_rows_min": 2, "compact_interval_ms": 60_000}
+
+
+async def moved(world: World) -> int:
+    """Rows in the table after a look."""
+    assert world.node is not None
+    await world.node.upkeep.compact_if_worth()
+    return int(world.broker.status()["schedule"]["table_rows"])
+
+
+@on_node(**EAGER)
+async def test_the_tail_is_moved_when_it_is_long_or_has_waited(world: World) -> None:
+    await world.send("a", [HOUR_MS] * 5)
+    assert await moved(world) == 0
+    await world.send("a", [HOUR_MS])
+    assert await moved(world) == 6
+    await world.send("a", [HOUR_MS])
+    world.clock.advance(60_000)
+    assert await moved(world) == 6, "a single row is not worth a file"
+    await world.send("a", [HOUR_MS])
+    assert await moved(world) == 8
+    await world.send("a", [HOUR_MS] * 5)
+    assert await moved(world) == 8, "the interval begins anew"
+
+
+@on_node(**EAGER)
+async def test_whoever_holds_the_lease_moves_the_tail(world: World) -> None:
+    await world.send("a", [HOUR_MS] * 9)
+    world.broker.compactor_lease(10_000)
+    assert await moved(world) == 0
+    world.clock.advance(10_000)
+    assert await moved(world) == 9
+
+
+@on_node()
+async def test_a_lease_ends_within_the_hour(world: World) -> None:
+    world.broker.compactor_lease(1 << 60)
+    assert world.broker.mover.outside_compactor_until_ms == world.clock.wall + HOUR_MS
+
+
+# ---- letting go ---------------------------------------------------------------------------------------------
+
+
+async def fill(world: World, rows: int = 24) -> None:
+    """Segments hold about ten of these."""
+    for _ in range(rows // 6):
+        await world.send("filler", [None] * 6, 100_000)
+    world.clock.advance(1_000)
+
+
+@on_node(retention_ms=HOUR_MS)
+async def test_segments_go_when_they_are_old_and_not_before(world: World) -> None:
+    await fill(world)
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq == 1
+    world.clock.advance(HOUR_MS)
+    await world.let_go()
+    first_seq = world.broker.parts.reader.first_seq
+    assert 1 < first_seq <= 24, "the newest segment always stays"
+    for low, high in world.broker.queues("filler").values():
+        assert 0 < low <= high == 12
+    kept = [row.seq for row in (await world.outcome()).rows]
+    assert sorted(kept) == list(range(first_seq, 25))
+
+
+@on_node(retention_ms=1)
+async def test_a_promise_in_the_tail_does_not_keep_segments_for_ever(world: World) -> None:
+    """Too few for a compaction of its own: it is moved because it stands in the way."""
+    key = (await world.send("a", [DAY_MS]))[0]
+    await fill(world)
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > 1
+    left = await left_after_a_cut(world)
+    await left.advance(DAY_MS)
+    assert [row.key for row in (await left.outcome()).rows if row.place.topic == "a"] == [key]
+    await left.stop()
+
+
+@on_node()
+async def test_files_whose_promises_are_all_settled_leave_the_table(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upkeep, "BEHIND_FILES_MIN", 2)
+        for minutes in (1, 2, 300):
+            await world.send("a", [minutes * 60 * SECOND_MS] * 3)
+            await world.compact()
+        await world.advance(60 * SECOND_MS)
+        await world.let_go()
+        assert world.broker.status()["schedule"]["table_files"] == 3
+        await world.advance(2 * 60 * SECOND_MS)
+        await world.let_go()
+    status: dict[str, Any] = world.broker.status()["schedule"]
+    assert (status["table_files"], status["table_rows"]) == (1, 3)
+    await world.broker.send(batch(1))

@@ -50,3 +50,7 @@ class Offsets:
             return None
         self._dirty = False
         return msgspec.json.encode(self._table)
+
+    def unsaved(self) -> None:
+        """What `save` gave out was not written."""
+        self._dirty = True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -48,3 +49,14 @@ class Parts:
 async def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run something that touches the disk in one of the broker's threads."""
     return await asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
+
+
+@contextmanager
+def undone(*steps: Callable[[], None]) -> Iterator[None]:
+    """Take these steps when the body fails: a full disk is no reason to believe that something is saved."""
+    try:
+        yield
+    except BaseException:  # also a caller who has gone away
+        for step in steps:
+            step()
+        raise

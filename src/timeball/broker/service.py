@@ -18,7 +18,7 @@ from timeball import limits
 from timeball.broker import admission, cancelling, delivery, pulling
 from timeball.broker.cancelling import Verdict
 from timeball.broker.moving import Mover
-from timeball.broker.parts import Parts, in_thread
+from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.topics import Placement
 from timeball.errors import NotFound, OutOfRange
 from timeball.log.format import with_seq
@@ -281,6 +281,7 @@ class Broker:
 
     async def save_topics(self) -> None:
         """Write the list of topics when it has changed."""
-        data = self.parts.topics.save()
+        topics, data = self.parts.topics, self.parts.topics.save()
         if data is not None:
-            await in_thread(self.parts.reader_thread, self.parts.files.replace, "topics.json", data)
+            with undone(topics.unsaved):
+                await in_thread(self.parts.reader_thread, self.parts.files.replace, "topics.json", data)

@@ -99,6 +99,10 @@ class Topics:
             {t.name: TopicFacts(t.number, len(t.queues)) for t in self._topics.values()}
         )
 
+    def unsaved(self) -> None:
+        """What `save` gave out was not written."""
+        self.dirty = True
+
     def get(self, name: str) -> Topic:
         """The topic; raises NotFound."""
         topic = self._topics.get(name)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from timeball import limits
-from timeball.broker.parts import in_thread
+from timeball.broker.parts import in_thread, undone
 from timeball.broker.service import Broker
 from timeball.errors import Corrupt, OverLimit, RequestError
 from timeball.log import checkpoint, frame_index, retention
@@ -79,10 +79,11 @@ class Upkeep:
         await self._broker.save_topics()
         data = self._parts.offsets.save()
         if data is not None:
-            await self._parts.writer.synced()  # an offset must not outlive the message behind it
-            await in_thread(
-                self._parts.reader_thread, lambda: self._parts.files.replace("offsets.json", data)
-            )
+            with undone(self._parts.offsets.unsaved):
+                await self._parts.writer.synced()  # an offset must not outlive the message behind it
+                await in_thread(
+                    self._parts.reader_thread, lambda: self._parts.files.replace("offsets.json", data)
+                )
 
     async def checkpoint(self) -> None:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""
@@ -117,8 +118,9 @@ class Upkeep:
                 checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
-            await parts.writer.synced()
-            await in_thread(self._parts.reader_thread, save)
+            with undone(parts.topics.unsaved, *(index.unsynced for index in indexes)):
+                await parts.writer.synced()
+                await in_thread(self._parts.reader_thread, save)
             self._checkpoint_seq = seq
 
     async def index_keys(self) -> None:

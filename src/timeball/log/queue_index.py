@@ -116,6 +116,10 @@ class QueueIndex:
         self._dirty.clear()
         return files
 
+    def unsynced(self) -> None:
+        """What `take_dirty` gave out was not synced: all that is open counts as written since."""
+        self._dirty.update(self._chunks)
+
     def close(self) -> None:
         """Let go of the files."""
         for chunk in self._chunks.values():
