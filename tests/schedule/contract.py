@@ -28,7 +28,7 @@ from timeball import limits
 FAST = hypothesis.settings(
     max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-SLOW = hypothesis.settings(FAST, max_examples=1_000, stateful_step_count=60)
+SLOW_FACTOR = 10
 MANY = 5_000
 
 
@@ -36,6 +36,7 @@ class Contract:
     """See the module."""
 
     new_rig: ClassVar[Callable[[], Rig]]
+    examples: ClassVar[int] = FAST.max_examples
 
     @pytest.fixture
     def world(self) -> Iterator[World]:
@@ -52,12 +53,14 @@ class Contract:
     # -- at random -----------------------------------------------------------------------------------------
 
     def test_anything_in_any_order(self) -> None:
-        run_state_machine_as_test(machine(type(self).new_rig), settings=FAST)
+        settings = hypothesis.settings(FAST, max_examples=self.examples)
+        run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 
     @pytest.mark.slow
     @pytest.mark.timeout(1_200)
     def test_anything_in_any_order_for_long(self) -> None:
-        run_state_machine_as_test(machine(type(self).new_rig), settings=SLOW)
+        settings = hypothesis.settings(FAST, max_examples=SLOW_FACTOR * self.examples, stateful_step_count=60)
+        run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 
     # -- never early, never lost ---------------------------------------------------------------------------
 

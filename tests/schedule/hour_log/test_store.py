@@ -24,3 +24,4 @@ class TestContractWithRoomForOne(Contract):
     """A body is larger than the memory for bodies: it is loaded all the same, one at a time."""
 
     new_rig = partial(HourLogRig, gather_bytes=1)
+    examples = 8  # each row is a gather of its own
