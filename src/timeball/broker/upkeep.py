@@ -11,6 +11,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+import pyarrow as pa
+
 from timeball import limits
 from timeball.broker.parts import in_thread, undone
 from timeball.broker.service import Broker
@@ -125,14 +127,16 @@ class Upkeep:
 
     async def index_keys(self) -> None:
         """Key sidecars of new data files. The first cancel would build them all, with consumers waiting behind it."""
-        for file in self._parts.schedule.pending.all():
-            if not file.keys_tried:
-                try:
-                    # One file at a time, so that pulls and gathers come between.
-                    await in_thread(self._parts.reader_thread, file.ensure_keys)
-                except Corrupt as error:
-                    # It may be due in a year: whoever looks it up is told, and the others go on.
-                    logger.error("%s", error)
+        fresh = [file for file in self._parts.schedule.pending.all() if not file.keys_tried]
+        for file in fresh:
+            try:
+                # One file at a time, so that pulls and gathers come between.
+                await in_thread(self._parts.reader_thread, file.ensure_keys)
+            except Corrupt as error:
+                # It may be due in a year: whoever looks it up is told, and the others go on.
+                logger.error("%s", error)
+        if fresh:
+            pa.default_memory_pool().release_unused()
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless somebody outside does or there is too little of it."""

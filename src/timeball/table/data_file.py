@@ -116,9 +116,12 @@ class DataFile:
                 return self._keys
             except Corrupt:
                 pass  # a cache: built again from the data file, which has its own checksums
+        was_open = self._parquet is not None
         columns = self._read(
             list(range(self._open().num_row_groups)), ["unique_key", "keys"]
         ).combine_chunks()
+        if not was_open:
+            self.close()  # thousands of footers would weigh more than the promises they speak of
         hashes, rows = hash_keys(*(columns.column(c).chunk(0) for c in ("unique_key", "keys")))
         self._files.replace(name, KeySidecar.build(hashes, rows).encode())
         self._keys = KeySidecar.parse(self._files.map_readonly(name))
