@@ -1,21 +1,22 @@
 """Counting what happened, and that each fault is counted."""
 
-from collections import Counter
+import io
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from timeball.cli.demo.clocks import CompressedDay
 from timeball.cli.demo.day import Arrivals, DayRun
 from timeball.cli.demo.flights import Flights
-from timeball.cli.demo.outcome import judge
+from timeball.cli.demo.outcome import judge, outcome_table
 
 IDS = ["a", "b", "c", "d"]
 DUE = [1_000, 2_000, 3_000, 4_000]
 
 
-def _run(received: list[tuple[str, int]]) -> DayRun:
+def _run(received: list[tuple[str, int]], verdict: str = "cancelled") -> DayRun:
     """Four flights of which "d" was cancelled; `received` gives ids and how late they were stored."""
     text = pa.array(IDS)
     flights = Flights(
@@ -35,7 +36,7 @@ def _run(received: list[tuple[str, int]]) -> DayRun:
         seen_ms=[due[name] + late + 1 for name, late in received],
     )
     day = CompressedDay(0, 86_400)
-    return DayRun(flights, np.array(DUE), day, arrivals, Counter(cancelled=1))
+    return DayRun(flights, np.array(DUE), day, arrivals, {"d": verdict})
 
 
 def test_a_day_as_it_should_be() -> None:
@@ -61,3 +62,22 @@ def test_each_fault_is_counted(received: list[tuple[str, int]], fault: str, coun
     outcome = judge(_run(received))
     assert getattr(outcome, fault) == count
     assert not outcome.faultless
+
+
+def test_a_cancel_that_came_too_late_is_shown_and_no_fault() -> None:
+    """The broker said so, and delivered; had it not delivered, the message would be lost."""
+    late = judge(_run([("a", 0), ("b", 0), ("c", 0), ("d", 0)], "released"))
+    assert late.faultless
+    assert (late.cancelled, late.released, late.too_late) == (0, 4, 1)
+    assert judge(_run([("a", 0), ("b", 0), ("c", 0)], "released")).lost == 1
+
+
+def test_the_table_has_a_line_for_each_figure_and_faults_in_red() -> None:
+    """Red is what a person sees first."""
+    console = Console(record=True, width=80, force_terminal=True, file=io.StringIO())
+    console.print(outcome_table(judge(_run([("a", 0), ("b", 2)])), 1_000, 0.4, "balances"))
+    shown = console.export_text(clear=False)
+    for line in ("scheduled", "cancelled", "released", "early", "lost", "duplicates", "p50 / p99 / max"):
+        assert line in shown
+    assert "less than 1 byte" in shown and "1,000" in shown and "balances" in shown
+    assert "color: #800000" in console.export_html()

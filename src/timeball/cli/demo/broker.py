@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -21,23 +22,27 @@ KEPT_LINES = 20
 
 
 class Broker:
-    """A running `timeball up`. `endpoint` is where it serves."""
+    """A running `timeball up`. `endpoint` is where it serves, once `await_ready` has returned."""
+
+    endpoint: str
 
     def __init__(self, data: Path) -> None:
         command = [sys.executable, "-m", "timeball", "up", "--json", "--port", "0", "--data", str(data)]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
+        # What malloc keeps for each thread would hide what a promise costs: tens of megabytes, at random.
+        env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._changed = threading.Condition()
         # A session of its own: Ctrl-C reaches the demo, which then ends the broker in order.
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=env
         )
         assert self._process.stdout is not None and self._process.stderr is not None
+        self._threads: list[threading.Thread] = []
         self._follow(self._process.stdout, self._note_event)
         self._follow(self._process.stderr, self._note_line)
-        self.endpoint: str = self._await_ready()
 
     def pipeline_state(self) -> str:
         """The last thing said about the pipeline: started, ended, given_up, stopped; '' before the first."""
@@ -58,12 +63,16 @@ class Broker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for thread in self._threads:
+            thread.join(STOP_S)
 
-    def _await_ready(self) -> str:
+    def await_ready(self) -> None:
+        """Wait for the ready line; SetupError with the broker's own words when it does not come."""
         with self._changed:
             self._changed.wait_for(lambda: self._events or self._process.poll() is not None, READY_S)
             if self._events:
-                return str(self._events[0]["endpoint"])
+                self.endpoint = str(self._events[0]["endpoint"])
+                return
         self._process.kill()
         code = self._process.wait()
         raise SetupError(
@@ -72,15 +81,18 @@ class Broker:
 
     def _follow(self, stream: IO[bytes], note: Callable[[str], None]) -> None:
         def read() -> None:
-            for line in stream:
-                with self._changed:
-                    note(line.decode(errors="replace").rstrip())
-                    self._changed.notify_all()
+            with stream:
+                for line in stream:
+                    with self._changed:
+                        note(line.decode(errors="replace").rstrip())
+                        self._changed.notify_all()
             with self._changed:
                 self._process.poll()
                 self._changed.notify_all()
 
-        threading.Thread(target=read, daemon=True).start()
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _note_event(self, line: str) -> None:
         self._events.append(msgspec.json.decode(line))
@@ -94,6 +106,7 @@ def broker_in(data: Path) -> Iterator[Broker]:
     """A broker for the length of a block."""
     broker = Broker(data)
     try:
+        broker.await_ready()
         yield broker
     finally:
         broker.stop()

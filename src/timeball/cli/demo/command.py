@@ -12,6 +12,7 @@ In order, each step printed as it ends:
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import typer
 
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import JsonOption
+from timeball.cli.output import note
 from timeball.errors import RequestError
 
 
@@ -58,8 +60,15 @@ def demo(
     chosen = _date(day)
     from timeball.cli.demo.show import run_demo
 
-    with _folder(data) as folder:
-        report = run_demo(folder, chosen, seconds * 1_000, out_folder, flights_max, quiet=as_json)
+    # Whoever asks it to end, a terminal that closes included, finds no broker and no Java left behind.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with _folder(data) as folder:
+            report = run_demo(folder, chosen, seconds * 1_000, out_folder, flights_max, quiet=as_json)
+    except KeyboardInterrupt:
+        note("timeball: interrupted; the broker and Spark have stopped")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     if as_json:
         from timeball.cli.output import print_json
 

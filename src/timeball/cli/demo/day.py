@@ -8,7 +8,6 @@ falls due and writes down what came and when; it knows nothing of the cancellati
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,13 +47,17 @@ class Arrivals:
 
 @dataclass
 class DayRun:
-    """A day and what became of it."""
+    """A day and what became of it. `verdicts`: what the broker said to each cancel, by flight."""
 
     flights: Flights
     due_ms: Int64Array
     clock: CompressedDay
     arrivals: Arrivals
-    verdicts: Counter[str]
+    verdicts: dict[str, str] = field(default_factory=dict)
+
+    def said(self, verdict: str) -> set[str]:
+        """The flights to whose cancel the broker said this."""
+        return {flight for flight, found in self.verdicts.items() if found == verdict}
 
 
 def live_through(
@@ -62,17 +65,17 @@ def live_through(
 ) -> DayRun:
     """Run the day to its end; `show` gets (departures received, cancellations) several times a second."""
     due_ms = day.due_ms(flights.minutes)
-    run = DayRun(flights, due_ms, day, Arrivals(), Counter())
+    run = DayRun(flights, due_ms, day, Arrivals())
     with Timeball(endpoint) as ball:
         ball.send_many(flights.messages(TOPIC, due_ms))
         consumer = _Consumer(endpoint, run.arrivals, clock)
         try:
             _cancel_as_it_goes(ball, run, clock, show)
-            expected = len(flights) - int(flights.cancelled.sum())
+            expected = len(flights) - len(run.said("cancelled"))
             consumer.await_count(expected, LINGER_S)
             # Whatever is wrong, a duplicate or a cancelled flight, would come at its instant: these have passed.
             consumer.await_count(expected + 1, QUIET_S)
-            show(len(run.arrivals.ids), run.verdicts["cancelled"])
+            show(len(run.arrivals.ids), len(run.said("cancelled")))
         finally:
             consumer.stop()
     return run
@@ -88,9 +91,9 @@ def _cancel_as_it_goes(ball: Timeball, run: DayRun, clock: Clock, show: Callable
         near = int(np.searchsorted(run.due_ms[doomed], now_ms + ahead_ms))
         if near > done:
             ids = run.flights.id.take(pa.array(doomed[done:near])).to_pylist()
-            run.verdicts.update(verdict.verdict for verdict in ball.cancel(ids=ids))
+            run.verdicts.update((verdict.subject, verdict.verdict) for verdict in ball.cancel(ids=ids))
             done = near
-        show(len(run.arrivals.ids), run.verdicts["cancelled"])
+        show(len(run.arrivals.ids), len(run.said("cancelled")))
         pause.wait(STEP_S)
 
 

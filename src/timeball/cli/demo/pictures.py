@@ -60,19 +60,26 @@ def _draw_load(run: DayRun, outcome: Outcome, day_name: str, file: Path) -> None
 def _draw_lateness(run: DayRun, outcome: Outcome, file: Path) -> None:
     late = lateness_ms(run)
     figure, axes = _axes("Lateness in milliseconds: stored in its queue, minus due", "Messages")
+    title = (
+        f"How late {outcome.released:,} messages were released: the latest {outcome.lateness_max_ms:.0f} ms"
+    )
     if len(late):
         top = max(10, int(np.ceil(np.quantile(late, 0.995))) + 1)
         step = max(1, round(top / 40))
-        bins = np.arange(min(0, int(late.min())), top + step, step)
-        axes.hist(np.minimum(late, bins[-1] - step / 2), bins=list(bins), color=RELEASED)
+        # Bars stand over their milliseconds; what lies beyond the axis is in the last one.
+        edges = np.arange(min(0, int(late.min())), top + 2 * step, step) - 0.5
+        shown = np.minimum(late, edges[-1] - step / 2)
+        axes.hist(shown, bins=list(edges), color=RELEASED, edgecolor="white", linewidth=0.8)
+        axes.set_xlim(min(-1, edges[0]), edges[-1])
+        if (beyond := int((late > edges[-1]).sum())) > 0:
+            title += f" ({beyond:,} beyond the axis are in the last bar)"
     for value, name, style in (
         (outcome.lateness_p50_ms, "p50", "-"),
         (outcome.lateness_p99_ms, "p99", "--"),
     ):
         axes.axvline(value, color=CANCELLED, linestyle=style, linewidth=2, label=f"{name}: {value:.0f} ms")
-    axes.axvline(0, color=SCHEDULED, linewidth=1, label=f"due; {outcome.early:,} before it")
-    worst = f"latest {outcome.lateness_max_ms:.0f} ms; those beyond the axis are in the last bar"
-    axes.set_title(f"How late {outcome.released:,} messages were released ({worst})")
+    axes.axvline(-0.5, color=SCHEDULED, linewidth=1, label=f"due; {outcome.early:,} came before it")
+    axes.set_title(title)
     axes.legend(loc="upper right", framealpha=1, edgecolor="none")
     _save(figure, file)
 

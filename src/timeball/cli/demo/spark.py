@@ -60,4 +60,9 @@ class Spark:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.stop()
+        try:
+            self._session.stop()
+        except Exception:
+            # A Java that was told to end as well: what ended the block is what matters.
+            if error is None:
+                raise
