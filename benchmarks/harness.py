@@ -36,8 +36,9 @@ TOPIC = "bench"
 class Server:
     """One broker in a process of its own. A context manager; `kill` and `start` again for restarts."""
 
-    def __init__(self, data: Path, *options: str) -> None:
+    def __init__(self, data: Path, *options: str, **environment: str) -> None:
         self.data = data
+        self._environment = {**os.environ, **environment}
         self._command = [sys.executable, "-m", "timeball", "serve", "--json", "--port", "0"]
         self._command += ["--data", str(data), *options]
         self.started_ms = 0
@@ -46,7 +47,9 @@ class Server:
     def start(self) -> None:
         """Start the process and wait for its ready line."""
         self.started_ms = now_ms()
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, text=True, env=self._environment
+        )
         ready = _first_line(self._process, READY_S)
         self.endpoint: str = ready["endpoint"]
         self.process = psutil.Process(self._process.pid)
@@ -83,11 +86,11 @@ class Server:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[tuple[Server, Timeball]]:
+def serving(*options: str, **environment: str) -> Iterator[tuple[Server, Timeball]]:
     """A fresh broker and a client of it."""
     with (
         tempfile.TemporaryDirectory(prefix="timeball-bench-") as folder,
-        Server(Path(folder) / "data", *options) as server,
+        Server(Path(folder) / "data", *options, **environment) as server,
         Timeball(server.endpoint) as ball,
     ):
         yield server, ball

@@ -6,6 +6,9 @@ contains the process's fixed growth (buffers, libraries touched for the first ti
 sizes does not, and is the one that says what a hundred million would need. Pages of mapped files, the log above
 all, are shown beside: they are page cache, which the system takes back when it needs the room.
 
+The server runs with MALLOC_ARENA_MAX=1: otherwise malloc keeps freed memory for each thread, tens of megabytes at
+random, which is no cost of a promise but would drown it.
+
 Not measured: page cache that is not mapped; memory of clients and of Spark; memory near the instant, where
 bodies are gathered.
 """
@@ -29,7 +32,7 @@ def run(small: bool = False) -> Report:
     """Measure; bytes of resident memory a promise."""
     report = Report("memory", small)
     sizes = (2_000, 10_000) if small else (1_000_000, 5_000_000)
-    with serving("--no-compact-self") as (server, ball):
+    with serving("--no-compact-self", MALLOC_ARENA_MAX="1") as (server, ball):
         _add(ball, 1_000, seed=0)  # every path once, so that the base contains its code and buffers
         base, base_mapped = _at_rest(server, ball)
         waiting, used = [0], [base]
