@@ -160,7 +160,9 @@ class Attack:
 
     def kill_spark(self, moment: Callable[[], None]) -> None:
         self.moments.append(f"Spark {moment.__name__}")
+        begin_ns = CLOCK.monotonic_ns()
         moment()
+        self.moments[-1] += f" after {(CLOCK.monotonic_ns() - begin_ns) // 10**9} s"
         starts = len(self.spark.pids)
         assert kill_tree(self.spark.pid), f"Spark had died before it was killed: {self.spark.said}"
         self.unattached += bool(data_files(self.table) - set(self.live_names()))
@@ -171,7 +173,9 @@ class Attack:
         self.moments.append("broker on_file")
         self.on_file()
         self.siege.strike()
+        begin_ns = CLOCK.monotonic_ns()
         self.spark_at_work()
+        self.moments[-1] += f", at work again after {(CLOCK.monotonic_ns() - begin_ns) // 10**9} s"
 
     def live_names(self) -> list[str]:
         return [uri.rpartition("/")[2] for uri in DeltaTable(str(self.table)).file_uris()]
@@ -204,8 +208,9 @@ def check_table(siege: Siege, ball: Timeball) -> int:
 def test_compact_survives_its_own_death_and_the_brokers(tmp_path: Path, spark: SparkSession) -> None:
     # The broker's own compaction would hide a pipeline that does nothing.
     quiet = {"segment-bytes": "8MiB", "checkpoint-interval-ms": "500", "compact-rows": "1000000"}
+    quiet["compact-rows-min"] = quiet["compact-rows"]  # not even what has waited
     # Spark is to be killed, not starved: on two cores clients without a pause leave it little.
-    with Siege(tmp_path / "data", SEED, quiet, pause_ms=40) as siege:
+    with Siege(tmp_path / "data", SEED, quiet, pause_ms=150) as siege:
         endpoint = siege.broker.endpoint
         with supervised(endpoint) as child, Timeball(endpoint) as ball:
             siege.clients(send_one, send_many, cancel, consume)
