@@ -1,0 +1,163 @@
+"""Recovery: the same log gives the same state, from whichever checkpoint, with whichever caches are left."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.broker.on_node import on_node
+from tests.crash.checker import check
+from tests.crash.lives import AFTER_MS
+from tests.crash.scenarios import SCENARIOS, Scenario
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+from tests.crash_files import CrashFiles
+from tests.table.test_catalog import commits
+
+from timeball.errors import Corrupt
+from timeball.log import checkpoint
+from timeball.table.catalog import DELTA_LOG
+from timeball.table.layout import KEYS_FOLDER
+
+
+def life(*names: str) -> Scenario:
+    """Several scenarios as one; the first step of each is a start."""
+    return [step for name in names for step in SCENARIOS[name][1:]]
+
+
+LIFE = life("compact", "bulk")
+
+
+async def lived(world: World, scenario: Scenario) -> list[bytes]:
+    """Live; every checkpoint that was the newest one at the end of a step, oldest first."""
+    seen: list[bytes] = []
+    for step in scenario:
+        await step(world)
+        if world.files.exists(checkpoint.NAME):
+            data = world.files.content(checkpoint.NAME)
+            seen += [data] if data not in seen else []
+    if world.node is not None:
+        await world.stop()
+    return seen
+
+
+async def state(world: World, files: CrashFiles) -> dict[str, Any]:
+    """Start on these files: what the broker knows, and everything that comes of it later."""
+    left = World(files, replace(world.clock), deepcopy(world.observed))
+    await left.start()
+    await left.settled()
+    ledger, schedule = left.broker.parts.ledger, left.broker.parts.schedule
+    known = {
+        "watermark": ledger.watermark, "epochs": ledger.epochs, "reserved": ledger.reserved,
+        "queues": {topic: left.broker.queues(topic) for topic in left.broker.topics()},
+        "files": sorted(entry.path for entry in schedule.pending.live_entries()),
+        "waiting": left.broker.status()["schedule"]["tail_rows"],
+    }  # fmt: skip
+    await left.advance(AFTER_MS)
+    await left.consume()
+    outcome = await left.outcome()
+    assert check(left.observed, outcome) == []
+    known["rows"] = [(row.place, row.key) for row in outcome.rows]
+    await left.stop()
+    await left.abandon()
+    return known
+
+
+def copy_of(world: World) -> CrashFiles:
+    return world.files.crash(survival="everything")
+
+
+@pytest.mark.parametrize("names", [("compact", "bulk"), ("compact", "late"), ("plain",)])
+@on_node()
+async def test_any_checkpoint_that_ever_was_gives_the_same_state(
+    world: World, names: tuple[str, ...]
+) -> None:
+    """Also one that is older than compactions, bulk attaches and removals since."""
+    saved = await lived(world, life(*names))
+    assert len(saved) > 1
+    expected = await state(world, copy_of(world))
+    for data in saved:
+        files = copy_of(world)
+        files.replace(checkpoint.NAME, data)
+        assert await state(world, files) == expected
+
+
+@on_node()
+async def test_a_checkpoint_that_has_forgotten_what_is_settled_is_noticed(world: World) -> None:
+    """The control of the test above."""
+    await lived(world, LIFE)
+    files = copy_of(world)
+    known = checkpoint.load(files)
+    assert known is not None
+    facts = msgspec.structs.replace(known.facts, settled_before_ms=-(1 << 62))
+    none = np.empty(0, np.int64)
+    checkpoint.save(files, checkpoint.Checkpoint(facts, none, none))
+    with pytest.raises(AssertionError, match="doubled"):
+        await state(world, files)
+
+
+def remove(files: CrashFiles, folder: str) -> None:
+    for name in files.list_dir(folder):
+        files.remove(f"{folder}/{name}")
+
+
+@pytest.mark.parametrize(
+    "lost", ["checkpoint", "rotten checkpoint", "queues", "topics.json", "keys", "commits"]
+)
+@on_node()
+async def test_what_is_a_cache_may_be_lost(world: World, lost: str) -> None:
+    """All but the log and the data files. Without the checkpoint, since it is what vouches for the others."""
+    await lived(world, LIFE)
+    expected = await state(world, copy_of(world))
+    files = copy_of(world)
+    if lost != "rotten checkpoint":
+        files.remove(checkpoint.NAME)
+    else:
+        data = files.content(checkpoint.NAME)
+        files.replace(checkpoint.NAME, data[:-1] + bytes([data[-1] ^ 1]))
+    if lost == "queues":
+        for topic in files.list_dir("queues"):
+            for queue in files.list_dir(f"queues/{topic}"):
+                remove(files, f"queues/{topic}/{queue}")
+    elif lost == "topics.json":
+        files.remove("topics.json")
+    elif lost == "keys":
+        remove(files, KEYS_FOLDER)
+    elif lost == "commits":
+        for name in commits(files)[3:]:
+            files.remove(f"{DELTA_LOG}/{name}")
+    assert await state(world, files) == expected
+
+
+@on_node(retention_ms=1)
+async def test_without_checkpoint_and_without_the_log_s_beginning_nobody_knows_what_is_settled(
+    world: World,
+) -> None:
+    for _ in range(4):
+        await world.send("a", [None, SECOND_MS, HOUR_MS, None, None], 100_000)
+        await world.advance(2 * SECOND_MS)
+    await world.consume()  # before it is let go
+    await world.compact()
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > 1
+    await world.stop()
+    files = copy_of(world)
+    files.remove(checkpoint.NAME)
+    with pytest.raises(Corrupt, match="restore 'checkpoint' from a copy"):
+        await World(files, world.clock).start()
+    await world.start()
+    await world.advance(HOUR_MS)
+    await world.consume()
+    assert check(world.observed, await world.outcome()) == []
+
+
+@on_node()
+async def test_a_restart_of_nothing_is_nothing(world: World) -> None:
+    for _ in range(3):
+        await world.restart()
+    status = world.broker.status()
+    assert (status["log"]["next_seq"], status["watermark"], status["table"]["version"]) == (1, 1, 0)
