@@ -19,15 +19,19 @@ from tests.table.test_catalog import seqs
 
 from timeball import limits
 from timeball.errors import Corrupt, DiskFailed, InvalidMessage, NotFound, OutOfRange, OverLimit
-from timeball.table.attachment import Attachment
+from timeball.table.attachment import Attachment, FileEntry
+
+
+def written(world: World, first_seq: int, rows: int) -> list[FileEntry]:
+    """Files of promises due in an hour."""
+    now_ms = world.clock.wall
+    return write(world.files, table_rows([now_ms + HOUR_MS] * rows, first_seq=first_seq), now_ms)
 
 
 async def bulk_of(world: World, rows: int, **fields: Any) -> Attachment:
     """Files written, numbers reserved; not attached."""
     first_seq = await world.broker.reserve(rows)
-    files = write(
-        world.files, table_rows([world.clock.wall + HOUR_MS] * rows, first_seq=first_seq), world.clock.wall
-    )
+    files = written(world, first_seq, rows)
     return attachment(files, **{"job": "bulk", "ranges": [(first_seq, rows)], **fields})
 
 
@@ -92,17 +96,14 @@ async def test_a_refused_attach_leaves_the_table_as_it_was_and_may_be_put_right(
     ]
     for error, fields in wrong:
         with pytest.raises(error):
-            await world.broker.attach(
-                attachment(**{"files": right.files, "job": "bulk", "ranges": right.ranges, **fields})
-            )
+            asked = {"files": right.files, "job": "bulk", "ranges": right.ranges, **fields}
+            await world.broker.attach(attachment(**asked))
     world.files.replace(f"pending/{right.files[0].path}", b"PAR1 no footer")
     with pytest.raises(Corrupt, match="restore this file"):
         await world.broker.attach(right)
     assert (in_table(world), world.broker.status()["table"]["version"]) == ([], 0)
-    whole = attachment(
-        write(world.files, table_rows([world.clock.wall + HOUR_MS] * 3, first_seq=right.ranges[0][0]), world.clock.wall),
-        job="bulk", ranges=right.ranges,
-    )  # fmt: skip
+    again = written(world, right.ranges[0][0], 3)
+    whole = attachment(again, job="bulk", ranges=right.ranges)
     assert not (await world.broker.attach(whole)).repeated
     assert len(in_table(world)) == 3
 
@@ -147,7 +148,8 @@ async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
     image = world.files.crash(survival="everything")
     left = World(image, world.clock)
     await left.start()
-    assert (await left.broker.attach(change)).repeated == bool(decided) or len(in_table(left)) == 3
+    repeated = (await left.broker.attach(change)).repeated
+    assert repeated or not decided  # a row that was being written may have come through
     assert len(in_table(left)) == len(delta_seqs(left)) == 3
     await left.stop()
 
