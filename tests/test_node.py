@@ -1,0 +1,221 @@
+"""One node: a start that works or leaves nothing behind, a stop that keeps everything, a failure that is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import SECOND_MS, World
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball import Timeball, __version__
+from timeball.clock import ManualClock
+from timeball.config import Settings
+from timeball.errors import DiskFailed, SetupError, StorageError
+from timeball.files import RealFiles
+from timeball.log.format import FORMAT_VERSION
+from timeball.node import FORMAT_NAME, FormatFacts, Node, check_folder, write_format
+
+
+def refused(data: Path, text: str, **settings: int) -> None:
+    """A start that fails so, and leaves neither a claim on the folder nor a thread at work."""
+
+    async def main() -> None:
+        node = Node(Settings(data=data, **{"port": 0, **settings}))
+        with pytest.raises(SetupError, match=text):
+            await node.start()
+
+    asyncio.run(main())
+
+
+# ---- start and stop -----------------------------------------------------------------------------------------
+
+
+def test_what_was_sent_is_there_after_a_stop_and_a_start(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with running_node(tmp_path, clock) as node:
+        with Timeball(node.endpoint) as ball:
+            ball.send("orders", "now")
+            ball.send("orders", "later", at=clock.wall + 5_000)
+    with running_node(tmp_path, clock) as node:
+        clock.advance(5_000)
+        with Timeball(node.endpoint) as ball:
+            eventually(lambda: sum(q.max for q in ball.queues("orders").values()) == 2, "both are visible")
+
+
+def test_a_node_may_start_and_stop_often_in_one_process(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    node = RunningNode(tmp_path)
+    for number in range(3):
+        node.start()
+        assert node.run(node.broker.send(batch(1))).first_seq == number + 1
+        node.stop()
+    eventually(lambda: threading.active_count() <= threads + 1, "its threads have ended")
+
+
+def test_a_new_folder_is_made_and_marked(tmp_path: Path) -> None:
+    with running_node(tmp_path / "deep" / "down"):
+        pass
+    text = (tmp_path / "deep/down" / FORMAT_NAME).read_bytes()
+    assert msgspec.json.decode(text) == {"product": "timeball", "format": FORMAT_VERSION}
+
+
+def test_a_signal_ends_it_in_order(tmp_path: Path) -> None:
+    """Those who are part of the process end first, while the broker still answers."""
+
+    async def main() -> list[int]:
+        node = Node(Settings(data=tmp_path, port=0))
+        await node.start()
+        seqs: list[int] = []
+
+        async def last_words() -> None:
+            seqs.append((await node.broker.send(batch(1))).first_seq)
+
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        await node.run_until_signal(last_words)
+        return seqs
+
+    assert asyncio.run(main()) == [1]
+    with running_node(tmp_path) as node:
+        assert node.broker.status()["log"]["next_seq"] == 2
+
+
+# ---- starts that cannot be ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def test_a_port_in_use_is_named_and_the_folder_is_given_back(tmp_path: Path) -> None:
+    with taken_port() as port:
+        refused(tmp_path, str(port), port=port)
+    with running_node(tmp_path) as node:
+        assert node.run(node.broker.send(batch(1))).first_seq == 1
+
+
+def test_a_folder_that_another_node_holds(tmp_path: Path) -> None:
+    with running_node(tmp_path) as node:
+        refused(tmp_path, "in use by another Timeball")
+        assert node.run(node.broker.send(batch(1))).first_seq == 1, "the other one is undisturbed"
+    with running_node(tmp_path):
+        pass
+
+
+def test_a_folder_of_a_newer_timeball(tmp_path: Path) -> None:
+    facts = FormatFacts("timeball", FORMAT_VERSION + 1)
+    (tmp_path / FORMAT_NAME).write_bytes(msgspec.json.encode(facts))
+    refused(tmp_path, f"has format {FORMAT_VERSION + 1}, written by a newer Timeball")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "not Timeball's"),
+        (b"not json", "not Timeball's"),
+        (b'{"product":"timeball"}', "not Timeball's"),
+        (b'{"product":"timeball","format":"1"}', "not Timeball's"),
+        (b'{"product":"kettle","format":1}', "belongs to 'kettle'"),
+    ],
+)
+def test_a_folder_of_something_else(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / FORMAT_NAME).write_bytes(content)
+    refused(tmp_path, text)
+    assert (tmp_path / FORMAT_NAME).read_bytes() == content
+
+
+def test_a_folder_with_somebody_s_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("twenty years of work")
+    refused(tmp_path, "holds 'thesis.txt' but no Timeball data")
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    refused(tmp_path / "data", "is a file; name a folder")
+
+
+def test_a_folder_of_ours_passes(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    check_folder(files)  # empty
+    write_format(files)
+    check_folder(files)
+    before = os.stat(tmp_path / FORMAT_NAME).st_mtime_ns
+    write_format(files)
+    assert os.stat(tmp_path / FORMAT_NAME).st_mtime_ns == before
+
+
+# ---- fail-stop ----------------------------------------------------------------------------------------------
+
+
+@on_node(failing=True)
+async def test_the_first_sync_that_fails_is_the_last_one(world: World) -> None:
+    """Whoever waits is told, whoever comes later too, and nothing that was not durable is ever acknowledged."""
+    await world.send("orders", [None, SECOND_MS])
+    calls = [name for name, _ in await calls_of_a_send(world)]
+    call = world.files.calls + 1 + calls.index("sync")
+    world.files.fail_at(call, DiskFailed("the disk is gone"))
+    waiting = [asyncio.ensure_future(world.broker.send(batch(1))) for _ in range(3)]
+    for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(outcome, StorageError), outcome
+    assert "disk is gone" in str(world.failure)
+    with pytest.raises(StorageError, match="the log has stopped"):
+        await world.broker.send(batch(1))
+    assert world.files.syncs_after_failure == []
+
+
+async def calls_of_a_send(world: World) -> list[tuple[str, str]]:
+    """What a send does to the disk: the next one does the same."""
+    before = len(world.files.trace)
+    await world.broker.send(batch(1))
+    return world.files.trace[before:]
+
+
+@pytest.mark.parametrize("call", range(1, 4))
+@on_node(failing=True)
+async def test_a_node_that_has_failed_stops_and_raises_why(world: World, call: int) -> None:
+    assert world.node is not None
+    await world.send("a", [SECOND_MS])
+    world.files.fail_at(world.files.calls + call, DiskFailed("the disk is gone"), forever=True)
+    running = asyncio.ensure_future(world.node.run_until_signal())
+    for _ in range(call):
+        await asyncio.gather(world.broker.send(batch(1)), return_exceptions=True)
+    with pytest.raises(StorageError, match="disk is gone"):
+        await running
+    world.node = None
+    world.files.heal()
+    await world.start()
+    await world.advance(SECOND_MS)
+    assert [row.key for row in (await world.outcome()).rows if row.source_seq] == ["k00000"]
+    await world.stop()
+
+
+# ---- status -------------------------------------------------------------------------------------------------
+
+
+def test_status_has_the_fields_that_clients_are_told_of(tmp_path: Path) -> None:
+    with running_node(tmp_path, ManualClock()) as node:
+        node.run(node.broker.send(batch(2, delay_ms=[None, 3_600_000])))
+        status = node.node.status()
+        assert status["version"] == __version__
+        assert status["format"] == FORMAT_VERSION
+        assert status["pid"] == os.getpid()
+        assert 0 < status["anon_bytes"] < status["rss_bytes"]  # type: ignore[operator]
+        assert status["log"]["durable_seq"] == 3  # type: ignore[index]
+        assert Path(status["table"]["uri"]) == tmp_path / "pending"  # type: ignore[index]
+        with Timeball(node.endpoint) as ball:
+            assert set(ball.status()) == set(status)
+        assert msgspec.json.decode(msgspec.json.encode(status)) == status
