@@ -24,7 +24,7 @@ from timeball import Timeball
 
 BAR = 300_000.0
 HOUR_MS = 3_600_000
-STEP_ROWS = 1_000_000  # the rows of one micro-batch: there must be several for a rate between attaches
+STEP_ROWS = 1_000_000
 LOOK_S = 0.02
 
 
@@ -34,7 +34,7 @@ def run(small: bool = False) -> Report:
     with serving("--no-compact-self") as (server, ball):
         _by_broker(report, server, ball, 5_000 if small else STEP_ROWS)
     with serving("--no-compact-self") as (server, ball):
-        _by_spark(report, server, ball, 5_000 if small else 5 * STEP_ROWS)
+        _by_spark(report, server, ball, 1_000 if small else STEP_ROWS)
     return report
 
 
@@ -48,12 +48,14 @@ def _by_broker(report: Report, server: Server, ball: Timeball, rows: int) -> Non
     report.add("broker: CPU", (server.cpu_s() - cpu_s) / rows * 1e6, "us/msg")
 
 
-def _by_spark(report: Report, server: Server, ball: Timeball, rows: int) -> None:
+def _by_spark(report: Report, server: Server, ball: Timeball, step_rows: int) -> None:
+    """`step_rows`: the rows of one micro-batch; there are several, for a rate between attaches."""
+    rows = 5 * step_rows
     _fill(ball, rows)
     cpu_s, begun = server.cpu_s(), time.perf_counter()
     command = [sys.executable, "-m", "timeball", "pipeline", "run", "compact", "--once", "--quiet"]
     command += ["--endpoint", server.endpoint, "--master", "local[2]"]
-    command += ["--option", f"compact.max_rows_per_batch={STEP_ROWS}"]
+    command += ["--option", f"compact.max_rows_per_batch={step_rows}"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     family = _Family(job.pid)
     moves = _watch(ball, job)

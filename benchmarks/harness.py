@@ -71,6 +71,7 @@ class Server:
         """kill -9: nothing is flushed, nothing is said."""
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +84,11 @@ class Server:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self.kill()
+        self._close()
+
+    def _close(self) -> None:
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class Report:
         """For people: name, value, and the bar where there is one."""
         title = f"{self.name}{'  (small: the figures mean nothing)' if self.small else ''}"
         width = max((len(figure.name) for figure in self.figures), default=0)
-        return [title, *(f"  {figure.name:<{width}}  {_show(figure)}" for figure in self.figures), ""]
+        return [title, *(f"  {figure.name:<{width}}  {_show(figure)}" for figure in self.figures)]
 
 
 def _show(figure: Figure) -> str:

@@ -1,0 +1,139 @@
+"""Every benchmark still runs, on a load that takes seconds, and reports figures that can be true.
+
+What they measure is not tested: figures of a shared machine at a toy's load mean nothing, and say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from types import ModuleType
+
+import pytest
+from benchmarks import NAMES
+from benchmarks.report import Report
+from tests.cli.processes import timeball
+
+# Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
+SLOW = {"burst", "restart", "memory", "compact"}
+SPARK = {"compact"}
+
+WANTED = {
+    "append": [
+        "1 row, 1 in flight: ack p99",
+        "1 row, 64 in flight: rate",
+        "10,000 rows, 8 in flight: rate",
+        "10,000 rows, 8 in flight: server CPU",
+    ],
+    "punctual": [
+        "lateness p50",
+        "lateness p99",
+        "lateness max",
+        "early",
+        "early at the consumer",
+        "server CPU (schedule, release, pull)",
+    ],
+    "burst": [
+        "spread, in the tail: last release",
+        "one instant, compacted: last release",
+        "one instant, compacted: missing or doubled",
+        "one instant, compacted: server CPU",
+    ],
+    "memory": ["at 2,000", "at 10,000", "slope between them", "server CPU (schedule, compact)"],
+    "restart": ["process start to first on-time release", "missing or doubled", "server CPU since its start"],
+    "compact": [
+        "broker: rate",
+        "broker: CPU",
+        "spark: the whole job, Java's start included",
+        "spark: CPU of the job, start included",
+    ],
+}
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [getattr(pytest.mark, mark) for mark, names in (("slow", SLOW), ("spark", SPARK)) if name in names]
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in NAMES])
+def test_a_benchmark_runs_small_and_its_figures_can_be_true(name: str) -> None:
+    """Rates above zero, nothing early, nothing missing or doubled, and a cost for each message."""
+    report: Report = module(name).run(small=True)
+    assert (report.name, report.small) == (name, True)
+    values = {figure.name: figure.value for figure in report.figures}
+    assert [wanted for wanted in WANTED[name] if wanted not in values] == []
+    faults = [fault for figure in report.figures for fault in _faults(figure.name, figure.unit, figure.value)]
+    assert faults == []
+    assert any(figure.unit in ("us/msg", "us/promise") for figure in report.figures)
+    shown = "\n".join(report.lines())
+    assert "the figures mean nothing" in shown
+    assert re.search(r"bar [<>]= [\d,.e+]+: (holds|MISSED)", shown)
+    document = json.loads(json.dumps(report.as_dict()))
+    assert {"name", "value", "unit", "bar", "ratio"} == document["figures"][0].keys()
+
+
+def _faults(name: str, unit: str, value: float) -> list[str]:
+    """What cannot be true of a run without a fault."""
+    found = []
+    if not math.isfinite(value):
+        found.append(f"{name} is {value}")
+    if unit in ("msg/s", "us/msg", "us/promise", "s") and value <= 0:
+        found.append(f"{name} is {value}")
+    if re.search(r"early|missing", name) and value != 0:
+        found.append(f"{name} is {value}")
+    return found
+
+
+def test_a_faulty_figure_is_noticed() -> None:
+    """The negative control of the check above."""
+    assert _faults("early", "messages", 1)
+    assert _faults("spread: missing or doubled", "messages", 2)
+    assert _faults("rate", "msg/s", 0)
+    assert _faults("lateness p50", "ms", float("nan"))
+    assert not _faults("lateness p50", "ms", 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_says_what_it_does_not_measure(name: str) -> None:
+    """In its docstring, for whoever reads the figures, and on the screen beside them."""
+    said = module(name).__doc__ or ""
+    assert "Not measured: " in said
+    assert callable(module(name).run)
+
+
+def test_a_ratio_says_how_many_times_better_than_the_bar() -> None:
+    """1 and above holds it, whichever side is the better one."""
+    report = Report("x", small=False)
+    report.add("rate", 300, "msg/s", bar=200)
+    report.add("lateness", 40, "ms", bar=20, better="lower")
+    report.add("early", 0, "messages", bar=0, better="lower")
+    report.add("lost", 3, "messages", bar=0, better="lower")
+    rate, lateness, early, lost = report.lines()[1:5]
+    assert "holds, 1.50 times" in rate
+    assert "MISSED, 0.50 times" in lateness
+    assert early.endswith("holds")
+    assert lost.endswith("MISSED")
+    assert [f["ratio"] for f in report.as_dict()["figures"]] == [1.5, 0.5, None, 0.0]  # type: ignore[attr-defined]
+
+
+def test_the_command_lists_and_runs_them() -> None:
+    """One JSON document a benchmark, with what it leaves out."""
+    listed = timeball("bench", "--list", "--json")
+    assert [json.loads(line)["name"] for line in listed.stdout.splitlines()] == NAMES
+    ended = timeball("bench", "append", "--size", "small", "--json")
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert document["benchmark"] == "append" and document["small"] is True
+    assert "the network (loopback)" in document["not_measured"]
+
+
+def test_the_screen_shows_what_is_not_measured() -> None:
+    """Below the figures."""
+    ended = timeball("bench", "append", "--size", "small")
+    assert ended.returncode == 0, ended.stderr
+    assert "not measured: the network (loopback)" in ended.stdout
