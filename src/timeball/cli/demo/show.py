@@ -30,7 +30,7 @@ from timeball.errors import SetupError
 
 HEAD_START_MS = 1_500  # between scheduling the day and its midnight
 COMPACTED_S = 90.0
-REST_S, LOOK_S = 3.0, 0.2
+REST_S, LOOK_S = 5.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,11 @@ def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, step
 
 
 def _held_at_rest(ball: Timeball) -> int:
-    """Bytes that the broker's process holds: the least of some looks, as memory is given back a little later."""
+    """Bytes that the broker's process holds once the keys of new files are indexed: the least of some looks."""
     pause = threading.Event()
+    pause.wait(REST_S)
     looks = []
-    for _ in range(round(REST_S / LOOK_S)):
+    for _ in range(5):
         looks.append(int(ball.status()["anon_bytes"]))
         pause.wait(LOOK_S)
     return min(looks)
