@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.in_process import run_here
 from tests.cli.processes import serving, timeball
+from tests.node_fixture import running_node
 
 from timeball import Timeball
+from timeball.config import MIB
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a broker that took messages, promises and a cancel, and was stopped."""
     folder = tmp_path_factory.mktemp("dump") / "data"
-    with serving(folder, "--queues-per-topic", "2") as endpoint, Timeball(endpoint) as ball:
+    node = running_node(folder, queues_per_topic=2, segment_bytes=MIB)  # small, because tests copy them
+    with node as running, Timeball(running.endpoint) as ball:
         ball.send_many([{"topic": "orders", "body": f"{n}".encode()} for n in range(5)])
         ball.send("orders", b"\xff", after="1h", message_id="later", keys="order-17")
         ball.send("orders", b"never", after="2h", message_id="never")
@@ -44,7 +48,7 @@ def state(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def documents(folder: Path, *options: str, code: int = 0) -> list[dict[str, Any]]:
-    ended = timeball("dump", "--data", str(folder), "--json", *options)
+    ended = run_here("dump", "--data", str(folder), "--json", *options)
     assert ended.returncode == code, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
@@ -85,7 +89,7 @@ def test_frames_follow_each_other(data: Path) -> None:
         assert after["first_seq"] == before["first_seq"] + before["span"]
         assert after["position"] == before["position"] + before["length"]
     assert {frame["checksum"] for frame in frames} == {"ok"}
-    shown = timeball("dump", "--data", str(data), "--frames")
+    shown = run_here("dump", "--data", str(data), "--frames")
     assert len(shown.stdout.splitlines()) == len(frames)
 
 
@@ -102,7 +106,7 @@ def test_rows_by_kind_and_range(data: Path) -> None:
         "3",
     ]
     assert documents(data, "--rows", "--from-seq", "100") == []
-    shown = timeball("dump", "--data", str(data), "--rows", "--kind", "promise").stdout.splitlines()
+    shown = run_here("dump", "--data", str(data), "--rows", "--kind", "promise").stdout.splitlines()
     assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
 
 
@@ -128,7 +132,7 @@ def test_damage_is_named_and_the_exit_code_says_so(copy: Path) -> None:
     shown = timeball("dump", "--data", str(copy))
     assert shown.returncode == 5
     assert "DAMAGE: log/0000000001.log, byte 64" in shown.stdout and "1 damaged place" in shown.stdout
-    assert timeball("dump", "--data", str(copy), "--frames").stdout.startswith("DAMAGE: ")
+    assert run_here("dump", "--data", str(copy), "--frames").stdout.startswith("DAMAGE: ")
     assert state(copy) == before, "it shows and mends nothing"
 
 
@@ -138,7 +142,7 @@ def test_a_torn_tail_is_told_and_is_no_damage(copy: Path) -> None:
     (copy / "checkpoint").unlink()  # it knows that this commit was acknowledged
     [report] = documents(copy)
     assert [torn["position"] for torn in report["torn"]] == [last["position"]]
-    assert "torn tail: log/0000000001.log" in timeball("dump", "--data", str(copy)).stdout
+    assert "torn tail: log/0000000001.log" in run_here("dump", "--data", str(copy)).stdout
 
 
 def test_a_cache_that_lies_is_found_by_verify_only(copy: Path) -> None:
@@ -147,12 +151,12 @@ def test_a_cache_that_lies_is_found_by_verify_only(copy: Path) -> None:
     assert documents(copy)[0]["damage"] == []
     [report] = documents(copy, "--verify", code=5)
     assert report["damage"][0]["file"] == str(queue.relative_to(copy))
-    assert "1 damaged place" in timeball("dump", "--data", str(copy), "--verify").stdout
+    assert "1 damaged place" in run_here("dump", "--data", str(copy), "--verify").stdout
 
 
 def test_a_segment_by_number(copy: Path) -> None:
     assert [s["file"] for s in documents(copy, "--segment", "1")[0]["segments"]] == ["log/0000000001.log"]
-    refused = timeball("dump", "--data", str(copy), "--segment", "99")
+    refused = run_here("dump", "--data", str(copy), "--segment", "99")
     assert refused.returncode == 2 and "--segment 99" in refused.stderr
 
 
@@ -161,7 +165,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> 
     foreign.mkdir()
     (foreign / "novel.txt").write_text("chapter one")
     for folder in (foreign, tmp_path / "nowhere", foreign / "novel.txt"):
-        refused = timeball("dump", "--data", str(folder))
+        refused = run_here("dump", "--data", str(folder))
         assert refused.returncode == 4 and str(folder) in refused.stderr
         assert "Traceback" not in refused.stderr
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["foreign", "novel.txt"]
@@ -170,7 +174,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> 
 def test_a_newer_format_is_refused(copy: Path) -> None:
     facts = json.loads((copy / "FORMAT").read_text())
     (copy / "FORMAT").write_text(json.dumps({**facts, "format": facts["format"] + 1}))
-    refused = timeball("dump", "--data", str(copy))
+    refused = run_here("dump", "--data", str(copy))
     assert refused.returncode == 4 and "newer" in refused.stderr
 
 
@@ -184,5 +188,5 @@ def test_a_newer_format_is_refused(copy: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_makes_no_sense_is_refused_by_name(data: Path, options: list[str], named: str) -> None:
-    refused = timeball("dump", "--data", str(data), *options)
+    refused = run_here("dump", "--data", str(data), *options)
     assert refused.returncode == 2 and named in refused.stderr

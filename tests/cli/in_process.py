@@ -1,0 +1,53 @@
+"""Commands without a process for each: the same `main`, on this interpreter's own modules.
+
+Starting Python and its imports costs half a second of CPU, many times what a command itself does. What only a
+process has (signals, a closed pipe, file descriptors) is tested with processes.py; the answer has the same shape.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+import pytest
+
+from timeball.cli.main import main
+
+WIDTH = "100"  # of the terminal that help and errors are folded for
+
+
+def run_here(*arguments: str, text: str | bytes = "", **more: str) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end; `text` is its stdin, `more` its environment beside the usual one."""
+    out, err = io.StringIO(), io.StringIO()
+    with _stdin(text), _environment(**more), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(list(arguments))
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int), f"an exit code is a number: {code!r}"
+    return subprocess.CompletedProcess(["timeball", *arguments], code, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def _stdin(text: str | bytes) -> Iterator[None]:
+    own = sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode() if isinstance(text, str) else text))
+    try:
+        yield
+    finally:
+        sys.stdin = own
+
+
+@contextmanager
+def _environment(**more: str) -> Iterator[None]:
+    """Like that of a process, in as few changes as it takes: a broker's threads may be reading it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TIMEBALL_")]:
+            patch.delenv(name)
+        for name, value in {"COLUMNS": WIDTH, **more}.items():
+            patch.setenv(name, value)
+        yield
