@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
@@ -48,7 +49,27 @@ def read_body(body: str | None) -> bytes:
 
 def read_properties(given: list[str] | None) -> dict[str, str] | None:
     """NAME=VALUE pairs as a dictionary."""
-    return dict(map(parse_property, given)) if given else None
+    with naming("--property"):
+        return dict(map(parse_property, given)) if given else None
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """A value that is refused in this block is refused with its option's name in front."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"{option} {error}") from error
+
+
+def only_lines(lines: Path | None, body: str | None, message_id: str | None) -> None:
+    """RequestError for what --lines would have no use for: nothing that was given is left out silently."""
+    if lines is None:
+        return
+    if body is not None:
+        raise RequestError("--lines and a body: give one of them")
+    if message_id is not None:
+        raise RequestError("--lines and --id: each line gets an id of its own")
 
 
 def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_json: bool) -> None:

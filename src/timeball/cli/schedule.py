@@ -15,6 +15,8 @@ from timeball.cli.messages import (
     PropertyOption,
     TagOption,
     TopicArgument,
+    naming,
+    only_lines,
     read_body,
     read_properties,
     report,
@@ -57,6 +59,7 @@ def schedule(
       timeball schedule orders hello --after 250ms --json
     """
     timing = _timing(after, at)
+    only_lines(lines, body, message_id)
     with connect(endpoint) as ball:
         if lines is not None:
             columns = encode_columns(topic, tag, keys, properties) | timing
@@ -84,7 +87,9 @@ def _timing(after: str | None, at: str | None) -> dict[str, int | None]:
         )
     if after is None:
         assert at is not None
-        return {"due_ms": parse_instant_ms(at), "delay_ms": None}
+        with naming("--at"):
+            return {"due_ms": parse_instant_ms(at), "delay_ms": None}
     if after.strip().isdecimal():
         raise InvalidDelay(f"--after {after}: add a unit, such as {after}s or {after}ms")
-    return {"due_ms": None, "delay_ms": parse_duration_ms(after)}
+    with naming("--after"):
+        return {"due_ms": None, "delay_ms": parse_duration_ms(after)}

@@ -11,6 +11,7 @@ from timeball.cli.messages import (
     PropertyOption,
     TagOption,
     TopicArgument,
+    only_lines,
     read_body,
     read_properties,
     report,
@@ -41,6 +42,7 @@ def send(
       timeball send orders --lines orders.jsonl
       timeball send orders hello --property region=eu --json
     """
+    only_lines(lines, body, message_id)
     with connect(endpoint) as ball:
         if lines is not None:
             encoded = encode_columns(topic, tag, keys, properties)

@@ -1,0 +1,15 @@
+"""A broker that is not there, and what every command says then."""
+
+from __future__ import annotations
+
+import subprocess
+
+NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
+
+
+def assert_says_how_to_reach_one(ended: subprocess.CompletedProcess[str], endpoint: str = NOWHERE) -> None:
+    """Exit code 3, and one sentence with the endpoint, the command that starts a broker, and the option."""
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert len(ended.stderr.splitlines()) == 1
+    assert endpoint in ended.stderr
+    assert "'timeball up'" in ended.stderr and "--endpoint" in ended.stderr
