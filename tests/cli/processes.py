@@ -46,9 +46,10 @@ def timeball(*arguments: str, text: str = "", **more: str) -> subprocess.Complet
 class Running:
     """A command that stays: its JSON lines so far, and its end."""
 
-    def __init__(self, *arguments: str, **more: str) -> None:
+    def __init__(self, *arguments: str, command: list[str] | None = None, **more: str) -> None:
+        """`command`: what to run in the place of `timeball` and the arguments."""
         self._process = subprocess.Popen(
-            [*COMMAND, *arguments],
+            command or [*COMMAND, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -83,6 +84,11 @@ class Running:
         assert found is not None, f"no line with {wanted}: {self.lines} {self.errors}"
         return found
 
+    def wait_end(self) -> int:
+        """Wait for an end that comes by itself; returns the exit code."""
+        self._process.wait(ENDED_S)
+        return self.end()
+
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and wait for the end; returns the exit code."""
         if self._process.poll() is None:
@@ -116,9 +122,9 @@ class Running:
 
 
 @contextmanager
-def running(*arguments: str, **more: str) -> Iterator[Running]:
+def running(*arguments: str, command: list[str] | None = None, **more: str) -> Iterator[Running]:
     """A command for the length of a block."""
-    process = Running(*arguments, **more)
+    process = Running(*arguments, command=command, **more)
     try:
         yield process
     finally:

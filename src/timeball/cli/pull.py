@@ -12,6 +12,7 @@ from timeball.cli.messages import show_instant
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
 from timeball.cli.output import note, print_json, print_line
 from timeball.cli.quantities import parse_duration_ms
+from timeball.errors import NotFound
 
 if TYPE_CHECKING:
     from timeball.client.messages import Message
@@ -27,7 +28,7 @@ def pull(
             "--wait",
             parser=as_parameter(parse_duration_ms),
             metavar="DURATION",
-            help="How long to wait for the first; by default not at all.",
+            help="How long to wait for the first; by default not at all. Also for a topic to come.",
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
@@ -61,6 +62,10 @@ def pull(
                     break
         except KeyboardInterrupt:
             pass
+        except NotFound as error:
+            if wait_s:  # the client has asked for the topic to be made, and this broker makes none
+                raise
+            raise NotFound(f"{error}; to wait for its first message, say --wait 30s or --follow") from error
     if not as_json:
         note(
             f"{count:,} message{'s' if count != 1 else ''}{'' if count else ': nothing new for group ' + group}"

@@ -1,0 +1,27 @@
+"""The way to a broker: nobody there is a sentence, everything else is left as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from timeball.cli.connection import connect
+from timeball.errors import NotFound, Unavailable
+
+NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
+
+
+def test_nobody_there_says_where_and_what_to_do() -> None:
+    """With the endpoint that was tried."""
+    with (
+        pytest.raises(Unavailable, match=rf"{NOWHERE}: start one with 'timeball up'"),
+        connect(NOWHERE) as ball,
+    ):
+        ball.status()
+
+
+def test_another_error_passes_as_it_is(endpoint: str) -> None:
+    """Also one of the same class with another text, such as a broker that stops."""
+    with pytest.raises(NotFound), connect(endpoint) as ball:
+        ball.queues("nowhere")
+    with pytest.raises(Unavailable, match=r"^stopping$"), connect(endpoint):
+        raise Unavailable("stopping")
