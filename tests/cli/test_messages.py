@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests.cli.processes import timeball
 
+from timeball.cli.messages import show_wait
+
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:
     ended = timeball(*arguments, "--json", text=text)
@@ -132,3 +134,18 @@ def test_status_shows_what_the_broker_says(endpoint: str) -> None:
     shown = timeball("status", "--endpoint", endpoint)
     assert shown.returncode == 0
     assert f"pid {found['pid']}" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "shown"),
+    [
+        (0, "0.000 s"),
+        (59_999, "59.999 s"),
+        (90_000, "1 min 30 s"),
+        (5_400_000, "1 h 30 min"),
+        (100_799_629_124, "1,166 d 15 h"),
+    ],
+)
+def test_a_wait_is_shown_in_two_units(wait_ms: int, shown: str) -> None:
+    """Nobody reads a hundred million seconds."""
+    assert show_wait(wait_ms) == shown

@@ -23,8 +23,17 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
     """In a narrow terminal lines are folded, not cut."""
     shown = timeball("status", "--endpoint", endpoint, COLUMNS="60")
     assert shown.returncode == 0
-    labels = [label for line in shown.stdout.splitlines() if (label := line[:13].strip())]
-    wanted = ["broker", "log", "on disk up to", "waiting", "cancelled", "pending table", "released", "memory"]
+    labels = [label for line in shown.stdout.splitlines() if (label := line[:17].strip())]
+    wanted = [
+        "broker",
+        "log",
+        "on disk up to",
+        "waiting",
+        "of them cancelled",
+        "pending table",
+        "released",
+        "memory",
+    ]
     assert labels == wanted
     assert endpoint in shown.stdout
 

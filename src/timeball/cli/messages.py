@@ -95,7 +95,7 @@ def report(receipt: Receipt, *, as_json: bool) -> None:
         return
     print_line(receipt.id)
     if receipt.due_ms is not None:
-        note(f"due {show_instant(receipt.due_ms)}, in {(receipt.due_ms - receipt.store_ms) / 1000:,.3f} s")
+        note(f"due {show_instant(receipt.due_ms)}, in {show_wait(receipt.due_ms - receipt.store_ms)}")
 
 
 def show_instant(instant_ms: int) -> str:
@@ -103,6 +103,17 @@ def show_instant(instant_ms: int) -> str:
     import numpy as np
 
     return f"{np.datetime64(instant_ms, 'ms')}Z"
+
+
+def show_wait(wait_ms: int) -> str:
+    """How long it is until then, in its two largest units: 1,166 d 15 h; below a minute to the millisecond."""
+    if wait_ms < 60_000:
+        return f"{wait_ms / 1000:.3f} s"
+    minutes = wait_ms // 60_000
+    days, hours = minutes // 1_440, minutes // 60 % 24
+    if days:
+        return f"{days:,} d {hours} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {wait_ms // 1000 % 60} s"
 
 
 def _open(file: Path) -> BinaryIO:

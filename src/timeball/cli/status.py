@@ -45,7 +45,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
             "waiting",
             f"{tail:,} in the log's tail, {stored:,} in the pending table, {wheel:,} near their instant",
         ),
-        ("cancelled", f"{waiting['cancelled_rows']:,}"),
+        ("of them cancelled", f"{waiting['cancelled_rows']:,}"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
         ("released", _punctuality(found["lateness"])),
         (

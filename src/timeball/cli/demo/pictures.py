@@ -80,7 +80,8 @@ def _draw_lateness(run: DayRun, outcome: Outcome, file: Path) -> None:
         axes.axvline(value, color=CANCELLED, linestyle=style, linewidth=2, label=f"{name}: {value:.0f} ms")
     axes.axvline(-0.5, color=SCHEDULED, linewidth=1, label=f"due; {outcome.early:,} came before it")
     axes.set_title(title)
-    axes.legend(loc="upper right", framealpha=1, edgecolor="none")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
+    axes.legend(loc="upper right", ncols=3, framealpha=1, edgecolor="none")
     _save(figure, file)
 
 

@@ -1,0 +1,50 @@
+"""`timeball bench`: finding the benchmarks of a checkout. tests/test_benchmarks_run.py runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.processes import timeball
+
+import timeball as package
+from timeball.cli import bench
+from timeball.errors import SetupError
+
+
+def test_each_is_listed_with_what_it_is_about() -> None:
+    """One line each."""
+    shown = timeball("bench", "--list")
+    assert shown.returncode == 0
+    lines = shown.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "append",
+        "punctual",
+        "burst",
+        "memory",
+        "restart",
+        "compact",
+    ]
+    assert all(len(line) > 30 for line in lines)
+
+
+def test_an_unknown_one_is_refused_with_those_there_are() -> None:
+    """Before anything is run."""
+    ended = timeball("bench", "append", "speed")
+    assert ended.returncode == 2
+    assert "speed" in ended.stderr and "punctual" in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_without_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed package has none."""
+    monkeypatch.setattr(package, "__file__", str(tmp_path / "site-packages" / "timeball" / "__init__.py"))
+    with pytest.raises(SetupError, match="checkout"):
+        bench._load()
+
+
+def test_what_is_not_measured_is_the_paragraph_that_says_so() -> None:
+    """On one line."""
+    assert {name: bench._not_measured(module)[:20] for name, module in bench._load().items()}["burst"]
+    burst = bench._not_measured(bench._load()["burst"])
+    assert burst.startswith("consumers (none is pulling)") and "\n" not in burst

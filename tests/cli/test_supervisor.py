@@ -1,0 +1,99 @@
+"""The supervisor: a child that ends is started again, one that cannot run is given up, none is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.supervisor import Supervisor
+from timeball.clock import ManualClock
+
+BOUND_S = 60
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+async def _until_said(said: list[str], state: str, count: int = 1) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while said.count(state) < count:
+            await asyncio.sleep(0.005)
+
+
+def test_a_child_that_ends_is_started_again_after_a_pause(tmp_path: Path) -> None:
+    """And says with which code it ended."""
+    said: list[str] = []
+    sentences: list[str] = []
+
+    def say(state: str, sentence: str) -> None:
+        said.append(state)
+        sentences.append(sentence)
+
+    async def scenario() -> None:
+        supervisor = Supervisor(_python("raise SystemExit(70)"), say, ManualClock())
+        running = asyncio.create_task(supervisor.run())
+        await _until_said(said, "started", 2)
+        await supervisor.stop()
+        await running
+
+    asyncio.run(scenario())
+    assert said[:3] == ["started", "ended", "started"]
+    assert said[-1] == "stopped"
+    assert "ended with code 70" in sentences[1] and "next start in 1 s" in sentences[1]
+
+
+@pytest.mark.parametrize("code", [ExitCode.SETUP, ExitCode.USAGE])
+def test_a_child_that_cannot_run_here_is_given_up(code: ExitCode) -> None:
+    """Set-up and usage are not mended by another start."""
+    said: list[str] = []
+    supervisor = Supervisor(_python(f"raise SystemExit({int(code)})"), lambda state, _: said.append(state))
+    asyncio.run(asyncio.wait_for(supervisor.run(), BOUND_S))
+    assert said == ["started", "given_up"]
+
+
+def test_stopping_ends_the_child(tmp_path: Path) -> None:
+    """By SIGTERM, which it hears."""
+    said: list[str] = []
+    mark = tmp_path / "ready"
+    code = (
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        f"pathlib.Path({str(mark)!r}).touch()\n"
+        "signal.pause()\n"
+    )
+
+    async def scenario() -> psutil.Process:
+        supervisor = Supervisor(_python(code), lambda state, _: said.append(state))
+        running = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(BOUND_S):
+            while not mark.exists():
+                await asyncio.sleep(0.005)
+        [child] = psutil.Process().children()
+        await supervisor.stop()
+        await running
+        return child
+
+    child = asyncio.run(scenario())
+    assert said == ["started", "stopped"]
+    assert not child.is_running()
+
+
+def test_a_stop_in_the_pause_between_two_starts_does_not_wait_for_its_end() -> None:
+    """Nor does it start another child."""
+    said: list[str] = []
+
+    async def scenario() -> None:
+        supervisor = Supervisor(_python(""), lambda state, _: said.append(state))
+        running = asyncio.create_task(supervisor.run())
+        await _until_said(said, "ended")
+        await supervisor.stop()
+        await asyncio.wait_for(running, BOUND_S)
+
+    asyncio.run(scenario())
+    assert said == ["started", "ended", "stopped"]
