@@ -73,7 +73,9 @@ def describe(report: AuditReport) -> Iterator[str]:
         yield f"{name}: {len(offenders):,}{' or more' if len(offenders) >= 100 else ''}, for example"
         for offender in offenders[:OFFENDERS_SHOWN]:
             shown = ", ".join(
-                f"{key} {value}" for key, value in offender.items() if value not in (None, False)
+                f"{key} {value}"
+                for key, value in offender.items()
+                if value is not None and value is not False  # 0 is a value: a queue, or an instant
             )
             yield f"  {shown}"
     yield "it balances" if report.ok else "IT DOES NOT BALANCE"
