@@ -70,6 +70,8 @@ def run(
       timeball pipeline run compact --option compact.min_rows_per_batch=100000
       timeball pipeline run compact --master spark://head:7077 --endpoint grpc://broker:7400
     """
+    if len(set(jobs)) < len(jobs):
+        raise RequestError(f"{' '.join(jobs)}: name each job once")
     chosen = parse_job_options(jobs, options or [])
     from timeball.cli.spark import load_runner, open_session
 

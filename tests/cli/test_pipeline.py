@@ -1,0 +1,91 @@
+"""`timeball pipeline run`: what is asked of which job. What the jobs do: tests/pipeline; runs: test_audit.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+from tests.cli.in_process import run_here
+from tests.cli.unreachable import NOWHERE
+from tests.node_fixture import BOUND_S
+
+from timeball.cli.pipeline import Job, _stop_on_eof, parse_job_options
+from timeball.errors import RequestError
+from timeball.pipeline.jobs.runner import JOBS
+
+BOTH = [Job.COMPACT, Job.LEDGER]
+
+
+def test_the_command_knows_the_jobs_that_there_are() -> None:
+    """It names them without importing Spark, so it could fall behind."""
+    assert {job.value for job in Job} == set(JOBS)
+
+
+def test_options_are_sorted_by_job_and_the_last_of_a_name_counts() -> None:
+    """A value may hold anything, dots and equal signs too."""
+    given = ["compact.a=1", "ledger.a=x.y=z", "compact.b=", "compact.a=2"]
+    assert parse_job_options(BOTH, given) == {"compact": {"a": "2", "b": ""}, "ledger": {"a": "x.y=z"}}
+    assert parse_job_options(BOTH, []) == {}
+
+
+@pytest.mark.parametrize("text", ["", "compact", "compact.a", "compact=1", "a=1", ".a=1", "compact.=1"])
+def test_another_shape_is_refused_and_quoted(text: str) -> None:
+    with pytest.raises(RequestError, match=rf"--option {text}: "):
+        parse_job_options(BOTH, [text])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "JOB..."),
+        (["ledger", "nonsense"], "nonsense"),
+        (["ledger", "compact", "ledger"], "ledger compact ledger: name each job once"),
+        (["ledger", "--option", "ledger"], "--option ledger: write JOB.NAME=VALUE"),
+        (["ledger", "--option", "compact.a=1"], "--option compact.a=1: the job 'compact' is not among"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_without_waiting_for_spark(arguments: list[str], named: str) -> None:
+    """A master that cannot be reached is never asked."""
+    options = ["--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE]
+    refused = run_here("pipeline", "run", *arguments, *options)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert named in refused.stderr
+
+
+def test_help_tells_what_each_job_is_for() -> None:
+    """Both levels: the group names its commands, the command its jobs."""
+    assert "run " in run_here("pipeline", "--help").stdout
+    shown = run_here("pipeline", "run", "--help").stdout
+    assert all(f"{job} " in shown for job in Job)
+    assert "timeball pipeline run compact ledger" in shown
+    assert "--stop-on-eof" not in shown  # between `timeball up` and its child
+
+
+def test_the_end_of_stdin_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `timeball up` writes is of no matter; that it no longer can is."""
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    reading, writing = os.pipe()
+    try:
+        with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stdin)
+            _stop_on_eof()
+            os.write(writing, b"alive")
+            assert not asked.is_set()
+            os.close(writing)
+            assert asked.wait(BOUND_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_no_broker_is_one_sentence_with_the_endpoint() -> None:
+    """Not Spark's stack traces, although Spark has started by then."""
+    ended = run_here("pipeline", "run", "ledger", "--once", "--endpoint", NOWHERE)
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert NOWHERE in ended.stderr and len(ended.stderr.splitlines()) == 1
