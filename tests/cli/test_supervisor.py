@@ -68,13 +68,15 @@ def test_stopping_ends_the_child(tmp_path: Path) -> None:
         "signal.pause()\n"
     )
 
+    others = set(psutil.Process().children())
+
     async def scenario() -> psutil.Process:
         supervisor = Supervisor(_python(code), lambda state, _: said.append(state))
         running = asyncio.create_task(supervisor.run())
         async with asyncio.timeout(BOUND_S):
             while not mark.exists():
                 await asyncio.sleep(0.005)
-        [child] = psutil.Process().children()
+        [child] = set(psutil.Process().children()) - others
         await supervisor.stop()
         await running
         return child

