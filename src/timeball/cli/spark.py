@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import psutil
-
+from timeball.cli.children import no_child_left_behind
 from timeball.errors import SetupError
 
 if TYPE_CHECKING:
@@ -46,28 +45,8 @@ def open_session(
         from timeball.pipeline.session import build_session
     except ModuleNotFoundError as error:
         raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
-    with _children_write_to(log), _no_child_left_behind():
+    with _children_write_to(log), no_child_left_behind():
         return build_session(master, name, conf)
-
-
-@contextmanager
-def _no_child_left_behind() -> Iterator[None]:
-    """Ctrl-C or a failure in this block ends the processes that it has started.
-
-    A JVM that is interrupted in the middle of its start may wait for ever, and Spark has lost its handle by then.
-    """
-    here = psutil.Process()
-    before = set(here.children())
-    try:
-        yield
-    except BaseException:  # Ctrl-C above all, and it goes on below
-        for child in set(here.children()) - before:
-            for process in (*child.children(recursive=True), child):
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    pass  # it has ended by itself
-        raise
 
 
 @contextmanager

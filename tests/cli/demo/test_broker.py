@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
 from timeball import Timeball
+from timeball.cli.demo import broker as demo_broker
 from timeball.cli.demo.broker import Broker, broker_in
 from timeball.errors import SetupError
 
@@ -40,8 +42,26 @@ def test_an_interrupt_while_it_starts_leaves_nothing(tmp_path: Path, monkeypatch
     assert _started_here() <= before
 
 
-def test_a_broker_that_cannot_start_is_quoted(tmp_path: Path) -> None:
-    """Its own words say more than ours."""
+def test_an_interrupt_while_it_is_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process exists before anybody could stop it."""
+    made = []
+
+    def interrupted(broker: Broker, *_: object) -> None:
+        made.append(broker._process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Broker, "_follow", interrupted)
+    with pytest.raises(KeyboardInterrupt), broker_in(tmp_path / "d"):
+        pass
+    with made[0] as process:
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_broker_that_cannot_start_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own words say more than ours, and its end is the end of waiting for it."""
+    monkeypatch.setattr(demo_broker, "READY_S", 3_600.0)
     (tmp_path / "holiday.jpg").write_bytes(b"\xff\xd8")
     with pytest.raises(SetupError, match=r"holiday\.jpg"), broker_in(tmp_path):
         pass

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import msgspec
 
+from timeball.cli.children import no_child_left_behind
 from timeball.errors import SetupError
 
 READY_S = 60.0
@@ -86,8 +87,8 @@ class Broker:
                     with self._changed:
                         note(line.decode(errors="replace").rstrip())
                         self._changed.notify_all()
+            self._process.wait()  # its streams close a moment before it has ended
             with self._changed:
-                self._process.poll()
                 self._changed.notify_all()
 
         thread = threading.Thread(target=read, daemon=True)
@@ -104,7 +105,8 @@ class Broker:
 @contextmanager
 def broker_in(data: Path) -> Iterator[Broker]:
     """A broker for the length of a block."""
-    broker = Broker(data)
+    with no_child_left_behind():  # Ctrl-C while the process is made: nobody has a handle on it yet
+        broker = Broker(data)
     try:
         broker.await_ready()
         yield broker
