@@ -1,0 +1,48 @@
+"""The door to Spark: missing parts are one sentence, and Spark's own words go to a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from timeball.cli import spark as door
+from timeball.errors import SetupError
+
+
+@pytest.fixture
+def no_pyspark(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine where only the broker is installed."""
+    for name in [name for name in sys.modules if name.startswith(("timeball.pipeline", "pyspark"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    yield
+
+
+@pytest.mark.usefixtures("no_pyspark")
+def test_without_pyspark_it_says_what_to_install() -> None:
+    """The extra, by name."""
+    with pytest.raises(SetupError, match=r"pip install 'timeball\[spark\]'"):
+        door.load_runner()
+    with pytest.raises(SetupError, match=r"pip install 'timeball\[spark\]'"):
+        door.open_session("local[1]", "test")
+
+
+def test_what_children_write_goes_to_the_file_and_becomes_the_reason(tmp_path: Path) -> None:
+    """The last line of it is usually why Java did not start."""
+    log = tmp_path / "spark.log"
+    with pytest.raises(SetupError, match=r"no start \(out of memory\)"), door._children_write_to(log):
+        subprocess.run(["sh", "-c", "echo hello >&2; echo out of memory >&2"], check=True)
+        raise SetupError("no start")
+    assert log.read_text() == "hello\nout of memory\n"
+
+
+def test_our_own_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+    """After the block a child writes on the terminal again."""
+    with door._children_write_to(None):
+        subprocess.run(["sh", "-c", "echo hidden >&2"], check=True)
+    subprocess.run(["sh", "-c", "echo shown >&2"], check=True)
+    assert capfd.readouterr().err == "shown\n"
