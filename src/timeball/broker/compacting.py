@@ -30,6 +30,7 @@ class TailCount:
     def __init__(self, watermark: int, rows: int) -> None:
         self._marks: list[tuple[int, int]] = [(watermark, 0)]  # (seq, promises counted before it)
         self._total = rows
+        self._end = watermark  # after the last promise added
 
     @property
     def rows(self) -> int:
@@ -39,14 +40,14 @@ class TailCount:
     def add(self, next_seq: int, rows: int) -> None:
         """`rows` more promises, the last one before `next_seq`."""
         self._total += rows
+        self._end = next_seq
         if self._total - self._marks[-1][1] >= self.STEP:
             self._marks.append((next_seq, self._total))
 
     def drop_below(self, watermark: int) -> None:
         """The watermark has moved."""
-        if self._marks[-1][0] <= watermark:
-            behind = self._total if self._total - self._marks[-1][1] < self.STEP else self._marks[-1][1]
-            self._marks = [(watermark, behind)]
+        if watermark >= self._end:
+            self._marks = [(watermark, self._total)]
         else:
             at = bisect_right(self._marks, (watermark, 1 << 62)) - 1
             self._marks = self._marks[max(0, at) :]

@@ -92,6 +92,15 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(DeltaDataSource)
 
 
+def make_active(spark: SparkSession) -> None:
+    """Let this thread start streams to our sink.
+
+    Spark looks for a Python data source in the thread's active session, which a thread that did not build the
+    session has not got. PySpark sets it nowhere in public but on the way of `createDataFrame`.
+    """
+    spark.createDataFrame([], "nothing int")
+
+
 @contextmanager
 def _java() -> Iterator[None]:
     """JAVA_HOME is ours only while the JVM is launched; other programs may want another."""

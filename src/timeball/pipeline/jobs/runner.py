@@ -30,7 +30,7 @@ from timeball.errors import OutOfRange, OverLimit, SetupError, TimeballError, Un
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import plain, spark_errors
 from timeball.pipeline.jobs import compact, ledger
-from timeball.pipeline.session import LOCAL_MASTER, build_session
+from timeball.pipeline.session import LOCAL_MASTER, build_session, make_active
 from timeball.pipeline.store import sibling
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -165,6 +165,7 @@ def run(
     # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
+    make_active(session)
     try:
         with _signals(stop), spark_errors():
             folder = checkpoint or _default_folder(endpoint)
