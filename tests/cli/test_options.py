@@ -5,6 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from timeball.cli.options import HELP, build_settings, settings_options
 from timeball.config import Settings
@@ -63,3 +65,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Not a stack trace."""
     with pytest.raises(SetupError, match="nowhere"):
         build_settings(tmp_path / "nowhere.toml", {})
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(Settings) if isinstance(field.default, bool)]
+)
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_can_be_turned_either_way(name: str, value: bool) -> None:
+    """As typed on a command line, not as a function is called."""
+    found: list[Settings] = []
+    app = typer.Typer()
+    app.command()(settings_options(lambda settings: found.append(settings)))
+    option = ("--" if value else "--no-") + name.replace("_", "-")
+    result = CliRunner().invoke(app, [option])
+    assert result.exit_code == 0, result.output
+    assert [getattr(settings, name) for settings in found] == [value]

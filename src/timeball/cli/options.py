@@ -99,7 +99,7 @@ def _option(field: Field[Any], hint: Any) -> inspect.Parameter:
     name = "--" + field.name.replace("_", "-")
     declared = [name]
     if hint is bool:
-        declared = [name, "--no-" + name[2:]]
+        declared = [f"{name}/--no-{name[2:]}"]
     else:
         if field.name.endswith("_bytes"):
             about |= {"parser": as_parameter(parse_size_bytes), "metavar": "SIZE"}
