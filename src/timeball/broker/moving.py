@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import pyarrow as pa
-
 from timeball import limits
 from timeball.broker import attaching, compacting, rewriting
+from timeball.broker.memory import give_back
 from timeball.broker.parts import Parts, in_thread
 from timeball.message import Kind, build_rows
 from timeball.table import attachment as att
@@ -108,10 +107,12 @@ class Mover:
                     from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
                 ),
             )  # fmt: skip
-            pa.default_memory_pool().release_unused()  # a run's rows are gone; give their memory back
-            if not attachment.files and not even_without_promises:
-                return None
-            return await self.attach(attachment)
+            try:
+                if not attachment.files and not even_without_promises:
+                    return None
+                return await self.attach(attachment)
+            finally:
+                await in_thread(parts.background, give_back)
 
     async def rewrite(self) -> Attached | None:
         """Merge or split files of the pending table where that is worth it; None when it is not."""

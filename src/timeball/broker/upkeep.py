@@ -11,9 +11,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import pyarrow as pa
-
 from timeball import limits
+from timeball.broker.memory import give_back
 from timeball.broker.parts import in_thread, undone
 from timeball.broker.service import Broker
 from timeball.errors import Corrupt, OverLimit, RequestError
@@ -136,7 +135,7 @@ class Upkeep:
                 # It may be due in a year: whoever looks it up is told, and the others go on.
                 logger.error("%s", error)
         if fresh:
-            pa.default_memory_pool().release_unused()
+            await in_thread(self._parts.background, give_back)
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless somebody outside does or there is too little of it."""

@@ -32,8 +32,10 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _serve(settings: Settings, as_json: bool) -> None:
+    from timeball.broker.memory import use_system_pool
     from timeball.node import Node
 
+    use_system_pool()
     node = Node(settings)
     await node.start()
     announce(settings, node.port, as_json)

@@ -43,8 +43,10 @@ def up(
 
 
 async def _up(settings: Settings, master: str, as_json: bool) -> None:
+    from timeball.broker.memory import use_system_pool
     from timeball.node import Node
 
+    use_system_pool()
     node = Node(settings)
     await node.start()
     announce(settings, node.port, as_json)
