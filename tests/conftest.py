@@ -1,6 +1,7 @@
 """What all tests share. Keep it small: a fixture that one room needs belongs in that room's conftest.py."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -9,6 +10,11 @@ import pytest
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
