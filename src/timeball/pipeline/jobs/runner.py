@@ -164,11 +164,11 @@ def run(
     stop = stop or threading.Event()
     # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    folder = checkpoint or _default_folder(endpoint)  # first: without a broker nobody should wait for Spark
     session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
     make_active(session)
     try:
         with _signals(stop), spark_errors():
-            folder = checkpoint or _default_folder(endpoint)
             running = [
                 _job(name, session, endpoint, folder, once, (options or {}).get(name)) for name in jobs
             ]
