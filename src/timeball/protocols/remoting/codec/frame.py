@@ -1,0 +1,287 @@
+"""Frames and command headers, in both of RocketMQ's serialisations.
+
+    byte  0          4      5             8                  8 + h           4 + length
+          +----------+------+-------------+-------- … -------+----- … -------+
+          | length   | type | header len h| header           | body          |     big-endian
+          +----------+------+-------------+-------- … -------+----- … -------+
+           4          1      3
+
+`length` counts everything behind itself. Type 0 is a JSON header; its extFields may hold numbers and booleans
+beside strings (the C++ and Node clients send them). Type 1 is RocketMQ's binary header:
+
+    | code 2 | language 1 | version 2 | opaque 4 | flag 4 | remark: 4 + n | extFields: 4 + m |
+    extFields are m bytes of | key: 2 + n | value: 4 + n |, one behind the other
+
+Lengths are checked before a byte is kept, so a frame that lies costs nothing; a header is decoded into a typed
+structure, so JSON that would unfold into gigabytes is refused by its type. Whoever sends a bad frame loses the
+connection: behind it nobody knows where the next one begins.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from timeball.errors import RequestError
+from timeball.protocols.remoting.codec.codes import CommandFlag, Language
+
+HEADER_BYTES_MAX = 64 * 1024
+FRAME_BYTES_MAX = 4 * 1024 * 1024 + 64 * 1024
+EXT_FIELDS_MAX = 256
+
+JSON, BINARY = 0, 1
+
+_PREFIX = struct.Struct(">iI")
+_FIXED = struct.Struct(">hBhii")  # code, language, version, opaque, flag
+_INT = struct.Struct(">i")
+_SHORT = struct.Struct(">h")
+
+
+class BadFrame(RequestError):
+    """Bytes that are no RocketMQ command; the connection ends."""
+
+    code = "bad_frame"
+
+
+class Command(msgspec.Struct):
+    """A request or a response. Values of `ext` are text, whatever they were on the wire."""
+
+    code: int
+    opaque: int = 0
+    flag: int = 0
+    ext: dict[str, str] = {}
+    body: bytes = b""
+    remark: str | None = None
+    language: int = Language.JAVA
+    version: int = 0
+    serialisation: int = JSON
+
+    @property
+    def is_response(self) -> bool:
+        """Whether this answers a request of ours."""
+        return bool(self.flag & CommandFlag.RESPONSE)
+
+    @property
+    def is_one_way(self) -> bool:
+        """Whether nobody waits for an answer."""
+        return bool(self.flag & CommandFlag.ONE_WAY)
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One frame, cut out but not decoded."""
+
+    serialisation: int
+    header: bytes
+    body: bytes
+
+
+class Splitter:
+    """Cuts a connection's bytes into frames; keeps the half frame at the end."""
+
+    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._held = bytearray()
+        self._awaited = 0  # size at which the half frame is whole, or its length known
+        self._frame_bytes_max = frame_bytes_max
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a frame that has begun and not ended."""
+        return len(self._held)
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that `data` completes; raises BadFrame."""
+        if self._held:
+            self._held += data
+            if len(self._held) < self._awaited:
+                return []
+            data = bytes(self._held)
+        frames: list[Frame] = []
+        at, size = 0, len(data)
+        self._awaited = _PREFIX.size
+        while size - at >= _PREFIX.size:
+            length, word = _PREFIX.unpack_from(data, at)
+            header_bytes = word & 0xFFFFFF
+            self._check(length, header_bytes)
+            end = at + 4 + length
+            if end > size:
+                self._awaited = end - at
+                break
+            body_at = at + _PREFIX.size + header_bytes
+            frames.append(Frame(word >> 24, data[at + _PREFIX.size : body_at], data[body_at:end]))
+            at = end
+        self._held = bytearray(data[at:])
+        return frames
+
+    def _check(self, length: int, header_bytes: int) -> None:
+        if not 4 <= length <= self._frame_bytes_max:
+            raise BadFrame(f"a frame of {length} bytes; between 4 and {self._frame_bytes_max}")
+        if header_bytes > min(HEADER_BYTES_MAX, length - 4):
+            raise BadFrame(f"a header of {header_bytes} bytes in a frame of {length}")
+
+
+# ---- headers ------------------------------------------------------------------------------------------------
+
+
+class _JsonHeader(msgspec.Struct):
+    code: int
+    opaque: int = 0
+    flag: int = 0
+    remark: str | None = None
+    language: str | int | None = None
+    version: int = 0
+    extFields: dict[str, str | int | float | bool | None] | None = None  # noqa: N815  RocketMQ's name
+
+
+_json_header = msgspec.json.Decoder(_JsonHeader)
+
+
+def decode(frame: Frame) -> Command:
+    """The command in a frame; raises BadFrame."""
+    if frame.serialisation == JSON:
+        command = _decode_json(frame.header)
+    elif frame.serialisation == BINARY:
+        command = _decode_binary(frame.header)
+    else:
+        raise BadFrame(f"serialisation {frame.serialisation}: 0 is JSON and 1 is RocketMQ's own")
+    command.body = frame.body
+    command.serialisation = frame.serialisation
+    return command
+
+
+def _decode_json(header: bytes) -> Command:
+    try:
+        found = _json_header.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFrame(f"the header is no command: {error}") from error
+    for number in (found.code, found.opaque, found.flag, found.version):
+        if not -(1 << 31) <= number < 1 << 31:
+            raise BadFrame(f"{number} does not fit a header's field")
+    ext = found.extFields or {}
+    if len(ext) > EXT_FIELDS_MAX:
+        raise BadFrame(f"{len(ext)} extFields; at most {EXT_FIELDS_MAX}")
+    return Command(
+        code=found.code,
+        opaque=found.opaque,
+        flag=found.flag,
+        ext={name: _text(value) for name, value in ext.items() if value is not None},
+        remark=found.remark,
+        language=_language(found.language),
+        version=found.version,
+    )
+
+
+def _text(value: str | float | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else str(value)
+
+
+def _language(value: str | int | None) -> int:
+    if isinstance(value, str):
+        return Language.__members__.get(value, Language.OTHER)
+    return Language.OTHER if value is None else value
+
+
+def _decode_binary(header: bytes) -> Command:
+    try:
+        code, language, version, opaque, flag = _FIXED.unpack_from(header)
+        remark, at = _long_text(header, _FIXED.size)
+        (ext_bytes,) = _INT.unpack_from(header, at)
+        at += 4
+        if ext_bytes < 0 or at + ext_bytes != len(header):
+            raise BadFrame(f"extFields of {ext_bytes} bytes in a header of {len(header)}")
+        ext = dict(_pairs(header, at))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise BadFrame(f"the header is no command: {error}") from error
+    return Command(
+        code=code,
+        opaque=opaque,
+        flag=flag,
+        ext=ext,
+        remark=remark or None,
+        language=language,
+        version=version,
+    )
+
+
+def _pairs(header: bytes, at: int) -> Iterator[tuple[str, str]]:
+    count = 0
+    while at < len(header):
+        (size,) = _SHORT.unpack_from(header, at)
+        name, at = _cut(header, at + 2, size)
+        value, at = _long_text(header, at)
+        count += 1
+        if count > EXT_FIELDS_MAX:
+            raise BadFrame(f"more than {EXT_FIELDS_MAX} extFields")
+        yield name, value
+
+
+def _long_text(header: bytes, at: int) -> tuple[str, int]:
+    (size,) = _INT.unpack_from(header, at)
+    return _cut(header, at + 4, size)
+
+
+def _cut(header: bytes, at: int, size: int) -> tuple[str, int]:
+    if size < 0 or at + size > len(header):
+        raise BadFrame(f"a text of {size} bytes at byte {at} of a header of {len(header)}")
+    return header[at : at + size].decode("utf-8"), at + size
+
+
+# ---- encoding -----------------------------------------------------------------------------------------------
+
+
+class _JsonOut(msgspec.Struct, omit_defaults=False):
+    code: int
+    language: str
+    version: int
+    opaque: int
+    flag: int
+    remark: str | None
+    extFields: dict[str, str]  # noqa: N815
+    serializeTypeCurrentRPC: str = "JSON"  # noqa: N815
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(command: Command) -> bytes:
+    """The frame of a command, in its own serialisation; raises ValueError when a number does not fit."""
+    if command.serialisation == BINARY:
+        header = _encode_binary(command)
+    else:
+        header = _encoder.encode(
+            _JsonOut(
+                code=command.code,
+                language=Language(command.language).name,
+                version=command.version,
+                opaque=command.opaque,
+                flag=command.flag,
+                remark=command.remark,
+                extFields=command.ext,
+            )
+        )
+    word = command.serialisation << 24 | len(header)
+    return b"".join([_PREFIX.pack(4 + len(header) + len(command.body), word), header, command.body])
+
+
+def _encode_binary(command: Command) -> bytes:
+    if not -(1 << 15) <= command.code < 1 << 15:
+        raise ValueError(f"code {command.code} does not fit the binary header's 16 bits")
+    remark = (command.remark or "").encode()
+    ext = b"".join(
+        part
+        for name, value in command.ext.items()
+        for key, text in ((name.encode(), value.encode()),)
+        for part in (_SHORT.pack(len(key)), key, _INT.pack(len(text)), text)
+    )
+    return b"".join(
+        [
+            _FIXED.pack(command.code, command.language, command.version, command.opaque, command.flag),
+            _INT.pack(len(remark)),
+            remark,
+            _INT.pack(len(ext)),
+            ext,
+        ]
+    )

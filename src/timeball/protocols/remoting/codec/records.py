@@ -1,0 +1,204 @@
+"""Message records: what a pull answers with, and what a batch of a producer is made of. Big-endian.
+
+A stored message (`MessageDecoder` decodes it; version 2 only has a longer topic length):
+
+    | total 4 | magic 4 | body crc 4 | queue id 4 | flag 4 | queue offset 8 | physical offset 8 | sys flag 4 |
+    | born ms 8 | born host 4 or 16 + port 4 | store ms 8 | store host 4 or 16 + port 4 | reconsume times 4 |
+    | prepared offset 8 | body: 4 + n | topic: 1 + n (version 2: 2 + n) | properties: 2 + n |
+
+A record of a producer's batch (SEND_BATCH_MESSAGE), many of which make up one body:
+
+    | total 4 | magic 0, 4 | crc 0, 4 | flag 4 | body: 4 + n | properties: 2 + n |
+
+The physical offset of a message is its sequence number in our log. An offsetMsgId is the store host and that
+number in hexadecimal; clients dial the host in it, so it must be one they can reach.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
+from zlib import crc32
+
+import msgspec
+import pyarrow as pa
+
+from timeball import limits
+from timeball.errors import InvalidMessage
+from timeball.protocols.remoting.codec.codes import MessageFlag
+
+MAGIC_V1 = 0xDAA320A7
+MAGIC_V2 = 0xDAA320AB
+TOPIC_BYTES_V1_MAX = 127
+
+_HEAD = struct.Struct(">iIIiiqqiq")  # total … born ms
+_MIDDLE = struct.Struct(">iq")  # born port, store ms
+_TAIL = struct.Struct(">iiqi")  # store port, reconsume times, prepared offset, body length
+_BATCH = struct.Struct(">iiiii")  # total, magic, crc, flag, body length
+_SHORT = struct.Struct(">h")
+_USHORT = struct.Struct(">H")
+
+
+class Host(msgspec.Struct, frozen=True):
+    """An address as RocketMQ stores it: 4 or 16 bytes, and a port."""
+
+    address: bytes
+    port: int
+
+    @property
+    def is_v6(self) -> bool:
+        """Whether the address takes 16 bytes."""
+        return len(self.address) == 16
+
+
+def encode_stored(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> bytes:
+    """Stored messages, one behind the other, of READ_SCHEMA rows that are visible.
+
+    RocketMQ keeps hosts as bytes and we as text: `born_host` is what a row gets whose text names none.
+    """
+    columns = [rows.column(name).to_pylist() for name in _STORED]
+    hosts: dict[str | None, Host] = {None: born_host}
+    parts: list[bytes] = []
+    for (
+        seq,
+        topic,
+        queue_id,
+        offset,
+        body,
+        properties,
+        born_ms,
+        born,
+        store_ms,
+        flag,
+        sys_flag,
+        times,
+        prepared,
+    ) in zip(*columns, strict=True):
+        host = hosts.get(born)
+        if host is None:
+            host = hosts[born] = parse_host(born, born_host)
+        parts.append(
+            _stored(
+                seq, topic.encode(), queue_id, offset or 0, body or b"", (properties or "").encode(), born_ms or 0,
+                host, store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, prepared or 0,
+            )
+        )  # fmt: skip
+    return b"".join(parts)
+
+
+_STORED = [
+    "seq", "topic", "queue_id", "queue_offset", "body", "properties", "born_ms", "born_host", "store_ms",
+    "flag", "sys_flag", "reconsume_times", "prepared_seq",
+]  # fmt: skip
+
+
+def _stored(
+    seq: int, topic: bytes, queue_id: int, offset: int, body: bytes, properties: bytes, born_ms: int, born: Host,
+    store_ms: int, store: Host, flag: int, sys_flag: int, times: int, prepared: int,
+) -> bytes:  # fmt: skip
+    sys_flag &= ~(MessageFlag.BORN_HOST_V6 | MessageFlag.STORE_HOST_V6)
+    if born.is_v6:
+        sys_flag |= MessageFlag.BORN_HOST_V6
+    if store.is_v6:
+        sys_flag |= MessageFlag.STORE_HOST_V6
+    is_v1 = len(topic) <= TOPIC_BYTES_V1_MAX
+    topic_size = bytes([len(topic)]) if is_v1 else _SHORT.pack(len(topic))
+    total = (
+        _HEAD.size + _MIDDLE.size + _TAIL.size + len(born.address) + len(store.address)
+        + len(body) + len(topic_size) + len(topic) + 2 + len(properties)
+    )  # fmt: skip
+    return b"".join(
+        [
+            _HEAD.pack(
+                total, MAGIC_V1 if is_v1 else MAGIC_V2, crc32(body) & 0x7FFFFFFF, queue_id, flag, offset, seq,
+                sys_flag, born_ms,
+            ),
+            born.address, _MIDDLE.pack(born.port, store_ms), store.address,
+            _TAIL.pack(store.port, times, prepared, len(body)), body,
+            topic_size, topic, _USHORT.pack(len(properties)), properties,
+        ]
+    )  # fmt: skip
+
+
+def parse_host(text: str, otherwise: Host) -> Host:
+    """`address:port`, `[v6]:port` or a bare address as bytes; `otherwise` when it is a name."""
+    address, _, port = text.rpartition(":")
+    if text.startswith("["):
+        address = address.strip("[]")
+    elif not address or ":" in address:
+        address, port = text, "0"
+    try:
+        return Host(ip_address(address).packed, int(port))
+    except ValueError:
+        return otherwise
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """One message of a producer's batch."""
+
+    flag: int
+    body: bytes
+    properties: str
+
+
+def decode_batch(data: bytes, rows_max: int = limits.ROWS_PER_REQUEST_MAX) -> list[BatchRecord]:
+    """The records of a SEND_BATCH_MESSAGE body; raises InvalidMessage."""
+    found: list[BatchRecord] = []
+    for at in _record_positions(data):
+        if len(found) == rows_max:
+            raise InvalidMessage(f"more than {rows_max} messages in one batch; split it")
+        total, _, _, flag, body_size = _BATCH.unpack_from(data, at)
+        body_at, end = at + _BATCH.size, at + total
+        properties_at = body_at + body_size + 2
+        if body_size < 0 or properties_at > end:
+            raise InvalidMessage(f"the batch record at byte {at} has a body of {body_size} bytes in {total}")
+        (properties_size,) = _USHORT.unpack_from(data, properties_at - 2)
+        if properties_at + properties_size != end:
+            raise InvalidMessage(f"the batch record at byte {at} does not end where it says")
+        try:
+            properties = data[properties_at:end].decode()
+        except UnicodeDecodeError as error:
+            raise InvalidMessage(f"the properties of the batch record at byte {at} are no text") from error
+        found.append(BatchRecord(flag, data[body_at : body_at + body_size], properties))
+    return found
+
+
+def _record_positions(data: bytes) -> Iterator[int]:
+    at = 0
+    while at < len(data):
+        if len(data) - at < _BATCH.size + 2:
+            raise InvalidMessage(f"the batch ends within the record at byte {at}")
+        (total,) = struct.unpack_from(">i", data, at)
+        if not _BATCH.size + 2 <= total <= len(data) - at:
+            raise InvalidMessage(f"the batch record at byte {at} says it has {total} bytes")
+        yield at
+        at += total
+
+
+def encode_batch(records: Sequence[BatchRecord]) -> bytes:
+    """What a producer sends; for tests and load."""
+    parts = []
+    for record in records:
+        properties = record.properties.encode()
+        total = _BATCH.size + len(record.body) + 2 + len(properties)
+        parts += [_BATCH.pack(total, 0, 0, record.flag, len(record.body)), record.body]
+        parts += [_USHORT.pack(len(properties)), properties]
+    return b"".join(parts)
+
+
+def offset_msg_id(store_host: Host, seq: int) -> str:
+    """The id by which a client may ask this broker for the message at `seq`."""
+    return (store_host.address + struct.pack(">iq", store_host.port, seq)).hex().upper()
+
+
+def parse_offset_msg_id(text: str) -> tuple[Host, int]:
+    """Inverse of `offset_msg_id`; raises InvalidMessage."""
+    try:
+        data = bytes.fromhex(text)
+    except ValueError:
+        data = b""
+    if len(data) not in (16, 28):
+        raise InvalidMessage(f"{text[:64]!r} is no offsetMsgId: 32 or 56 hexadecimal digits")
+    port, seq = struct.unpack(">iq", data[-12:])
+    return Host(data[:-12], port), seq

@@ -1,0 +1,198 @@
+"""Message records: what a stock client would decode is what was stored, and batches come back or are refused."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+from zlib import crc32
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.errors import InvalidMessage
+from timeball.message import READ_SCHEMA
+from timeball.protocols.remoting.codec.codes import MessageFlag
+from timeball.protocols.remoting.codec.records import (
+    MAGIC_V1,
+    MAGIC_V2,
+    BatchRecord,
+    Host,
+    decode_batch,
+    encode_batch,
+    encode_stored,
+    offset_msg_id,
+    parse_host,
+    parse_offset_msg_id,
+)
+
+V4 = Host(bytes([127, 0, 0, 1]), 10911)
+V6 = Host(bytes(15) + b"\x01", 10911)
+NOBODY = Host(bytes(4), 0)
+
+bodies = st.binary(max_size=40)
+properties = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+records = st.lists(st.builds(BatchRecord, st.integers(-5, 5), bodies, properties), max_size=6)
+
+
+def decoded(data: bytes) -> list[dict[str, Any]]:
+    """As a client reads stored messages: field by field."""
+    found: list[dict[str, Any]] = []
+    at = 0
+
+    def take(layout: str) -> Any:
+        nonlocal at
+        values = struct.unpack_from(">" + layout, data, at)
+        at += struct.calcsize(">" + layout)
+        return values[0] if len(values) == 1 else values
+
+    while at < len(data):
+        begin = at
+        total, magic, crc, queue_id, flag, offset, physical, sys_flag, born_ms = take("iIIiiqqiq")
+        born = take("16s" if sys_flag & MessageFlag.BORN_HOST_V6 else "4s"), take("i")
+        store_ms = take("q")
+        store = take("16s" if sys_flag & MessageFlag.STORE_HOST_V6 else "4s"), take("i")
+        times, prepared = take("iq")
+        body = take(f"{take('i')}s")
+        topic = take(f"{take('h' if magic == MAGIC_V2 else 'B')}s").decode()
+        text = take(f"{take('H')}s").decode()
+        assert at - begin == total
+        assert crc == crc32(body) & 0x7FFFFFFF
+        found.append(
+            {
+                "magic": magic, "queue_id": queue_id, "flag": flag, "queue_offset": offset, "seq": physical,
+                "sys_flag": sys_flag, "born_ms": born_ms, "born": born, "store_ms": store_ms, "store": store,
+                "reconsume_times": times, "prepared_seq": prepared, "body": body, "topic": topic,
+                "properties": text,
+            }
+        )  # fmt: skip
+    return found
+
+
+def rows(**columns: list[Any]) -> pa.RecordBatch:
+    count = len(next(iter(columns.values())))
+    arrays = [pa.array(columns.get(field.name, [None] * count), field.type) for field in READ_SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=READ_SCHEMA)
+
+
+def test_a_stored_message_says_all_its_fields() -> None:
+    batch = rows(
+        seq=[17], topic=["orders"], queue_id=[3], queue_offset=[9], body=[b"close it"],
+        properties=["KEYS\x0117\x02TAGS\x01A\x02"], born_ms=[1_000], born_host=["10.1.2.3:4567"],
+        store_ms=[2_000], flag=[5], sys_flag=[MessageFlag.COMPRESSED], reconsume_times=[2], prepared_seq=[4],
+    )  # fmt: skip
+    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert message == {
+        "magic": MAGIC_V1, "queue_id": 3, "flag": 5, "queue_offset": 9, "seq": 17, "sys_flag": 1, "born_ms": 1_000,
+        "born": (bytes([10, 1, 2, 3]), 4567), "store_ms": 2_000, "store": (V4.address, V4.port),
+        "reconsume_times": 2, "prepared_seq": 4, "body": b"close it", "topic": "orders",
+        "properties": "KEYS\x0117\x02TAGS\x01A\x02",
+    }  # fmt: skip
+
+
+def test_what_a_row_leaves_out_is_zero_or_empty() -> None:
+    batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["broker.example"])
+    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert message["born"] == (bytes(4), 0)
+    assert (message["body"], message["properties"], message["store_ms"], message["flag"]) == (b"", "", 0, 0)
+
+
+@pytest.mark.parametrize(("length", "magic"), [(127, MAGIC_V1), (128, MAGIC_V2), (300, MAGIC_V2)])
+def test_a_long_topic_makes_a_record_of_version_2(length: int, magic: int) -> None:
+    batch = rows(seq=[1], topic=["t" * length], queue_id=[0])
+    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert (message["magic"], message["topic"]) == (magic, "t" * length)
+
+
+def test_the_flags_say_how_long_the_hosts_are() -> None:
+    batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["[::1]:7"], sys_flag=[0])
+    [message] = decoded(encode_stored(batch, store_host=V6, born_host=NOBODY))
+    assert message["sys_flag"] == MessageFlag.BORN_HOST_V6 | MessageFlag.STORE_HOST_V6
+    assert message["born"] == (V6.address, 7)
+    # A producer's own claim about a host it cannot know does not count.
+    lying = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["1.2.3.4:7"], sys_flag=[16 | 32 | 1])
+    [message] = decoded(encode_stored(lying, store_host=V4, born_host=NOBODY))
+    assert message["sys_flag"] == MessageFlag.COMPRESSED
+
+
+@given(st.lists(st.tuples(bodies, properties), min_size=1, max_size=5))
+def test_many_stored_messages_follow_each_other(messages: list[tuple[bytes, str]]) -> None:
+    batch = rows(
+        seq=list(range(len(messages))), topic=["a"] * len(messages), queue_id=[0] * len(messages),
+        body=[body for body, _ in messages], properties=[text for _, text in messages],
+    )  # fmt: skip
+    found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert [(m["body"], m["properties"]) for m in found] == messages
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------
+
+
+@given(records)
+def test_a_batch_comes_back(batch: list[BatchRecord]) -> None:
+    assert decode_batch(encode_batch(batch)) == batch
+
+
+@given(records.filter(bool), st.integers(0, 400), st.integers(0, 255))
+def test_a_damaged_batch_is_a_batch_or_refused(batch: list[BatchRecord], at: int, value: int) -> None:
+    data = bytearray(encode_batch(batch))
+    data[at % len(data)] = value
+    try:
+        decode_batch(bytes(data))
+    except InvalidMessage:
+        return
+
+
+@given(records.filter(bool), st.integers(1, 400))
+def test_a_batch_cut_short_is_refused(batch: list[BatchRecord], cut: int) -> None:
+    data = encode_batch(batch)
+    whole = [0]
+    for record in batch:
+        whole.append(whole[-1] + len(encode_batch([record])))
+    end = cut % len(data)
+    if end in whole:
+        assert decode_batch(data[:end]) == batch[: whole.index(end)]
+    else:
+        with pytest.raises(InvalidMessage):
+            decode_batch(data[:end])
+
+
+def test_a_batch_of_too_many_is_refused() -> None:
+    batch = [BatchRecord(0, b"", "")] * 4
+    assert len(decode_batch(encode_batch(batch), rows_max=4)) == 4
+    with pytest.raises(InvalidMessage, match="split"):
+        decode_batch(encode_batch(batch), rows_max=3)
+
+
+# ---- hosts and ids ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("127.0.0.1:10911", V4),
+        ("127.0.0.1", Host(V4.address, 0)),
+        ("[::1]:10911", V6),
+        ("::1", Host(V6.address, 0)),
+        ("broker.example:10911", NOBODY),
+        ("", NOBODY),
+        ("1.2.3.4:port", NOBODY),
+    ],
+)
+def test_hosts_as_text(text: str, host: Host) -> None:
+    assert parse_host(text, NOBODY) == host
+
+
+@pytest.mark.parametrize("host", [V4, V6])
+def test_an_offset_msg_id_names_host_and_number(host: Host) -> None:
+    text = offset_msg_id(host, 1_234_567)
+    assert len(text) in (32, 56) and text == text.upper()
+    assert parse_offset_msg_id(text) == (host, 1_234_567)
+    assert offset_msg_id(V4, 17) == "7F00000100002A9F0000000000000011"
+
+
+@pytest.mark.parametrize("text", ["", "7F", "zz" * 16, "7F" * 20])
+def test_what_is_no_offset_msg_id_is_refused(text: str) -> None:
+    with pytest.raises(InvalidMessage, match="offsetMsgId"):
+        parse_offset_msg_id(text)
