@@ -53,6 +53,8 @@ def test_a_refused_schema_ends_the_stream_with_its_reason(node: RunningNode) -> 
     with pytest.raises(InvalidMessage, match="unknown column 'delay'"):
         exchange.submit(pa.RecordBatch.from_pylist([{"topic": "t", "body": b""}], schema)).result(BOUND_S)
     eventually(lambda: not exchange.alive, "the stream ends")
+    with pytest.raises(InvalidMessage, match="unknown column 'delay'"):
+        exchange.submit(pa.RecordBatch.from_pylist([{"topic": "t", "body": b""}], schema))
     exchange.close()
 
 

@@ -2,7 +2,8 @@
 
 A batch is in one of three states, and the caller always learns which:
 
-    never sent   `NotSent`: the stream was dead before the batch was on it; sending it again is safe
+    never sent   `NotSent`: the stream was dead before the batch was on it; sending it again is safe. If the broker
+                 ended the stream for a reason of its own (a refused schema), that reason instead
     answered     the future has the acknowledgement, or the broker's error: nothing of it was kept
     lost         the stream broke in between: the future has `Lost`; the broker may or may not have it
 
@@ -78,12 +79,15 @@ class SendExchange:
         return self._end is None and not self._finished
 
     def submit(self, batch: pa.RecordBatch) -> Future[SendAck]:
-        """Write a batch of the stream's schema; the future gets its answer. Raises NotSent."""
+        """Write a batch of the stream's schema; the future gets its answer.
+
+        Raises NotSent, or the refusal that ended the stream.
+        """
         future: Future[SendAck] = Future()
         with self._write:
             with self._state:
                 if self._end is not None or self._finished:
-                    raise NotSent(str(self._end or "the stream is closed"))
+                    raise self._not_sent(self._end or NotSent("the stream is closed"))
                 self._waiting.append(future)
             try:
                 self._writer.write_batch(batch)
@@ -94,10 +98,13 @@ class SendExchange:
                 # The broker may have said why, to whoever reads.
                 self._thread.join(_CLOSE_WAIT_S)
                 reason = self._end if self._end is not None else translate(error, self._endpoint)
-                if not isinstance(reason, Unavailable):
-                    raise reason from error
-                raise NotSent(str(reason)) from error
+                raise self._not_sent(reason) from error
         return future
+
+    @staticmethod
+    def _not_sent(reason: TimeballError) -> TimeballError:
+        """What a batch that was not written fails with: a refusal as it stands, since a new stream meets it again."""
+        return NotSent(str(reason)) if isinstance(reason, Unavailable) else reason
 
     def finish(self) -> None:
         """Say that nothing more comes; the answers still do."""
