@@ -30,6 +30,7 @@ from timeball.message import Kind
 
 READY_S = 60.0
 BODY_BYTES = 128
+_CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers: time on a CPU, user and system
 TOPIC = "bench"
 
 
@@ -55,9 +56,12 @@ class Server:
         self.process = psutil.Process(self._process.pid)
 
     def cpu_s(self) -> float:
-        """CPU time that the server's process has used, user and system."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        """CPU time that the server's process has used, user and system, all threads, to the nanosecond.
+
+        /proc counts in ticks of 10 ms, more than a small load takes. The id of a process's own CPU clock is what
+        clock_getcpuclockid(3) computes; Python has no name for it.
+        """
+        return time.clock_gettime(~self.process.pid << 3 | _CPU_CLOCK)
 
     def memory_bytes(self) -> tuple[int, int]:
         """(held, mapped): what the process itself holds in RAM, and the pages of mapped files that it has touched.
