@@ -30,6 +30,7 @@ from timeball.message import Kind
 
 READY_S = 60.0
 BODY_BYTES = 128
+ANY_PORTS = ["--name-server-port", "0", "--remoting-port", "0"]
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers: time on a CPU, user and system
 TOPIC = "bench"
 
@@ -40,7 +41,7 @@ class Server:
     def __init__(self, data: Path, *options: str, **environment: str) -> None:
         self.data = data
         self._environment = {**os.environ, **environment}
-        self._command = [sys.executable, "-m", "timeball", "serve", "--json", "--port", "0"]
+        self._command = [sys.executable, "-m", "timeball", "serve", "--json", "--port", "0", *ANY_PORTS]
         self._command += ["--data", str(data), *options]
         self.started_ms = 0
         self.start()

@@ -11,6 +11,10 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, prin
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+# Brokers that tests start listen for RocketMQ clients too, many at a time: on any free port unless a test says which.
+os.environ.setdefault("TIMEBALL_NAME_SERVER_PORT", "0")
+os.environ.setdefault("TIMEBALL_REMOTING_PORT", "0")
+
 # A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:

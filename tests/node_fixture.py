@@ -24,7 +24,9 @@ class RunningNode:
     """Start with `start`, end with `stop`; may be started again on the same folder and port."""
 
     def __init__(self, data: Path, clock: Clock | None = None, **settings: Any) -> None:
-        self.settings = Settings(data=data, **{"port": 0, **settings})
+        self.settings = Settings(
+            data=data, **{"port": 0, "name_server_port": 0, "remoting_port": 0, **settings}
+        )
         self._clock = clock
         self.node: Node
 

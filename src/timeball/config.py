@@ -26,6 +26,13 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 7400
 
+    # RocketMQ clients
+    name_server_port: int = 9876  # RocketMQ's own ports; -1: do not listen
+    remoting_port: int = 10911
+    broker_name: str = "timeball"
+    cluster_name: str = "DefaultCluster"
+    advertise: str = ""  # host[:port] that RocketMQ clients dial; empty: the address they came in by
+
     # the log
     durability: Durability = (
         "sync"  # "async" acknowledges before the disk has it: it may lose the last second
@@ -53,6 +60,15 @@ class Settings:
         """Refuse combinations that cannot work, naming the option."""
         if not 0 <= self.port <= 65_535:
             raise SetupError(f"--port {self.port}: a port lies between 0 and 65535")
+        for option, port in (
+            ("--name-server-port", self.name_server_port),
+            ("--remoting-port", self.remoting_port),
+        ):
+            if not -1 <= port <= 65_535:
+                raise SetupError(f"{option} {port}: a port lies between 0 and 65535; -1 is none")
+        for option, name in (("--broker-name", self.broker_name), ("--cluster-name", self.cluster_name)):
+            if not limits.NAME.fullmatch(name) or len(name) > limits.TOPIC_BYTES_MAX:
+                raise SetupError(f"{option} {name!r}: 1 to 127 of the characters % | a-z A-Z 0-9 _ -")
         if self.durability not in ("sync", "async"):
             raise SetupError(f"--durability {self.durability}: it is 'sync' or 'async'")
         if not 1 * MIB <= self.segment_bytes <= 2048 * MIB:

@@ -37,6 +37,7 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.log.writer import LogWriter
 from timeball.protocols.flight.server import FlightEdge
+from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.schedule.hour_log.store import HourLog
 from timeball.table.catalog import Catalog
 
@@ -66,6 +67,7 @@ class Node:
         self.broker: Broker
         self.upkeep: Upkeep
         self.edge: FlightEdge | None = None
+        self.remoting: RemotingEdge | None = None
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("disk", "reader", "background")
         ]
@@ -78,6 +80,16 @@ class Node:
         assert self.edge is not None
         return int(self.edge.port)
 
+    @property
+    def name_server_port(self) -> int:
+        """The port that RocketMQ clients look topics up at; -1 when there is none."""
+        return self.remoting.site.name_server_port if self.remoting is not None else -1
+
+    @property
+    def remoting_port(self) -> int:
+        """The port that RocketMQ clients send to and pull from; -1 when there is none."""
+        return self.remoting.site.remoting_port if self.remoting is not None else -1
+
     async def start(self, *, listen: bool = True) -> None:
         """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind."""
         # The default lets a busy thread hold the interpreter for 5 ms, which is all the lateness we may have.
@@ -89,13 +101,7 @@ class Node:
         try:
             await self._build()
             if listen:
-                self.edge = FlightEdge(
-                    self.broker,
-                    asyncio.get_running_loop(),
-                    self.settings.host,
-                    self.settings.port,
-                    status=self.status,
-                )
+                await self._listen()
         except BaseException:  # whatever it was, the folder must not stay claimed
             if self._real_files is not None:
                 self._real_files.unlock()
@@ -103,6 +109,22 @@ class Node:
         self._ticker_task = asyncio.create_task(self.broker.ticker.run())
         self._ticker_task.add_done_callback(self._ticker_ended)
         self.upkeep.start()
+
+    async def _listen(self) -> None:
+        self.edge = FlightEdge(
+            self.broker,
+            asyncio.get_running_loop(),
+            self.settings.host,
+            self.settings.port,
+            status=self.status,
+        )
+        remoting = RemotingEdge(self.broker)
+        try:
+            await remoting.start()
+        except SetupError:
+            await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
+            raise
+        self.remoting = remoting
 
     async def _build(self) -> None:
         settings, files = self.settings, self.files
@@ -177,6 +199,8 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
+        if self.remoting is not None:
+            await self.remoting.close()
         if self.edge is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
         if self._ticker_task is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -27,12 +27,14 @@ from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attached, Attachment
 
 
-class Accepted(msgspec.Struct, frozen=True):
-    """A batch is in the log: its rows are first_seq, first_seq + 1, …"""
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there."""
 
     first_seq: int
     rows: int
     store_ms: int
+    kept: pa.RecordBatch  # the rows as they stand in the log (LOG_SCHEMA)
 
 
 class Broker:
@@ -73,7 +75,7 @@ class Broker:
         _, durable = parts.writer.append(
             rows, on_durable=lambda: self._sent(rows, first_seq, is_message, placement)
         )
-        return Accepted(first_seq, rows.num_rows, now_ms), durable
+        return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def _place_messages(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
         """Give the rows that are visible at once their queue and offset."""

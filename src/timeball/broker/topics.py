@@ -50,6 +50,21 @@ class Topic:
     queues: list[Queue] = field(default_factory=list)
     turn: int = 0
 
+    @property
+    def read_queues(self) -> int:
+        """How many of its queues consumers read."""
+        return len(self.queues)
+
+    @property
+    def write_queues(self) -> int:
+        """How many of its queues producers write to."""
+        return len(self.queues)
+
+    @property
+    def perm(self) -> int:
+        """RocketMQ's permission bits: read 4, write 2."""
+        return 6
+
 
 @dataclass(slots=True)
 class Placement:
@@ -109,6 +124,10 @@ class Topics:
         if topic is None:
             raise NotFound(f"topic {name!r} does not exist")
         return topic
+
+    def find(self, name: str) -> Topic | None:
+        """The topic, if it exists."""
+        return self._topics.get(name)
 
     def all(self) -> list[Topic]:
         """All topics."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import TYPE_CHECKING
 
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
 from timeball.config import Settings
+
+if TYPE_CHECKING:
+    from timeball.node import Node
 
 
 @settings_options
@@ -38,18 +42,22 @@ async def _serve(settings: Settings, as_json: bool) -> None:
     use_system_pool()
     node = Node(settings)
     await node.start()
-    announce(settings, node.port, as_json)
+    announce(node, as_json)
     await node.run_until_signal()
 
 
-def announce(settings: Settings, port: int, as_json: bool) -> None:
+def announce(node: Node, as_json: bool) -> None:
     """The ready line."""
     from timeball import __version__
 
-    endpoint = f"grpc://{_bracketed(settings.host)}:{port}"
-    data = str(settings.data.absolute())
+    settings, data = node.settings, str(node.settings.data.absolute())
+    host, endpoint = _bracketed(settings.host), f"grpc://{_bracketed(settings.host)}:{node.port}"
+    ports = {"name_server": node.name_server_port, "remoting": node.remoting_port}
+    addresses = {edge: f"{host}:{port}" if port >= 0 else None for edge, port in ports.items()}
     if not as_json:
-        print_line(f"timeball {__version__} serves {endpoint}, data {data}")
+        found = addresses["name_server"]
+        rocketmq = f", RocketMQ name server {found}" if found else ""
+        print_line(f"timeball {__version__} serves {endpoint}{rocketmq}, data {data}")
         return
     print_json(
         {
@@ -57,7 +65,8 @@ def announce(settings: Settings, port: int, as_json: bool) -> None:
             "version": __version__,
             "endpoint": endpoint,
             "host": settings.host,
-            "port": port,
+            "port": node.port,
+            **addresses,
             "data": data,
             "pid": os.getpid(),
         }

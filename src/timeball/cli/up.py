@@ -49,7 +49,7 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
     use_system_pool()
     node = Node(settings)
     await node.start()
-    announce(settings, node.port, as_json)
+    announce(node, as_json)
     endpoint = local_endpoint(settings.host, node.port)
     pipeline = Supervisor(pipeline_command(settings, endpoint, master), _speaker(as_json))
     supervising = asyncio.create_task(pipeline.run())

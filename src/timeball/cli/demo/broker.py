@@ -28,7 +28,8 @@ class Broker:
     endpoint: str
 
     def __init__(self, data: Path) -> None:
-        command = [sys.executable, "-m", "timeball", "up", "--json", "--port", "0", "--data", str(data)]
+        command = [sys.executable, "-m", "timeball", "up", "--json", "--data", str(data)]
+        command += ["--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
         # What malloc keeps for each thread would hide what a promise costs: tens of megabytes, at random.

@@ -1,0 +1,152 @@
+"""One client's connection: bytes to frames, answers to bytes, and an end for whoever does not keep the rules.
+
+A client that sends half a frame, nothing at all, or takes no answers costs memory: each has a deadline or a
+bound (`limits` below, after reliability's table of attacks), and past it the connection is closed. Answers
+may leave in any order; clients match them by `opaque`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from timeball.errors import Unavailable
+from timeball.protocols.remoting.codec.codes import CommandFlag
+from timeball.protocols.remoting.codec.frame import BadFrame, Command, Frame, Splitter, encode
+
+logger = logging.getLogger(__name__)
+
+HALF_FRAME_S = 10.0  # from the first byte of a frame to its last
+IDLE_S = 240.0  # clients beat every 30 s; RocketMQ closes after 120 s, we after two of those
+OUTBOUND_BYTES_MAX = 64 * 1024 * 1024  # answers a client has not taken
+CONNECTIONS_MAX = 4_096
+CALLS_MAX = 8_192  # requests of one connection that wait for their answer; a pull per queue is usual
+
+Receiver = Callable[["Connection", list[Frame]], None]
+
+
+class Connection(asyncio.Protocol):
+    """See the module. `receiver` gets whatever frames one read of the socket has completed."""
+
+    def __init__(self, receiver: Receiver, opened: set[Connection], loop: asyncio.AbstractEventLoop) -> None:
+        self._receiver, self._opened, self._loop = receiver, opened, loop
+        self._splitter = Splitter()
+        self._transport: asyncio.Transport | None = None
+        self._opaques = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Command]] = {}
+        self._frame_since_s: float | None = None
+        self._heard_s = loop.time()
+        self.on_close: list[Callable[[], None]] = []
+        self.calls = 0
+        self.peer = self.local = ("", 0)
+
+    # -- asyncio's side --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = cast(asyncio.Transport, transport)
+        self.peer = tuple((transport.get_extra_info("peername") or ("", 0))[:2])
+        self.local = tuple((transport.get_extra_info("sockname") or ("", 0))[:2])
+        if len(self._opened) >= CONNECTIONS_MAX:
+            logger.warning("%s: %d clients are connected already; closed", self.name, CONNECTIONS_MAX)
+            self._transport.abort()
+            return
+        self._opened.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._opened.discard(self)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(Unavailable(f"{self.name} has gone away"))
+        self._asked.clear()
+        for tell in self.on_close:
+            tell()
+        self.on_close.clear()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._heard_s = self._loop.time()
+        try:
+            frames = self._splitter.feed(data)
+            if frames:
+                self._receiver(self, frames)
+        except BadFrame as error:
+            logger.warning("%s: %s; the connection is closed", self.name, error)
+            self.close()
+            return
+        if not self._splitter.held_bytes:
+            self._frame_since_s = None
+        elif frames or self._frame_since_s is None:
+            self._frame_since_s = self._heard_s
+
+    # -- our side --------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The far side, for people."""
+        return f"{self.peer[0]}:{self.peer[1]}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer could still arrive."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes; a client that takes nothing any more loses its connection instead of our memory."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return  # one dead client must not cost the others of a commit their acknowledgements
+        transport.write(data)
+        if transport.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
+            logger.warning(
+                "%s takes no answers: %d bytes wait; closed", self.name, transport.get_write_buffer_size()
+            )
+            transport.abort()
+
+    def send(self, command: Command) -> None:
+        """Send an answer, or a request nobody needs an answer to."""
+        self.write(encode(command))
+
+    def push(self, command: Command) -> None:
+        """Send a request of ours, one-way."""
+        command.opaque = next(self._opaques)
+        command.flag |= CommandFlag.ONE_WAY
+        self.send(command)
+
+    async def request(self, command: Command, timeout_s: float) -> Command:
+        """Send a request of ours and wait for its answer; raises Unavailable."""
+        command.opaque = next(self._opaques)
+        future: asyncio.Future[Command] = self._loop.create_future()
+        self._asked[command.opaque] = future
+        try:
+            self.send(command)
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            raise Unavailable(f"{self.name} did not answer within {timeout_s} s") from error
+        finally:
+            self._asked.pop(command.opaque, None)
+
+    def answered(self, command: Command) -> None:
+        """An answer to a request of ours has come; one that nobody waits for is ignored."""
+        future = self._asked.get(command.opaque)
+        if future is not None and not future.done():
+            future.set_result(command)
+
+    def check_deadlines(self, now_s: float) -> None:
+        """Close when a frame takes too long or the client has fallen silent; called about once a second."""
+        if self._frame_since_s is not None and now_s - self._frame_since_s > HALF_FRAME_S:
+            logger.warning("%s: half a frame for %s s; closed", self.name, HALF_FRAME_S)
+            self.close()
+        elif now_s - self._heard_s > IDLE_S and not self.calls:
+            logger.info("%s: silent for %s s; closed", self.name, IDLE_S)
+            self.close()
+
+    def close(self) -> None:
+        """End the connection; answers already written still leave."""
+        if self._transport is not None:
+            self._transport.close()

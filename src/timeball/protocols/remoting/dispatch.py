@@ -1,0 +1,101 @@
+"""From a frame to its handler and from what comes of it to an answer.
+
+The table of handlers is made of what each room offers; a code nobody offers is answered with
+REQUEST_CODE_NOT_SUPPORTED, which every client survives. An answer is always given, once, unless the request
+was one-way: a handler that fails for a reason of ours says SYSTEM_ERROR to the client and the reason to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable
+
+from timeball.errors import RequestError, TimeballError
+from timeball.protocols.remoting.calls import Call, Handler, Handlers, Reply, response_code
+from timeball.protocols.remoting.codec import frame as codec
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import Command, Frame
+from timeball.protocols.remoting.connection import CALLS_MAX, Connection
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """See the module."""
+
+    def __init__(self, rooms: Iterable[Handlers]) -> None:
+        self._handlers: dict[int, Handler] = {}
+        for handlers in rooms:
+            twice = self._handlers.keys() & handlers.keys()
+            assert not twice, f"two rooms offer {twice}"
+            self._handlers |= handlers
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def receive(self, connection: Connection, frame: Frame) -> None:
+        """Handle one frame; raises BadFrame when it is none."""
+        command = codec.decode(frame)
+        if command.is_response:
+            connection.answered(command)
+        else:
+            self.handle(connection, command)
+
+    def handle(self, connection: Connection, command: Command) -> None:
+        """Call the handler of a request and see that it is answered."""
+        call = Call(connection, command)
+        handler = self._handlers.get(command.code)
+        if handler is None:
+            self._reply(call, _not_supported(call))
+            return
+        if connection.calls >= CALLS_MAX:
+            remark = f"{CALLS_MAX} requests of this connection wait for their answers"
+            self._reply(call, call.answer(ResponseCode.SYSTEM_BUSY, remark))
+            return
+        try:
+            reply = handler(call)
+        except Exception as error:  # whatever a handler raises, the client gets an answer and we go on
+            self._reply(call, failure(call, error))
+            return
+        if isinstance(reply, Awaitable):
+            connection.calls += 1
+            task = asyncio.ensure_future(self._finish(call, reply))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._reply(call, reply)
+
+    async def _finish(self, call: Call, pending: Awaitable[Reply]) -> None:
+        try:
+            self._reply(call, await pending)
+        except Exception as error:  # whatever it raises: as in `handle`
+            self._reply(call, failure(call, error))
+        finally:
+            call.connection.calls -= 1
+
+    @staticmethod
+    def _reply(call: Call, reply: Reply) -> None:
+        if reply is not None and not call.command.is_one_way:
+            call.connection.send(reply)
+
+    async def close(self) -> None:
+        """End what still waits for an answer."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def failure(call: Call, error: Exception) -> Command:
+    """The answer to a request that could not be granted."""
+    if not isinstance(error, RequestError):
+        log = logger.warning if isinstance(error, TimeballError) else logger.exception
+        log("code %d of %s: %s", call.command.code, call.connection.name, error)
+    text = str(error) if isinstance(error, TimeballError) else f"internal error: {type(error).__name__}"
+    return call.answer(response_code(error), text)
+
+
+def _not_supported(call: Call) -> Command:
+    code = call.command.code
+    name = RequestCode(code).name if code in set(RequestCode) else "unknown"
+    return call.answer(
+        ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"request code {code} ({name}) is not supported by Timeball"
+    )

@@ -1,0 +1,93 @@
+"""The edge for RocketMQ's clients: two ports, one table of requests.
+
+A name server and a broker are two programs in RocketMQ and two ports here; either port answers everything, since
+the request codes of the two do not overlap. Frames of one read go to `Sends` first, whose batches are what the
+throughput is made of; what it does not take goes to the table (dispatch.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from timeball.broker.service import Broker
+from timeball.errors import SetupError
+from timeball.protocols.remoting.clients import Clients
+from timeball.protocols.remoting.codec.frame import Frame
+from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.dispatch import Dispatch
+from timeball.protocols.remoting.routes import Routes
+from timeball.protocols.remoting.site import Site
+
+DEADLINES_LOOK_S = 1.0
+BACKLOG = 1_024
+
+
+class RemotingEdge:
+    """See the module. Belongs to the broker's event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        settings = broker.parts.settings
+        self._settings = settings
+        self.site = Site(
+            broker=broker,
+            clients=Clients(),
+            broker_name=settings.broker_name,
+            cluster_name=settings.cluster_name,
+            advertise=settings.advertise,
+        )
+        site = self.site
+        self._dispatch = Dispatch([Routes(site).handlers()])
+        self._connections: set[Connection] = set()
+        self._servers: list[asyncio.Server] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen; raises SetupError when a port is taken."""
+        settings = self._settings
+        self.site.name_server_port = await self._listen("--name-server-port", settings.name_server_port)
+        self.site.remoting_port = await self._listen("--remoting-port", settings.remoting_port)
+        self._watch = asyncio.create_task(self._watch_deadlines())
+
+    async def _listen(self, option: str, port: int) -> int:
+        if port < 0:
+            return port
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(
+                lambda: Connection(self._receive, self._connections, loop),
+                self._settings.host,
+                port,
+                backlog=BACKLOG,
+            )
+        except OSError as error:
+            await self.close()
+            raise SetupError(
+                f"{option} {port}: {error.strerror or error}; another broker may be running, choose another port"
+            ) from error
+        self._servers.append(server)
+        return int(server.sockets[0].getsockname()[1])
+
+    def _receive(self, connection: Connection, frames: list[Frame]) -> None:
+        for frame in frames:
+            self._dispatch.receive(connection, frame)
+
+    async def _watch_deadlines(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(DEADLINES_LOOK_S)
+            for connection in list(self._connections):
+                connection.check_deadlines(loop.time())
+
+    async def close(self) -> None:
+        """Stop listening, end the requests that wait, and let the connections go."""
+        for server in self._servers:
+            server.close()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._dispatch.close()
+        for connection in list(self._connections):
+            connection.close()
+        for server in self._servers:
+            await server.wait_closed()
+        self._servers.clear()

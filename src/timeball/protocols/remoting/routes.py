@@ -1,0 +1,120 @@
+"""What a name server is asked: where a topic lives, which brokers there are, and a few key-value pairs.
+
+There is one broker, so every route names it. A topic that nobody has made yet has no route; a producer then asks for
+RocketMQ's template topic TBW102 and sends with its route, and the first message makes the topic. The names of
+the cluster and of the broker are topics too, as far as routes go: administration tools ask for them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from timeball import limits
+from timeball.broker.topics import check_name
+from timeball.errors import InvalidMessage
+from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.topic_names import TEMPLATE_TOPIC
+from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.site import Site
+
+PERM_READ_WRITE = 6
+MASTER_ID = "0"
+
+
+class _Topic(msgspec.Struct):
+    topic: str
+
+
+class _KeyValue(msgspec.Struct):
+    namespace: str = ""
+    key: str = ""
+
+
+class Routes:
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    def handlers(self) -> Handlers:
+        """The requests answered here."""
+        return {
+            RequestCode.GET_ROUTEINFO_BY_TOPIC: self._route,
+            RequestCode.GET_BROKER_CLUSTER_INFO: self._cluster,
+            RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self._topics,
+            RequestCode.GET_TOPICS_BY_CLUSTER: self._topics,
+            RequestCode.GET_KV_CONFIG: self._no_key_value,
+            RequestCode.GET_KVLIST_BY_NAMESPACE: self._no_key_value,
+        }
+
+    def _route(self, call: Call) -> Reply:
+        topic = call.fields(_Topic).topic
+        return call.answer_json(
+            {
+                "queueDatas": [self._queues(topic)],
+                "brokerDatas": [self._broker(call.connection)],
+                "filterServerTable": {},
+            }
+        )
+
+    def _queues(self, topic: str) -> dict[str, object]:
+        site, settings = self._site, self._site.broker.parts.settings
+        read = write = settings.queues_per_topic
+        perm = PERM_READ_WRITE
+        known = site.broker.parts.topics.find(topic)
+        if known is not None:
+            read, write, perm = known.read_queues, known.write_queues, known.perm
+        elif topic == TEMPLATE_TOPIC and settings.auto_create_topics:
+            perm |= 1  # "inherit": what tells a producer that a topic may be made from it
+        elif topic not in (site.cluster_name, site.broker_name):
+            _check(topic)
+            raise Refused(
+                ResponseCode.TOPIC_NOT_EXIST, f"No topic route info in name server for the topic: {topic}"
+            )
+        return {
+            "brokerName": site.broker_name,
+            "readQueueNums": read,
+            "writeQueueNums": write,
+            "perm": perm,
+            "topicSysFlag": 0,
+            "topicSynFlag": 0,
+        }
+
+    def _broker(self, connection: Connection) -> dict[str, object]:
+        site = self._site
+        return {
+            "cluster": site.cluster_name,
+            "brokerName": site.broker_name,
+            "brokerAddrs": {MASTER_ID: site.address(connection)},
+        }
+
+    def _cluster(self, call: Call) -> Reply:
+        site = self._site
+        broker = self._broker(call.connection)
+        return call.answer_json(
+            {
+                "brokerAddrTable": {site.broker_name: broker},
+                "clusterAddrTable": {site.cluster_name: [site.broker_name]},
+            }
+        )
+
+    def _topics(self, call: Call) -> Reply:
+        site = self._site
+        names = sorted(topic.name for topic in site.broker.parts.topics.all())
+        return call.answer_json({"topicList": [*names, site.cluster_name, site.broker_name]})
+
+    def _no_key_value(self, call: Call) -> Reply:
+        asked = call.fields(_KeyValue)
+        # Asked for ordered topics of long ago; clients take "not found" for "none".
+        raise Refused(
+            ResponseCode.QUERY_NOT_FOUND,
+            f"No config item, Namespace: {asked.namespace} Key: {asked.key}",
+        )
+
+
+def _check(topic: str) -> None:
+    try:
+        check_name(topic, limits.TOPIC_BYTES_MAX, "topic")
+    except InvalidMessage as error:
+        raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error

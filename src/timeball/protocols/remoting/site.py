@@ -1,0 +1,62 @@
+"""What every room of this edge needs to know: the broker behind it, who is connected, and what we are called.
+
+Clients dial the addresses they are told, in routes and in message ids. Without `--advertise` they are told the
+address they came in by, which is one they can reach, whatever network lies between.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from timeball.broker.service import Broker
+from timeball.protocols.remoting.codec.records import Host
+
+if TYPE_CHECKING:
+    from timeball.protocols.remoting.clients import Clients
+    from timeball.protocols.remoting.connection import Connection
+
+
+@dataclass
+class Site:
+    """See the module. The ports are known once the edge listens."""
+
+    broker: Broker
+    clients: Clients
+    broker_name: str
+    cluster_name: str
+    advertise: str
+    name_server_port: int = 0
+    remoting_port: int = 0
+    _hosts: dict[str, Host] = field(default_factory=dict)
+
+    def address(self, connection: Connection) -> str:
+        """host:port at which the client of this connection reaches the broker."""
+        host, port = self._host_port(connection)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def store_host(self, connection: Connection) -> Host:
+        """The same as bytes, as it stands in stored messages and message ids."""
+        host, port = self._host_port(connection)
+        found = self._hosts.get(host)
+        if found is None or found.port != port:
+            found = self._hosts[host] = Host(_packed(host), port)
+        return found
+
+    def _host_port(self, connection: Connection) -> tuple[str, int]:
+        if not self.advertise:
+            return str(connection.local[0]), self.remoting_port
+        host, _, port = self.advertise.rpartition(":")
+        if not host or not port.isdigit() or (":" in host and not host.startswith("[")):
+            host, port = self.advertise, str(self.remoting_port)
+        return host.strip("[]"), int(port)
+
+
+def _packed(host: str) -> bytes:
+    try:
+        return ip_address(host.partition("%")[0]).packed
+    except ValueError:
+        # A name: once per name and process, at the first message.
+        return ip_address(socket.gethostbyname(host)).packed

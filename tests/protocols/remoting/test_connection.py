@@ -1,0 +1,136 @@
+"""What a client can do to its connection, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.node_fixture import RunningNode, eventually
+from tests.protocols.remoting.wire import Wire
+
+from timeball.errors import Unavailable
+from timeball.protocols.remoting import connection as module
+from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.protocols.remoting.codec.frame import Command, encode
+from timeball.protocols.remoting.connection import Connection
+
+ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"})
+
+
+def opened(node: RunningNode) -> set[Connection]:
+    return node.node.remoting._connections  # type: ignore[union-attr]
+
+
+def only(node: RunningNode) -> Connection:
+    eventually(lambda: len(opened(node)) == 1, "connected")
+    return next(iter(opened(node)))
+
+
+def test_frames_in_pieces_and_together(wire: Wire) -> None:
+    data = encode(ROUTE)
+    for at in range(len(data)):
+        wire.send_bytes(data[at : at + 1])
+    assert wire.answer_to(7).code == 0
+    wire.send_bytes(data * 3)
+    assert wire.answer_to(7).code == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff" + b"x" * 100,
+        b"\x7f\xff\xff\xff\x00\x00\x00\x04",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x00\x00\x00\x08\x00\x00\x00\x04nope",
+    ],
+)
+def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
+    node: RunningNode, wire: Wire, data: bytes
+) -> None:
+    with Wire.to(node) as bad:
+        bad.send_bytes(data)
+        assert bad.is_closed()
+    wire.send_bytes(encode(ROUTE))
+    assert wire.answer_to(7).code == 0
+
+
+def test_half_a_frame_has_a_deadline(node: RunningNode, wire: Wire) -> None:
+    wire.send_bytes(encode(ROUTE)[:-1])
+    connection = only(node)
+    eventually(lambda: connection._frame_since_s is not None, "half a frame has come")
+    since = connection._frame_since_s
+    assert since is not None
+    node.loop.call_soon_threadsafe(connection.check_deadlines, since + module.HALF_FRAME_S)
+    wire.send_bytes(encode(ROUTE)[-1:])
+    assert wire.answer_to(7).code == 0, "just in time"
+    wire.send_bytes(encode(ROUTE)[:-1])
+    eventually(lambda: connection._frame_since_s is not None, "half a frame again")
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.HALF_FRAME_S + 1)
+    assert wire.is_closed()
+
+
+def test_bytes_that_trickle_do_not_extend_the_deadline(node: RunningNode, wire: Wire) -> None:
+    data = encode(ROUTE)
+    wire.send_bytes(data[:1])
+    connection = only(node)
+    eventually(lambda: connection._frame_since_s is not None, "it has begun")
+    since = connection._frame_since_s
+    wire.send_bytes(data[1:9])
+    eventually(lambda: connection._splitter.held_bytes == 9, "more has come")
+    assert connection._frame_since_s == since
+
+
+def test_silence_has_an_end(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.IDLE_S + 1)
+    assert wire.is_closed()
+
+
+def test_who_waits_for_an_answer_is_not_silent(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    connection.calls = 1
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.IDLE_S + 1)
+    wire.send_bytes(encode(ROUTE))
+    assert wire.answer_to(7).code == 0
+
+
+def test_a_client_that_takes_no_answers_is_cut_off(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    closed = asyncio.run_coroutine_threadsafe(_flood(connection), node.loop)
+    assert closed.result(60)
+    assert not connection.is_open
+
+
+async def _flood(connection: Connection) -> bool:
+    part = bytes(1024 * 1024)
+    for _ in range(module.OUTBOUND_BYTES_MAX // len(part) * 2):
+        connection.write(part)
+    return not connection.is_open
+
+
+def test_the_broker_asks_and_is_answered(node: RunningNode, wire: Wire) -> None:
+    asked = asyncio.run_coroutine_threadsafe(only(node).request(Command(code=39), 30), node.loop)
+    wire.reply(wire.next_pushed(), ext="yes")
+    assert asked.result(60).ext == {"ext": "yes"}
+
+
+def test_nobody_answers(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    with pytest.raises(Unavailable, match="did not answer"):
+        asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 0.001), node.loop).result(60)
+    asked = asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 60), node.loop)
+    wire.next_pushed()
+    wire.close()
+    with pytest.raises(Unavailable, match="gone"):
+        asked.result(60)
+    assert not connection._asked
+    eventually(lambda: not opened(node), "forgotten")
+
+
+def test_one_connection_too_many(node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(node)
+    monkeypatch.setattr(module, "CONNECTIONS_MAX", 1)
+    with Wire.to(node) as second:
+        assert second.is_closed()
+    wire.send_bytes(encode(ROUTE))
+    assert wire.answer_to(7).code == 0

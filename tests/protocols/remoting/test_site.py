@@ -1,0 +1,46 @@
+"""Which address clients are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.node_fixture import running_node
+from tests.protocols.remoting.wire import Wire, json_body
+
+from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.protocols.remoting.codec.records import Host
+
+
+@pytest.mark.parametrize(
+    ("advertise", "told"),
+    [
+        ("", "127.0.0.1:{port}"),
+        ("10.1.2.3", "10.1.2.3:{port}"),
+        ("10.1.2.3:999", "10.1.2.3:999"),
+        ("[fe80::1]:999", "[fe80::1]:999"),
+        ("fe80::1", "[fe80::1]:{port}"),
+        ("broker.example", "broker.example:{port}"),
+    ],
+)
+def test_what_is_advertised_is_told(tmp_path: Path, advertise: str, told: str) -> None:
+    with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
+        route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
+        assert route["brokerDatas"][0]["brokerAddrs"]["0"] == told.format(port=node.node.remoting_port)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "address"),
+    [
+        ("10.1.2.3:999", bytes([10, 1, 2, 3])),
+        ("[::1]:999", bytes(15) + b"\x01"),
+        ("localhost:999", bytes([127, 0, 0, 1])),
+    ],
+)
+def test_the_store_host_is_the_same_as_bytes(tmp_path: Path, advertise: str, address: bytes) -> None:
+    with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
+        wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")
+        remoting = node.node.remoting
+        assert remoting is not None
+        [connection] = remoting._connections
+        assert remoting.site.store_host(connection) == Host(address, 999)
