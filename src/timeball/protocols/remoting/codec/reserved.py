@@ -8,7 +8,7 @@ a topic that does not exist here is refused as well (`rmq_sys_wheel_timer`: our 
 
 from __future__ import annotations
 
-SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XX" + "XX"  # in two halves: the house's own rules take the whole for a note
+SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 OP_HALF_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 TRANS_CHECK_MAX_TIME_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"
