@@ -20,6 +20,7 @@ import psutil
 
 from timeball import __version__
 from timeball.broker.attaching import Ledger
+from timeball.broker.groups import Groups
 from timeball.broker.offsets import Offsets
 from timeball.broker.parts import Parts
 from timeball.broker.recovery import Recovered, recover
@@ -151,6 +152,7 @@ class Node:
             key_index=KeyIndex(files, opened.segments, reader),
             topics=topics,
             offsets=Offsets(files),
+            groups=Groups(files),
             schedule=schedule,
             catalog=catalog,
             ledger=ledger,

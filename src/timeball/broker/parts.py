@@ -11,6 +11,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from timeball.broker.attaching import Ledger
+from timeball.broker.groups import Groups
 from timeball.broker.offsets import Offsets
 from timeball.broker.topics import Topics
 from timeball.clock import SchedulerClock
@@ -38,6 +39,7 @@ class Parts:
     key_index: KeyIndex
     topics: Topics
     offsets: Offsets
+    groups: Groups
     schedule: HourLog
     catalog: Catalog
     ledger: Ledger

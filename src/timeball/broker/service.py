@@ -287,3 +287,10 @@ class Broker:
         if data is not None:
             with undone(topics.unsaved):
                 await in_thread(self.parts.reader_thread, self.parts.files.replace, "topics.json", data)
+
+    async def save_groups(self) -> None:
+        """Write the list of consumer groups when it has changed."""
+        groups, data = self.parts.groups, self.parts.groups.save()
+        if data is not None:
+            with undone(groups.unsaved):
+                await in_thread(self.parts.reader_thread, self.parts.files.replace, "groups.json", data)

@@ -76,8 +76,9 @@ class Upkeep:
                 return
 
     async def save_small_state(self) -> None:
-        """Consumer offsets and the list of topics."""
+        """Consumer offsets, and the lists of topics and of groups."""
         await self._broker.save_topics()
+        await self._broker.save_groups()
         data = self._parts.offsets.save()
         if data is not None:
             with undone(self._parts.offsets.unsaved):

@@ -1,0 +1,130 @@
+"""Consumer groups as an operator configures them: may they consume, how often is a message tried, in how many queues.
+
+A group comes into being with its first member, with RocketMQ's defaults, and stays until somebody deletes it.
+Names and values are RocketMQ's own, since its tools write them and read them back; what Timeball does not act
+on (the proxy's retry policy, the slow-reading broker) is kept and given back as it came. Saved as a whole when it
+has changed: a group lost in a crash is made again by its members' next heartbeat, one that was configured is
+saved before the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from timeball import limits
+from timeball.broker.topics import check_name
+from timeball.errors import NotFound, OverLimit
+from timeball.files import Files
+
+NAME = "groups.json"
+ATTRIBUTES_MAX = 64
+
+# The integer range of RocketMQ's fields; -1 in retry_max_times is "the default" there as here.
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Queues = Annotated[int, msgspec.Meta(ge=0, le=limits.QUEUES_PER_TOPIC_MAX)]
+
+
+class ExponentialRetry(msgspec.Struct, frozen=True, rename="camel"):
+    """Kept for clients that retry by themselves; durations in ms."""
+
+    initial: int = 5_000
+    max: int = 2 * limits.HOUR_MS
+    multiplier: int = 2
+
+
+class CustomizedRetry(msgspec.Struct, frozen=True, rename="camel"):
+    """The same as a list of durations in ms."""
+
+    next: Annotated[list[int], msgspec.Meta(max_length=64)] = []
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, rename="camel"):
+    """RocketMQ's GroupRetryPolicy; its remoting broker does not act on it, nor do we."""
+
+    type: str = "CUSTOMIZED"
+    exponential_retry_policy: ExponentialRetry | None = None
+    customized_retry_policy: CustomizedRetry | None = None
+
+
+class SubscriptionGroup(msgspec.Struct, frozen=True, rename="camel"):
+    """RocketMQ's SubscriptionGroupConfig."""
+
+    group_name: str
+    consume_enable: bool = True
+    consume_from_min_enable: bool = True
+    consume_broadcast_enable: bool = True
+    consume_message_orderly: bool = False
+    retry_queue_nums: Queues = 1
+    retry_max_times: Int32 = 16
+    group_retry_policy: RetryPolicy = RetryPolicy()
+    broker_id: Int32 = 0
+    which_broker_when_consume_slowly: Int32 = 1
+    notify_consumer_ids_changed_enable: bool = True
+    group_sys_flag: Int32 = 0
+    consume_timeout_minute: Int32 = 15
+    attributes: Annotated[dict[str, str], msgspec.Meta(max_length=ATTRIBUTES_MAX)] = {}
+
+
+class Groups:
+    """All groups. Belongs to the event loop; only the bytes of `save` leave it."""
+
+    def __init__(self, files: Files) -> None:
+        self._groups: dict[str, SubscriptionGroup] = {}
+        self._dirty = False
+        self.version = 0  # counts changes since the start, for tools that ask whether anything is new
+        if files.exists(NAME):
+            kept = msgspec.json.decode(bytes(files.map_readonly(NAME)), type=list[SubscriptionGroup])
+            self._groups = {group.group_name: group for group in kept}
+
+    def get(self, name: str) -> SubscriptionGroup:
+        """The group; raises NotFound."""
+        group = self._groups.get(name)
+        if group is None:
+            raise NotFound(f"consumer group {name!r} does not exist")
+        return group
+
+    def find(self, name: str) -> SubscriptionGroup | None:
+        """The group, if it exists."""
+        return self._groups.get(name)
+
+    def all(self) -> list[SubscriptionGroup]:
+        """All groups."""
+        return list(self._groups.values())
+
+    def ensure(self, name: str) -> SubscriptionGroup:
+        """The group, made with the defaults when there is none; raises InvalidMessage, OverLimit."""
+        return self._groups.get(name) or self.update(SubscriptionGroup(name))
+
+    def update(self, group: SubscriptionGroup) -> SubscriptionGroup:
+        """Make a group or replace its configuration; raises InvalidMessage, OverLimit."""
+        name = group.group_name
+        if self._groups.get(name) == group:
+            return group
+        check_name(name, limits.GROUP_BYTES_MAX, "group")
+        if name not in self._groups and len(self._groups) >= limits.GROUPS_MAX:
+            raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
+        self._groups[name] = group
+        self._changed()
+        return group
+
+    def remove(self, name: str) -> None:
+        """Forget a group; nothing happens when there is none. Its members make it anew when they beat."""
+        if self._groups.pop(name, None) is not None:
+            self._changed()
+
+    def save(self) -> bytes | None:
+        """The file's new content when something has changed; the caller writes it, off the loop."""
+        if not self._dirty:
+            return None
+        self._dirty = False
+        return msgspec.json.encode(list(self._groups.values()))
+
+    def unsaved(self) -> None:
+        """What `save` gave out was not written."""
+        self._dirty = True
+
+    def _changed(self) -> None:
+        self._dirty = True
+        self.version += 1
