@@ -4,6 +4,7 @@
     ├── RequestError        the caller asked for something that cannot be: change the request
     │   ├── InvalidMessage      a name, size or property that no broker of ours accepts
     │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
+    │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
     │   ├── NotFound            no such topic, group, promise or file
     │   └── OutOfRange          a position outside what is kept; carries the range that is
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
@@ -44,6 +45,16 @@ class InvalidDelay(RequestError):
     """The due instant is negative, not a number or beyond the maximum delay."""
 
     code = "invalid_delay"
+
+
+class InvalidFilter(RequestError):
+    """A filter's text cannot be read. `position` counts its characters from 1; `limit` names the bound passed."""
+
+    code = "invalid_filter"
+
+    def __init__(self, text: str, *, position: int | None = None, limit: str | None = None) -> None:
+        super().__init__(text)
+        self.position, self.limit = position, limit
 
 
 class NotFound(RequestError):

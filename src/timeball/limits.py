@@ -28,6 +28,13 @@ GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before
 UNIQUE_KEY_BYTES_MAX = 255
 NAME = re.compile(r"^[%|a-zA-Z0-9_-]+$")  # RocketMQ's own pattern; excludes separators and dots of paths
 
+# A filter's text comes from any consumer, is parsed on the event loop, and is held while it consumes.
+FILTER_BYTES_MAX = 16_384  # a page of conditions; takes milliseconds to read
+FILTER_TOKENS_MAX = 4_096  # words, numbers, strings and signs
+FILTER_DEPTH_MAX = 32  # parentheses and NOTs inside each other; each is some frames of Python's stack
+FILTER_IN_ITEMS_MAX = 1_024
+FILTER_TAGS_MAX = 1_024  # tags of one subscription
+
 TOPICS_MAX = 100_000
 QUEUES_PER_TOPIC_MAX = 1_024
 GROUPS_MAX = 100_000

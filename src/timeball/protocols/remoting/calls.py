@@ -14,6 +14,7 @@ import msgspec
 
 from timeball.errors import (
     InvalidDelay,
+    InvalidFilter,
     InvalidMessage,
     NotFound,
     OutOfRange,
@@ -100,6 +101,7 @@ Handlers = dict[int, Handler]
 _CODES: list[tuple[type[TimeballError], ResponseCode]] = [
     (InvalidMessage, ResponseCode.MESSAGE_ILLEGAL),
     (InvalidDelay, ResponseCode.MESSAGE_ILLEGAL),
+    (InvalidFilter, ResponseCode.SUBSCRIPTION_PARSE_FAILED),
     (NotFound, ResponseCode.TOPIC_NOT_EXIST),
     (OutOfRange, ResponseCode.INVALID_PARAMETER),
     (OverLimit, ResponseCode.SYSTEM_BUSY),
