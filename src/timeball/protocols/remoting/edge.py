@@ -15,6 +15,8 @@ from timeball.protocols.remoting.clients import Clients
 from timeball.protocols.remoting.codec.frame import Frame
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.dispatch import Dispatch
+from timeball.protocols.remoting.heartbeats import HeartBeats
+from timeball.protocols.remoting.locks import Locks
 from timeball.protocols.remoting.routes import Routes
 from timeball.protocols.remoting.site import Site
 
@@ -36,7 +38,9 @@ class RemotingEdge:
             advertise=settings.advertise,
         )
         site = self.site
-        self._dispatch = Dispatch([Routes(site).handlers()])
+        locks = Locks(site)
+        self._heartbeats = HeartBeats(site, locks)
+        self._dispatch = Dispatch([Routes(site).handlers(), self._heartbeats.handlers(), locks.handlers()])
         self._connections: set[Connection] = set()
         self._servers: list[asyncio.Server] = []
         self._watch: asyncio.Task[None] | None = None
@@ -75,6 +79,7 @@ class RemotingEdge:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(DEADLINES_LOOK_S)
+            self._heartbeats.expire()
             for connection in list(self._connections):
                 connection.check_deadlines(loop.time())
 

@@ -32,6 +32,10 @@ class Site:
     remoting_port: int = 0
     _hosts: dict[str, Host] = field(default_factory=dict)
 
+    def monotonic_ms(self) -> int:
+        """The clock for who has been silent how long; setting the time changes nothing about it."""
+        return self.broker.parts.clock.clock.monotonic_ns() // 1_000_000
+
     def address(self, connection: Connection) -> str:
         """host:port at which the client of this connection reaches the broker."""
         host, port = self._host_port(connection)

@@ -15,6 +15,7 @@ TRANS_CHECK_MAX_TIME_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"
 SELF_TEST_TOPIC = "SELF_TEST_TOPIC"
 OFFSET_MOVED_EVENT = "OFFSET_MOVED_EVENT"
 SYSTEM_PREFIX = "rmq_sys_"
+RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"  # before a group's name: its second tries, and its dead letters
 
 AUTO_CREATE_TOPIC = "TBW102"  # a producer asks for its route before it writes to a topic that does not exist
 BENCHMARK_TOPIC = "BenchmarkTest"
