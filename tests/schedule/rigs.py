@@ -14,8 +14,8 @@ from tests.schedule.world import World
 from timeball.message import Int64Array
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log.store import HourLog
-from timeball.schedule.hour_log.wheel import Run
 from timeball.schedule.strategy import Settled, Strategy
+from timeball.schedule.wheel import Run
 from timeball.table.attachment import Attachment
 from timeball.table.data_file import DataFile, Position
 

@@ -1,4 +1,4 @@
-"""Slots, horizons and budgets: arithmetic that must not be off by one."""
+"""Horizons and budgets: arithmetic that must not be off by one."""
 
 from __future__ import annotations
 
@@ -8,28 +8,11 @@ from hypothesis import strategies as st
 
 from timeball.schedule.hour_log.placement import (
     FIRST,
-    SLOT_MS,
     cut_to_budget,
     next_horizon,
-    slot_cuts,
-    slot_of,
 )
 
 DUES = st.lists(st.integers(-10_000, 10_000), min_size=1, max_size=60).map(sorted)
-
-
-@given(DUES)
-def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
-    slots, cuts = slot_cuts(np.array(dues, np.int64))
-    assert slots == sorted(set(map(slot_of, dues)))
-    assert cuts[0] == 0 and cuts[-1] == len(dues) and len(cuts) == len(slots) + 1
-    for slot, begin, end in zip(slots, cuts, cuts[1:], strict=False):
-        assert begin < end
-        assert {slot_of(due) for due in dues[begin:end]} == {slot}
-
-
-def test_a_slot_rounds_nothing_up() -> None:
-    assert [slot_of(due) for due in (-1, 0, SLOT_MS - 1, SLOT_MS)] == [-1, 0, 0, 1]
 
 
 @given(st.integers(0, 10**13), st.integers(-20_000, 20_000), st.integers(1_000, 60_000))

@@ -1,31 +1,11 @@
-"""Pure arithmetic of `hour_log`: which slot an instant belongs to, and how far the horizon may move.
-
-A slot is a second. A slot never rounds a due time: rows keep their millisecond and the slot only says which
-pile to look through, so that precision does not depend on the slot's width.
-"""
+"""Pure arithmetic of `hour_log`: how far the horizon may move."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from timeball import limits
 from timeball.message import Int64Array
 from timeball.table.data_file import Position
 
-SLOT_MS = limits.SECOND_MS
 FIRST: Position = (-(1 << 62), 0)
-
-
-def slot_of(due_ms: int) -> int:
-    """Number of the slot that holds an instant."""
-    return due_ms // SLOT_MS
-
-
-def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
-    """(slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
-    slots = sorted_due_ms // SLOT_MS
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
-    return slots[starts].tolist(), [*starts.tolist(), len(sorted_due_ms)]
 
 
 def next_horizon(current: Position, now_ms: int, ahead_ms: int) -> Position:

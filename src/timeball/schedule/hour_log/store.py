@@ -30,8 +30,8 @@ from timeball.message import Int64Array, int64
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log.pending import PendingFiles, bounded_window, load, positions
 from timeball.schedule.hour_log.placement import FIRST, cut_to_budget, next_horizon
-from timeball.schedule.hour_log.wheel import Run, SecondWheel
 from timeball.schedule.strategy import Settled
+from timeball.schedule.wheel import Run, SecondWheel
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile, Position
 

@@ -11,11 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from timeball.log.format import with_seq
 from timeball.message import Int64Array, Kind, build_rows
-from timeball.schedule.hour_log import wheel as wheel_module
-from timeball.schedule.hour_log.wheel import Run, SecondWheel
+from timeball.schedule import wheel as wheel_module
+from timeball.schedule.wheel import SLOT_MS, Run, SecondWheel, slot_cuts, slot_of
 
 Pair = tuple[int, int]
 
+SLOT_DUES = st.lists(st.integers(-10_000, 10_000), min_size=1, max_size=60).map(sorted)
 DUES = st.lists(st.one_of(st.integers(0, 20), st.integers(0, 5_000)), min_size=1, max_size=30)
 
 
@@ -29,6 +30,20 @@ def rows(dues: list[int], first_seq: int) -> pa.RecordBatch:
 
 def columns(pairs: list[Pair]) -> tuple[Int64Array, Int64Array]:
     return np.array([d for d, _ in pairs], np.int64), np.array([s for _, s in pairs], np.int64)
+
+
+@given(SLOT_DUES)
+def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
+    slots, cuts = slot_cuts(np.array(dues, np.int64))
+    assert slots == sorted(set(map(slot_of, dues)))
+    assert cuts[0] == 0 and cuts[-1] == len(dues) and len(cuts) == len(slots) + 1
+    for slot, begin, end in zip(slots, cuts, cuts[1:], strict=False):
+        assert begin < end
+        assert {slot_of(due) for due in dues[begin:end]} == {slot}
+
+
+def test_a_slot_rounds_nothing_up() -> None:
+    assert [slot_of(due) for due in (-1, 0, SLOT_MS - 1, SLOT_MS)] == [-1, 0, 0, 1]
 
 
 class WheelMachine(RuleBasedStateMachine):

@@ -5,7 +5,10 @@ next instant is the head's. Rows come in by the batch and stay sorted runs; arri
 until there are many or one of them is due, because splitting ten rows over ten slots costs as much as a
 thousand. Runs of a slot are merged when the slot is opened.
 
-Refuses nothing and knows neither log nor table: `HourLog` decides what belongs here.
+A slot never rounds a due time: rows keep their millisecond and the slot only says which pile to look through,
+so that precision does not depend on the slot's width.
+
+Refuses nothing and knows neither log nor table: the strategy decides what belongs here.
 """
 
 from __future__ import annotations
@@ -17,12 +20,25 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from timeball import limits
 from timeball.message import Int64Array, int64
-from timeball.schedule.hour_log.placement import slot_cuts
 from timeball.table.data_file import search
 
+SLOT_MS = limits.SECOND_MS
 ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
 OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
+
+
+def slot_of(due_ms: int) -> int:
+    """Number of the slot that holds an instant."""
+    return due_ms // SLOT_MS
+
+
+def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
+    """(slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
+    slots = sorted_due_ms // SLOT_MS
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
+    return slots[starts].tolist(), [*starts.tolist(), len(sorted_due_ms)]
 
 
 @dataclass(slots=True)
