@@ -63,6 +63,7 @@ def test_half_a_frame_has_a_deadline(node: RunningNode, wire: Wire) -> None:
     node.loop.call_soon_threadsafe(connection.check_deadlines, since + module.HALF_FRAME_S)
     wire.send_bytes(encode(ROUTE)[-1:])
     assert wire.answer_to(7).code == 0, "just in time"
+    eventually(lambda: connection._frame_since_s is None, "the frame has ended")
     wire.send_bytes(encode(ROUTE)[:-1])
     eventually(lambda: connection._frame_since_s is not None, "half a frame again")
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.HALF_FRAME_S + 1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from timeball.errors import Unavailable
@@ -40,6 +41,7 @@ class Connection(asyncio.Protocol):
         self._frame_since_s: float | None = None
         self._heard_s = loop.time()
         self.on_close: list[Callable[[], None]] = []
+        self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
         self.peer = self.local = ("", 0)
 
@@ -63,6 +65,8 @@ class Connection(asyncio.Protocol):
             if not future.done():
                 future.set_exception(Unavailable(f"{self.name} has gone away"))
         self._asked.clear()
+        for task in self._waiting:
+            task.cancel()
         for tell in self.on_close:
             tell()
         self.on_close.clear()
@@ -130,6 +134,16 @@ class Connection(asyncio.Protocol):
             raise Unavailable(f"{self.name} did not answer within {timeout_s} s") from error
         finally:
             self._asked.pop(command.opaque, None)
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Around a wait that ends when the client goes. Never around work that others are part of, such as a commit."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._waiting.add(task)
+        try:
+            yield
+        finally:
+            self._waiting.discard(task)
 
     def answered(self, command: Command) -> None:
         """An answer to a request of ours has come; one that nobody waits for is ignored."""

@@ -17,7 +17,10 @@ from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.dispatch import Dispatch
 from timeball.protocols.remoting.heartbeats import HeartBeats
 from timeball.protocols.remoting.locks import Locks
+from timeball.protocols.remoting.offsets import Offsets
+from timeball.protocols.remoting.pulls import Pulls
 from timeball.protocols.remoting.routes import Routes
+from timeball.protocols.remoting.sends import Sends
 from timeball.protocols.remoting.site import Site
 
 DEADLINES_LOOK_S = 1.0
@@ -38,9 +41,18 @@ class RemotingEdge:
             advertise=settings.advertise,
         )
         site = self.site
+        self._sends = Sends(site)
         locks = Locks(site)
         self._heartbeats = HeartBeats(site, locks)
-        self._dispatch = Dispatch([Routes(site).handlers(), self._heartbeats.handlers(), locks.handlers()])
+        self._dispatch = Dispatch(
+            [
+                Routes(site).handlers(),
+                Offsets(site).handlers(),
+                Pulls(site).handlers(),
+                self._heartbeats.handlers(),
+                locks.handlers(),
+            ]
+        )
         self._connections: set[Connection] = set()
         self._servers: list[asyncio.Server] = []
         self._watch: asyncio.Task[None] | None = None
@@ -73,7 +85,8 @@ class RemotingEdge:
 
     def _receive(self, connection: Connection, frames: list[Frame]) -> None:
         for frame in frames:
-            self._dispatch.receive(connection, frame)
+            if not self._sends.take(connection, frame):
+                self._dispatch.receive(connection, frame)
 
     async def _watch_deadlines(self) -> None:
         loop = asyncio.get_running_loop()

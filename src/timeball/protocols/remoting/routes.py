@@ -14,7 +14,7 @@ from timeball.broker.topics import check_name
 from timeball.errors import InvalidMessage
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.topic_names import TEMPLATE_TOPIC
+from timeball.protocols.remoting.codec.reserved import AUTO_CREATE_TOPIC
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.site import Site
 
@@ -65,7 +65,7 @@ class Routes:
         known = site.broker.parts.topics.find(topic)
         if known is not None:
             read, write, perm = known.read_queues, known.write_queues, known.perm
-        elif topic == TEMPLATE_TOPIC and settings.auto_create_topics:
+        elif topic == AUTO_CREATE_TOPIC and settings.auto_create_topics:
             perm |= 1  # "inherit": what tells a producer that a topic may be made from it
         elif topic not in (site.cluster_name, site.broker_name):
             _check(topic)

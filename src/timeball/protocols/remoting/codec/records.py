@@ -53,43 +53,47 @@ class Host(msgspec.Struct, frozen=True):
 
 
 def encode_stored(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> bytes:
-    """Stored messages, one behind the other, of READ_SCHEMA rows that are visible.
+    """Stored messages, one behind the other, of READ_SCHEMA rows that are visible; see `encode_each`."""
+    return b"".join(encode_each(rows, store_host=store_host, born_host=born_host))
 
-    RocketMQ keeps hosts as bytes and we as text: `born_host` is what a row gets whose text names none.
+
+def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> list[bytes]:
+    """A stored message for each of these READ_SCHEMA rows.
+
+    RocketMQ keeps hosts as bytes and we as text: `born_host` is what a row gets whose text names none. Tag, keys and
+    id of a message that did not come from a RocketMQ client stand in columns only; its consumers look for properties.
     """
     columns = [rows.column(name).to_pylist() for name in _STORED]
     hosts: dict[str | None, Host] = {None: born_host}
-    parts: list[bytes] = []
+    found: list[bytes] = []
     for (
-        seq,
-        topic,
-        queue_id,
-        offset,
-        body,
-        properties,
-        born_ms,
-        born,
-        store_ms,
-        flag,
-        sys_flag,
-        times,
-        prepared,
-    ) in zip(*columns, strict=True):
+        seq, topic, queue_id, offset, body, properties, tag, keys, unique_key, born_ms, born, store_ms, flag, sys_flag,
+        times, prepared,
+    ) in zip(*columns, strict=True):  # fmt: skip
         host = hosts.get(born)
         if host is None:
             host = hosts[born] = parse_host(born, born_host)
-        parts.append(
+        text = _with_columns(properties or "", tag, keys, unique_key)
+        found.append(
             _stored(
-                seq, topic.encode(), queue_id, offset or 0, body or b"", (properties or "").encode(), born_ms or 0,
-                host, store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, prepared or 0,
+                seq, topic.encode(), queue_id, offset or 0, body or b"", text.encode(), born_ms or 0, host,
+                store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, prepared or 0,
             )
         )  # fmt: skip
-    return b"".join(parts)
+    return found
+
+
+def _with_columns(properties: str, tag: str | None, keys: str | None, unique_key: str | None) -> str:
+    for name, value in (("UNIQ_KEY", unique_key), ("TAGS", tag), ("KEYS", keys)):
+        if value and not properties.startswith(f"{name}\x01") and f"\x02{name}\x01" not in properties:
+            end = "" if not properties or properties.endswith("\x02") else "\x02"
+            properties = f"{properties}{end}{name}\x01{value}\x02"
+    return properties
 
 
 _STORED = [
-    "seq", "topic", "queue_id", "queue_offset", "body", "properties", "born_ms", "born_host", "store_ms",
-    "flag", "sys_flag", "reconsume_times", "prepared_seq",
+    "seq", "topic", "queue_id", "queue_offset", "body", "properties", "tag", "keys", "unique_key", "born_ms",
+    "born_host", "store_ms", "flag", "sys_flag", "reconsume_times", "prepared_seq",
 ]  # fmt: skip
 
 

@@ -1,0 +1,49 @@
+"""Selecting: which messages of one queue, from an offset on, a filter lets through.
+
+The queue's index decides what it can (a hash column, as vectors); only what is left is opened for the filter's exact
+word. The answer says how far the queue has been looked through, so a consumer of a rare tag moves on with every pull
+instead of beginning again, and never further than a bounded stretch at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from timeball.broker.filters import Filter
+from timeball.log.queue_index import QueueIndex
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array
+
+SCAN_ROWS_MAX = 16_384  # entries one pull looks at: 320 KB of index
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Sequence numbers and offsets of what was chosen, and the offset up to which all is decided."""
+
+    seqs: Int64Array
+    offsets: Int64Array
+    next_offset: int
+
+
+def candidates(index: QueueIndex, offset: int, rows: int, wanted: Filter) -> Selection:
+    """Up to `rows` messages from `offset` on that may match; raises OutOfRange."""
+    entries = index.read(offset, rows if wanted.matches_all else SCAN_ROWS_MAX)
+    seqs = entries["seq"].astype(np.int64)
+    if wanted.matches_all:
+        return Selection(seqs, offset + np.arange(len(seqs)), offset + len(seqs))
+    at = np.flatnonzero(wanted.candidates(entries))
+    if len(at) > rows:
+        at = at[:rows]
+        return Selection(seqs[at], offset + at, offset + int(at[-1]) + 1)
+    return Selection(seqs[at], offset + at, offset + len(entries))
+
+
+def decide(selection: Selection, reader: LogReader, wanted: Filter) -> Selection:
+    """What is left of the candidates when the rows themselves have been looked at (reader thread)."""
+    if wanted.matches_all or not len(selection.seqs):
+        return selection
+    keep = wanted.exact(reader.take(selection.seqs))
+    return Selection(selection.seqs[keep], selection.offsets[keep], selection.next_offset)

@@ -1,0 +1,181 @@
+"""Messages of many sends, column by column, on their way to one batch for the broker.
+
+    feed     the messages of one send, checked; what is wrong with them is that producer's alone
+    take     everything fed since the last time as one batch of admission's columns, and a ticket for each send
+    respond  the answers to those tickets, once the batch has its place in the log
+
+Nothing is put into the columns before all of a send has been checked, for the broker takes or refuses a batch
+whole. Sending is the one place where a message is a Python object for a moment; from `take` on it is a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from timeball import limits
+from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.message import decode_properties
+from timeball.protocols.remoting.codec import delays
+from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.protocols.remoting.codec.records import decode_batch
+from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
+from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
+
+COLUMNS: dict[str, pa.DataType] = {
+    "topic": pa.string(),
+    "body": pa.binary(),
+    "tag": pa.string(),
+    "keys": pa.string(),
+    "unique_key": pa.string(),
+    "properties": pa.string(),
+    "queue_id": pa.int32(),
+    "born_ms": pa.int64(),
+    "born_host": pa.string(),
+    "flag": pa.int32(),
+    "sys_flag": pa.int32(),
+    "reconsume_times": pa.int32(),
+    "due_ms": pa.int64(),
+    "delay_level": pa.int32(),
+}
+
+# Any of these in a properties text may mean "later"; most messages have none, and are not looked at further.
+_LATER = ("DELAY", "TIMER_", delays.START_DELIVER_TIME)
+_OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
+
+Row = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One send in a batch: `rows` rows from `first_row` on."""
+
+    origin: Any  # the connection, for whoever answers
+    opaque: int
+    serialisation: int
+    is_one_way: bool
+    topic: str
+    queue_id: int  # as asked for: what the answer repeats when the message is for later
+    first_row: int
+    rows: int
+    unique_key: str
+    due_ms: int | None
+
+
+class SendColumns:
+    """See the module."""
+
+    def __init__(self, keys: UniqueKeys, delay_ms_max: int) -> None:
+        self._keys, self._delay_ms_max = keys, delay_ms_max
+        self._rows: list[Row] = []
+        self._tickets: list[Ticket] = []
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def feed(
+        self,
+        origin: Any,
+        header: SendHeader,
+        body: bytes,
+        *,
+        serialisation: int,
+        born_host: str,
+        queue_id: int,
+        now_ms: int,
+    ) -> None:
+        """Take the messages of one send; raises InvalidMessage or InvalidDelay and has then taken nothing."""
+        fields, is_one_way = header.fields, bool(header.flag & 2)
+        if header.code == RequestCode.SEND_BATCH_MESSAGE or fields.batch:
+            rows, unique_key = self._batch(fields, body, born_host, queue_id, now_ms)
+            due_ms = None
+        else:
+            row = self._row(
+                fields, fields.flag or 0, body, fields.properties or "", born_host, queue_id, now_ms
+            )
+            rows, unique_key, due_ms = [row], row[_UNIQUE_KEY], row[_DUE_MS]
+        ticket = Ticket(
+            origin, header.opaque, serialisation, is_one_way, fields.topic, queue_id, len(self._rows), len(rows),
+            unique_key, due_ms,
+        )  # fmt: skip
+        self._rows += rows
+        self._tickets.append(ticket)
+        self.size_bytes += len(body) + _OVERHEAD_BYTES * len(rows)
+
+    def take(self) -> tuple[pa.RecordBatch, list[Ticket]]:
+        """What was fed, as a batch without its empty columns; afterwards there is nothing."""
+        columns = zip(COLUMNS.items(), zip(*self._rows, strict=True), strict=True)
+        arrays = {name: pa.array(values, kind) for (name, kind), values in columns}
+        filled = {name: array for name, array in arrays.items() if array.null_count < len(array)}
+        batch = pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled))
+        tickets = self._tickets
+        self._rows, self._tickets, self.size_bytes = [], [], 0
+        return batch, tickets
+
+    def _row(
+        self, fields: SendFields, flag: int, body: bytes, properties: str, born_host: str, queue_id: int, now_ms: int
+    ) -> Row:  # fmt: skip
+        if len(body) > limits.BODY_BYTES_MAX:
+            raise InvalidMessage(
+                f"the message body size is over the maximum: {len(body)} bytes, at most {limits.BODY_BYTES_MAX}"
+            )
+        if len(properties) > limits.PROPERTIES_BYTES_MAX // 4 and (
+            len(properties.encode()) > limits.PROPERTIES_BYTES_MAX
+        ):
+            raise InvalidMessage(f"the properties are longer than {limits.PROPERTIES_BYTES_MAX} bytes")
+        found = decode_properties(properties)
+        level, due_ms = delays.AT_ONCE
+        if any(word in properties for word in _LATER):
+            level, due_ms = delays.plan(found, now_ms, self._delay_ms_max)
+        unique_key = found.get("UNIQ_KEY")
+        if not unique_key:
+            unique_key = self._keys.next(now_ms)
+            properties = with_property(properties, "UNIQ_KEY", unique_key)
+        tag, keys = found.get("TAGS"), found.get("KEYS")
+        _check_lengths(tag, keys, unique_key)
+        return (
+            fields.topic, body, tag, keys, unique_key, properties, queue_id, fields.born_ms or now_ms, born_host, flag,
+            fields.sys_flag or 0, fields.reconsume_times or 0, due_ms, level or None,
+        )  # fmt: skip
+
+    def _batch(
+        self, fields: SendFields, body: bytes, born_host: str, queue_id: int, now_ms: int
+    ) -> tuple[list[Row], str]:
+        if len(body) > limits.BODY_BYTES_MAX:
+            raise InvalidMessage(
+                f"the batch size is over the maximum: {len(body)} bytes, at most {limits.BODY_BYTES_MAX}"
+            )
+        records = decode_batch(body)
+        if not records:
+            raise InvalidMessage("a batch without messages")
+        rows = [self._row(fields, r.flag, r.body, r.properties, born_host, queue_id, now_ms) for r in records]
+        if any(row[_DUE_MS] is not None or row[_DELAY_LEVEL] is not None for row in rows):
+            raise InvalidDelay("a batch takes no delayed messages; send them one by one")
+        return rows, ",".join(row[_UNIQUE_KEY] for row in rows)
+
+
+_UNIQUE_KEY, _DUE_MS, _DELAY_LEVEL = (
+    list(COLUMNS).index(name) for name in ("unique_key", "due_ms", "delay_level")
+)
+
+
+def with_property(properties: str, name: str, value: str) -> str:
+    """The properties text with one more property."""
+    end = "" if not properties or properties.endswith("\x02") else "\x02"
+    return f"{properties}{end}{name}\x01{value}\x02"
+
+
+def _check_lengths(tag: str | None, keys: str | None, unique_key: str) -> None:
+    # Characters first: four bytes are the most that one takes.
+    for what, text, bytes_max in (
+        ("TAGS", tag, limits.TAG_BYTES_MAX),
+        ("KEYS", keys, limits.KEYS_BYTES_MAX),
+        ("UNIQ_KEY", unique_key, limits.UNIQUE_KEY_BYTES_MAX),
+    ):
+        if text is not None and 4 * len(text) > bytes_max and len(text.encode()) > bytes_max:
+            raise InvalidMessage(f"the property {what} is longer than {bytes_max} bytes")
+    if keys is not None and keys.count(" ") >= limits.KEYS_PER_MESSAGE_MAX:
+        raise InvalidMessage(f"the property KEYS names more than {limits.KEYS_PER_MESSAGE_MAX} keys")

@@ -1,0 +1,112 @@
+"""Messages in RocketMQ's stored form, made once and handed to every group that pulls them.
+
+Consumers of a topic mostly read what has just been written, each group the same messages, eight queues side by
+side in one stretch of the log. So the log is encoded in stretches of `STRETCH_ROWS` sequence numbers, and a pull is
+a few slices of a list. What is missing of a stretch is encoded on the loop when it is short and was
+written a moment ago, in the reader thread otherwise: an old stretch may have to come from the disk.
+
+A cache of the log, bounded in bytes; rows that nobody can see have no entry.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from timeball.broker.parts import Parts, in_thread
+from timeball.errors import OutOfRange
+from timeball.message import Int64Array, Kind
+from timeball.protocols.remoting.codec.records import Host, encode_each
+
+STRETCH_ROWS = 256
+CACHE_BYTES_MAX = 64 * 1024 * 1024
+FRESH_ROWS = 65_536  # of the log's end: in the page cache, since they were written a moment ago
+VISIBLE = [Kind.MESSAGE, Kind.RELEASE, 7]
+
+Key = tuple[Host, int]
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Records of the sequence numbers from `number * STRETCH_ROWS` up to `next_seq`."""
+
+    next_seq: int
+    records: dict[int, bytes] = field(default_factory=dict)
+    size_bytes: int = 0
+
+
+class StoredMessages:
+    """See the module. Belongs to the event loop; only `_encode` runs in the reader thread."""
+
+    def __init__(self, parts: Parts, born_host: Host) -> None:
+        self._parts, self._born_host = parts, born_host
+        self._stretches: OrderedDict[Key, _Stretch] = OrderedDict()
+        self._size_bytes = 0
+
+    def get_now(self, seqs: Int64Array, host: Host) -> list[bytes] | None:
+        """The records of these rows, if that takes no disk; None otherwise."""
+        parts = []
+        for number, wanted in _by_stretch(seqs):
+            stretch = self._stretches.get((host, number))
+            if stretch is None or stretch.next_seq <= wanted[-1]:
+                if wanted[0] < self._parts.reader.next_seq - FRESH_ROWS:
+                    return None
+                stretch = self._extend((host, number), stretch, self._encode(host, number, stretch))
+            else:
+                self._stretches.move_to_end((host, number))
+            records = stretch.records
+            try:
+                parts += [records[seq] for seq in wanted]
+            except KeyError as error:
+                raise OutOfRange(f"seq {error} is no message that anybody can see") from error
+        return parts
+
+    async def get(self, seqs: Int64Array, host: Host) -> list[bytes]:
+        """The records of these rows."""
+        found: list[bytes] = []
+        for number, wanted in _by_stretch(seqs):
+            key = (host, number)
+            stretch = self._stretches.get(key)
+            if stretch is None or stretch.next_seq <= wanted[-1]:
+                new = await in_thread(self._parts.reader_thread, self._encode, host, number, stretch)
+                stretch = self._extend(key, self._stretches.get(key), new)
+            found += [stretch.records[seq] for seq in wanted]
+        return found
+
+    def _encode(self, host: Host, number: int, known: _Stretch | None) -> _Stretch:
+        """What is missing of a stretch (any thread)."""
+        reader = self._parts.reader
+        begin = max(number * STRETCH_ROWS, reader.first_seq)
+        begin = begin if known is None else known.next_seq
+        end = min((number + 1) * STRETCH_ROWS, reader.next_seq)
+        new = _Stretch(end)
+        for rows in reader.coalesced(begin, end, VISIBLE, STRETCH_ROWS):
+            records = encode_each(rows, store_host=host, born_host=self._born_host)
+            new.records.update(zip(rows.column("seq").to_pylist(), records, strict=True))
+            new.size_bytes += sum(map(len, records))
+        return new
+
+    def _extend(self, key: Key, known: _Stretch | None, new: _Stretch) -> _Stretch:
+        self._size_bytes += new.size_bytes
+        if known is not None and key in self._stretches:
+            known.records.update(new.records)
+            known.next_seq = max(known.next_seq, new.next_seq)
+            known.size_bytes += new.size_bytes
+            new = known
+        self._stretches[key] = new
+        self._stretches.move_to_end(key)
+        while self._size_bytes > CACHE_BYTES_MAX and len(self._stretches) > 1:
+            _, oldest = self._stretches.popitem(last=False)
+            self._size_bytes -= oldest.size_bytes
+        return new
+
+
+def _by_stretch(seqs: Int64Array) -> list[tuple[int, list[int]]]:
+    """Sorted sequence numbers by the stretch they are in."""
+    numbers = seqs // STRETCH_ROWS
+    if len(seqs) and numbers[0] == numbers[-1]:
+        return [(int(numbers[0]), seqs.tolist())]
+    cuts = np.flatnonzero(np.diff(numbers)) + 1
+    return [(int(part[0]) // STRETCH_ROWS, part.tolist()) for part in np.split(seqs, cuts) if len(part)]

@@ -1,0 +1,174 @@
+"""Sends over a real socket: what is answered, what is kept, and who is harmed by a bad one."""
+
+from __future__ import annotations
+
+import pytest
+from tests.node_fixture import RunningNode
+from tests.protocols.remoting.wire import Wire
+
+from timeball.message import encode_properties
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
+from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch, parse_offset_msg_id
+
+V2, LONG, BATCH = RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_MESSAGE, RequestCode.SEND_BATCH_MESSAGE
+BORN_MS = 1_761_000_000_000
+
+
+def send(wire: Wire, body: bytes = b"body", *, code: int = V2, topic: str = "orders", **more: object) -> int:
+    """A send as Java's client makes it; returns its opaque."""
+    properties = {"UNIQ_KEY": "AB" * 16, "WAIT": "true", "TAGS": "A", **more.pop("properties", {})}  # type: ignore[dict-item]
+    fields = {
+        "a": "producers", "b": topic, "c": "TBW102", "d": 4, "e": 0, "f": 0, "g": BORN_MS, "h": 0,
+        "i": encode_properties(properties), "j": 0, "k": False, "m": False, **more,
+    }  # fmt: skip
+    return wire.send(code, body, **fields)
+
+
+def sent(wire: Wire, body: bytes = b"body", **more: object) -> Command:
+    return wire.answer_to(send(wire, body, **more))
+
+
+def rows(node: RunningNode, topic: str = "orders") -> list[dict[str, object]]:
+    """Every visible message of a topic."""
+    found: list[dict[str, object]] = []
+    for queue, (low, high) in node.broker.queues(topic).items():
+        found += node.run(node.broker.read_queue(topic, queue, low, high - low)).to_pylist()
+    return found
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+def test_a_message_is_kept_as_sent_and_named_in_the_answer(node: RunningNode, serialisation: int) -> None:
+    with Wire.to(node, serialisation) as wire:
+        answer = sent(wire, e=2, h=9, properties={"KEYS": "k1 k2"})
+    assert (answer.code, answer.serialisation) == (0, serialisation)
+    [row] = rows(node)
+    host, seq = parse_offset_msg_id(answer.ext["msgId"])
+    assert (host.port, seq) == (node.node.remoting_port, row["seq"])
+    assert (answer.ext["queueId"], answer.ext["queueOffset"]) == ("2", "0")
+    assert answer.ext["transactionId"] == row["unique_key"] == "AB" * 16
+    assert (row["tag"], row["keys"], row["body"], row["flag"]) == ("A", "k1 k2", b"body", 9)
+    assert (row["queue_id"], row["born_ms"]) == (2, BORN_MS)
+    assert "WAIT\x01true" in str(row["properties"])
+
+
+def test_the_long_names_of_old_clients(node: RunningNode, wire: Wire) -> None:
+    answer = wire.ask_ok(
+        LONG, b"x", producerGroup="g", topic="orders", defaultTopic="TBW102", defaultTopicQueueNums=4, queueId=1,
+        sysFlag=0, bornTimestamp=BORN_MS, flag=0, properties="", reconsumeTimes=0,
+    )  # fmt: skip
+    [row] = rows(node)
+    assert answer.ext["transactionId"] == row["unique_key"]
+    assert len(str(row["unique_key"])) == 32, "the broker names what its producer did not"
+    assert f"UNIQ_KEY\x01{row['unique_key']}" in str(row["properties"])
+
+
+def test_a_topic_is_made_with_as_many_queues_as_asked(node: RunningNode, wire: Wire) -> None:
+    sent(wire, d=3)
+    assert len(node.broker.queues("orders")) == 3
+    sent(wire, topic="many", d=100)
+    assert len(node.broker.queues("many")) == node.settings.queues_per_topic
+
+
+def test_a_thousand_in_flight_keep_their_answers_and_their_order(node: RunningNode, wire: Wire) -> None:
+    opaques = [send(wire, b"%d" % n, e=n % 4) for n in range(1_000)]
+    answers = [wire.answer_to(opaque) for opaque in opaques]
+    assert all(answer.code == 0 for answer in answers)
+    for queue in range(4):
+        mine = [int(a.ext["queueOffset"]) for a in answers if a.ext["queueId"] == str(queue)]
+        assert mine == list(range(250))
+    by_place = {(r["queue_id"], r["queue_offset"]): r["body"] for r in rows(node)}
+    for n, answer in enumerate(answers):
+        assert by_place[int(answer.ext["queueId"]), int(answer.ext["queueOffset"])] == b"%d" % n
+
+
+def test_one_way_is_kept_and_not_answered(node: RunningNode, wire: Wire) -> None:
+    fields = {"a": "g", "b": "orders", "c": "TBW102", "d": 4, "e": 0, "i": ""}
+    wire.send(V2, b"quiet", one_way=True, **fields)
+    assert sent(wire, b"loud").code == 0
+    assert not wire._answers
+    assert [row["body"] for row in rows(node)] == [b"quiet", b"loud"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({"topic": "SCHEDULE_TOPIC_XXXX"}, ResponseCode.NO_PERMISSION),
+        ({"topic": "rmq_sys_wheel_timer"}, ResponseCode.NO_PERMISSION),
+        ({"topic": "RMQ_SYS_TRANS_HALF_TOPIC"}, ResponseCode.NO_PERMISSION),
+        ({"topic": "../../etc/passwd"}, ResponseCode.INVALID_PARAMETER),
+        ({"topic": "x" * 128}, ResponseCode.INVALID_PARAMETER),
+        ({"e": 99}, ResponseCode.INVALID_PARAMETER),
+        ({"properties": {"x": "y" * 32_768}}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"TAGS": "y" * 256}}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"KEYS": "k " * 64 + "k"}}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"DELAY": "soon"}}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"TIMER_DELIVER_MS": "99999999999999"}}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"TIMER_DELAY_SEC": "1x"}}, ResponseCode.MESSAGE_ILLEGAL),
+    ],
+)
+def test_a_bad_send_is_told_why_and_harms_nobody(
+    node: RunningNode, wire: Wire, more: dict[str, object], code: int
+) -> None:
+    before, bad, after = send(wire), send(wire, **more), send(wire)
+    answer = wire.answer_to(bad)
+    assert (answer.code, bool(answer.remark)) == (code, True)
+    assert wire.answer_to(before).code == wire.answer_to(after).code == 0
+    assert len(rows(node)) == 2
+    assert {topic.name for topic in node.broker.parts.topics.all()} <= {"orders", "SCHEDULE_TOPIC_XXXX"}
+
+
+def test_a_body_that_is_too_large(wire: Wire) -> None:
+    answer = sent(wire, bytes(4 * 1024 * 1024 + 1))
+    assert answer.code == ResponseCode.MESSAGE_ILLEGAL
+    assert "4194304" in str(answer.remark)
+    assert sent(wire, bytes(4 * 1024 * 1024)).code == 0
+
+
+def test_no_topics_are_made_when_that_is_not_allowed(node: RunningNode, wire: Wire) -> None:
+    object.__setattr__(node.broker.parts.settings, "auto_create_topics", False)
+    assert sent(wire).code == ResponseCode.TOPIC_NOT_EXIST
+
+
+def test_a_batch_is_one_answer_and_dense(node: RunningNode, wire: Wire) -> None:
+    records = [
+        BatchRecord(0, b"%d" % n, encode_properties({"UNIQ_KEY": f"K{n}", "TAGS": "AB"[n % 2]}))
+        for n in range(5)
+    ]
+    answer = wire.answer_to(send(wire, encode_batch(records), code=BATCH, m=True, e=1))
+    assert (answer.code, answer.ext["queueId"], answer.ext["queueOffset"]) == (0, "1", "0")
+    assert answer.ext["transactionId"] == "K0,K1,K2,K3,K4"
+    seqs = [parse_offset_msg_id(text)[1] for text in answer.ext["msgId"].split(",")]
+    found = rows(node)
+    assert [row["seq"] for row in found] == seqs
+    assert [(row["body"], row["tag"]) for row in found] == [(b"%d" % n, "AB"[n % 2]) for n in range(5)]
+
+
+@pytest.mark.parametrize("property", [{"DELAY": "1"}, {"TIMER_DELAY_MS": "5000"}])
+def test_a_batch_takes_nothing_for_later(node: RunningNode, wire: Wire, property: dict[str, str]) -> None:
+    records = [BatchRecord(0, b"a", ""), BatchRecord(0, b"b", encode_properties(property))]
+    answer = wire.answer_to(send(wire, encode_batch(records), code=BATCH, m=True))
+    assert answer.code == ResponseCode.MESSAGE_ILLEGAL
+    assert rows(node) == []
+
+
+@pytest.mark.parametrize("body", [b"", b"\x00", b"\x00\x00\x00\x20" + bytes(40)])
+def test_a_batch_that_is_none(wire: Wire, body: bytes) -> None:
+    assert wire.answer_to(send(wire, body, code=BATCH, m=True)).code == ResponseCode.MESSAGE_ILLEGAL
+
+
+@pytest.mark.parametrize("name", ["TIMER_DELIVER_MS", "__STARTDELIVERTIME"])
+def test_an_instant_waits_and_can_be_recalled_by_its_handle(node: RunningNode, wire: Wire, name: str) -> None:
+    due_ms = node.broker.parts.clock.now_ms() + 3_600_000
+    answer = sent(wire, properties={name: str(due_ms)})
+    assert answer.code == 0
+    assert answer.ext["recallHandle"]
+    assert rows(node) == []
+    [promise] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
+    assert promise["due_ms"] == due_ms
+
+
+def test_an_instant_that_has_passed_is_an_ordinary_message(node: RunningNode, wire: Wire) -> None:
+    answer = sent(wire, properties={"TIMER_DELIVER_MS": "1000"})
+    assert (answer.code, "recallHandle" in answer.ext) == (0, False)
+    assert len(rows(node)) == 1
