@@ -83,6 +83,28 @@ HEADERS = {
     102: (1856, 1600, 11, ACCEPTED_MS, 64),
     113: (3456, 2176, 3, DUE_MS + 1, 3456),
 }
+# What came with the clients of RocketMQ: kinds and facts that a version-1 file of before does not have.
+HALF: dict[str, Any] = {
+    "topic": "orders", "queue_id": 3, "unique_key": "A18", "body": b"pay order 18",
+    "properties": "TRAN_MSG\x01true\x02PGROUP\x01payers\x02", "reconsume_times": 0, **PRODUCER, "sys_flag": 4,
+}  # fmt: skip
+ROCKETMQ_FRAMES: dict[int, list[dict[str, Any]]] = {
+    100: [{"kind": 8, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **HALF}],
+    101: [
+        {
+            "kind": 9, "topic": "orders", "queue_id": -1, "unique_key": "A18", "body": b"asked 15 times",
+            "store_ms": ACCEPTED_MS + 1, "prepared_seq": 100,
+        },
+    ],
+}  # fmt: skip
+ROCKETMQ_HEADERS = {
+    100: (64, 1600, 1, ACCEPTED_MS, 64),
+    101: (1664, 1600, 1, ACCEPTED_MS + 1, 1664),
+}
+LOGS = {
+    "commit-log-1.log": (FRAMES, HEADERS),
+    "commit-log-1-rocketmq.log": (ROCKETMQ_FRAMES, ROCKETMQ_HEADERS),
+}
 ATTACHMENT = att.Attachment(
     job="compact",
     job_id="broker",
@@ -117,17 +139,19 @@ FACTS = cp.Facts(
     reserved=[(103, 10)],
     queues={"orders": {1: (0, 8), 2: (40, 41)}},
 )
+ROCKETMQ_FACTS = cp.Facts(seq=102, halves=[(100, 3)])
 SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
 
 
 # ---- how it is written -----------------------------------------------------------------------------------
 
 
-def frames_and_bytes() -> tuple[list[fmt.Frame], bytes]:
+def frames_and_bytes(name: str = "commit-log-1.log") -> tuple[list[fmt.Frame], bytes]:
     data = fmt.encode_segment_header(100, ACCEPTED_MS - 1)
     frames = []
-    for first_seq, rows in FRAMES.items():
-        position, _, span, append_ms, synced_to = HEADERS[first_seq]
+    frames_of, headers = LOGS[name]
+    for first_seq, rows in frames_of.items():
+        position, _, span, append_ms, synced_to = headers[first_seq]
         frame, parts = fmt.encode_frame(
             pa.RecordBatch.from_pylist(rows, LOG_SCHEMA),
             first_seq=first_seq,
@@ -145,6 +169,10 @@ def frames_and_bytes() -> tuple[list[fmt.Frame], bytes]:
 
 def commit_log() -> bytes:
     return frames_and_bytes()[1]
+
+
+def rocketmq_log() -> bytes:
+    return frames_and_bytes("commit-log-1-rocketmq.log")[1]
 
 
 def frames() -> bytes:
@@ -171,15 +199,21 @@ def consume_queue() -> bytes:
     return content[: 20 * len(QUEUE)]  # the rest is room
 
 
-def checkpoint() -> bytes:
+def checkpoint(facts: cp.Facts = FACTS) -> bytes:
     files = CrashFiles()
     due, seq = np.array(SETTLED, np.int64).T
-    cp.save(files, cp.Checkpoint(FACTS, due, seq))
+    cp.save(files, cp.Checkpoint(facts, due, seq))
     return files.content(cp.NAME)
+
+
+def rocketmq_checkpoint() -> bytes:
+    return checkpoint(ROCKETMQ_FACTS)
 
 
 WRITTEN: dict[str, Callable[[], bytes]] = {
     "commit-log-1.log": commit_log,
+    "commit-log-1-rocketmq.log": rocketmq_log,
+    "checkpoint-1-rocketmq": rocketmq_checkpoint,
     "frame-index-1.frames": frames,
     "key-sidecar-1.keys": key_sidecar,
     "consume-queue-1.cq": consume_queue,
@@ -190,6 +224,10 @@ READ = [*WRITTEN]  # and all that were written before
 
 def numbered() -> list[tuple[int, dict[str, Any]]]:
     return [(seq, row) for first, rows in FRAMES.items() for seq, row in enumerate(rows, first)]
+
+
+def numbered_in_all() -> list[dict[str, Any]]:
+    return [row for frames_of, _ in LOGS.values() for rows in frames_of.values() for row in rows]
 
 
 def golden(name: str) -> bytes:
@@ -215,7 +253,7 @@ def test_the_files_are_those_that_are_read_and_small() -> None:
 
 def test_every_kind_and_every_column_stands_in_the_log() -> None:
     """Or a change of one of them could go unnoticed."""
-    rows = [row for _, row in numbered()]
+    rows = numbered_in_all()
     assert {row["kind"] for row in rows} == {int(kind) for kind in Kind if kind is not Kind.INVALID}
     assert {name for row in rows for name in row} == set(LOG_SCHEMA.names)
     assert SCHEMA_VERSION == fmt.FORMAT_VERSION == 1, "a new version has golden files of its own"
@@ -229,7 +267,7 @@ def read_log(name: str) -> list[FrameFound]:
     files = CrashFiles()
     files.make_dir(FOLDER)
     files.replace(segment_name(1), golden(name))
-    files.replace(cp.NAME, golden("checkpoint-1"))
+    files.replace(cp.NAME, golden(name.replace("commit-log", "checkpoint").removesuffix(".log")))
     folder = FolderDump(files)
     assert folder.damage == []
     [segment] = folder.segments
@@ -239,8 +277,10 @@ def read_log(name: str) -> list[FrameFound]:
     return [each for each in found if isinstance(each, FrameFound)]
 
 
-def test_the_log_says_what_it_said() -> None:
-    found = read_log("commit-log-1.log")
+@pytest.mark.parametrize("name", LOGS)
+def test_the_log_says_what_it_said(name: str) -> None:
+    found = read_log(name)
+    frames_of, headers_of = LOGS[name]
     headers = {
         f.frame.first_seq: (
             f.frame.position,
@@ -251,13 +291,13 @@ def test_the_log_says_what_it_said() -> None:
         )
         for f in found
     }
-    assert headers == HEADERS
-    assert [f.frame.epoch for f in found] == [1, 1, 1]
+    assert headers == headers_of
+    assert {f.frame.epoch for f in found} == {1}
     for each in found:
         rows = [
             {name: value for name, value in row.items() if value is not None} for row in each.rows.to_pylist()
         ]
-        assert rows == FRAMES[each.frame.first_seq]
+        assert rows == frames_of[each.frame.first_seq]
 
 
 def test_an_attach_row_says_what_it_said() -> None:
@@ -292,9 +332,12 @@ def test_the_queue_says_what_it_said() -> None:
     assert QueueIndex(files, "queue", max_offset=3).read(0, 9).tolist() == QUEUE
 
 
-def test_the_checkpoint_says_what_it_said() -> None:
-    found = cp.parse(golden("checkpoint-1"))
-    assert found.facts == FACTS
+@pytest.mark.parametrize(
+    ("name", "facts"), [("checkpoint-1", FACTS), ("checkpoint-1-rocketmq", ROCKETMQ_FACTS)]
+)
+def test_the_checkpoint_says_what_it_said(name: str, facts: cp.Facts) -> None:
+    found = cp.parse(golden(name))
+    assert found.facts == facts
     assert list(zip(found.settled_due.tolist(), found.settled_seq.tolist(), strict=True)) == SETTLED
 
 

@@ -29,6 +29,8 @@ KINDS_ON_DISK = {
     "CANCEL": 4,
     "ATTACH": 5,
     "RESERVE": 6,
+    "HALF": 8,
+    "ROLLBACK": 9,
 }
 COLUMNS_ON_DISK = (
     "kind:int8 topic:string queue_id:int32 queue_offset:int64 tag:string keys:string unique_key:string "

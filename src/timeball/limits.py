@@ -57,6 +57,11 @@ PULLS_WAITING_MAX = 10_000
 CANCELS_PER_REQUEST_MAX = 10_000
 ATTACH_FILES_MAX = 10_000
 RESERVATIONS_MAX = 10_000  # ranges set aside by writers that have not attached yet
+HALVES_OPEN_MAX = 200_000  # transactions nobody has ended; each is in memory and in the checkpoint
+# RocketMQ's transactionTimeOut, transactionCheckInterval (5.x) and transactionCheckMax.
+TRANSACTION_FIRST_CHECK_MS = 6 * SECOND_MS
+TRANSACTION_CHECK_INTERVAL_MS = 30 * SECOND_MS
+TRANSACTION_CHECKS_MAX = 15
 
 assert FRAME_BYTES_MAX < 2**31
 assert BODY_BYTES_MAX + PROPERTIES_BYTES_MAX < FRAME_BYTES_MAX

@@ -33,6 +33,8 @@ class Kind(IntEnum):
     CANCEL = 4  # the promise named by `source_seq` will not be kept
     ATTACH = 5  # body: JSON of a set of files that joined (and left) the pending table
     RESERVE = 6  # the frame's span was set aside for rows of a later ATTACH
+    HALF = 8  # a transaction's message, which nobody sees before a row whose `prepared_seq` names it
+    ROLLBACK = 9  # the half message named by `prepared_seq` will not be published
 
 
 LOG_SCHEMA = pa.schema(
@@ -53,7 +55,7 @@ LOG_SCHEMA = pa.schema(
         ("flag", pa.int32()),
         ("sys_flag", pa.int32()),
         ("reconsume_times", pa.int32()),
-        ("prepared_seq", pa.int64()),  # transactions: the half message
+        ("prepared_seq", pa.int64()),  # transactions: the half message that this row commits or rolls back
         ("due_ms", pa.int64()),  # null for an ordinary message
         ("accepted_ms", pa.int64()),  # releases and cancels: when the promise was appended
         ("source_seq", pa.int64()),  # releases and cancels: the promise settled

@@ -160,7 +160,9 @@ class Node:
             background=background,
             on_failure=self._fail,
         )
-        self.broker = Broker(parts, promises_since_watermark=found.promises_since_watermark)
+        self.broker = Broker(
+            parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
+        )
         schedule.restore(found.settled, found.tail_due_ms, found.tail_seq)
         self.upkeep = Upkeep(self.broker)
 

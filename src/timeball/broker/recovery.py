@@ -5,6 +5,7 @@
        what is settled, ATTACH and RESERVE rows into the ledger
     3. ATTACH rows the Delta table has not got are committed to it again
     4. promises from the watermark W on that are not settled are what waits in the tail
+    5. half messages of the checkpoint's list and from C on, named by no row from C on, are open
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
                    or p is covered by the checkpoint's mark: below settled_before_seq, due before
@@ -21,6 +22,7 @@ import numpy as np
 
 from timeball.broker.attaching import Ledger
 from timeball.broker.topics import Topics
+from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
@@ -42,6 +44,8 @@ class Replayed:
     promises: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)  # (due_ms, seq)
     settled: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
     attaches: list[tuple[int, Attachment]] = field(default_factory=list)
+    halves: list[Int64Array] = field(default_factory=list)
+    ended: list[Int64Array] = field(default_factory=list)  # halves that have been published or rolled back
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Recovered:
     tail_seq: Int64Array
     files: list[FileEntry]
     promises_since_watermark: int
+    halves: list[Half]
 
 
 def recover(
@@ -89,7 +94,9 @@ def recover(
     inside = seq >= ledger.watermark
     waiting = inside & ~np.isin(seq, settled.seq)
     waiting &= (due >= settled.before_ms) | settled.may_wait(seq)
-    return Recovered(settled, due[waiting], seq[waiting], files, int(inside.sum()))
+    opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
+    halves = load(reader, facts.halves, opened, ended, now_ms)
+    return Recovered(settled, due[waiting], seq[waiting], files, int(inside.sum()), halves)
 
 
 def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
@@ -110,6 +117,11 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
                 rows.column("source_seq").take(mine).to_numpy(),
             )
             replayed.settled.append(pair)
+        if Kind.HALF in present:
+            replayed.halves.append(seqs[kinds == Kind.HALF])
+        ended = rows.column("prepared_seq").drop_null()
+        if len(ended):
+            replayed.ended.append(ended.to_numpy())
         for kind in (Kind.RESERVE, Kind.ATTACH):
             for at in np.flatnonzero(kinds == kind).tolist() if kind in present else ():
                 _replay_one(kind, int(seqs[at]), rows.column("body")[at].as_py(), ledger, replayed)

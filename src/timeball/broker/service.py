@@ -15,12 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import admission, cancelling, delivery, pulling
+from timeball.broker import admission, cancelling, delivery, pulling, transactions
 from timeball.broker.cancelling import Verdict
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.topics import Placement
 from timeball.errors import NotFound, OutOfRange
+from timeball.broker.transactions import Half, Transactions
 from timeball.log.format import with_seq
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, int64
 from timeball.schedule.ticker import Ticker
@@ -40,7 +41,9 @@ class Accepted:
 class Broker:
     """See the module's docstring. All async methods belong to the event loop."""
 
-    def __init__(self, parts: Parts, *, promises_since_watermark: int = 0) -> None:
+    def __init__(
+        self, parts: Parts, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
+    ) -> None:
         self.parts = parts
         self._loop = asyncio.get_running_loop()
         self._host = parts.settings.host
@@ -50,6 +53,7 @@ class Broker:
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
 
     # -- producing ---------------------------------------------------------------------------------------
+        self.transactions = Transactions(parts, self._publish, halves)
 
     async def send(self, batch: pa.RecordBatch) -> Accepted:
         """Accept a batch of admission.SEND_COLUMNS, whole or not at all; returns when it is durable."""
@@ -57,14 +61,17 @@ class Broker:
         await durable
         return accepted
 
-    def send_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
-        """As `send`, for an edge that pipelines: the order of calls is the order in the log."""
+    def send_nowait(
+        self, batch: pa.RecordBatch, *, half_seq: int | None = None
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        """As `send`, for an edge that pipelines: the order of calls is the order in the log.
+
+        `half_seq`: the half message that this row publishes.
+        """
         parts = self.parts
-        parts.writer.check_room()
-        now_ms = parts.clock.now_ms()
-        rows = admission.admit(
-            batch, now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max, host=self._host
-        )
+        rows, now_ms = self._admit(batch)
+        if half_seq is not None:
+            rows = transactions.ending_rows(rows, half_seq)
         is_message = rows.column("kind").to_numpy() == Kind.MESSAGE
         placement = None
         if is_message.any():
@@ -72,13 +79,35 @@ class Broker:
         for name in [] if placement else admission.topic_names(rows):
             parts.topics.ensure(name)
         first_seq = parts.writer.next_seq
-        _, durable = parts.writer.append(
-            rows, on_durable=lambda: self._sent(rows, first_seq, is_message, placement)
-        )
+
+        def on_durable() -> None:
+            self._sent(rows, first_seq, is_message, placement)
+            if half_seq is not None:
+                self.transactions.ended(half_seq)
+
+        _, durable = parts.writer.append(rows, on_durable=on_durable)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def _place_messages(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
         """Give the rows that are visible at once their queue and offset."""
+    def prepare_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
+        """As `send_nowait`, but nobody sees the messages before `transactions.end`; their delays begin then."""
+        rows, now_ms = self._admit(transactions.half_batch(batch))
+        for name in admission.topic_names(rows):
+            self.parts.topics.ensure(name)
+        rows = transactions.half_rows(rows)
+        first_seq, durable = self.transactions.prepare(rows)
+        return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
+
+    def _publish(self, batch: pa.RecordBatch, half_seq: int) -> asyncio.Future[int]:
+        return self.send_nowait(batch, half_seq=half_seq)[1]
+
+    def _admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+        parts, now_ms = self.parts, self.parts.clock.now_ms()
+        parts.writer.check_room()
+        delay_ms_max = parts.settings.delay_ms_max
+        return admission.admit(batch, now_ms=now_ms, delay_ms_max=delay_ms_max, host=self._host), now_ms
+
         placement = self.parts.topics.place(
             rows if len(visible) == rows.num_rows else rows.take(pa.array(visible))
         )

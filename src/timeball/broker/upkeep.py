@@ -107,6 +107,7 @@ class Upkeep:
                 epochs=dict(parts.ledger.epochs),
                 reserved=list(parts.ledger.reserved.items()),
                 queues=parts.topics.lengths(),
+                halves=self._broker.transactions.open(),
             )
 
             def save() -> None:
@@ -160,6 +161,9 @@ class Upkeep:
             await self._broker.mover.compact(even_without_promises=True)
             await self.checkpoint()
         needed = min(parts.ledger.watermark, max(0, self._checkpoint_seq))
+        oldest_half = self._broker.transactions.oldest_seq
+        if oldest_half is not None:
+            needed = min(needed, oldest_half)
         gone = retention.expired(
             parts.reader.segments,
             now_ms=parts.clock.now_ms(),

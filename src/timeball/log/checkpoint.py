@@ -30,7 +30,7 @@ MAGIC = b"TBCHECK1"
 HEADER = struct.Struct("<8sQQ")
 
 
-class Facts(msgspec.Struct, kw_only=True):
+class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What is true at `seq`: all rows below it have been applied to the caches."""
 
     seq: int = 0
@@ -41,6 +41,7 @@ class Facts(msgspec.Struct, kw_only=True):
     epochs: dict[str, int] = {}  # job id -> last epoch attached
     reserved: list[tuple[int, int]] = []  # (first_seq, rows) set aside and not attached yet
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
+    halves: list[tuple[int, int]] = []  # (seq, times its producer was asked) of every open half message
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

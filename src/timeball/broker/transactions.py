@@ -1,0 +1,292 @@
+"""Transactions: half messages, kept in the log and shown to nobody until their producer says what is to become of them.
+
+    HALF      the message as it came; its delay, if it has one, has not begun
+    commit    an ordinary row (MESSAGE or a promise) whose `prepared_seq` names the half
+    ROLLBACK  the half named by `prepared_seq` will not be published
+
+A half is ended once: whoever comes first takes it on the event loop, and whoever comes later is told what
+became of it. It is open until the row that ends it is durable; so a broker that was killed in between finds either
+that row or an open half, and asks the producer again. Producers are asked by an edge (`take_due`), six seconds
+after the half came and then every half minute, fifteen times at most.
+
+Retention keeps the log from the oldest open half on; a producer who never answers cannot hold it for longer than
+the retention time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.admission import SEND_COLUMNS
+from timeball.broker.parts import Parts, in_thread
+from timeball.errors import OutOfRange, OverLimit
+from timeball.key_hash import hash_text
+from timeball.log.format import with_seq
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.message import LOG_SCHEMA, Int64Array, Kind, build_rows, decode_properties
+
+logger = logging.getLogger(__name__)
+
+GROUP = "PGROUP"  # the producers that may be asked
+IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"  # RocketMQ's: not to be asked sooner
+LIFE_MS_MIN = limits.HOUR_MS  # a retention of minutes is for tests; fifteen checks take eight
+
+# Bits of RocketMQ's sysFlag: 4 a half message, 8 committed, 12 rolled back.
+TRANSACTION_BITS, COMMITTED_BIT = 12, 8
+
+_DELAYS = ("due_ms", "delay_ms", "delay_level")
+_KEPT = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
+_LOAD_ROWS = 1_024  # so many bodies are in memory at a time when a broker starts
+
+Append = Callable[[pa.RecordBatch, int], Awaitable[int]]
+Delay = Callable[[dict[str, str]], Mapping[str, int]]
+
+
+class Outcome(Enum):
+    """What became of a half message."""
+
+    COMMITTED = "committed"
+    ROLLED_BACK = "rolled back"
+    ENDED = "ended"  # one of the two; the log cannot tell which, because the message had no id
+    NOT_FOUND = "not found"  # there is no such half message of this group
+
+
+@dataclass(slots=True)
+class Half:
+    """An open half message. `check_ms`: when its producer is asked next."""
+
+    seq: int
+    group: str
+    topic: str
+    unique_key: str | None
+    store_ms: int
+    check_ms: int
+    checks: int = 0
+
+
+def at_once(properties: dict[str, str]) -> Mapping[str, int]:
+    """The delay of messages that have none."""
+    return {}
+
+
+class Transactions:
+    """The open halves. Belongs to the event loop. `append` sends a batch that ends the half with this number."""
+
+    def __init__(self, parts: Parts, append: Append, halves: Iterable[Half] = ()) -> None:
+        self._parts, self._append = parts, append
+        self._open = {half.seq: half for half in halves}
+        self._due = [(half.check_ms, half.seq) for half in self._open.values()]
+        heapq.heapify(self._due)
+        self._ending: dict[int, asyncio.Task[Outcome]] = {}
+        self._preparing = 0
+
+    # -- the log's side --------------------------------------------------------------------------------------
+
+    def prepare(self, rows: pa.RecordBatch) -> tuple[int, asyncio.Future[int]]:
+        """Append admitted rows as halves; returns the first's number and when they are durable. Raises OverLimit."""
+        if len(self._open) + self._preparing + rows.num_rows > limits.HALVES_OPEN_MAX:
+            raise OverLimit(f"{limits.HALVES_OPEN_MAX} transactions are open; end some first")
+        first_seq = self._parts.writer.next_seq
+        appended = self._parts.writer.append(rows, on_durable=lambda: self._opened(with_seq(rows, first_seq)))
+        self._preparing += rows.num_rows
+        return appended
+
+    def _opened(self, rows: pa.RecordBatch) -> None:
+        self._preparing -= rows.num_rows
+        for half in _halves(rows):
+            self._open[half.seq] = half
+            heapq.heappush(self._due, (half.check_ms, half.seq))
+
+    def ended(self, seq: int) -> None:
+        """The row that ends this half is durable."""
+        self._open.pop(seq, None)
+
+    def open(self) -> list[tuple[int, int]]:
+        """(seq, checks) of every open half, for the checkpoint."""
+        return [(half.seq, half.checks) for half in self._open.values()]
+
+    @property
+    def oldest_seq(self) -> int | None:
+        """What retention must not go beyond; None when nothing is open."""
+        return min(self._open, default=None)
+
+    # -- the producer's side ---------------------------------------------------------------------------------
+
+    async def end(self, seq: int, group: str, *, commit: bool, delay: Delay = at_once) -> Outcome:
+        """Publish a half or drop it; returns what has become of it, now or before. Durable on return.
+
+        `delay` gives the delay columns of admission.SEND_COLUMNS by the half's properties. What it or admission
+        raises leaves the half open.
+        """
+        half = self._open.get(seq)
+        if half is not None and half.group != group:
+            return Outcome.NOT_FOUND
+        ending = self._ending.get(seq)
+        if ending is not None:
+            return await asyncio.shield(ending)
+        if half is None:
+            parts = self._parts
+            return await in_thread(parts.reader_thread, _look_up, parts.reader, parts.key_index, seq, group)
+        return await self._begin(half, self._commit(half, delay) if commit else self._roll_back(half))
+
+    async def _begin(self, half: Half, work: Coroutine[None, None, Outcome]) -> Outcome:
+        # A task of its own: a caller who goes away must not leave the half taken and not ended.
+        task = self._ending[half.seq] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda _: self._ending.pop(half.seq, None))
+        return await asyncio.shield(task)
+
+    async def _commit(self, half: Half, delay: Delay) -> Outcome:
+        row = await in_thread(self._parts.reader_thread, self._parts.reader.take, _seqs(half.seq))
+        await self._append(_message(row, delay), half.seq)
+        return Outcome.COMMITTED
+
+    async def _roll_back(self, half: Half, why: str = "") -> Outcome:
+        row = build_rows(
+            1,
+            kind=int(Kind.ROLLBACK),
+            topic=half.topic,
+            queue_id=-1,
+            unique_key=half.unique_key,
+            body=why.encode() or None,
+            store_ms=self._parts.clock.now_ms(),
+            prepared_seq=half.seq,
+        )
+        _, durable = self._parts.writer.append(row, on_durable=lambda: self.ended(half.seq))
+        await durable
+        return Outcome.ROLLED_BACK
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    def take_due(self, now_ms: int) -> Half | None:
+        """A half whose producer is to be asked now; it comes again after the interval, whatever the caller does."""
+        while self._due and self._due[0][0] <= now_ms:
+            check_ms, seq = heapq.heappop(self._due)
+            half = self._open.get(seq)
+            if half is None or half.check_ms != check_ms:
+                continue  # ended, or put off since
+            self.put_off(half, now_ms + limits.TRANSACTION_CHECK_INTERVAL_MS)
+            if seq not in self._ending:
+                return half
+        return None
+
+    def put_off(self, half: Half, check_ms: int) -> None:
+        """Ask at another time."""
+        half.check_ms = check_ms
+        heapq.heappush(self._due, (check_ms, half.seq))
+
+    def given_up(self, half: Half, now_ms: int) -> str | None:
+        """Why nobody is to be asked about this half any more; None when somebody is."""
+        if half.checks >= limits.TRANSACTION_CHECKS_MAX:
+            return f"its producer was asked {half.checks} times"
+        if now_ms - half.store_ms > max(self._parts.settings.retention_ms, LIFE_MS_MIN):
+            return "it is older than the retention time"
+        return None
+
+    async def discard(self, half: Half, why: str) -> None:
+        """Roll a half back that its producer has not ended; durable on return."""
+        if half.seq in self._open and half.seq not in self._ending:
+            logger.warning(
+                "half message %d of group %r to topic %r (%s) is discarded: %s",
+                half.seq, half.group, half.topic, half.unique_key, why,
+            )  # fmt: skip
+            await self._begin(half, self._roll_back(half, why))
+
+
+def half_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """What a producer prepares, without its delays: they begin with the commit."""
+    return batch.drop_columns([name for name in batch.schema.names if name in _DELAYS])
+
+
+def half_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Admitted rows, as halves."""
+    kinds = pa.array(np.full(rows.num_rows, Kind.HALF, dtype=np.int8))
+    return rows.set_column(LOG_SCHEMA.get_field_index("kind"), LOG_SCHEMA.field("kind"), kinds)
+
+
+def ending_rows(rows: pa.RecordBatch, seq: int) -> pa.RecordBatch:
+    """Admitted rows that say which half they publish."""
+    at = LOG_SCHEMA.get_field_index("prepared_seq")
+    prepared = pa.array(np.full(rows.num_rows, seq, dtype=np.int64))
+    return rows.set_column(at, LOG_SCHEMA.field(at), prepared)
+
+
+def load(
+    reader: LogReader, known: Iterable[tuple[int, int]], opened: Int64Array, ended: Int64Array, now_ms: int
+) -> list[Half]:
+    """Recovery: the halves that are open by the checkpoint (`known`) and by the rows behind it. Blocking."""
+    checks = dict(known)
+    seqs = np.setdiff1d(np.union1d(np.array(list(checks), dtype=np.int64), opened), ended)
+    found: list[Half] = []
+    for at in range(0, len(seqs), _LOAD_ROWS):
+        found += _halves(reader.take(seqs[at : at + _LOAD_ROWS]))
+    for half in found:
+        half.checks = checks.get(half.seq, 0)
+        half.check_ms = max(half.check_ms, now_ms)
+    return found
+
+
+def _halves(rows: pa.RecordBatch) -> list[Half]:
+    found = []
+    for row in rows.select(["seq", "topic", "unique_key", "properties", "store_ms"]).to_pylist():
+        properties = decode_properties(row["properties"] or "")
+        check_ms = row["store_ms"] + _immunity_ms(properties)
+        found.append(
+            Half(
+                row["seq"],
+                properties.get(GROUP, ""),
+                row["topic"],
+                row["unique_key"],
+                row["store_ms"],
+                check_ms,
+            )
+        )
+    return found
+
+
+def _immunity_ms(properties: dict[str, str]) -> int:
+    text = properties.get(IMMUNITY, "")
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        return limits.TRANSACTION_FIRST_CHECK_MS
+    return min(int(text) * limits.SECOND_MS, limits.DAY_MS)
+
+
+def _message(row: pa.RecordBatch, delay: Delay) -> pa.RecordBatch:
+    """What is sent for a half that is committed: its row, and its delay."""
+    properties = decode_properties(row.column("properties")[0].as_py() or "")
+    sys_flag = row.column("sys_flag")[0].as_py() & ~TRANSACTION_BITS | COMMITTED_BIT
+    changed = {"sys_flag": sys_flag, **delay(properties)}
+    columns = {name: row.column(name) for name in _KEPT}
+    columns |= {name: pa.array([value], SEND_COLUMNS[name]) for name, value in changed.items()}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
+    """What became of a half that is not open (reader thread)."""
+    if not reader.first_seq <= seq < reader.next_seq:
+        return Outcome.NOT_FOUND
+    try:
+        [half] = reader.take(_seqs(seq)).select(["kind", "unique_key", "properties"]).to_pylist()
+    except OutOfRange:
+        return Outcome.NOT_FOUND
+    if half["kind"] != Kind.HALF or decode_properties(half["properties"] or "").get(GROUP, "") != group:
+        return Outcome.NOT_FOUND
+    if half["unique_key"] is not None:
+        seqs = key_index.find(hash_text(pa.array([half["unique_key"]], pa.string())))
+        for row in reader.take(seqs[seqs > seq]).select(["kind", "prepared_seq"]).to_pylist():
+            if row["prepared_seq"] == seq:
+                return Outcome.ROLLED_BACK if row["kind"] == Kind.ROLLBACK else Outcome.COMMITTED
+    return Outcome.ENDED
+
+
+def _seqs(seq: int) -> Int64Array:
+    return np.array([seq], dtype=np.int64)
