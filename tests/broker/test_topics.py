@@ -14,8 +14,9 @@ from tests.crash_files import CrashFiles
 
 from timeball import limits
 from timeball.broker import topics as topics_module
-from timeball.broker.topics import Placement, Topics, check_name, codes_of, java_hash, stored_sizes
-from timeball.errors import InvalidMessage, NotFound, OverLimit
+from timeball.broker.filters import tag_hash, tag_mask
+from timeball.broker.topics import Placement, Topics, check_name, codes_of, stored_sizes
+from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.message import Kind, build_rows
 
@@ -153,13 +154,80 @@ def test_names_that_nobody_can_live_with(name: str) -> None:
         check_name(name, 5, "group")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("", 0), ("a", 97), ("TagA", 2598919), ("polygenelubricants", -(1 << 31)), ("é", 233), ("😀", 1772899)],
-)
-def test_tags_hash_as_in_java(text: str, value: int) -> None:
-    assert java_hash(text) == value
-    assert fresh().tag_hashes(pa.array([None, text])).tolist() == [0, value]
+def tags_indexed(topics: Topics) -> dict[str, list[int]]:
+    """What the first queue of each topic holds of its messages' tags."""
+    found = {topic.name: topic.queues[0].index.read(0, 100)["tag"].tolist() for topic in topics.all()}
+    return {name: tags for name, tags in found.items() if tags}
+
+
+TAGS = ["a", None, "b||c", "Aa", "BB", ""]
+SINGLE = [tag_hash("a"), 0, tag_hash("b||c"), tag_hash("Aa"), tag_hash("BB"), 0]
+MULTI = [tag_mask("a"), 0, tag_mask("b") | tag_mask("c"), tag_mask("Aa"), tag_mask("BB"), 0]
+
+
+def test_an_entry_holds_of_the_tag_what_the_filter_type_says() -> None:
+    assert SINGLE[3] == SINGLE[4] == 2112 and MULTI != SINGLE
+    files = CrashFiles()
+    topics = fresh(files)
+    topics.ensure("single")
+    topics.ensure("multi", filter_type="MULTI_TAG")
+    names = ["single", "multi"] * len(TAGS)
+    rows = visible(names, [0] * len(names), tag=[tag for tag in TAGS for _ in range(2)])
+    placement = topics.place(rows)
+    placement.index(1)
+    assert tags_indexed(topics) == {"single": SINGLE, "multi": MULTI}
+    files.replace(topics_module.NAME, topics.save() or b"")
+    again = fresh(files)
+    again.replay(with_places(rows, placement), np.arange(1, 1 + len(names)))
+    assert tags_indexed(again) == {"single": SINGLE, "multi": MULTI}
+
+
+@pytest.mark.parametrize(("filter_type", "expected"), [("SINGLE_TAG", SINGLE), ("MULTI_TAG", MULTI)])
+def test_a_batch_of_one_topic(filter_type: topics_module.FilterType, expected: list[int]) -> None:
+    topics = fresh()
+    topics.ensure("t", 1, filter_type=filter_type)
+    topics.place(visible(["t"] * len(TAGS), tag=TAGS)).index(1)
+    assert tags_indexed(topics) == {"t": expected}
+    topics.place(visible(["t"] * 2)).index(7)
+    assert tags_indexed(topics) == {"t": [*expected, 0, 0]}
+
+
+def test_a_filter_type_is_saved_and_stays_unless_asked() -> None:
+    files = CrashFiles()
+    topics = fresh(files)
+    assert topics.ensure("old").filter_type == topics.ensure("old", 5).filter_type == "SINGLE_TAG"
+    assert topics.ensure("new", 1, filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+    assert topics.ensure("new", 2).filter_type == "MULTI_TAG"
+    files.replace(topics_module.NAME, topics.save() or b"")
+    assert {t.name: t.filter_type for t in fresh(files).all()} == {"old": "SINGLE_TAG", "new": "MULTI_TAG"}
+
+
+def test_a_file_from_before_filter_types_is_loaded() -> None:
+    files = CrashFiles()
+    files.replace(topics_module.NAME, b'{"a":{"number":4,"queues":2}}')
+    topic = fresh(files).get("a")
+    assert (topic.number, len(topic.queues), topic.filter_type) == (4, 2, "SINGLE_TAG")
+
+
+def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
+    topics = fresh()
+    topics.ensure("t", 1)
+    assert topics.save()
+    assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+    assert topics.save()
+    topics.place(visible(["t"], tag=["a"]))
+    with pytest.raises(RequestError, match="has messages: its filter type stays MULTI_TAG"):
+        topics.ensure("t", 4, filter_type="SINGLE_TAG")
+    assert len(topics.get("t").queues) == 1, "refused whole"
+    assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+    assert topics.save() is None
+
+
+def test_a_filter_type_that_there_is_not() -> None:
+    topics = fresh()
+    with pytest.raises(RequestError, match="'HEAVY': it is SINGLE_TAG or MULTI_TAG"):
+        topics.ensure("t", filter_type="HEAVY")
+    assert not topics.all()
 
 
 def test_a_size_is_that_of_the_stored_message() -> None:

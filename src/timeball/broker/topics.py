@@ -3,25 +3,31 @@
 A queue's offset is given out when the row is appended and its index entry is written when the row is durable;
 both happen in log order on the event loop, so offsets are dense and an entry never names a row that may vanish.
 
+An entry's `tag` is what the topic's filter type says (broker/filters/tags.py). It is settled while the topic is
+empty: one queue cannot hold two sorts of entries.
+
 A name is checked against RocketMQ's pattern and never becomes a path: folders are numbered.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.errors import InvalidMessage, NotFound, OverLimit
+from timeball.broker.filters.tags import tag_hash, tag_mask
+from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import FOLDER as QUEUES
 from timeball.log.queue_index import QueueIndex
 from timeball.message import Int64Array, byte_lengths
 
 NAME = "topics.json"
+FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
 # RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
 STORED_OVERHEAD_BYTES = 91
 
@@ -31,6 +37,7 @@ class TopicFacts(msgspec.Struct, frozen=True):
 
     number: int
     queues: int
+    filter_type: FilterType = "SINGLE_TAG"  # files of before have none
 
 
 @dataclass(slots=True)
@@ -47,6 +54,7 @@ class Topic:
 
     name: str
     number: int
+    filter_type: FilterType = "SINGLE_TAG"
     queues: list[Queue] = field(default_factory=list)
     turn: int = 0
 
@@ -94,7 +102,6 @@ class Topics:
         self._files = files
         self._queues_per_topic, self._auto_create = queues_per_topic, auto_create
         self._topics: dict[str, Topic] = {}
-        self._tag_hashes: dict[str, int] = {}
         self.dirty = False
 
     def load(self, lengths: dict[str, dict[int, tuple[int, int]]]) -> None:
@@ -103,7 +110,7 @@ class Topics:
         if self._files.exists(NAME):
             facts = msgspec.json.decode(bytes(self._files.map_readonly(NAME)), type=dict[str, TopicFacts])
         for name, fact in facts.items():
-            self._add(name, fact.number, fact.queues, lengths.get(name, {}))
+            self._add(name, fact, lengths.get(name, {}))
 
     def save(self) -> bytes | None:
         """The file's new content when something has changed; the caller writes it, off the loop."""
@@ -111,7 +118,7 @@ class Topics:
             return None
         self.dirty = False
         return msgspec.json.encode(
-            {t.name: TopicFacts(t.number, len(t.queues)) for t in self._topics.values()}
+            {t.name: TopicFacts(t.number, len(t.queues), t.filter_type) for t in self._topics.values()}
         )
 
     def unsaved(self) -> None:
@@ -133,8 +140,14 @@ class Topics:
         """All topics."""
         return list(self._topics.values())
 
-    def ensure(self, name: str, queues: int | None = None) -> Topic:
-        """The topic, created or widened when needed; raises NotFound when that is not allowed."""
+    def ensure(self, name: str, queues: int | None = None, *, filter_type: FilterType | None = None) -> Topic:
+        """The topic, created or widened when needed; raises NotFound when that is not allowed.
+
+        `filter_type` None: as it is, SINGLE_TAG for a new one. Another one than a topic with messages has is refused
+        (RequestError).
+        """
+        if filter_type is not None and filter_type not in get_args(FilterType):
+            raise RequestError(f"filter type {filter_type[:80]!r}: it is {' or '.join(get_args(FilterType))}")
         topic = self._topics.get(name)
         if topic is None:
             check_name(name, limits.TOPIC_BYTES_MAX, "topic")
@@ -145,9 +158,17 @@ class Topics:
             if len(self._topics) >= limits.TOPICS_MAX:
                 raise OverLimit(f"{limits.TOPICS_MAX} topics exist; delete some first")
             number = 1 + max((t.number for t in self._topics.values()), default=0)
-            topic = self._add(name, number, queues or self._queues_per_topic, {})
+            facts = TopicFacts(number, queues or self._queues_per_topic, filter_type or "SINGLE_TAG")
+            topic = self._add(name, facts, {})
             self.dirty = True
-        elif queues is not None and queues > len(topic.queues):
+            return topic
+        if filter_type not in (None, topic.filter_type):
+            if any(queue.next_offset for queue in topic.queues):
+                raise RequestError(
+                    f"topic {name!r} has messages: its filter type stays {topic.filter_type}; make another topic"
+                )
+            topic.filter_type, self.dirty = filter_type, True
+        if queues is not None and queues > len(topic.queues):
             self._widen(topic, queues, {})
             self.dirty = True
         return topic
@@ -173,16 +194,16 @@ class Topics:
             queue.next_offset += len(group)
             groups.append((topic, at, group))
         return Placement(
-            queue_id, queue_offset, groups, stored_sizes(rows), self.tag_hashes(rows.column("tag"))
+            queue_id, queue_offset, groups, stored_sizes(rows), _index_tags(rows.column("tag"), codes, topics)
         )
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
         """Recovery: index visible rows of the log again; those a queue has already are skipped."""
         codes, names = codes_of(rows.column("topic"))
         queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
-        sizes, tags = stored_sizes(rows), self.tag_hashes(rows.column("tag"))
-        for code, name in enumerate(names):
-            topic = self.ensure(name, self._queues_per_topic)
+        topics = [self.ensure(name, self._queues_per_topic) for name in names]
+        sizes, tags = stored_sizes(rows), _index_tags(rows.column("tag"), codes, topics)
+        for code, topic in enumerate(topics):
             of_topic = np.flatnonzero(codes == code)
             self._widen(topic, int(queue_id[of_topic].max()) + 1, {})
             for at in np.unique(queue_id[of_topic]).tolist():
@@ -192,19 +213,9 @@ class Topics:
                     queue.index.start_at(int(offset[mine[0]]))
                 mine = mine[offset[mine] >= queue.index.max_offset]
                 if len(mine):
-                    assert int(offset[mine[0]]) == queue.index.max_offset, (name, at)
+                    assert int(offset[mine[0]]) == queue.index.max_offset, (topic.name, at)
                     queue.index.append(seqs[mine], sizes[mine], tags[mine])
                 queue.next_offset = queue.index.max_offset
-
-    def tag_hashes(self, tags: pa.Array) -> Int64Array:
-        """Java's String.hashCode of each tag; 0 where there is none, as in RocketMQ."""
-        if tags.null_count == len(tags):
-            return np.zeros(len(tags), dtype=np.int64)
-        codes, names = codes_of(tags.fill_null(""))
-        if len(self._tag_hashes) > limits.TOPICS_MAX:
-            self._tag_hashes.clear()  # a cache of a pure function; hostile tags must not fill the memory
-        hashes = [self._tag_hashes.setdefault(name, java_hash(name)) for name in names]
-        return np.array(hashes, dtype=np.int64)[codes]
 
     def lengths(self) -> dict[str, dict[int, tuple[int, int]]]:
         """(min_offset, max_offset) of every queue that has entries, for the checkpoint."""
@@ -235,9 +246,9 @@ class Topics:
         mine = mine % len(topic.queues)
         queue_id[slice(None) if rows is None else rows] = mine
 
-    def _add(self, name: str, number: int, queues: int, lengths: dict[int, tuple[int, int]]) -> Topic:
-        topic = self._topics[name] = Topic(name, number)
-        self._widen(topic, queues, lengths)
+    def _add(self, name: str, facts: TopicFacts, lengths: dict[int, tuple[int, int]]) -> Topic:
+        topic = self._topics[name] = Topic(name, facts.number, facts.filter_type)
+        self._widen(topic, facts.queues, lengths)
         return topic
 
     def _widen(self, topic: Topic, queues: int, lengths: dict[int, tuple[int, int]]) -> None:
@@ -267,10 +278,14 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
     return total
 
 
-def java_hash(text: str) -> int:
-    """Java's String.hashCode: 31-polynomial over UTF-16 units, as a signed 32-bit number."""
-    value = 0
-    data = text.encode("utf-16-be")
-    for high, low in zip(data[::2], data[1::2], strict=True):
-        value = (31 * value + (high << 8 | low)) & 0xFFFFFFFF
-    return value - (1 << 32) if value >= 1 << 31 else value
+def _index_tags(tags: pa.Array, codes: Int64Array, topics: list[Topic]) -> Int64Array:
+    """What each row's index entry holds of its tag: the hash, or the mask in a MULTI_TAG topic; 0 without a tag."""
+    if tags.null_count == len(tags):
+        return np.zeros(len(tags), dtype=np.int64)
+    of_row, texts = codes_of(tags.fill_null(""))
+    found = np.array([tag_hash(text) for text in texts], dtype=np.int64)[of_row]
+    multiple = [code for code, topic in enumerate(topics) if topic.filter_type == "MULTI_TAG"]
+    if multiple:
+        masks = np.array([tag_mask(text) for text in texts], dtype=np.int64)[of_row]
+        found = np.where(np.isin(codes, multiple), masks, found)
+    return found

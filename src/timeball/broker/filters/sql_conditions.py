@@ -1,0 +1,327 @@
+"""What an SQL filter is made of, and its outcome for many messages at once.
+
+Properties and constants are operands; everything else is a condition with an outcome (sql_truth.py) for each message.
+Which pairs can be compared is settled when a condition is made, so that evaluating it cannot fail:
+
+    property  with an integer            as 64-bit integers; text that is none is an ERROR
+              with a decimal number      as doubles; likewise
+              with a string              = and <> only, as text
+              with TRUE, FALSE or a condition: = and <> only; the text "true" in any case is TRUE, all else FALSE
+              with a property            = and <> as text; > >= < <= as doubles
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.broker.filters import sql_truth
+from timeball.broker.filters.sql_truth import ERROR, FALSE, NULL, TRUE, TruthArray
+from timeball.broker.filters.sql_values import Values
+
+ORDERS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq, ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
+}  # fmt: skip
+SEARCHES: dict[str, Callable[[pa.Array, str], pa.Array]] = {
+    "CONTAINS": pc.match_substring, "STARTSWITH": pc.starts_with, "ENDSWITH": pc.ends_with,
+}  # fmt: skip
+
+
+class Mismatch(Exception):
+    """Two operands that cannot be compared; the parser adds the position."""
+
+
+class Condition(Protocol):
+    """A part of the expression that is true or not."""
+
+    def truth(self, values: Values) -> TruthArray:
+        """The outcome for each message."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """A property's name, as written: names are case-sensitive."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number, string, TRUE, FALSE or NULL (None)."""
+
+    value: int | float | str | bool | None
+
+
+Operand = Property | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """TRUE, FALSE or NULL as a condition, or a comparison of two constants."""
+
+    outcome: int
+
+    def truth(self, values: Values) -> TruthArray:
+        return sql_truth.constant(self.outcome, values.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """AND, from left to right."""
+
+    parts: tuple[Condition, ...]
+
+    def truth(self, values: Values) -> TruthArray:
+        return reduce(lambda left, right: sql_truth.AND[left, right], (p.truth(values) for p in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """OR, from left to right."""
+
+    parts: tuple[Condition, ...]
+
+    def truth(self, values: Values) -> TruthArray:
+        return reduce(lambda left, right: sql_truth.OR[left, right], (p.truth(values) for p in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """NOT, and the second half of <>, NOT IN and their like."""
+
+    part: Condition
+
+    def truth(self, values: Values) -> TruthArray:
+        return sql_truth.NOT[self.part.truth(values)]
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Two conditions with the same outcome."""
+
+    left: Condition
+    right: Condition
+
+    def truth(self, values: Values) -> TruthArray:
+        return sql_truth.EQUAL[self.left.truth(values), self.right.truth(values)]
+
+
+@dataclass(frozen=True, slots=True)
+class IsTrueText:
+    """A property where a condition is compared with it."""
+
+    name: str
+
+    def truth(self, values: Values) -> TruthArray:
+        return _of_arrow(pc.equal(pc.ascii_lower(values.text(self.name)), "true"))
+
+
+@dataclass(frozen=True, slots=True)
+class IsNull:
+    """A message without the property."""
+
+    name: str
+
+    def truth(self, values: Values) -> TruthArray:
+        return sql_truth.of_bools(np.asarray(values.text(self.name).is_null()))
+
+
+@dataclass(frozen=True, slots=True)
+class HasNoOutcome:
+    """A condition that is NULL."""
+
+    part: Condition
+
+    def truth(self, values: Values) -> TruthArray:
+        return sql_truth.IS_NULL[self.part.truth(values)]
+
+
+@dataclass(frozen=True, slots=True)
+class SameText:
+    """Property = string, or property = property."""
+
+    name: str
+    other: Property | str
+
+    def truth(self, values: Values) -> TruthArray:
+        other = values.text(self.other.name) if isinstance(self.other, Property) else self.other
+        return _of_arrow(pc.equal(values.text(self.name), other))
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Property IN (strings)."""
+
+    name: str
+    items: frozenset[str]
+
+    def truth(self, values: Values) -> TruthArray:
+        text = values.text(self.name)
+        found = sql_truth.of_bools(
+            np.asarray(pc.is_in(text, value_set=pa.array(sorted(self.items), pa.string())))
+        )
+        found[np.asarray(text.is_null())] = NULL
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class HasText:
+    """Property CONTAINS, STARTSWITH or ENDSWITH a string, which is not empty."""
+
+    name: str
+    how: str
+    search: str
+
+    def truth(self, values: Values) -> TruthArray:
+        return _of_arrow(SEARCHES[self.how](values.text(self.name), self.search))
+
+
+@dataclass(frozen=True, slots=True)
+class HasNoText:
+    """The same with an empty string: never, and its contrary never either, as RocketMQ has it."""
+
+    name: str
+
+    def truth(self, values: Values) -> TruthArray:
+        return np.where(np.asarray(values.text(self.name).is_null()), np.uint8(NULL), np.uint8(FALSE))
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """Two numbers; `decimal`: properties are read as doubles, else as 64-bit integers."""
+
+    sign: str
+    left: Property | int | float
+    right: Property | int | float
+    decimal: bool
+
+    def truth(self, values: Values) -> TruthArray:
+        left, left_state = self._side(values, self.left)
+        right, right_state = self._side(values, self.right)
+        is_null = (left_state == NULL) | (right_state == NULL)
+        is_error = (left_state == ERROR) | (right_state == ERROR)
+        outcome = sql_truth.of_bools(ORDERS[self.sign](left, right))
+        outcome[is_error] = ERROR
+        outcome[is_null] = NULL
+        return outcome
+
+    def _side(self, values: Values, side: Property | int | float) -> tuple[Any, Any]:
+        if not isinstance(side, Property):
+            return side, TRUE
+        return values.doubles(side.name) if self.decimal else values.longs(side.name)
+
+
+# ---- making them: which operands go together --------------------------------------------------------------
+
+
+def ordered(sign: str, left: Operand, right: Operand) -> Condition:
+    """left > right and its like; raises Mismatch."""
+    for operand in (left, right):
+        if isinstance(operand, Constant) and not _is_number(operand.value):
+            raise Mismatch(f"{sign} compares numbers; {_shown(operand.value)} is none")
+    return _numbers(sign, left, right)
+
+
+def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
+    """left = right; raises Mismatch."""
+    sides = (left, right)
+    if any(isinstance(side, Constant) and side.value is None for side in sides):
+        raise Mismatch("nothing is equal to NULL; write IS NULL or IS NOT NULL")
+    if any(not isinstance(side, (Property, Constant)) or _is_bool(side) for side in sides):
+        return Same(_as_condition(left), _as_condition(right))
+    assert isinstance(left, (Property, Constant)) and isinstance(right, (Property, Constant))
+    if isinstance(left, Constant) and isinstance(right, Property):
+        left, right = right, left
+    if isinstance(left, Property):
+        if isinstance(right, Property):
+            return SameText(left.name, right)
+        return (
+            SameText(left.name, right.value) if isinstance(right.value, str) else _numbers("=", left, right)
+        )
+    assert isinstance(right, Constant)
+    if isinstance(left.value, str) and isinstance(right.value, str):
+        return Always(TRUE if left.value == right.value else FALSE)
+    if isinstance(left.value, str) or isinstance(right.value, str):
+        raise Mismatch(f"{_shown(left.value)} and {_shown(right.value)} are of different kinds")
+    return _numbers("=", left, right)
+
+
+def is_null(left: Operand | Condition) -> Condition:
+    """left IS NULL."""
+    if isinstance(left, Property):
+        return IsNull(left.name)
+    if isinstance(left, Constant):
+        return Always(TRUE if left.value is None else FALSE)
+    return HasNoOutcome(left)
+
+
+def between(value: Operand, low: Operand, high: Operand) -> Condition:
+    """value BETWEEN low AND high; raises Mismatch, also when nothing lies between."""
+    within = Every((ordered(">=", value, low), ordered("<=", value, high)))
+    if isinstance(low, Constant) and isinstance(high, Constant) and low.value > high.value:  # type: ignore[operator]
+        raise Mismatch(f"BETWEEN {low.value} AND {high.value}: the first must not be the larger")
+    return within
+
+
+def not_between(value: Operand, low: Operand, high: Operand) -> Condition:
+    """value NOT BETWEEN low AND high; raises Mismatch."""
+    return Some((ordered("<", value, low), ordered(">", value, high)))
+
+
+def has_text(how: str, left: Property, search: str, *, negated: bool) -> Condition:
+    """left [NOT] CONTAINS search and its like."""
+    if not search:
+        return HasNoText(left.name)
+    found = HasText(left.name, how, search)
+    return Not(found) if negated else found
+
+
+def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
+    sides = [side if isinstance(side, Property) else side.value for side in (left, right)]
+    decimal = any(isinstance(side, float) for side in sides)
+    if isinstance(left, Constant) and isinstance(right, Constant):
+        if decimal:
+            sides = [float(side) for side in sides]  # type: ignore[arg-type]
+        return Always(TRUE if ORDERS[sign](*sides) else FALSE)
+    decimal = decimal or (isinstance(left, Property) and isinstance(right, Property))
+    return Ordered(sign, sides[0], sides[1], decimal)  # type: ignore[arg-type]
+
+
+def _as_condition(side: Operand | Condition) -> Condition:
+    if isinstance(side, Property):
+        return IsTrueText(side.name)
+    if isinstance(side, Constant):
+        if not isinstance(side.value, bool):
+            raise Mismatch(f"{_shown(side.value)} is never TRUE or FALSE")
+        return Always(TRUE if side.value else FALSE)
+    return side
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_bool(side: object) -> bool:
+    return isinstance(side, Constant) and isinstance(side.value, bool)
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).upper().replace("NONE", "NULL")
+    return repr(value)[:80]
+
+
+def _of_arrow(mask: pa.Array) -> TruthArray:
+    """The outcome of an Arrow comparison, whose nulls are NULL."""
+    outcome = sql_truth.of_bools(mask.fill_null(False).to_numpy(zero_copy_only=False))
+    if mask.null_count:
+        outcome[np.asarray(mask.is_null())] = NULL
+    return outcome

@@ -1,0 +1,127 @@
+"""Values for SQL: the properties an expression names, as columns, and what their text means as a number.
+
+A message's properties are one text (message.py). It is split once for all names, by Arrow, for many messages at a
+time; when a name stands there twice the last one counts, as in RocketMQ. TAGS, KEYS and UNIQ_KEY have columns of
+their own, which a producer may fill without the text.
+
+Properties are text and nothing else. What a number looks like is what Java's Long.valueOf and Double.valueOf accept,
+without their rarities (NaN, Infinity, hexadecimal); all else is an error and never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.broker.filters.sql_truth import ERROR, NULL, TRUE, TruthArray
+from timeball.broker.filters.tags import JAVA_BLANKS
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths
+
+LONG_MIN, LONG_MAX = -(1 << 63), (1 << 63) - 1
+LONG_DIGITS = 19
+DOUBLE_CHARACTERS = frozenset("0123456789+-.eE")
+OWN_COLUMNS = {"TAGS": "tag", "KEYS": "keys", "UNIQ_KEY": "unique_key"}
+# A text of separators alone becomes as many entries as it has bytes: this bounds what they take.
+SPLIT_BYTES = 4 * 1024 * 1024
+
+Float64Array = npt.NDArray[np.float64]
+
+
+def as_long(text: str) -> int | None:
+    """The 64-bit integer that the text is, or None."""
+    digits = text[1:] if text[:1] in ("+", "-") else text
+    significant = digits.lstrip("0")
+    if not (digits.isascii() and digits.isdigit()) or len(significant) > LONG_DIGITS:
+        return None
+    value = int(significant or "0") * (-1 if text[0] == "-" else 1)
+    return value if LONG_MIN <= value <= LONG_MAX else None
+
+
+def as_double(text: str) -> float | None:
+    """The decimal number that the text is, blanks around it allowed, or None."""
+    text = text.strip(JAVA_BLANKS)
+    if text[-1:] in ("f", "F", "d", "D"):  # Java's 1.5f
+        text = text[:-1]
+    if not DOUBLE_CHARACTERS.issuperset(text):
+        return None  # Python's float knows words and underscores
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+class Values:
+    """Property columns of a batch, each made when first asked for."""
+
+    def __init__(self, rows: pa.RecordBatch, names: frozenset[str]) -> None:
+        """`rows`: LOG_SCHEMA or READ_SCHEMA; `names`: every property that will be asked for."""
+        self.count = rows.num_rows
+        self._texts = _texts(rows, sorted(names))
+        self._longs: dict[str, tuple[Int64Array, TruthArray]] = {}
+        self._doubles: dict[str, tuple[Float64Array, TruthArray]] = {}
+
+    def text(self, name: str) -> pa.Array:
+        """The property as strings; null where a message has none."""
+        return self._texts[name]
+
+    def longs(self, name: str) -> tuple[Int64Array, TruthArray]:
+        """The property as integers, and for each message whether it is one: TRUE, NULL or ERROR."""
+        if name not in self._longs:
+            self._longs[name] = _numbers(self._texts[name], as_long, np.dtype(np.int64))
+        return self._longs[name]
+
+    def doubles(self, name: str) -> tuple[Float64Array, TruthArray]:
+        """The same as decimal numbers."""
+        if name not in self._doubles:
+            self._doubles[name] = _numbers(self._texts[name], as_double, np.dtype(np.float64))
+        return self._doubles[name]
+
+
+def _numbers(
+    column: pa.Array, convert: Callable[[str], float | None], kind: np.dtype[Any]
+) -> tuple[npt.NDArray[Any], TruthArray]:
+    """Each distinct text is converted once."""
+    encoded = column.dictionary_encode()
+    found = [convert(text) for text in encoded.dictionary.to_pylist()]
+    values = np.array([0 if value is None else value for value in found] + [0], dtype=kind)
+    state = np.array([ERROR if value is None else TRUE for value in found] + [NULL], dtype=np.uint8)
+    codes = encoded.indices.fill_null(len(found)).to_numpy()
+    return values[codes], state[codes]
+
+
+def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
+    found = {}
+    own = {name: rows.column(OWN_COLUMNS[name]) for name in names if name in OWN_COLUMNS}
+    wanted = [name for name in names if name not in own or own[name].null_count]
+    for name, column in zip(wanted, _properties(rows.column("properties"), wanted), strict=True):
+        found[name] = pc.coalesce(own[name], column) if name in own else column
+    return {**own, **found}
+
+
+def _properties(texts: pa.Array, names: list[str]) -> list[pa.Array]:
+    """A column of strings for each name."""
+    if not names or texts.null_count == len(texts):
+        return [pa.nulls(len(texts), pa.string()) for _ in names]
+    longest = int(byte_lengths(texts).max())
+    step = max(1, SPLIT_BYTES // max(1, longest))
+    parts = [_split(texts.slice(at, step), names) for at in range(0, len(texts), step)]
+    return [pa.concat_arrays(list(columns)) for columns in zip(*parts, strict=True)]
+
+
+def _split(texts: pa.Array, names: list[str]) -> list[pa.Array]:
+    entries = pc.split_pattern(texts, PROPERTY_END)
+    flat, row_of = entries.flatten(), pc.list_parent_indices(entries).to_numpy()
+    columns = []
+    for name in names:
+        head = name + PROPERTY_NAME_END
+        hits = np.flatnonzero(np.asarray(pc.starts_with(flat, head)))
+        entry_of = np.full(len(texts), -1, dtype=np.int64)
+        entry_of[row_of[hits]] = hits  # the last of several stays
+        values = flat.take(pa.array(entry_of, mask=entry_of < 0))
+        columns.append(pc.utf8_slice_codeunits(values, len(head)))
+    return columns

@@ -1,0 +1,30 @@
+"""Rows as a pull finds them, from plain properties and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.log.queue_index import ENTRY, EntryArray
+from timeball.message import Kind, build_rows, encode_properties
+
+Message = dict[str, str]
+
+
+def rows_of(messages: Sequence[Message | None], **columns: object) -> pa.RecordBatch:
+    """A message each, with these properties; None: without any text of properties."""
+    texts = [None if message is None else encode_properties(message) for message in messages]
+    return build_rows(len(messages), kind=int(Kind.MESSAGE), topic="t", body=b"", properties=texts, **columns)
+
+
+def tagged(tags: Sequence[str | None]) -> pa.RecordBatch:
+    return rows_of([None] * len(tags), tag=list(tags))
+
+
+def entries_of(values: Sequence[int]) -> EntryArray:
+    """Entries of a queue index whose `tag` holds these values."""
+    entries = np.zeros(len(values), ENTRY)
+    entries["seq"], entries["tag"] = np.arange(len(values)), values
+    return entries

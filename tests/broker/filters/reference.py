@@ -1,0 +1,242 @@
+"""SQL filters once more, one message at a time: a tree is drawn, shown as text for the filter and evaluated here.
+
+Slow and plain on purpose. It shares nothing with the code under test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+from tests.broker.filters.messages import Message
+
+Tree = tuple[Any, ...]
+Outcome = bool | None
+
+NAMES = ["a", "b", "$price", "TAGS"]
+TEXTS = [
+    "1", "2", "-3", "+4", "007", "5.5", " 7 ", "1e3", "2.", ".5", "1.5f", "9223372036854775807",
+    "9223372036854775808", "-9223372036854775808", "", "abc", "it's", "true", "True", "false", "nan", "1_0", "٣",
+    "0x10", "e5", "+", "-", "1e999",
+]  # fmt: skip
+NUMBERS = [0, 1, 2, -3, 4, 7, 5.5, 1.5, 1000.0, 2**63 - 1, -(2**63), 0.0, 1e300, 2.0]
+SIGNS = ["=", "<>", ">", ">=", "<", "<="]
+SEARCHES = ["CONTAINS", "STARTSWITH", "ENDSWITH"]
+
+
+class Failed(Exception):
+    """The message is not delivered, whatever stands to the right."""
+
+
+# ---- evaluating -------------------------------------------------------------------------------------------
+
+
+def outcome(tree: Tree, message: Message) -> Outcome:
+    """True, False or None; raises Failed."""
+    sort, *rest = tree
+    return EVALUATORS[sort](message, *rest)
+
+
+def is_delivered(tree: Tree, message: Message) -> bool:
+    try:
+        return outcome(tree, message) is True
+    except Failed:
+        return False
+
+
+def either(message: Message, parts: list[Tree]) -> Outcome:
+    found: Outcome = False
+    for part in parts:
+        one = outcome(part, message)
+        if one is True:
+            return True
+        found = None if one is None else found
+    return found
+
+
+def both(message: Message, parts: list[Tree]) -> Outcome:
+    found: Outcome = True
+    for part in parts:
+        one = outcome(part, message)
+        if one is False:
+            return False
+        found = None if one is None else found
+    return found
+
+
+def contrary(message: Message, part: Tree) -> Outcome:
+    one = outcome(part, message)
+    return None if one is None else not one
+
+
+def compared(message: Message, sign: str, left: Tree, right: Tree) -> Outcome:
+    a, b = (message.get(side[1]) if side[0] == "property" else side[1] for side in (left, right))
+    if a is None or b is None:
+        return None
+    ordering = sign not in ("=", "<>")
+    if isinstance(a, bool) or isinstance(b, bool):
+        a, b = (side.lower() == "true" if isinstance(side, str) else side for side in (a, b))
+    elif not (isinstance(a, str) and isinstance(b, str) and not ordering):
+        decimal = isinstance(a, float) or isinstance(b, float) or (isinstance(a, str) and isinstance(b, str))
+        a, b = (number(side, decimal) for side in (a, b))
+    return {
+        "=": a == b, "<>": a != b, ">": ordering and a > b, ">=": ordering and a >= b,
+        "<": ordering and a < b, "<=": ordering and a <= b,
+    }[sign]  # fmt: skip
+
+
+def number(side: Any, decimal: bool) -> int | float:
+    if not isinstance(side, str):
+        return float(side) if decimal else side
+    if decimal:
+        match = re.fullmatch(
+            r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?[fFdD]?", side.strip(" ")
+        )
+        if not match:
+            raise Failed
+        return float(side.strip(" ").rstrip("fFdD"))
+    if not re.fullmatch(r"[+-]?[0-9]+", side) or not -(2**63) <= int(side) < 2**63:
+        raise Failed
+    return int(side)
+
+
+def between(message: Message, negated: bool, value: Tree, low: Tree, high: Tree) -> Outcome:
+    if negated:
+        return either(message, [("compare", "<", value, low), ("compare", ">", value, high)])
+    return both(message, [("compare", ">=", value, low), ("compare", "<=", value, high)])
+
+
+def listed(message: Message, negated: bool, name: str, items: list[str]) -> Outcome:
+    text = message.get(name)
+    return None if text is None else (text in items) != negated
+
+
+def searched(message: Message, how: str, negated: bool, name: str, search: str) -> Outcome:
+    text = message.get(name)
+    if text is None:
+        return None
+    if not search:
+        return False
+    found = {
+        "CONTAINS": search in text, "STARTSWITH": text.startswith(search), "ENDSWITH": text.endswith(search)
+    }[how]  # fmt: skip
+    return found != negated
+
+
+def absent(message: Message, negated: bool, name: str) -> Outcome:
+    return (name not in message) != negated
+
+
+def unknown(message: Message, negated: bool, part: Tree) -> Outcome:
+    return (outcome(part, message) is None) != negated
+
+
+def agreed(message: Message, left: Tree, right: Tree) -> Outcome:
+    a, b = outcome(left, message), outcome(right, message)
+    return None if a is None or b is None else a == b
+
+
+def stated(message: Message, value: Outcome) -> Outcome:
+    return value
+
+
+EVALUATORS: dict[str, Callable[..., Outcome]] = {
+    "or": either, "and": both, "not": contrary, "compare": compared, "between": between, "in": listed,
+    "search": searched, "null": absent, "unknown": unknown, "same": agreed, "const": stated,
+}  # fmt: skip
+
+
+# ---- showing ----------------------------------------------------------------------------------------------
+
+
+def show(tree: Tree) -> str:
+    """The tree as SQL, every part in parentheses."""
+    sort, *rest = tree
+    if sort in ("or", "and"):
+        return f" {sort.upper()} ".join(f"({show(part)})" for part in rest[0])
+    if sort == "not":
+        return f"NOT ({show(rest[0])})"
+    if sort == "compare":
+        return f"{show(rest[1])} {rest[0]} {show(rest[2])}"
+    if sort == "between":
+        negated, value, low, high = rest
+        return f"{show(value)} {'NOT ' * negated}BETWEEN {show(low)} AND {show(high)}"
+    if sort == "in":
+        negated, name, items = rest
+        return f"{name} {'NOT ' * negated}IN ({', '.join(map(quoted, items))})"
+    if sort == "search":
+        how, negated, name, search = rest
+        return f"{name} {'NOT ' * negated}{how} {quoted(search)}"
+    if sort == "null":
+        return f"{rest[1]} IS {'NOT ' * rest[0]}NULL"
+    if sort == "unknown":
+        return f"({show(rest[1])}) IS {'NOT ' * rest[0]}NULL"
+    if sort == "same":
+        return f"({show(rest[0])}) = ({show(rest[1])})"
+    if sort == "property":
+        return str(rest[0])
+    value = rest[0]
+    if value is None or isinstance(value, bool):
+        return {None: "NULL", True: "true", False: "False"}[value]
+    return quoted(value) if isinstance(value, str) else repr(value)
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+# ---- drawing ----------------------------------------------------------------------------------------------
+
+PROPERTIES = st.tuples(st.just("property"), st.sampled_from(NAMES))
+NUMERIC = st.tuples(st.just("value"), st.sampled_from(NUMBERS))
+TEXTUAL = st.tuples(st.just("value"), st.sampled_from(TEXTS))
+FLAG = st.tuples(st.just("value"), st.booleans())
+
+
+def swapped(left: Any, right: Any) -> Any:
+    return st.one_of(st.tuples(left, right), st.tuples(right, left))
+
+
+def compare(signs: list[str], pairs: Any) -> Any:
+    return st.tuples(st.just("compare"), st.sampled_from(signs), pairs).map(lambda t: (t[0], t[1], *t[2]))
+
+
+def is_between(tree: Tree) -> bool:
+    """RocketMQ refuses BETWEEN 2 AND 1, and so do we."""
+    _, negated, _, low, high = tree
+    return bool(negated) or low[0] == "property" or high[0] == "property" or low[1] <= high[1]
+
+
+BOUNDS = st.one_of(PROPERTIES, NUMERIC)
+SIMPLE = st.one_of(
+    compare(SIGNS, swapped(PROPERTIES, NUMERIC)),
+    compare(SIGNS, st.tuples(PROPERTIES, PROPERTIES)),
+    compare(SIGNS, st.tuples(NUMERIC, NUMERIC)),
+    compare(["=", "<>"], swapped(PROPERTIES, st.one_of(TEXTUAL, FLAG))),
+    st.tuples(st.just("between"), st.booleans(), PROPERTIES, BOUNDS, BOUNDS).filter(is_between),
+    st.tuples(
+        st.just("in"), st.booleans(), st.sampled_from(NAMES), st.lists(st.sampled_from(TEXTS), min_size=1)
+    ),
+    st.tuples(
+        st.just("search"), st.sampled_from(SEARCHES), st.booleans(), st.sampled_from(NAMES),
+        st.sampled_from(["", "t", "5", "abc", "1"]),
+    ),
+    st.tuples(st.just("null"), st.booleans(), st.sampled_from(NAMES)),
+    st.tuples(st.just("const"), st.sampled_from([True, False, None])),
+)  # fmt: skip
+TREES = st.recursive(
+    SIMPLE,
+    lambda part: st.one_of(
+        st.tuples(st.sampled_from(["and", "or"]), st.lists(part, min_size=2, max_size=3)),
+        st.tuples(st.just("not"), part),
+        st.tuples(st.just("unknown"), st.booleans(), part),
+        st.tuples(st.just("same"), part, part).filter(lambda t: ("const", None) not in t),
+    ),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from([*NAMES, "other"]), st.sampled_from(TEXTS), max_size=4),
+    min_size=1, max_size=6,
+)  # fmt: skip

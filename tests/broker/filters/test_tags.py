@@ -1,0 +1,137 @@
+"""Tags: read as RocketMQ reads them, sorted by hash or bit, decided by the tag itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.filters.messages import entries_of, tagged
+
+from timeball import limits
+from timeball.broker.filters import EVERYTHING, Filter, compile_filter, tag_hash, tag_mask, tags
+from timeball.errors import InvalidFilter
+
+# "Aa" and "BB" have one hash. Bits are shared by far more: 63 there are.
+WORDS = ["Aa", "BB", "TagA", "TagB", "C#", "Bb", "é", "😀", "a b", "*"]
+
+
+def found(wanted: Filter, message_tags: list[str | None], *, bit_mask: bool = False) -> list[bool]:
+    """What a pull does: the index first, then the rows that are left."""
+    of = tag_mask if bit_mask else tag_hash
+    may = wanted.candidates(entries_of([0 if tag is None else of(tag) for tag in message_tags])).tolist()
+    does = wanted.exact(tagged(message_tags)).tolist()
+    assert not [tag for tag, m, d in zip(message_tags, may, does) if d and not m], "lost by the index"
+    return [m and d for m, d in zip(may, does)]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("", 0), ("a", 97), ("TagA", 2598919), ("polygenelubricants", -(1 << 31)), ("é", 233), ("😀", 1772899)],
+)
+def test_tags_hash_as_in_java(text: str, value: int) -> None:
+    assert tags.java_hash(text) == tag_hash(text) == value
+
+
+@pytest.mark.parametrize("text", [None, "", "*"])
+def test_a_subscription_to_all(text: str | None) -> None:
+    assert compile_filter(text) is EVERYTHING
+    assert compile_filter(text, bit_mask=True) is EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("TagA", ["TagA"]),
+        ("TagA||TagB", ["TagA", "TagB"]),
+        (" TagA || TagB\t||\n", ["TagA", "TagB"]),
+        ("||a||||b||", ["a", "b"]),
+        ("a|||b", ["a", "|b"]),  # as Java's split has it
+        ("a|b", ["a|b"]),
+        ("a b", ["a b"]),
+        ("a || a", ["a"]),
+        ("a || *", ["*", "a"]),  # the star stands for all only by itself
+        (" * ", ["*"]),
+        ("\u00a0a\u3000", ["\u00a0a\u3000"]),  # Java's trim knows ASCII's blanks only
+    ],
+)
+def test_a_subscription_is_read_as_rocketmq_reads_it(text: str, names: list[str]) -> None:
+    assert sorted(tags.parse(text) or []) == names
+
+
+@pytest.mark.parametrize("text", ["||", " ", " || ", "||||", "\x00||\x1f"])
+def test_a_subscription_without_a_tag(text: str) -> None:
+    with pytest.raises(InvalidFilter, match="names no tag; write \\* for all"):
+        compile_filter(text)
+
+
+def test_too_many_tags() -> None:
+    most = "||".join(map(str, range(limits.FILTER_TAGS_MAX)))
+    assert found(compile_filter(most), ["0", "1023", "1024"]) == [True, True, False]
+    with pytest.raises(InvalidFilter, match=r"1025 tags, at most 1024 \(FILTER_TAGS_MAX\)") as refused:
+        compile_filter(most + "||x")
+    assert refused.value.limit == "FILTER_TAGS_MAX"
+
+
+def test_two_tags_with_one_hash_are_told_apart() -> None:
+    wanted = compile_filter("Aa")
+    assert tag_hash("Aa") == tag_hash("BB")
+    # The control: by the index alone the wrong one would be delivered.
+    assert wanted.candidates(entries_of([tag_hash("Aa"), tag_hash("BB")])).tolist() == [True, True]
+    assert found(wanted, ["Aa", "BB"]) == [True, False]
+
+
+def test_a_message_without_a_tag_is_in_no_set() -> None:
+    assert found(compile_filter("Aa"), [None, "", "Aa"]) == [False, False, True]
+    assert found(compile_filter("Aa"), [None, None]) == [False, False]
+    assert found(compile_filter("\0x"), [None, "\0x"]) == [False, False], (
+        "trimmed, so that it can never match"
+    )
+
+
+def test_in_a_topic_of_single_tags_the_whole_text_is_the_tag() -> None:
+    assert found(compile_filter("a"), ["a||b", "a"]) == [False, True]
+
+
+def test_several_tags_a_message() -> None:
+    wanted = compile_filter("a || b", bit_mask=True)
+    messages = ["a", "b||c", "c", "c || a", None, "", "||", "ab"]
+    assert found(wanted, messages, bit_mask=True) == [True, True, False, True, False, False, False, False]
+
+
+def test_two_tags_with_one_bit_are_told_apart() -> None:
+    twin = next(str(i) for i in range(1000) if tag_mask(str(i)) == tag_mask("a"))
+    wanted = compile_filter("a", bit_mask=True)
+    assert wanted.candidates(entries_of([tag_mask(twin)])).tolist() == [True]
+    assert found(wanted, [twin, f"{twin}||a", "a"], bit_mask=True) == [False, True, True]
+
+
+def test_a_mask_is_one_bit_a_tag_and_never_negative() -> None:
+    masks = [tag_mask(str(i)) for i in range(1000)]
+    assert all(mask.bit_count() == 1 and 0 < mask < 1 << 63 for mask in masks)
+    assert len(set(masks)) == tags.BITS
+    assert tag_mask("1||2") == tag_mask(" 2 || 1 ") == tag_mask("1") | tag_mask("2")
+    assert tag_mask("") == tag_mask("||") == 0
+
+
+TAGS = st.one_of(st.none(), st.sampled_from(WORDS), st.text(max_size=5))
+SUBSCRIPTIONS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4)
+
+
+@given(SUBSCRIPTIONS, st.lists(TAGS))
+def test_hashes_lose_nothing_and_let_nothing_else_through(
+    wanted: list[str], message_tags: list[str | None]
+) -> None:
+    if wanted == ["*"]:
+        return
+    expected = [tag in wanted for tag in message_tags]
+    assert found(compile_filter(" || ".join(wanted)), message_tags) == expected
+
+
+@given(SUBSCRIPTIONS, st.lists(st.one_of(TAGS, st.lists(st.sampled_from(WORDS)).map("||".join))))
+def test_bits_lose_nothing_and_let_nothing_else_through(
+    wanted: list[str], message_tags: list[str | None]
+) -> None:
+    if wanted == ["*"]:
+        return
+    expected = [bool(set(tags.split(tag or "")) & set(wanted)) for tag in message_tags]
+    assert found(compile_filter("||".join(wanted), bit_mask=True), message_tags, bit_mask=True) == expected
