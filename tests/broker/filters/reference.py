@@ -203,10 +203,17 @@ def compare(signs: list[str], pairs: Any) -> Any:
     return st.tuples(st.just("compare"), st.sampled_from(signs), pairs).map(lambda t: (t[0], t[1], *t[2]))
 
 
-def is_between(tree: Tree) -> bool:
+def in_order(tree: Tree) -> Tree:
     """RocketMQ refuses BETWEEN 2 AND 1, and so do we."""
-    _, negated, _, low, high = tree
-    return bool(negated) or low[0] == "property" or high[0] == "property" or low[1] <= high[1]
+    sort, negated, value, low, high = tree
+    if low[0] == high[0] == "value" and low[1] > high[1]:
+        low, high = high, low
+    return sort, negated, value, low, high
+
+
+def without_null(tree: Tree) -> Tree:
+    """Nor is anything equal to NULL."""
+    return tuple(("const", True) if part == ("const", None) else part for part in tree)
 
 
 BOUNDS = st.one_of(PROPERTIES, NUMERIC)
@@ -215,7 +222,7 @@ SIMPLE = st.one_of(
     compare(SIGNS, st.tuples(PROPERTIES, PROPERTIES)),
     compare(SIGNS, st.tuples(NUMERIC, NUMERIC)),
     compare(["=", "<>"], swapped(PROPERTIES, st.one_of(TEXTUAL, FLAG))),
-    st.tuples(st.just("between"), st.booleans(), PROPERTIES, BOUNDS, BOUNDS).filter(is_between),
+    st.tuples(st.just("between"), st.booleans(), PROPERTIES, BOUNDS, BOUNDS).map(in_order),
     st.tuples(
         st.just("in"), st.booleans(), st.sampled_from(NAMES), st.lists(st.sampled_from(TEXTS), min_size=1)
     ),
@@ -232,7 +239,7 @@ TREES = st.recursive(
         st.tuples(st.sampled_from(["and", "or"]), st.lists(part, min_size=2, max_size=3)),
         st.tuples(st.just("not"), part),
         st.tuples(st.just("unknown"), st.booleans(), part),
-        st.tuples(st.just("same"), part, part).filter(lambda t: ("const", None) not in t),
+        st.tuples(st.just("same"), part, part).map(without_null),
     ),
     max_leaves=6,
 )
