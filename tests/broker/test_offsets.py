@@ -53,6 +53,23 @@ def test_an_offset_beyond_its_queue_is_refused_and_nothing_is_stored(wrong: dict
     assert offsets.save() is None
 
 
+def test_who_reads_what_is_known_and_can_be_forgotten() -> None:
+    files = CrashFiles()
+    offsets = Offsets(files)
+    for group, topic in (("g", "t"), ("g", "u"), ("h", "t")):
+        offsets.commit(group, topic, {0: 1}, ENDS)
+    assert (offsets.topics_of("g"), offsets.groups_of("t")) == (["t", "u"], ["g", "h"])
+    assert offsets.topics_of("nobody") == offsets.groups_of("nothing") == []
+    saved(offsets, files)
+    offsets.forget_topic("nothing")
+    offsets.forget_group("nobody")
+    assert offsets.save() is None, "nothing has changed"
+    offsets.forget_topic("t")
+    assert saved(offsets, files).topics_of("g") == ["u"]
+    offsets.forget_group("g")
+    assert saved(offsets, files).topics_of("g") == []
+
+
 def test_a_queue_may_be_committed_to_its_end_and_back() -> None:
     offsets = Offsets(CrashFiles())
     for offset in (10, 0, 4):

@@ -15,6 +15,7 @@ from tests.crash_files import CrashFiles
 from timeball import limits
 from timeball.broker import topics as topics_module
 from timeball.broker.filters import tag_hash, tag_mask
+from timeball.broker.topic_config import TopicConfig
 from timeball.broker.topics import Placement, Topics, check_name, codes_of, stored_sizes
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
@@ -23,8 +24,8 @@ from timeball.message import Kind, build_rows
 QUEUES = 3
 
 
-def fresh(files: Files | None = None, *, auto_create: bool = True) -> Topics:
-    topics = Topics(files or CrashFiles(), queues_per_topic=QUEUES, auto_create=auto_create)
+def fresh(files: Files | None = None, *, auto_create: bool = True, queues: int = QUEUES) -> Topics:
+    topics = Topics(files or CrashFiles(), queues_per_topic=queues, auto_create=auto_create)
     topics.load({})
     return topics
 
@@ -241,3 +242,149 @@ def test_codes_name_distinct_values(values: list[str]) -> None:
     assert [names[code] for code in codes] == values
     assert len(set(names)) == len(names)
     assert column(pa.table({"v": values}), "v") == values
+
+
+# ---- configuration and deletion -----------------------------------------------------------------------------
+
+
+def put(
+    topics: Topics, first_seq: int, name: str, rows: int = 1, *, promised: bool = False
+) -> pa.RecordBatch:
+    """Rows that are placed and durable; returned as they stand in the log."""
+    batch = visible([name] * rows)
+    placement = topics.place(batch, promised=promised)
+    placement.index(first_seq)
+    return with_places(batch, placement)
+
+
+def reopened(
+    topics: Topics, files: CrashFiles, lengths: dict[str, dict[int, tuple[int, int]]] | None = None
+) -> Topics:
+    """After a restart; by default with a checkpoint of this instant."""
+    data = topics.save()
+    if data is not None:
+        files.replace(topics_module.NAME, data)
+    again = Topics(files, queues_per_topic=1, auto_create=True)
+    again.load(topics.lengths() if lengths is None else lengths)
+    return again
+
+
+def test_a_topic_shows_what_was_configured_and_after_a_restart_too() -> None:
+    files = CrashFiles()
+    topics = fresh(files)
+    config = TopicConfig(2, 3, perm=4, order=True, sys_flag=1, attributes={"message.type": "FIFO"})
+    topics.configure("t", config, filter_type="MULTI_TAG")
+    for read in (topics, reopened(topics, files)):
+        topic = read.get("t")
+        assert (topic.read_queues, topic.write_queues, topic.perm, len(topic.queues)) == (2, 3, 4, 3)
+        assert (topic.config, topic.filter_type) == (config, "MULTI_TAG")
+
+
+def test_a_topic_nobody_configured_shows_all_its_queues() -> None:
+    topic = fresh().ensure("t")
+    assert (topic.read_queues, topic.write_queues, topic.perm) == (QUEUES, QUEUES, 6)
+
+
+def test_fewer_queues_are_hidden_and_not_taken_away() -> None:
+    topics = fresh()
+    put(topics, 0, "t", rows=8)
+    topics.configure("t", TopicConfig(3, 2))
+    assert len(topics.get("t").queues) == 3
+    before = [queue.next_offset for queue in topics.get("t").queues]
+    put(topics, 8, "t", rows=8)
+    after = [queue.next_offset for queue in topics.get("t").queues]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [4, 4, 0]
+
+
+def test_a_configuration_that_cannot_be_changes_nothing() -> None:
+    topics = fresh()
+    topics.configure("t", TopicConfig(2, 2))
+    for config in (TopicConfig(0, 0), TopicConfig(2, 2, perm=9)):
+        with pytest.raises(RequestError):
+            topics.configure("t", config)
+        with pytest.raises(RequestError):
+            topics.configure("u", config)
+    assert topics.get("t").config == TopicConfig(2, 2)
+    assert [topic.name for topic in topics.all()] == ["t"]
+
+
+def test_a_deleted_topic_is_gone_and_a_new_one_has_nothing_of_it() -> None:
+    files = CrashFiles()
+    topics = fresh(files, queues=1)
+    put(topics, 0, "t", rows=3)
+    topics.configure("t", TopicConfig(1, 1, perm=4))
+    assert topics.delete("t", 3)
+    assert not topics.delete("t", 3)
+    for read in (topics, reopened(topics, files)):
+        assert read.find("t") is None
+        assert read.all() == []
+        with pytest.raises(NotFound):
+            read.get("t")
+    put(topics, 3, "t", rows=2)
+    for read in (topics, reopened(topics, files)):
+        (queue,) = read.get("t").queues
+        assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
+        assert queue.index.read(3, 9)["seq"].tolist() == [3, 4]
+        assert read.get("t").perm == 6, "the old one's configuration went with it"
+
+
+@pytest.mark.parametrize("sent_again", [False, True])
+def test_a_replay_knows_what_came_before_the_deletion(sent_again: bool) -> None:
+    """The list of topics is saved with the deletion; no checkpoint after it, and not the new topic either."""
+    files = CrashFiles()
+    topics = fresh(files, queues=1)
+    old = put(topics, 0, "t", rows=3)
+    topics.delete("t", 3)
+    again = reopened(topics, files, lengths={})
+    again.replay(old, np.arange(3))
+    assert again.find("t") is None
+    if sent_again:
+        again.replay(put(topics, 3, "t", rows=2), np.arange(3, 5))
+        (queue,) = again.get("t").queues
+        assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
+
+
+def test_a_topic_that_may_not_be_made_by_itself_does_not_come_back_by_itself() -> None:
+    topics = fresh(queues=1, auto_create=False)
+    topics.ensure("t", 1)
+    topics.delete("t", 0)
+    with pytest.raises(NotFound, match="create it"):
+        topics.ensure("t")
+    with pytest.raises(NotFound, match="create it"):
+        put(topics, 0, "t")
+    assert topics.find("t") is None
+    assert topics.ensure("t", 2).write_queues == 2
+
+
+def test_a_promise_brings_its_topic_back() -> None:
+    topics = fresh(queues=1, auto_create=False)
+    topics.ensure("t", 1)
+    topics.delete("t", 0)
+    put(topics, 0, "t", promised=True)
+    assert topics.get("t").queues[0].index.max_offset == 1
+
+
+def test_an_emptied_topic_may_have_another_filter_type() -> None:
+    topics = fresh(queues=1)
+    put(topics, 0, "t")
+    topics.delete("t", 1)
+    assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+
+
+def test_every_change_has_a_version() -> None:
+    topics = fresh(queues=1)
+    versions = [topics.version]
+    for change in (
+        lambda: topics.ensure("t"),
+        lambda: topics.ensure("t", 2),
+        lambda: topics.configure("t", TopicConfig(1, 1)),
+        lambda: topics.delete("t", 0),
+    ):
+        change()
+        versions.append(topics.version)
+    assert versions == sorted(set(versions))
+    topics.configure("u", TopicConfig(1, 1))
+    before = topics.version
+    topics.configure("u", TopicConfig(1, 1))
+    topics.ensure("u")
+    assert topics.version == before

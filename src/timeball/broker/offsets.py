@@ -31,6 +31,24 @@ class Offsets:
         """Offsets of a group; empty when it has none yet."""
         return dict(self._table.get(group, {}).get(topic, {}))
 
+    def topics_of(self, group: str) -> list[str]:
+        """Topics that a group has stored offsets of."""
+        return list(self._table.get(group, {}))
+
+    def groups_of(self, topic: str) -> list[str]:
+        """Groups that have stored offsets of a topic."""
+        return [group for group, topics in self._table.items() if topic in topics]
+
+    def forget_group(self, group: str) -> None:
+        """The group is deleted: its next member begins as a new one would."""
+        self._dirty |= self._table.pop(group, None) is not None
+
+    def forget_topic(self, topic: str) -> None:
+        """The topic is deleted, and a new one of its name may begin elsewhere."""
+        for group in self.groups_of(topic):
+            del self._table[group][topic]
+            self._dirty = True
+
     def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
         """Store offsets; raises OutOfRange for one beyond its queue's end (`queue_max`)."""
         check_name(group, limits.GROUP_BYTES_MAX, "group")

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
+from timeball.broker.topic_config import TopicConfig, check
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import FOLDER as QUEUES
@@ -38,6 +39,9 @@ class TopicFacts(msgspec.Struct, frozen=True):
     number: int
     queues: int
     filter_type: FilterType = "SINGLE_TAG"  # files of before have none
+    config: TopicConfig = TopicConfig()
+    deleted: bool = False
+    emptied_before_seq: int = 0
 
 
 @dataclass(slots=True)
@@ -50,28 +54,35 @@ class Queue:
 
 @dataclass(slots=True)
 class Topic:
-    """One topic; `turn` goes round its queues for rows that leave the choice to us."""
+    """One topic; `turn` goes round its queues for rows that leave the choice to us.
+
+    A deleted one is kept, for its number and its offsets: were they given out again, a checkpoint or a consumer
+    from before would take the new topic's messages for the old one's. Rows before `emptied_before_seq` went with it.
+    """
 
     name: str
     number: int
     filter_type: FilterType = "SINGLE_TAG"
+    config: TopicConfig = field(default_factory=TopicConfig)
+    deleted: bool = False
+    emptied_before_seq: int = 0
     queues: list[Queue] = field(default_factory=list)
     turn: int = 0
 
     @property
     def read_queues(self) -> int:
         """How many of its queues consumers read."""
-        return len(self.queues)
+        return len(self.queues) if self.config.read_queues is None else self.config.read_queues
 
     @property
     def write_queues(self) -> int:
         """How many of its queues producers write to."""
-        return len(self.queues)
+        return len(self.queues) if self.config.write_queues is None else self.config.write_queues
 
     @property
     def perm(self) -> int:
         """RocketMQ's permission bits: read 4, write 2."""
-        return 6
+        return self.config.perm
 
 
 @dataclass(slots=True)
@@ -103,6 +114,7 @@ class Topics:
         self._queues_per_topic, self._auto_create = queues_per_topic, auto_create
         self._topics: dict[str, Topic] = {}
         self.dirty = False
+        self.version = 0  # counts changes since the start, for tools that ask whether anything is new
 
     def load(self, lengths: dict[str, dict[int, tuple[int, int]]]) -> None:
         """Recovery: known topics, their queues cut to the (min_offset, max_offset) the checkpoint vouches for."""
@@ -118,7 +130,12 @@ class Topics:
             return None
         self.dirty = False
         return msgspec.json.encode(
-            {t.name: TopicFacts(t.number, len(t.queues), t.filter_type) for t in self._topics.values()}
+            {
+                t.name: TopicFacts(
+                    t.number, len(t.queues), t.filter_type, t.config, t.deleted, t.emptied_before_seq
+                )
+                for t in self._topics.values()
+            }
         )
 
     def unsaved(self) -> None:
@@ -127,18 +144,39 @@ class Topics:
 
     def get(self, name: str) -> Topic:
         """The topic; raises NotFound."""
-        topic = self._topics.get(name)
+        topic = self.find(name)
         if topic is None:
             raise NotFound(f"topic {name!r} does not exist")
         return topic
 
     def find(self, name: str) -> Topic | None:
         """The topic, if it exists."""
-        return self._topics.get(name)
+        topic = self._topics.get(name)
+        return None if topic is None or topic.deleted else topic
 
     def all(self) -> list[Topic]:
         """All topics."""
-        return list(self._topics.values())
+        return [topic for topic in self._topics.values() if not topic.deleted]
+
+    def configure(self, name: str, config: TopicConfig, *, filter_type: FilterType | None = None) -> Topic:
+        """Make a topic or change one; raises RequestError, OutOfRange, OverLimit, changing nothing."""
+        check(config)
+        queues = max(config.read_queues or 0, config.write_queues or 0)
+        topic = self.ensure(name, queues or self._queues_per_topic, filter_type=filter_type)
+        if topic.config != config:
+            topic.config = config
+            self._changed()
+        return topic
+
+    def delete(self, name: str, next_seq: int) -> bool:
+        """Hide a topic and forget what is in it, the rows before `next_seq`; false when there is none."""
+        topic = self.find(name)
+        if topic is None:
+            return False
+        topic.deleted, topic.emptied_before_seq = True, next_seq
+        _empty(topic)
+        self._changed()
+        return True
 
     def ensure(self, name: str, queues: int | None = None, *, filter_type: FilterType | None = None) -> Topic:
         """The topic, created or widened when needed; raises NotFound when that is not allowed.
@@ -149,37 +187,46 @@ class Topics:
         if filter_type is not None and filter_type not in get_args(FilterType):
             raise RequestError(f"filter type {filter_type[:80]!r}: it is {' or '.join(get_args(FilterType))}")
         topic = self._topics.get(name)
-        if topic is None:
+        if topic is None or topic.deleted:
             check_name(name, limits.TOPIC_BYTES_MAX, "topic")
             if queues is None and not self._auto_create:
                 raise NotFound(
                     f"topic {name!r} does not exist; create it, or start with --auto-create-topics"
                 )
+        if topic is None:
             if len(self._topics) >= limits.TOPICS_MAX:
-                raise OverLimit(f"{limits.TOPICS_MAX} topics exist; delete some first")
+                raise OverLimit(
+                    f"{limits.TOPICS_MAX} topics exist or have existed; start with another folder"
+                )
             number = 1 + max((t.number for t in self._topics.values()), default=0)
             facts = TopicFacts(number, queues or self._queues_per_topic, filter_type or "SINGLE_TAG")
             topic = self._add(name, facts, {})
-            self.dirty = True
+            self._changed()
             return topic
+        if topic.deleted:
+            self._revive(topic, queues or self._queues_per_topic)
         if filter_type not in (None, topic.filter_type):
-            if any(queue.next_offset for queue in topic.queues):
+            if any(queue.next_offset > queue.index.min_offset for queue in topic.queues):
                 raise RequestError(
                     f"topic {name!r} has messages: its filter type stays {topic.filter_type}; make another topic"
                 )
-            topic.filter_type, self.dirty = filter_type, True
+            topic.filter_type = filter_type
+            self._changed()
         if queues is not None and queues > len(topic.queues):
             self._widen(topic, queues, {})
-            self.dirty = True
+            self._changed()
         return topic
 
-    def place(self, rows: pa.RecordBatch) -> Placement:
-        """Choose queues for rows of LOG_SCHEMA that are about to become visible, and give out their offsets."""
+    def place(self, rows: pa.RecordBatch, *, promised: bool = False) -> Placement:
+        """Choose queues for rows of LOG_SCHEMA that are about to become visible, and give out their offsets.
+
+        `promised`: their topics are made when they are missing, whatever the settings say.
+        """
         codes, names = codes_of(rows.column("topic"))
         queue_id = np.array(
             rows.column("queue_id").fill_null(-1).to_numpy(zero_copy_only=False), dtype=np.int64
         )
-        topics = [self.ensure(name) for name in names]
+        topics = [self._owed(name) if promised else self.ensure(name) for name in names]
         for code, topic in enumerate(topics):
             self._choose(topic, queue_id, np.flatnonzero(codes == code) if len(topics) > 1 else None)
         placed = codes * limits.QUEUES_PER_TOPIC_MAX + queue_id
@@ -193,18 +240,20 @@ class Topics:
             queue_offset[group] = queue.next_offset + np.arange(len(group))
             queue.next_offset += len(group)
             groups.append((topic, at, group))
-        return Placement(
-            queue_id, queue_offset, groups, stored_sizes(rows), _index_tags(rows.column("tag"), codes, topics)
-        )
+        tags = _due_of_levels(rows, _index_tags(rows.column("tag"), codes, topics))
+        return Placement(queue_id, queue_offset, groups, stored_sizes(rows), tags)
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
         """Recovery: index visible rows of the log again; those a queue has already are skipped."""
         codes, names = codes_of(rows.column("topic"))
         queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
-        topics = [self.ensure(name, self._queues_per_topic) for name in names]
+        topics = [self._topics.get(name) or self.ensure(name, self._queues_per_topic) for name in names]
         sizes, tags = stored_sizes(rows), _index_tags(rows.column("tag"), codes, topics)
+        tags = _due_of_levels(rows, tags)
         for code, topic in enumerate(topics):
             of_topic = np.flatnonzero(codes == code)
+            if topic.deleted and int(seqs[of_topic].max()) >= topic.emptied_before_seq:
+                self._revive(topic, self._queues_per_topic)  # by a message; the list was not saved any more
             self._widen(topic, int(queue_id[of_topic].max()) + 1, {})
             for at in np.unique(queue_id[of_topic]).tolist():
                 queue = topic.queues[at]
@@ -216,6 +265,7 @@ class Topics:
                     assert int(offset[mine[0]]) == queue.index.max_offset, (topic.name, at)
                     queue.index.append(seqs[mine], sizes[mine], tags[mine])
                 queue.next_offset = queue.index.max_offset
+            _empty(topic)
 
     def lengths(self) -> dict[str, dict[int, tuple[int, int]]]:
         """(min_offset, max_offset) of every queue that has entries, for the checkpoint."""
@@ -240,22 +290,46 @@ class Topics:
         if free.any():
             count = int(free.sum())
             mine = mine.copy() if rows is None else mine
-            mine[free] = (topic.turn + np.arange(count)) % len(topic.queues)
-            topic.turn = (topic.turn + count) % len(topic.queues)
+            width = topic.write_queues or len(topic.queues)
+            mine[free] = (topic.turn + np.arange(count)) % width
+            topic.turn = (topic.turn + count) % width
         # A queue that has been taken away since the promise was made must not lose it.
         mine = mine % len(topic.queues)
         queue_id[slice(None) if rows is None else rows] = mine
 
     def _add(self, name: str, facts: TopicFacts, lengths: dict[int, tuple[int, int]]) -> Topic:
-        topic = self._topics[name] = Topic(name, facts.number, facts.filter_type)
+        topic = self._topics[name] = Topic(
+            name, facts.number, facts.filter_type, facts.config, facts.deleted, facts.emptied_before_seq
+        )
         self._widen(topic, facts.queues, lengths)
+        _empty(topic)
         return topic
+
+    def _revive(self, topic: Topic, queues: int) -> None:
+        """A new topic of a deleted one's name: nothing of before shows, and offsets go on from where they were."""
+        topic.deleted, topic.config = False, TopicConfig(queues, queues)
+        _empty(topic)
+        self._widen(topic, queues, {})
+        self._changed()
+
+    def _owed(self, name: str) -> Topic:
+        """The topic of a promise: it was there when the promise was made, and if it is not now, it comes back."""
+        return self.find(name) or self.ensure(name, self._queues_per_topic)
+
+    def _changed(self) -> None:
+        self.dirty = True
+        self.version += 1
 
     def _widen(self, topic: Topic, queues: int, lengths: dict[int, tuple[int, int]]) -> None:
         for at in range(len(topic.queues), queues):
             low, high = lengths.get(at, (0, 0))
             index = QueueIndex(self._files, f"{QUEUES}/{topic.number}/{at}", min_offset=low, max_offset=high)
             topic.queues.append(Queue(index, high))
+
+
+def _empty(topic: Topic) -> None:
+    for queue in topic.queues if topic.emptied_before_seq else ():
+        queue.index.trim(topic.emptied_before_seq)
 
 
 def check_name(name: str, bytes_max: int, what: str) -> None:
@@ -276,6 +350,15 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
     for name in ("topic", "body", "properties"):
         total += byte_lengths(rows.column(name))
     return total
+
+
+def _due_of_levels(rows: pa.RecordBatch, tags: Int64Array) -> Int64Array:
+    """The tags, but the due time of what waits in a level's queue: the scan looks at nothing else."""
+    waits = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
+    if not waits.any() or rows.schema.get_field_index("source_seq") < 0:
+        return tags
+    is_release = np.asarray(rows.column("source_seq").is_valid())
+    return np.where(waits & ~is_release, rows.column("due_ms").fill_null(0).to_numpy(), tags)
 
 
 def _index_tags(tags: pa.Array, codes: Int64Array, topics: list[Topic]) -> Int64Array:

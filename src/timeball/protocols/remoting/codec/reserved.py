@@ -28,6 +28,7 @@ _NOT_WRITABLE = frozenset(
     }
 )  # fmt: skip
 _SYSTEM = _NOT_WRITABLE | {AUTO_CREATE_TOPIC, BENCHMARK_TOPIC, TRACE_TOPIC}
+SYSTEM_TOPICS = tuple(sorted(_SYSTEM))  # what tools leave out of lists
 
 
 def forbidden(topic: str) -> str | None:
