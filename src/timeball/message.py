@@ -33,6 +33,7 @@ class Kind(IntEnum):
     CANCEL = 4  # the promise named by `source_seq` will not be kept
     ATTACH = 5  # body: JSON of a set of files that joined (and left) the pending table
     RESERVE = 6  # the frame's span was set aside for rows of a later ATTACH
+    LEVEL_PROMISE = 7  # as PROMISE, waiting in the queue of a delay level: it has a place there
     HALF = 8  # a transaction's message, which nobody sees before a row whose `prepared_seq` names it
     ROLLBACK = 9  # the half message named by `prepared_seq` will not be published
 
@@ -97,8 +98,8 @@ def encode_properties(properties: dict[str, str]) -> str:
 
 def decode_properties(text: str) -> dict[str, str]:
     """Inverse of `encode_properties`; entries without a name separator are ignored, as RocketMQ does."""
-    pairs = (entry.split(PROPERTY_NAME_END, 1) for entry in text.split(PROPERTY_END))
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+    # In one expression, since every message of a RocketMQ client passes here.
+    return dict([entry.split("\x01", 1) for entry in text.split("\x02") if "\x01" in entry])
 
 
 def build_rows(count: int, **columns: object) -> pa.RecordBatch:

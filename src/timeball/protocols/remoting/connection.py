@@ -44,6 +44,7 @@ class Connection(asyncio.Protocol):
         self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
         self.peer = self.local = ("", 0)
+        self.name = ":0"  # the far side, for people and as a message's born host
 
     # -- asyncio's side --------------------------------------------------------------------------------------
 
@@ -52,6 +53,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.peer = tuple((transport.get_extra_info("peername") or ("", 0))[:2])
         self.local = tuple((transport.get_extra_info("sockname") or ("", 0))[:2])
+        self.name = f"{self.peer[0]}:{self.peer[1]}"
         if len(self._opened) >= CONNECTIONS_MAX:
             logger.warning("%s: %d clients are connected already; closed", self.name, CONNECTIONS_MAX)
             self._transport.abort()
@@ -88,11 +90,6 @@ class Connection(asyncio.Protocol):
             self._frame_since_s = self._heard_s
 
     # -- our side --------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The far side, for people."""
-        return f"{self.peer[0]}:{self.peer[1]}"
 
     @property
     def is_open(self) -> bool:

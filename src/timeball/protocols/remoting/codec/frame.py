@@ -69,7 +69,7 @@ class Command(msgspec.Struct):
         return bool(self.flag & CommandFlag.ONE_WAY)
 
 
-class Frame(msgspec.Struct, frozen=True):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """One frame, cut out but not decoded."""
 
     serialisation: int
@@ -100,25 +100,26 @@ class Splitter:
         frames: list[Frame] = []
         at, size = 0, len(data)
         self._awaited = _PREFIX.size
-        while size - at >= _PREFIX.size:
-            length, word = _PREFIX.unpack_from(data, at)
+        unpack, bytes_max = _PREFIX.unpack_from, self._frame_bytes_max
+        while size - at >= 8:
+            length, word = unpack(data, at)
             header_bytes = word & 0xFFFFFF
-            self._check(length, header_bytes)
+            if not 4 <= length <= bytes_max or header_bytes > HEADER_BYTES_MAX or header_bytes > length - 4:
+                raise self._refusal(length, header_bytes)
             end = at + 4 + length
             if end > size:
                 self._awaited = end - at
                 break
-            body_at = at + _PREFIX.size + header_bytes
-            frames.append(Frame(word >> 24, data[at + _PREFIX.size : body_at], data[body_at:end]))
+            body_at = at + 8 + header_bytes
+            frames.append(Frame(word >> 24, data[at + 8 : body_at], data[body_at:end]))
             at = end
         self._held = bytearray(data[at:])
         return frames
 
-    def _check(self, length: int, header_bytes: int) -> None:
+    def _refusal(self, length: int, header_bytes: int) -> BadFrame:
         if not 4 <= length <= self._frame_bytes_max:
-            raise BadFrame(f"a frame of {length} bytes; between 4 and {self._frame_bytes_max}")
-        if header_bytes > min(HEADER_BYTES_MAX, length - 4):
-            raise BadFrame(f"a header of {header_bytes} bytes in a frame of {length}")
+            return BadFrame(f"a frame of {length} bytes; between 4 and {self._frame_bytes_max}")
+        return BadFrame(f"a header of {header_bytes} bytes in a frame of {length}")
 
 
 # ---- headers ------------------------------------------------------------------------------------------------

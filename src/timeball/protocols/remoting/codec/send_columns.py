@@ -10,16 +10,16 @@ whole. Sending is the one place where a message is a Python object for a moment;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import decode_properties
 from timeball.protocols.remoting.codec import delays
-from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.records import decode_batch
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
@@ -41,15 +41,15 @@ COLUMNS: dict[str, pa.DataType] = {
     "delay_level": pa.int32(),
 }
 
-# Any of these in a properties text may mean "later"; most messages have none, and are not looked at further.
-_LATER = ("DELAY", "TIMER_", delays.START_DELIVER_TIME)
+_BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
+_ONE_WAY = int(CommandFlag.ONE_WAY)
+_SHORT = 60  # characters: within all limits, whatever they are made of
 _OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
 
 Row = tuple[Any, ...]
 
 
-@dataclass(slots=True)
-class Ticket:
+class Ticket(msgspec.Struct, gc=False):
     """One send in a batch: `rows` rows from `first_row` on."""
 
     origin: Any  # the connection, for whoever answers
@@ -81,29 +81,30 @@ class SendColumns:
         origin: Any,
         header: SendHeader,
         body: bytes,
-        *,
         serialisation: int,
         born_host: str,
         queue_id: int,
         now_ms: int,
     ) -> None:
         """Take the messages of one send; raises InvalidMessage or InvalidDelay and has then taken nothing."""
-        fields, is_one_way = header.fields, bool(header.flag & 2)
-        if header.code == RequestCode.SEND_BATCH_MESSAGE or fields.batch:
+        fields = header.fields
+        first_row = len(self._rows)
+        if header.code == _BATCH or fields.batch:
             rows, unique_key = self._batch(fields, body, born_host, queue_id, now_ms)
-            due_ms = None
+            self._rows += rows
+            count, due_ms = len(rows), None
         else:
-            row = self._row(
-                fields, fields.flag or 0, body, fields.properties or "", born_host, queue_id, now_ms
+            properties = fields.properties or ""
+            row = self._row(fields, fields.flag or 0, body, properties, born_host, queue_id, now_ms)
+            self._rows.append(row)
+            count, unique_key, due_ms = 1, row[_UNIQUE_KEY], row[_DUE_MS]
+        self._tickets.append(
+            Ticket(
+                origin, header.opaque, serialisation, header.flag & _ONE_WAY != 0, fields.topic, queue_id, first_row,
+                count, unique_key, due_ms,
             )
-            rows, unique_key, due_ms = [row], row[_UNIQUE_KEY], row[_DUE_MS]
-        ticket = Ticket(
-            origin, header.opaque, serialisation, is_one_way, fields.topic, queue_id, len(self._rows), len(rows),
-            unique_key, due_ms,
         )  # fmt: skip
-        self._rows += rows
-        self._tickets.append(ticket)
-        self.size_bytes += len(body) + _OVERHEAD_BYTES * len(rows)
+        self.size_bytes += len(body) + _OVERHEAD_BYTES * count
 
     def take(self) -> tuple[pa.RecordBatch, list[Ticket]]:
         """What was fed, as a batch without its empty columns; afterwards there is nothing."""
@@ -127,15 +128,15 @@ class SendColumns:
         ):
             raise InvalidMessage(f"the properties are longer than {limits.PROPERTIES_BYTES_MAX} bytes")
         found = decode_properties(properties)
-        level, due_ms = delays.AT_ONCE
-        if any(word in properties for word in _LATER):
+        level, due_ms = 0, None
+        if "TIMER_" in properties or "DELAY" in properties or "__STARTDELIVERTIME" in properties:
             level, due_ms = delays.plan(found, now_ms, self._delay_ms_max)
-        unique_key = found.get("UNIQ_KEY")
+        tag, keys, unique_key = found.get("TAGS"), found.get("KEYS"), found.get("UNIQ_KEY")
         if not unique_key:
             unique_key = self._keys.next(now_ms)
             properties = with_property(properties, "UNIQ_KEY", unique_key)
-        tag, keys = found.get("TAGS"), found.get("KEYS")
-        _check_lengths(tag, keys, unique_key)
+        if keys is not None or len(unique_key) >= _SHORT or (tag is not None and len(tag) >= _SHORT):
+            _check_lengths(tag, keys, unique_key)
         return (
             fields.topic, body, tag, keys, unique_key, properties, queue_id, fields.born_ms or now_ms, born_host, flag,
             fields.sys_flag or 0, fields.reconsume_times or 0, due_ms, level or None,

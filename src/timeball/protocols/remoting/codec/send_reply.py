@@ -7,7 +7,6 @@ MSG_REGION from it without a look.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +26,7 @@ _BINARY = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, len
 _BINARY_TYPE = 1 << 24
 
 
-class SendReply(NamedTuple):
+class SendReply(msgspec.Struct, gc=False):
     """What a producer is told."""
 
     opaque: int
