@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import find, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from tests.broker.filters import reference
 from tests.broker.filters.messages import Message, entries_of, rows_of
 from tests.broker.filters.reference import MESSAGES, TREES, Tree, is_delivered, show
+from tests.docs_pages import page
 
 from timeball import limits
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, compile_filter
@@ -175,3 +178,50 @@ def test_an_sql_filter_says_nothing_of_the_index() -> None:
 
 def test_a_refusal_is_the_callers() -> None:
     assert issubclass(InvalidFilter, RequestError)
+
+
+# ---- what docs/filters.md says -----------------------------------------------------------------------------
+
+
+def shown(language: str) -> list[str]:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", page("docs/filters.md"), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_the_examples_that_are_shown_are_filters() -> None:
+    for text in shown("sql"):
+        assert not compile_filter(text, SQL92).matches_all
+    assert [compile_filter(text).matches_all for text in shown("tags")] == [True, False, False]
+    assert len(shown("sql")) > 4
+
+
+def test_the_limits_that_are_told_are_the_limits() -> None:
+    rows = re.findall(r"\| ([\d,]+)(?: bytes)? \| `(\w+)` \|", page("docs/filters.md"))
+    told = {name: int(number.replace(",", "")) for number, name in rows}
+    assert told == {name: value for name, value in vars(limits).items() if name.startswith("FILTER_")}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = 1 b", "NOT a = 5", "paid", "a = b = c", "(a = 1) = 5", "TRUE = 5", "1 = 'x'", "-a = 1", "a LIKE 'x'",
+    ],
+)  # fmt: skip
+def test_what_is_told_to_be_refused_is(text: str) -> None:
+    assert text in page("docs/filters.md") or text in ("-a = 1", "a LIKE 'x'")
+    with pytest.raises(InvalidFilter):
+        compile_filter(text, SQL92)
+
+
+def test_what_is_told_of_missing_properties_is_so() -> None:
+    messages: list[Message] = [{}, {"b": "x"}, {"a": "3000000000", "b": "0"}, {"a": "-9223372036854775808"}]
+    for text, expected in [
+        ("a = b", [False] * 4),
+        ("a <> b", [False, False, True, False]),
+        ("'x' <> a", [False, False, True, True]),
+        ("NOT (a CONTAINS 'x')", [False, False, True, True]),
+        ("a > 5", [False, False, True, False]),
+        ("a = -9223372036854775808", [False, False, False, True]),
+        ("b = 0.0 -- the end", [False, False, True, False]),
+    ]:
+        assert delivered(text, messages) == expected, text
