@@ -25,7 +25,7 @@ from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import FOLDER as QUEUES
 from timeball.log.queue_index import QueueIndex
-from timeball.message import Int64Array, byte_lengths
+from timeball.message import Int64Array, Kind, byte_lengths
 
 NAME = "topics.json"
 FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
@@ -355,10 +355,7 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
 def _due_of_levels(rows: pa.RecordBatch, tags: Int64Array) -> Int64Array:
     """The tags, but the due time of what waits in a level's queue: the scan looks at nothing else."""
     waits = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
-    if not waits.any() or rows.schema.get_field_index("source_seq") < 0:
-        return tags
-    is_release = np.asarray(rows.column("source_seq").is_valid())
-    return np.where(waits & ~is_release, rows.column("due_ms").fill_null(0).to_numpy(), tags)
+    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags) if waits.any() else tags
 
 
 def _index_tags(tags: pa.Array, codes: Int64Array, topics: list[Topic]) -> Int64Array:
