@@ -7,8 +7,8 @@
 
 Entry n stands at byte n * 20 of its queue, cut into files of 300,000 entries (RocketMQ's own number), so a
 look-up is one division and no search. `seq` is what RocketMQ calls the commit-log offset. `tag` is the tag's hash
-(Java's String.hashCode), or the due time in a delay-level queue, so that filters and the level scan need not
-open the message. `size` is the length of the message in RocketMQ's stored form.
+(Java's String.hashCode) or bits, as the topic's filter type says, or the due time in a delay-level queue, so that
+filters and the level scan need not open the message. `size` is the length of the message in RocketMQ's stored form.
 
 A cache: recovery truncates every queue to what the checkpoint knows and replays the log from there; without a
 checkpoint it replays everything, because each visible row of the log carries its own queue offset.
@@ -29,7 +29,7 @@ ENTRY = np.dtype(
     [
         ("seq", ">i8"),  # sequence number in the log
         ("size", ">i4"),  # bytes of the message as RocketMQ stores it
-        ("tag", ">i8"),  # tag hash, or due time (ms) in a delay-level queue
+        ("tag", ">i8"),  # tag hash or bits, or due time (ms) in a delay-level queue
     ]
 )
 assert ENTRY.itemsize == 20  # RocketMQ clients and tools count on it.
