@@ -14,7 +14,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow check bench lock clean up
+.PHONY: help setup demo test slow interop check bench lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,10 +28,13 @@ up: $(STAMP)   ## run a broker with its pipeline
 	$(BIN)/timeball up $(ARGS)
 
 test: $(STAMP)   ## the fast tests
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not interop" $(ARGS)
 
 slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
 	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+
+interop: $(STAMP)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK)
+	$(BIN)/python -m pytest -m interop $(ARGS)
 
 check: $(STAMP)   ## lint, format, types, import contracts
 	$(BIN)/ruff check .
@@ -47,10 +50,6 @@ lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	$(COMPILE) pyproject.toml -o requirements/runtime.txt
 	$(COMPILE) pyproject.toml --extra spark --extra demo --extra dev -o requirements/all.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
-
-clean:   ## remove what is built, and .venv
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three steps, and every package fetched is named with its hash in a lock file: the build tool, the packages
 # (some of them source packages, built with that tool and no other), and this package, which fetches nothing.

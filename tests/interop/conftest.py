@@ -1,0 +1,56 @@
+"""Stock clients against a real broker. A client that cannot be had here is skipped, and the end of the run says so in
+capitals; with TIMEBALL_INTEROP=required it fails instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.interop.drivers import Driver
+from tests.interop.stock_broker import StockBroker, stock_broker
+from tests.interop.stock_clients import command, missing
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if gone := missing():
+        terminalreporter.section("STOCK CLIENTS NOT TESTED", sep="!", red=True, bold=True)
+        for name, why in gone.items():
+            terminalreporter.line(f"NOT TESTED: {name}: {why}", red=True, bold=True)
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockBroker]:
+    """One broker for all tests: topics and groups bear the test's name."""
+    with stock_broker(tmp_path_factory.mktemp("broker") / "data") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def clients(
+    broker: StockBroker, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Driver]]:
+    """The running program of a client, started when first asked for."""
+    running: dict[str, Driver] = {}
+
+    def client(name: str) -> Driver:
+        if name not in running:
+            running[name] = Driver(command(name), broker.name_server, tmp_path_factory.mktemp(name))
+        return running[name]
+
+    yield client
+    for driver in running.values():
+        driver.close()
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest, clients: Callable[[str], Driver]) -> Driver:
+    """The client that the test is parametrised with."""
+    return clients(request.param)
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A name for this test's topic, groups and clients."""
+    kept = "".join(c if c.isalnum() else "-" for c in request.node.name)
+    return kept.removeprefix("test_").strip("-")

@@ -1,0 +1,59 @@
+"""One topic, a producer and its consumers, all of one stock client: what most tests here need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.interop.drivers import Driver, Json
+from tests.interop.stock_broker import StockBroker
+
+CPP, ALI_ONS, JAVA4, JAVA5, JAVA5_BINARY = "cpp", "ali_ons", "java4", "java5", "java5_binary"
+ALL = [CPP, ALI_ONS, JAVA4, JAVA5, JAVA5_BINARY]
+JAVA = [JAVA4, JAVA5]
+
+
+class Conversation:
+    """Names are the test's own, so that tests share a broker. The topic is there before anyone asks for it."""
+
+    def __init__(
+        self, client: Driver, broker: StockBroker, name: str, *, queues: int = 1, **producer: Any
+    ) -> None:
+        self.client, self.broker = client, broker
+        self.topic, self.group = f"{name}-topic", f"{name}-group"
+        self._producer, self._consumers = f"{name}-producer", 0
+        if queues:
+            broker.create_topic(self.topic, queues)
+        client.call("producer", name=self._producer, group=self._producer, **producer)
+
+    def listen(self, *, kind: str = "consumer", topic: str = "", **options: Any) -> str:
+        """Start one more consumer of the group; returns its name."""
+        self._consumers += 1
+        name = f"{self.group}-{self._consumers}"
+        options = {"group": self.group, "topic": topic or self.topic, "expression": "*", **options}
+        self.client.call(kind, name=name, **options)
+        return name
+
+    def send(self, body: str, **options: Any) -> Json:
+        """What the client told about the send; it was acknowledged."""
+        sent: Json = self.call("send", topic=self.topic, body=body, **options)
+        assert sent["status"] == "SEND_OK"
+        return sent
+
+    def call(self, op: str, **options: Any) -> Any:
+        """A request that names the producer."""
+        return self.client.call(op, producer=self._producer, **options)
+
+    def stop(self, consumer: str) -> None:
+        self.client.call("stop", name=consumer)
+
+
+def by_body(messages: list[Json]) -> dict[str, Json]:
+    """Each body's one message; fails when a body came twice."""
+    found = {message["body"]: message for message in messages}
+    assert len(found) == len(messages), [message["body"] for message in messages]
+    return found
+
+
+def is_early(message: Json, due_ms: int) -> bool:
+    """Did a message come into its queue before it was due, by the broker's clock?"""
+    return bool(message["store_ms"] < due_ms)

@@ -1,0 +1,163 @@
+"""The stock C++ client, as PyPI's `rocketmq` packs it, driven by JSON lines: requests on stdin, answers and events on
+stdout. Runs in an environment of its own, with nothing of ours in it: `cpp_client.py NAME_SERVER`.
+
+It decides nothing: what to send, when to fail and what must have come is the tests' business.
+"""
+
+import collections
+import json
+import sys
+import threading
+
+import rocketmq.client as stock
+
+NAME_SERVER = sys.argv[1]
+CONSUMED, LATER = stock._CConsumeStatus.CONSUME_SUCCESS, stock._CConsumeStatus.RECONSUME_LATER
+_out = threading.Lock()
+
+
+def emit(line):
+    with _out:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def text(value):
+    return value.decode() if isinstance(value, bytes) else value
+
+
+SEEN = [
+    "UNIQ_KEY",
+    "DELAY",
+    "REAL_TOPIC",
+    "REAL_QID",
+    "RETRY_TOPIC",
+    "ORIGIN_MESSAGE_ID",
+    "CLUSTER",
+    "colour",
+]
+
+
+def told(message):
+    properties = {name: text(message.get_property(name)) for name in SEEN}
+    return {
+        "topic": message.topic,
+        "body": text(message.body),
+        "tag": text(message.tags) or None,
+        "keys": text(message.keys) or None,
+        "message_id": message.id,
+        "queue_id": message.queue_id,
+        "queue_offset": message.queue_offset,
+        "born_ms": message.born_timestamp,
+        "store_ms": message.store_timestamp,
+        "reconsume_times": message.reconsume_times,
+        "properties": {name: value for name, value in properties.items() if value},
+    }
+
+
+class Client:
+    def __init__(self):
+        self.running = {}
+        self.failures = collections.Counter()
+
+    # ---- producing
+
+    def producer(self, request):
+        producer = stock.Producer(request["group"], timeout=20_000)
+        producer.set_namesrv_addr(NAME_SERVER)
+        producer.start()
+        self.running[request["name"]] = producer
+
+    def message(self, request):
+        message = stock.Message(request["topic"])
+        message.set_body(request["body"])
+        if "tag" in request:
+            message.set_tags(request["tag"])
+        if "keys" in request:
+            message.set_keys(request["keys"])
+        if "level" in request:
+            message.set_delay_time_level(request["level"])
+        for name, value in request.get("properties", {}).items():
+            message.set_property(name, str(value))
+        if "timer" in request:
+            message.set_property(request["timer"], str(request["timer_value"]))
+        return message
+
+    def send(self, request):
+        producer, message = self.running[request["producer"]], self.message(request)
+        if "queue_id" in request:
+            return self.sent(producer.send_orderly(message, request["queue_id"]))
+        return self.sent(producer.send_sync(message))
+
+    def send_batch(self, request):
+        messages = [self.message(one) for one in request["messages"]]
+        return self.sent(self.running[request["producer"]].send_batch(messages))
+
+    def sent(self, result):
+        return {
+            "status": "SEND_" + result.status.name,
+            "message_id": result.msg_id,
+            "queue_offset": result.offset,
+        }
+
+    # ---- consuming
+
+    def consumer(self, request):
+        name, fail = request["name"], request.get("fail", 0)
+        model = stock.MessageModel.BROADCASTING if request.get("broadcast") else stock.MessageModel.CLUSTERING
+        consumer = stock.PushConsumer(
+            request["group"], orderly=request.get("orderly", False), message_model=model
+        )
+        consumer.set_namesrv_addr(NAME_SERVER)
+        consumer.set_instance_name(name)
+
+        def received(_, handle):
+            what = told(stock.RecvMessage(handle))
+            self.failures[name, what["body"]] += 1
+            done = self.failures[name, what["body"]] > fail
+            emit({"event": "message", "consumer": name, "done": done, "message": what})
+            return (CONSUMED if done else LATER).value
+
+        # Not `subscribe`: it raises a listener's error into the C++ client, where it may count as success.
+        topic, expression = request["topic"].encode(), request["expression"].encode()
+        stock.ffi_check(stock.dll.Subscribe(consumer._handle, topic, expression))
+        consumer._register_callback(received)
+        consumer.start()
+        self.running[name] = consumer
+
+    def pull(self, request):
+        """All there is in a topic; this client has no pull of one queue from one offset."""
+        consumer = stock.PullConsumer(request["group"])
+        consumer.set_namesrv_addr(NAME_SERVER)
+        consumer.start()
+        try:
+            return {
+                "messages": [
+                    told(message) for message in consumer.pull(request["topic"], request["expression"])
+                ]
+            }
+        finally:
+            consumer.shutdown()
+
+    def stop(self, request):
+        self.running.pop(request["name"]).shutdown()
+
+
+def answer(client, request):
+    line = {"id": request["id"]}
+    try:
+        line["result"] = getattr(client, request["op"])(request)
+    except Exception as error:  # whatever the client raises is for the test to judge
+        line["error"] = {"type": type(error).__name__, "text": str(error)}
+    emit(line)
+
+
+def main():
+    client = Client()
+    emit({"event": "ready"})
+    for line in sys.stdin:
+        threading.Thread(target=answer, args=(client, json.loads(line)), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

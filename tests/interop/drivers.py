@@ -1,0 +1,151 @@
+"""A stock client in a process of its own, spoken to in JSON lines. All three programs understand the same requests:
+
+    producer         name, group [transactions]
+    send             producer, topic, body [tag keys level properties timer timer_value queue_id]
+    send_batch       producer, messages
+    send_transaction producer, topic, body, properties: local and check say COMMIT_MESSAGE, ROLLBACK_MESSAGE or UNKNOW
+    recall           producer, topic, handle
+    consumer         name, group, topic, expression or sql [fail orderly broadcast max_reconsume_times server_rebalance]
+    lite_consumer    name, group, topic, expression
+    pull             group, topic, expression [broker queue_id offset]
+    query_key, view, offsets    producer, topic, key or message_id or at_ms
+    stop             name
+
+A consumer reports every delivery; the first `fail` deliveries of each body fail.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+BOUND_S = 90  # longer than anything takes: clients look for new topics every 30 s
+
+
+class ClientError(Exception):
+    """The stock client threw; `code` is the broker's answer where there was one."""
+
+    def __init__(self, told: Json) -> None:
+        super().__init__(f"{told['type']}: {told['text']}")
+        self.type, self.code, self.text = told["type"], told.get("code"), told["text"]
+
+
+class Driver:
+    """One client's process. Requests may come from any thread."""
+
+    def __init__(self, command: list[str], name_server: str, home: Path) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            # HOME and user.home: where the clients write their logs.
+            ["env", f"HOME={home}", f"JAVA_TOOL_OPTIONS=-Duser.home={home}", *command, name_server],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=home,
+        )
+        self._ids = itertools.count(1)
+        self._changed = threading.Condition(threading.RLock())
+        self._answers: dict[int, Json] = {}
+        self._events: list[Json] = []
+        self._errors: deque[str] = deque(maxlen=60)
+        self._threads = [threading.Thread(target=self._read), threading.Thread(target=self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self.wait_until(lambda: self._events, "the client's program says that it is ready")
+        except BaseException:  # nobody else could close what has not come up
+            self.close()
+            raise
+
+    def call(self, op: str, **request: Any) -> Any:
+        """What the client returned; raises ClientError with what it threw."""
+        number = next(self._ids)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"id": number, "op": op, **request}) + "\n")
+        self._process.stdin.flush()
+        self.wait_until(lambda: number in self._answers, f"an answer to {op} {request}")
+        answer = self._answers.pop(number)
+        if "error" in answer:
+            raise ClientError(answer["error"])
+        return answer.get("result")
+
+    def deliveries(self, consumer: str, *, done: bool | None = None) -> list[Json]:
+        """What a consumer has been given so far, in order; only those that it was done with, or was not."""
+        with self._changed:
+            events = [e for e in self._events if e["event"] == "message" and e["consumer"] == consumer]
+        return [e["message"] for e in events if done is None or e["done"] == done]
+
+    def wait_deliveries(self, consumer: str, count: int, *, done: bool | None = None) -> list[Json]:
+        self.wait_until(
+            lambda: len(self.deliveries(consumer, done=done)) >= count,
+            lambda: f"{count} messages for {consumer}, not {self.deliveries(consumer)}",
+        )
+        return self.deliveries(consumer, done=done)
+
+    def wait_checks(self, count: int) -> list[Json]:
+        """The transactions that the broker has asked about."""
+
+        def checks() -> list[Json]:
+            return [e["message"] for e in self._events if e["event"] == "check"]
+
+        self.wait_until(lambda: len(checks()) >= count, f"{count} transactions asked about")
+        return checks()
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._process.kill()
+        self._process.wait(BOUND_S)
+        for thread in self._threads:
+            thread.join(BOUND_S)
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            try:
+                stream.close()
+            except BrokenPipeError:  # a request that nobody reads any more
+                pass
+
+    def wait_until(self, true: Callable[[], object], what: str | Callable[[], str]) -> None:
+        """Wait for something that the client's answers and events bring about."""
+        with self._changed:
+            self._changed.wait_for(lambda: true() or self._process.poll() is not None, BOUND_S)
+            if true():
+                return
+        told = "\n".join(self._errors)
+        raise AssertionError(f"did not happen: {what() if callable(what) else what}\n{told}")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            with self._changed:
+                if "id" in told:
+                    self._answers[told["id"]] = told
+                else:
+                    self._events.append(told)
+                self._changed.notify_all()
+        self._process.wait()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._errors.append(line.rstrip())
+
+
+@contextmanager
+def driving(command: list[str], name_server: str, home: Path) -> Iterator[Driver]:
+    driver = Driver(command, name_server, home)
+    try:
+        yield driver
+    finally:
+        driver.close()

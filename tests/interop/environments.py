@@ -1,0 +1,166 @@
+"""The stock clients' own packages, each in a folder of its own below `.interop/`, made once and then kept.
+
+What is fetched is named in `locks/`, down to each file's hash, and fetched by the package clients (pip, npm, mvn),
+which know where from. A client whose tools or packages cannot be had is `Missing`, with the reason; a file with
+another hash than the lock's is an error, never a reason to skip.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LOCKS = HERE / "locks"
+SOURCES = HERE / "java"
+CACHE = HERE.parents[1] / ".interop"
+FETCH_S = 600
+
+JAVA_OPTIONS = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+
+
+class Missing(Exception):
+    """A client that cannot be tested here, and why."""
+
+
+# ---- one environment a client: a folder, and the command that starts the client's driver -----------------------
+
+
+def cpp() -> list[str]:
+    """A virtual environment with PyPI's `rocketmq` and nothing else."""
+
+    def make(folder: Path) -> None:
+        fetch([sys.executable, "-m", "venv", "--clear", str(folder)])
+        pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        locked = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(LOCKS / "cpp.txt")]
+        fetch([*pip, *locked])
+
+    folder = kept("cpp", [LOCKS / "cpp.txt"], make, sys.version)
+    return [str(folder / "bin/python"), str(HERE / "cpp_client.py")]
+
+
+def ali_ons() -> list[str]:
+    """`node_modules` with npm's `ali-ons`."""
+    node, npm = tool("node", "nodejs"), tool("npm", "npm")
+
+    def make(folder: Path) -> None:
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(LOCKS / name, folder / name)
+        # A lock without addresses: npm asks its registry where the files are, and checks them by their hashes.
+        quiet = ["--no-audit", "--no-fund", "--loglevel=error"]
+        locked = ["--omit=dev", "--ignore-scripts", "--omit-lockfile-registry-resolved"]
+        fetch([npm, "ci", *quiet, *locked, "--prefix", str(folder)])
+
+    folder = kept("ali_ons", [LOCKS / "package.json", LOCKS / "package-lock.json"], make)
+    return ["env", f"NODE_PATH={folder / 'node_modules'}", node, str(HERE / "ali_ons.js")]
+
+
+def java(version: str, *options: str) -> list[str]:
+    """The jars of one version of the Java client, and our program compiled against them. `version`: v4 or v5."""
+    folder = jars(version)
+    program = [SOURCES / "StockClient.java", SOURCES / version / "Version.java"]
+
+    def make(classes: Path) -> None:
+        run(
+            [
+                tool("javac", "default-jdk"),
+                "-nowarn",
+                "-d",
+                str(classes),
+                "-cp",
+                f"{folder}/*",
+                *map(str, program),
+            ]
+        )
+
+    classes = kept(f"java_{version}_classes", program, make, str(folder))
+    path = os.pathsep.join([str(classes), f"{folder}/*"])
+    return [tool("java", "default-jdk"), *JAVA_OPTIONS, *options, "-cp", path, "StockClient"]
+
+
+def mqadmin() -> list[str]:
+    """RocketMQ's own administration tool, of 5.3.3."""
+    main = "org.apache.rocketmq.tools.command.MQAdminStartup"
+    return [tool("java", "default-jdk"), *JAVA_OPTIONS, "-cp", f"{jars('v5')}/*", main]
+
+
+def jars(version: str) -> Path:
+    mvn, hashes = tool("mvn", "maven"), LOCKS / f"jars-{version}.sha256"
+
+    def make(folder: Path) -> None:
+        maven = [mvn, "--batch-mode", "--quiet", "-f", str(LOCKS / "pom.xml"), "-P", version]
+        fetch(
+            [*maven, "dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={folder}"]
+        )
+        check(folder, hashes.read_text())
+
+    return kept(f"java_{version}_jars", [LOCKS / "pom.xml", hashes], make)
+
+
+# ---- how they are made ------------------------------------------------------------------------------------------
+
+
+def kept(name: str, inputs: list[Path], make: Callable[[Path], None], *more: str) -> Path:
+    """The folder `make` filled from these inputs; filled now if it is not there, whole or not at all."""
+    made_from = hashlib.sha256(
+        b"\0".join([path.read_bytes() for path in inputs] + [m.encode() for m in more])
+    )
+    folder = CACHE / f"{name}-{made_from.hexdigest()[:12]}"
+    with locked(CACHE / f"{name}.lock"):
+        if not (folder / ".whole").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            (folder / ".whole").touch()
+    return folder
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time: two test runs may share the folder."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def tool(name: str, package: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise Missing(f"there is no {name} here (Debian's package is {package})")
+    return found
+
+
+def fetch(command: list[str]) -> None:
+    """Run a package client; what it cannot fetch is missing here, not wrong with us."""
+    try:
+        run(command)
+    except (subprocess.SubprocessError, OSError) as error:
+        told = (getattr(error, "stdout", None) or str(error)).strip().splitlines()[-3:]
+        if any("hash" in line.lower() or "EINTEGRITY" in line for line in told):
+            raise
+        raise Missing(f"{Path(command[0]).name} could not fetch its packages: {' / '.join(told)}") from error
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=FETCH_S, check=False
+    )
+    if done.returncode:
+        print(done.stdout)
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout)
+
+
+def check(folder: Path, hashes: str) -> None:
+    """Refuse a file that is not in the list, is not what the list says, or is not there."""
+    wanted = {name: digest for digest, name in (line.split() for line in hashes.splitlines())}
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.jar")}
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        raise ValueError(f"these jars are not what locks/ says: {', '.join(wrong)}")

@@ -1,0 +1,31 @@
+import org.apache.rocketmq.client.consumer.DefaultMQPushConsumer;
+import org.apache.rocketmq.client.producer.DefaultMQProducer;
+import org.apache.rocketmq.client.producer.SendResult;
+import org.apache.rocketmq.common.message.Message;
+import org.apache.rocketmq.common.protocol.heartbeat.MessageModel;
+
+/** What only this version does so: 4.x knows no timers, so their properties are its user's own. */
+final class Version {
+    private Version() {
+    }
+
+    static void delay(Message message, String property, long value) {
+        message.putUserProperty(property, String.valueOf(value));
+    }
+
+    static void broadcast(DefaultMQPushConsumer consumer) {
+        consumer.setMessageModel(MessageModel.BROADCASTING);
+    }
+
+    static void serverRebalance(DefaultMQPushConsumer consumer) {
+        throw new UnsupportedOperationException("4.x consumers do not pop");
+    }
+
+    static String recall(DefaultMQProducer producer, String topic, String handle) {
+        throw new UnsupportedOperationException("4.x cannot recall");
+    }
+
+    static String recallHandle(SendResult result) {
+        return null;
+    }
+}

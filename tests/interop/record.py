@@ -1,0 +1,152 @@
+"""Records what each stock client sends: one file a client in tests/golden/remoting/, frame behind frame.
+
+    .venv/bin/python -m tests.interop.record [CLIENT...]     (from the root; all clients without a name)
+
+A file has one or two frames of each kind that the client sends (a kind: the request code and the names of its fields),
+as they were on the wire, except for the machine's own addresses: these are replaced by others of the same length. A
+recording is made anew when a client's version changes, and the old file stays: its client is still out there.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from tests.interop.conversation import ALI_ONS, CPP, JAVA4, JAVA5, JAVA5_BINARY, Conversation
+from tests.interop.drivers import Driver, driving
+from tests.interop.recorder import Recorder, recording
+from tests.interop.stock_broker import StockBroker, stock_broker
+from tests.interop.stock_clients import COMMANDS
+
+from timeball.protocols.remoting.codec.frame import BINARY, Frame, Splitter, decode
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden/remoting"
+FILES = {
+    CPP: "cpp-0.4.4",
+    ALI_ONS: "ali-ons-3.12.0",
+    JAVA4: "java-4.9.8",
+    JAVA5: "java-5.3.3",
+    JAVA5_BINARY: "java-5.3.3-binary",
+}
+OF_A_KIND = 2
+
+
+def record(which: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder, recording() as recorder:
+        with stock_broker(Path(folder) / "data", "--advertise", recorder.address) as broker:
+            recorder.forward_to = broker.remoting
+            with driving(COMMANDS[which](), recorder.address, Path(folder) / "home") as client:
+                talk_about_everything(which, client, broker)
+            return golden(recorder)
+
+
+def talk_about_everything(which: str, client: Driver, broker: StockBroker) -> None:
+    """One of each: what this client can do, in a few messages."""
+    java = which in (JAVA4, JAVA5, JAVA5_BINARY)
+    talk = Conversation(client, broker, "recorded", queues=2)
+    consumer = talk.listen(fail=1, expression="A || B")
+    talk.send("plain", tag="A")
+    talk.send("with a key", tag="B", keys="order-17", properties={"colour": "red"})
+    talk.send("ä" * 5_000, tag="A")
+    talk.send("level", tag="A", level=1)
+    talk.send("timer", tag="A", timer="TIMER_DELAY_MS", timer_value=1_000)
+    if which != ALI_ONS:
+        messages = [{"topic": talk.topic, "body": f"batch {n}", "tag": "A"} for n in range(3)]
+        talk.call("send_batch", messages=messages)
+        ordered = talk.listen(orderly=True, group="recorded-orderly")
+        client.wait_deliveries(ordered, 8)
+        talk.stop(ordered)
+    client.wait_deliveries(consumer, 5, done=True)
+    client.wait_deliveries(talk.listen(broadcast=True, group="recorded-broadcast"), 1)
+    if which == CPP:
+        client.call("pull", group="recorded-pull", topic=talk.topic, expression="*")
+    if which == ALI_ONS:
+        talk.send("aliyun", tag="A", timer="__STARTDELIVERTIME", timer_value=broker.now_ms() + 500)
+    if java:
+        what_only_java_does(which, talk)
+    talk.stop(consumer)
+
+
+def what_only_java_does(which: str, talk: Conversation) -> None:
+    client, topic = talk.client, talk.topic
+    client.wait_deliveries(talk.listen(sql="colour = 'red'", expression=None, group="recorded-sql"), 1)
+    client.wait_deliveries(talk.listen(kind="lite_consumer", group="recorded-lite"), 5)
+    client.call(
+        "pull", group="recorded-pull", topic=topic, broker="timeball", queue_id=0, offset=0, expression="*"
+    )
+    talk.call("query_key", topic=topic, key="order-17")
+    talk.call("offsets", topic=topic, at_ms=0)
+    sent = talk.send("looked at")
+    talk.call("view", topic=topic, message_id=sent["offset_id"])
+    if which != JAVA4:
+        handle = talk.send("recalled", timer="TIMER_DELAY_SEC", timer_value=60)["recall_handle"]
+        talk.call("recall", topic=topic, handle=handle)
+    asked = Conversation(client, talk.broker, "transactions", transactions=True)
+    for local in ("COMMIT_MESSAGE", "ROLLBACK_MESSAGE", "UNKNOW"):
+        properties = {"local": local, "check": "COMMIT_MESSAGE", "CHECK_IMMUNITY_TIME_IN_SECONDS": 1}
+        asked.call("send_transaction", topic=topic, body=local, properties=properties)
+    client.wait_checks(1)
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+
+def golden(recorder: Recorder) -> bytes:
+    seen: Counter[object] = Counter()
+    kept: list[bytes] = []
+    for frame in (frame for stream in recorder.streams() for frame in Splitter().feed(stream)):
+        command = decode(frame)
+        kind = (command.code, command.flag, frozenset(command.ext))
+        seen[kind] += 1
+        if seen[kind] <= OF_A_KIND:
+            kept.append(raw(scrubbed(frame)))
+    return b"".join(kept)
+
+
+def raw(frame: Frame) -> bytes:
+    """The frame as it was on the wire."""
+    word = frame.serialisation << 24 | len(frame.header)
+    lengths = (4 + len(frame.header) + len(frame.body)).to_bytes(4, "big") + word.to_bytes(4, "big")
+    return lengths + frame.header + frame.body
+
+
+def scrubbed(frame: Frame) -> Frame:
+    header, body = frame.header, frame.body
+    for name, other in machine_names():
+        assert len(name) == len(other) or frame.serialisation != BINARY, "lengths inside would lie"
+        header, body = header.replace(name, other), body.replace(name, other)
+    return Frame(frame.serialisation, header, body)
+
+
+def machine_names() -> Iterator[tuple[bytes, bytes]]:
+    """This machine's name and addresses, as text and as in message ids, each with what to say in its place."""
+    name = socket.gethostname().encode()
+    yield name, b"h" * len(name)
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            if one.family == socket.AF_INET and not one.address.startswith("127."):
+                other = re.sub(r"\d", "1", one.address)
+                yield one.address.encode(), other.encode()
+                for spell in (bytes.hex, lambda b: b.hex().upper()):
+                    yield (
+                        spell(socket.inet_aton(one.address)).encode(),
+                        spell(socket.inet_aton(other)).encode(),
+                    )
+
+
+def main() -> None:
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for which in sys.argv[1:] or FILES:
+        data = record(which)
+        (GOLDEN / f"{FILES[which]}.bin").write_bytes(data)
+        print(f"{FILES[which]}: {len(Splitter().feed(data))} frames, {len(data)} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A `timeball serve` process for stock clients to talk to: one name for what they dial, one for what tests ask.
+
+The delay table is short and its levels differ: a message that waits for another level than its own is noticed.
+A broker that is started again listens where it did.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.cli.processes import Running
+
+from timeball import Timeball
+from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
+
+LEVELS_S = [1, 2, 3, 4, 5]
+BROKER, CLUSTER = "timeball", "DefaultCluster"
+
+
+class StockBroker:
+    """Start with `start`; `kill` is kill -9, and `start` after it goes on with the same data and ports."""
+
+    def __init__(self, data: Path, *options: str) -> None:
+        self._data, self._options = data, options
+        self._ports = ["--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
+
+    def start(self) -> None:
+        levels = " ".join(f"{seconds}s" for seconds in LEVELS_S)
+        self._process = Running(
+            "serve",
+            "--json",
+            *self._ports,
+            "--data",
+            str(self._data),
+            "--delay-levels",
+            levels,
+            *self._options,
+        )
+        ready = self._process.wait_line(event="ready")
+        self.name_server, self.remoting = ready["name_server"], ready["remoting"]
+        self.endpoint = ready["endpoint"]
+        ports = [address.rpartition(":")[2] for address in (self.endpoint, self.name_server, self.remoting)]
+        options = ("--port", "--name-server-port", "--remoting-port")
+        self._ports = [word for pair in zip(options, ports, strict=True) for word in pair]
+
+    def kill(self) -> None:
+        self._process.end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        return self._process.end()
+
+    # ---- what the tests ask of it, past the stock clients
+
+    def create_topic(self, topic: str, queues: int = 1) -> str:
+        with Timeball(self.endpoint) as ball:
+            ball.create_topic(topic, queues)
+        return topic
+
+    def now_ms(self) -> int:
+        """The broker's own clock."""
+        with Timeball(self.endpoint) as ball:
+            return int(ball.status()["now_ms"])
+
+    def bodies(self, topic: str) -> list[str]:
+        """All that stands in a topic's queues; nothing in a topic that nobody has made."""
+        with Timeball(self.endpoint) as ball:
+            found: list[str] = []
+            if topic not in ball.topics():
+                return found
+            for queue, ends in ball.queues(topic).items():
+                for batch in ball.read_queue(topic, queue, ends.min, ends.max - ends.min):
+                    found += [body.decode() for body in batch.column("body").to_pylist()]
+        return found
+
+    def request(self, code: RequestCode, *, body: bytes = b"", **ext: Any) -> Command:
+        """A bare request, for what a test needs set up and its client has no call for."""
+        host, _, port = self.remoting.rpartition(":")
+        command = Command(
+            code=code, opaque=1, version=409, ext={k: str(v) for k, v in ext.items()}, body=body
+        )
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(encode(command))
+            splitter = Splitter()
+            while not (frames := splitter.feed(connection.recv(65536))):
+                pass
+        return decode(frames[0])
+
+
+@contextmanager
+def stock_broker(data: Path, *options: str) -> Iterator[StockBroker]:
+    broker = StockBroker(data, *options)
+    broker.start()
+    try:
+        yield broker
+    finally:
+        broker.stop()

@@ -1,0 +1,58 @@
+"""The stock clients by name: what starts each, and what becomes of a test whose client cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from tests.interop import environments
+from tests.interop.drivers import BOUND_S
+from tests.interop.environments import Missing
+from tests.interop.stock_broker import StockBroker
+
+COMMANDS: dict[str, Callable[[], list[str]]] = {
+    "cpp": environments.cpp,
+    "ali_ons": environments.ali_ons,
+    "java4": lambda: environments.java("v4"),
+    "java5": lambda: environments.java("v5"),
+    "java5_binary": lambda: environments.java("v5", "-Drocketmq.serialize.type=ROCKETMQ"),
+    "mqadmin": environments.mqadmin,
+}
+
+_made: dict[str, list[str] | Missing] = {}
+
+
+def command(name: str) -> list[str]:
+    """What starts a client; skips the test when the client cannot be had, or fails it where it is required."""
+    if name not in _made:
+        try:
+            _made[name] = COMMANDS[name]()
+        except Missing as why:
+            _made[name] = why
+    found = _made[name]
+    if not isinstance(found, Missing):
+        return found
+    if os.environ.get("TIMEBALL_INTEROP") == "required":
+        pytest.fail(f"{name} is required (TIMEBALL_INTEROP), and {found}", pytrace=False)
+    pytest.skip(f"{name}: {found}")
+
+
+def missing() -> dict[str, Missing]:
+    """The clients that were asked for and could not be had."""
+    return {name: why for name, why in _made.items() if isinstance(why, Missing)}
+
+
+def mqadmin(broker: StockBroker, *arguments: str) -> str:
+    """What RocketMQ's administration tool printed; it tells of failures by printing them."""
+    done = subprocess.run(
+        [*command("mqadmin"), *arguments, "-n", broker.name_server],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode == 0 and "Exception" not in done.stdout, done.stdout
+    return done.stdout

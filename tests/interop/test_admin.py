@@ -1,0 +1,103 @@
+"""RocketMQ's own administration tool, as its users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.interop.conversation import JAVA5, Conversation
+from tests.interop.drivers import Driver
+from tests.interop.stock_broker import BROKER, CLUSTER, StockBroker
+from tests.interop.stock_clients import mqadmin
+from tests.node_fixture import eventually
+
+pytestmark = pytest.mark.interop
+
+
+def rows(printed: str) -> list[list[str]]:
+    """The words of each line that is no heading."""
+    return [line.split() for line in printed.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def test_topics(broker: StockBroker, name: str) -> None:
+    topic = f"{name}-made"
+    mqadmin(
+        broker, "updateTopic", "-c", CLUSTER, "-t", topic, "-r", "3", "-w", "3", "-a", "+message.type=DELAY"
+    )
+    assert topic in mqadmin(broker, "topicList").split()
+    route = mqadmin(broker, "topicRoute", "-t", topic)
+    assert broker.remoting in route and BROKER in route
+    assert len([row for row in rows(mqadmin(broker, "topicStatus", "-t", topic)) if row[0] == BROKER]) == 3
+    mqadmin(broker, "updateTopic", "-b", broker.remoting, "-t", topic, "-r", "4", "-w", "4")
+    assert len([row for row in rows(mqadmin(broker, "topicStatus", "-t", topic)) if row[0] == BROKER]) == 4
+
+
+def test_a_topic_that_is_not_there(broker: StockBroker) -> None:
+    with pytest.raises(AssertionError, match="No topic route info"):
+        mqadmin(broker, "topicRoute", "-t", "nowhere")
+
+
+def test_the_cluster(broker: StockBroker) -> None:
+    [row] = [row for row in rows(mqadmin(broker, "clusterList")) if row[0] == CLUSTER]
+    assert row[1:4] == [BROKER, "0", broker.remoting]
+
+
+def test_the_broker(broker: StockBroker) -> None:
+    told = {row[0]: row[2:] for row in rows(mqadmin(broker, "brokerStatus", "-b", broker.remoting))}
+    assert "brokerVersionDesc" in told and "bootTimestamp" in told
+
+
+@pytest.mark.parametrize("client", [JAVA5], indirect=True)
+def test_groups(client: Driver, broker: StockBroker, name: str) -> None:
+    talk = Conversation(client, broker, name, queues=2)
+    mqadmin(broker, "updateSubGroup", "-c", CLUSTER, "-g", talk.group, "-r", "1")
+    for number in range(6):
+        talk.send(f"message {number}", queue_id=number % 2)
+    consumer = talk.listen()
+    client.wait_deliveries(consumer, 6)
+    talk.stop(consumer)  # which makes it tell the broker where it is
+    talk.send("unread", queue_id=0)
+
+    def progress() -> list[list[str]]:
+        printed = rows(mqadmin(broker, "consumerProgress", "-g", talk.group))
+        return sorted(row for row in printed if row[0] == talk.topic)
+
+    #        topic, broker, queue, broker's offset, the group's, its difference …
+    found = [[row[2], row[3], row[4]] for row in progress()]
+    assert found == [["0", "4", "3"], ["1", "3", "3"]]
+
+
+@pytest.mark.parametrize("client", [JAVA5], indirect=True)
+def test_messages(client: Driver, broker: StockBroker, name: str) -> None:
+    talk = Conversation(client, broker, name)
+    sent = talk.send("wanted", keys="order-17", tag="t")
+    by_key = mqadmin(broker, "queryMsgByKey", "-t", talk.topic, "-k", "order-17")
+    assert sent["message_id"] in by_key
+    by_id = mqadmin(broker, "queryMsgById", "-t", talk.topic, "-i", sent["offset_id"])
+    assert talk.topic in by_id and "order-17" in by_id
+
+
+@pytest.mark.parametrize("client", [JAVA5], indirect=True)
+def test_connections(client: Driver, broker: StockBroker, name: str) -> None:
+    talk = Conversation(client, broker, name)
+    consumer = talk.listen()
+
+    def told() -> str:
+        return mqadmin(broker, "consumerConnection", "-g", talk.group)
+
+    eventually(never_raises(told), "the broker knows the consumer")
+    printed = told()
+    assert consumer in printed and talk.topic in printed and "JAVA" in printed
+
+
+def never_raises(ask: Callable[[], str]) -> Callable[[], bool]:
+    """Whether asking works."""
+
+    def asked() -> bool:
+        try:
+            ask()
+        except AssertionError:
+            return False
+        return True
+
+    return asked

@@ -1,0 +1,55 @@
+"""Kill -9 in between: the clients find the broker again, and nothing that was acknowledged is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.interop.conversation import ALI_ONS, CPP, JAVA4, JAVA5, Conversation, is_early
+from tests.interop.drivers import ClientError, driving
+from tests.interop.stock_broker import stock_broker
+from tests.interop.stock_clients import command
+
+pytestmark = pytest.mark.interop
+
+MESSAGES = 10
+
+
+@pytest.mark.parametrize("which", [CPP, ALI_ONS, JAVA4, JAVA5])
+def test_nothing_is_lost(which: str, tmp_path: Path, name: str) -> None:
+    with stock_broker(tmp_path / "data") as broker:
+        with driving(command(which), broker.name_server, tmp_path / "home") as client:
+            talk = Conversation(client, broker, name, queues=2)
+            consumer = talk.listen(fail=1)
+            kinds = {"now": {}, "level": {"level": 5}, "timer": timer(which, broker.now_ms() + 5_000)}
+            sent = {
+                f"{kind} {n}": talk.send(f"{kind} {n}", **how)
+                for kind, how in kinds.items()
+                for n in range(MESSAGES)
+            }
+            client.wait_deliveries(consumer, MESSAGES, done=False)
+            broker.kill()
+            broker.start()
+            sent |= {f"after {n}": send_again(talk, f"after {n}") for n in range(MESSAGES)}
+
+            def consumed() -> set[str]:
+                return {message["body"] for message in client.deliveries(consumer, done=True)}
+
+            client.wait_until(lambda: consumed() >= set(sent), lambda: f"lost: {set(sent) - consumed()}")
+            for message in client.deliveries(consumer):
+                if message["body"].startswith("level") and not message["reconsume_times"]:
+                    assert not is_early(message, message["born_ms"] + 5_000)
+
+
+def timer(which: str, due_ms: int) -> dict[str, object]:
+    return {"timer": "__STARTDELIVERTIME" if which == ALI_ONS else "TIMER_DELIVER_MS", "timer_value": due_ms}
+
+
+def send_again(talk: Conversation, body: str) -> object:
+    """As an application would: once more when the connection was gone."""
+    for _ in range(20):
+        try:
+            return talk.send(body)
+        except ClientError:
+            continue
+    return talk.send(body)
