@@ -47,6 +47,9 @@ class Settings:
 
     # waiting
     delay_ms_max: int = limits.DELAY_MS_MAX
+    delay_levels: str = (  # RocketMQ's messageDelayLevel: level n is the nth item
+        "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+    )
     gather_ahead_ms: int = 10_000  # bodies due within this time are in memory
     gather_bytes: int = 512 * MIB  # and never more than about this much of them
 

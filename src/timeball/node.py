@@ -34,11 +34,14 @@ from timeball.files import Files, RealFiles
 from timeball.log import checkpoint
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
+from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.log.writer import LogWriter
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.remoting.edge import RemotingEdge
+from timeball.schedule.delay_levels.fifo import DelayLevels
+from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC, LevelTable
 from timeball.schedule.hour_log.store import HourLog
 from timeball.table.catalog import Catalog
 
@@ -46,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_NAME = "FORMAT"
 SWITCH_INTERVAL_S = 0.000_5
+LEVELS_SHARE = 4  # of --gather-bytes: what delay levels may hold besides what the other promises do
 
 
 class FormatFacts(msgspec.Struct):
@@ -72,7 +76,8 @@ class Node:
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("disk", "reader", "background")
         ]
-        self._ticker_task: asyncio.Task[None] | None = None
+        self._level_table = LevelTable.parse(settings.delay_levels)
+        self._ticker_tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
 
     @property
@@ -107,8 +112,10 @@ class Node:
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
-        self._ticker_task = asyncio.create_task(self.broker.ticker.run())
-        self._ticker_task.add_done_callback(self._ticker_ended)
+        for ticker in (self.broker.ticker, self.broker.level_ticker):
+            task = asyncio.create_task(ticker.run())
+            task.add_done_callback(self._ticker_ended)
+            self._ticker_tasks.append(task)
         self.upkeep.start()
 
     async def _listen(self) -> None:
@@ -142,7 +149,7 @@ class Node:
         found = await loop.run_in_executor(
             reader_thread, recover, saved, reader, topics, ledger, catalog, clock.now_ms()
         )
-        schedule = self._schedule(reader, found)
+        schedule, levels = self._schedule(reader, found), self._levels(reader, topics)
         parts = Parts(
             settings=settings,
             files=files,
@@ -154,6 +161,7 @@ class Node:
             offsets=Offsets(files),
             groups=Groups(files),
             schedule=schedule,
+            levels=levels,
             catalog=catalog,
             ledger=ledger,
             reader_thread=reader_thread,
@@ -164,6 +172,7 @@ class Node:
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
         schedule.restore(found.settled, found.tail_due_ms, found.tail_seq)
+        levels.restore(found.levels, found.levels_settled_seq)
         self.upkeep = Upkeep(self.broker)
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
@@ -189,6 +198,22 @@ class Node:
             on_failure=self._fail,
         )
 
+    def _levels(self, reader: LogReader, topics: Topics) -> DelayLevels:
+        def indexes() -> list[QueueIndex]:
+            topic = topics.find(SCHEDULE_TOPIC)
+            return [] if topic is None else [queue.index for queue in topic.queues]
+
+        return DelayLevels(
+            reader,
+            self._threads[1],
+            self._level_table,
+            indexes,
+            ahead_ms=self.settings.gather_ahead_ms,
+            gather_bytes=self.settings.gather_bytes // LEVELS_SHARE,
+            on_change=self._wake_levels,
+            on_failure=self._fail,
+        )
+
     def _writer(self, opened: Opened) -> LogWriter:
         return LogWriter(
             self.files,
@@ -207,10 +232,11 @@ class Node:
             await self.remoting.close()
         if self.edge is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
-        if self._ticker_task is not None:
-            self._ticker_task.cancel()
-            await asyncio.gather(self._ticker_task, return_exceptions=True)
+        for task in self._ticker_tasks:
+            task.cancel()
+        await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.parts.schedule.close()
+        await self.broker.parts.levels.close()
         if self.broker.parts.writer.failed is None:
             await self.broker.parts.writer.flushed()
         await self.upkeep.stop()
@@ -262,6 +288,10 @@ class Node:
     def _wake(self) -> None:
         if hasattr(self, "broker"):
             self.broker.ticker.wake()
+
+    def _wake_levels(self) -> None:
+        if hasattr(self, "broker"):
+            self.broker.level_ticker.wake()
 
     def _fail(self, error: BaseException) -> None:
         if self._failed is not None and not self._failed.done():

@@ -16,13 +16,15 @@ from timeball.broker.admission import SEND_COLUMNS, admit, topic_names
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.limits import DAY_MS
 from timeball.message import LOG_SCHEMA, Kind
+from timeball.schedule.delay_levels.levels import LevelTable
 
 NOW_MS = 1_700_000_000_000
 MAX_MS = 40 * DAY_MS
+TABLE = LevelTable.parse("1s 5s 1d")
 
 
 def admitted(sent: pa.RecordBatch, delay_ms_max: int = MAX_MS) -> pa.RecordBatch:
-    rows = admit(sent, now_ms=NOW_MS, delay_ms_max=delay_ms_max, host="h")
+    rows, _ = admit(sent, now_ms=NOW_MS, delay_ms_max=delay_ms_max, host="h", table=TABLE)
     assert rows.schema == LOG_SCHEMA
     assert rows.num_rows == sent.num_rows
     return rows

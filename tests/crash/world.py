@@ -131,6 +131,25 @@ class World:
         self._answered(sent)
         return [one.key for one in sent]
 
+    async def send_levels(self, topic: str, levels: Iterable[int]) -> list[str]:
+        """One batch of messages with these delay levels."""
+        wanted = list(levels)
+        durations = self.broker.parts.levels.table.durations_ms
+        sent = self._ask(topic, [durations[level - 1] for level in wanted], 20)
+        batch = pa.record_batch(
+            {
+                "topic": [one.topic for one in sent],
+                "body": [one.body for one in sent],
+                "unique_key": [one.key for one in sent],
+                "tag": ["even" if i % 2 else None for i in range(len(sent))],
+                "properties": [f"UNIQ_KEY\x01{one.key}\x02" for one in sent],
+                "delay_level": pa.array(wanted, pa.int32()),
+            }
+        )
+        await self.broker.send(batch)
+        self._answered(sent)
+        return [one.key for one in sent]
+
     async def send_at_once(self, topic: str, batches: Sequence[Sequence[int | None]]) -> None:
         """Several batches whose commits overlap."""
         await asyncio.gather(*(self.send(topic, batch) for batch in batches))
@@ -170,11 +189,14 @@ class World:
         """Let time pass, and wait until all that is due is settled."""
         self.clock.advance(ms)
         self.broker.ticker.wake()
+        self.broker.level_ticker.wake()
         await self.settled()
 
     async def settled(self) -> None:
-        schedule = self.broker.parts.schedule
-        await self.until(lambda: schedule.settled_before_ms > self.clock.wall, "all that is due is settled")
+        for schedule in (self.broker.parts.schedule, self.broker.parts.levels):
+            await self.until(
+                lambda s=schedule: s.settled_before_ms > self.clock.wall, "all that is due is settled"
+            )
 
     async def compact(self) -> None:
         await self.broker.compact()
@@ -285,8 +307,9 @@ class World:
         """A node that stopped has told why through `failure`; the loop need not say it again."""
         if node._failed is not None and node._failed.done():
             node._failed.exception()
-        if node._ticker_task is not None and node._ticker_task.done() and not node._ticker_task.cancelled():
-            node._ticker_task.exception()
+        for task in node._ticker_tasks:
+            if task.done() and not task.cancelled():
+                task.exception()
 
 
 def as_rows(batch: pa.RecordBatch) -> list[Row]:

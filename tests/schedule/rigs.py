@@ -41,6 +41,10 @@ class HourLogRig:
         strategy.restore(restart.settled, restart.tail_due_ms, restart.tail_seq)
         return strategy
 
+    def settled(self, strategy: Strategy) -> Settled:
+        assert isinstance(strategy, HourLog)
+        return strategy.settled()
+
     def is_busy(self, strategy: Strategy) -> bool:
         assert isinstance(strategy, HourLog)
         return strategy._gathering is not None or bool(strategy._behind)

@@ -91,6 +91,9 @@ class Rig(Protocol):
     def start(self, world: World, restart: Restart) -> Strategy:
         """A strategy over `world`'s files, reader and reader thread, restored; on the running loop."""
 
+    def settled(self, strategy: Strategy) -> Settled:
+        """What a checkpoint would say is settled, with all durable releases and cancels accounted for."""
+
     def is_busy(self, strategy: Strategy) -> bool:
         """Whether something runs behind the strategy's back."""
 

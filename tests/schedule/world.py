@@ -175,7 +175,7 @@ class World:
         chosen = self.live_files()
         if not chosen:
             return None
-        settled = self.strategy.settled()
+        settled = self.rig.settled(self.strategy)
         attachment = rewriting.rewrite(
             self.files, chosen, settled.seq,
             settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms, epoch=self.reader.next_seq,
@@ -244,7 +244,7 @@ class World:
 
     def save(self) -> Saved:
         """A checkpoint; what it says is checked."""
-        settled = self.strategy.settled()
+        settled = self.rig.settled(self.strategy)
         self.model.check_settled(settled)
         self.model.check_settled_before(self.rig.settled_before_ms(self.strategy))
         saved = Saved(self.reader.next_seq, settled)

@@ -16,7 +16,9 @@ import pyarrow.compute as pc
 from timeball import limits
 from timeball.broker.topics import check_name, codes_of
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import Int64Array, Kind, build_rows, byte_lengths
+from timeball.message import LOG_SCHEMA, Int64Array, Kind, build_rows, byte_lengths
+from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC, LevelTable
+from timeball.schedule.delay_levels.rows import disguised_properties
 
 SEND_COLUMNS: dict[str, pa.DataType] = {
     "topic": pa.string(),
@@ -33,6 +35,7 @@ SEND_COLUMNS: dict[str, pa.DataType] = {
     "reconsume_times": pa.int32(),
     "due_ms": pa.int64(),
     "delay_ms": pa.int64(),
+    "delay_level": pa.int32(),
 }
 
 _BYTES_MAX = {
@@ -44,8 +47,14 @@ _BYTES_MAX = {
 }
 
 
-def admit(batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str) -> pa.RecordBatch:
-    """LOG_SCHEMA rows for a batch of SEND_COLUMNS; MESSAGE rows for now, PROMISE rows for later."""
+def admit(
+    batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str, table: LevelTable
+) -> tuple[pa.RecordBatch, Int64Array | None]:
+    """LOG_SCHEMA rows for a batch of SEND_COLUMNS, and the level of each when any has one (0: none).
+
+    MESSAGE rows are for now, PROMISE and LEVEL_PROMISE rows for later; the last still have their own topic
+    and queue (see `into_level_queues`).
+    """
     count = batch.num_rows
     if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
         raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
@@ -56,10 +65,15 @@ def admit(batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str) -
     _check_size(sum(column.nbytes for column in columns.values()))
     _check_texts(columns)
     due = _due(columns, count, now_ms, delay_ms_max)
-    is_promise = np.asarray(due.is_valid())
-    return build_rows(
+    kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE))
+    level = _levels(columns, due, table)
+    if level is not None:
+        kind[level > 0] = Kind.LEVEL_PROMISE
+        at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
+        due = pc.coalesce(due, pa.array(at, mask=level == 0))
+    rows = build_rows(
         count,
-        kind=np.where(is_promise, np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE)),
+        kind=kind,
         topic=columns["topic"],
         queue_id=_filled(columns, "queue_id", -1),
         tag=columns.get("tag"),
@@ -76,6 +90,24 @@ def admit(batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str) -
         reconsume_times=_filled(columns, "reconsume_times", 0),
         due_ms=due,
     )
+    return rows, level
+
+
+def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch:
+    """Admitted rows, those of a level as they wait: in the schedule topic, in their level's queue."""
+    waits = level > 0
+    topic, queue_id, properties = (rows.column(name) for name in ("topic", "queue_id", "properties"))
+    mask = pa.array(waits)
+    disguised = disguised_properties(
+        properties.filter(mask), level[waits], topic.filter(mask), queue_id.filter(mask)
+    )
+    changed = {
+        "topic": pc.if_else(mask, SCHEDULE_TOPIC, topic),
+        "queue_id": pa.array(np.where(waits, level - 1, queue_id.to_numpy()).astype(np.int32)),
+        "properties": pc.replace_with_mask(properties, mask, disguised),
+    }
+    columns = [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
 
 
 def topic_names(rows: pa.RecordBatch) -> list[str]:
@@ -118,6 +150,9 @@ def _columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
 def _check_texts(columns: dict[str, pa.Array]) -> None:
     for name in codes_of(columns["topic"])[1]:
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
+        if name == SCHEDULE_TOPIC:
+            # What stands in its queues is due when the entry says; a message of somebody's would say anything.
+            raise InvalidMessage(f"topic {name} is the broker's own: give a delay_level instead")
     for name, bytes_max in _BYTES_MAX.items():
         if name in columns:
             lengths = byte_lengths(columns[name])
@@ -152,6 +187,21 @@ def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: in
         return pa.nulls(count, pa.int64())
     _check_range("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
     return due
+
+
+def _levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable) -> Int64Array | None:
+    """The level of each row, 0 for none; None when no row has one."""
+    if "delay_level" not in columns:
+        return None
+    level = columns["delay_level"].fill_null(0).to_numpy().astype(np.int64)
+    if not level.any():
+        return None
+    if (level < 0).any():
+        raise InvalidDelay(f"delay_level {level.min()} of row {int(np.argmin(level))} is negative")
+    both = (level > 0) & np.asarray(due.is_valid())
+    if both.any():
+        raise InvalidDelay(f"row {int(np.argmax(both))} has both a delay_level and an instant; give one")
+    return table.clamp(level)
 
 
 def _check_range(name: str, values: Int64Array, low: int, high: int) -> None:

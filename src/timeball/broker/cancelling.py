@@ -24,10 +24,14 @@ import pyarrow as pa
 from timeball.key_hash import hash_text
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.message import Kind, build_rows
+from timeball.message import Int64Array, Kind, build_rows, decode_properties
+from timeball.schedule.delay_levels.rows import REAL_TOPIC
 from timeball.table.data_file import DataFile
 
-_COLUMNS = ["seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq"]
+_COLUMNS = [
+    "seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq", "properties",
+]  # fmt: skip
+_PROMISES = (Kind.PROMISE, Kind.LEVEL_PROMISE)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -50,6 +54,7 @@ class Candidate:
     unique_key: str | None
     keys: str | None
     accepted_ms: int
+    is_level: bool = False  # waits in the queue of a delay level
 
 
 @dataclass(slots=True)
@@ -64,15 +69,19 @@ class Found:
         """A row of the log or of the table that `subject` names; the same promise only once."""
         if (subject, row["seq"]) not in self._seen:
             self._seen.add((subject, row["seq"]))
+            is_level = row.get("kind") == Kind.LEVEL_PROMISE
+            # The CANCEL row is to name the topic the message was for.
+            topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
             self.candidates.append(
                 Candidate(
                     subject,
                     row["seq"],
                     row["due_ms"],
-                    row["topic"],
+                    topic,
                     row["unique_key"],
                     row["keys"],
                     accepted_ms or 0,
+                    is_level,
                 )
             )
 
@@ -95,7 +104,7 @@ def look_up(
     known = {c.unique_key for c in found.candidates if c.unique_key is not None}
     hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
     for row in reader.take(key_index.find(hashes)).select(_COLUMNS).to_pylist():
-        if row["kind"] == Kind.PROMISE:
+        if row["kind"] in _PROMISES:
             _add(found, row, row["store_ms"], by_id, by_key)
         elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
             verdict = "released" if row["kind"] == Kind.RELEASE else "already_cancelled"
@@ -119,9 +128,16 @@ def _find_seqs(found: Found, reader: LogReader, files: list[DataFile], seqs: Seq
                 found.add(str(row["seq"]), row, row["accepted_ms"])
     for seq in seqs:
         if reader.first_seq <= seq < reader.next_seq:
-            for rows in reader.rows(seq, seq + 1, [Kind.PROMISE]):
+            for rows in reader.rows(seq, seq + 1, _PROMISES):
                 for row in rows.select(_COLUMNS).to_pylist():
                     found.add(str(seq), row, row["store_ms"])
+
+
+def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
+    """(due_ms, seq) of each."""
+    return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
+        [c.seq for c in candidates], dtype=np.int64
+    )
 
 
 def cancel_rows(chosen: list[Candidate], now_ms: int) -> pa.RecordBatch:

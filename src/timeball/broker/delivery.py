@@ -7,13 +7,60 @@ once more, whatever the schedule above believed (G2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 
 from timeball import limits
+from timeball.broker.parts import Parts
+from timeball.broker.topics import Placement
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
+from timeball.schedule.strategy import Strategy
+from timeball.schedule.ticker import Ticker
+
+
+class Delivery:
+    """One schedule, the ticker that drives it, and the way of what is due into the log and its queues."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        schedule: Strategy,
+        *,
+        on_visible: Callable[[set[str]], None],
+        lateness: Lateness,
+    ) -> None:
+        """`on_visible` is told of topics that have got something."""
+        self._parts, self._schedule = parts, schedule
+        self._on_visible, self._lateness = on_visible, lateness
+        self.ticker = Ticker(schedule, parts.clock, self._release)
+
+    def _release(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        """What is due goes to its queue (called by the ticker)."""
+        for part in in_frames(promises):
+            self._release_frame(part, now_ms)
+
+    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        parts = self._parts
+        placement = parts.topics.place(promises, promised=True)
+        rows = release_rows(
+            promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
+        )
+        first_seq = parts.writer.next_seq
+        self.ticker.in_flight_rows += rows.num_rows
+        parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))
+
+    def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement) -> None:
+        due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
+        placement.index(first_seq)
+        self._schedule.released(due_ms, seq)
+        self._on_visible(placement.topics())
+        self._lateness.add(np.maximum(0, self._parts.clock.now_ms() - due_ms))
+        was_full = self.ticker.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
+        self.ticker.in_flight_rows -= promises.num_rows
+        if was_full:
+            self.ticker.wake()
 
 
 def in_frames(promises: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -20,6 +20,7 @@ from timeball.files import Files
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
+from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.hour_log.store import HourLog
 from timeball.table.catalog import Catalog
 
@@ -40,7 +41,8 @@ class Parts:
     topics: Topics
     offsets: Offsets
     groups: Groups
-    schedule: HourLog
+    schedule: HourLog  # for any instant
+    levels: DelayLevels
     catalog: Catalog
     ledger: Ledger
     reader_thread: Executor

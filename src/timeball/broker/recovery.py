@@ -5,7 +5,8 @@
        what is settled, ATTACH and RESERVE rows into the ledger
     3. ATTACH rows the Delta table has not got are committed to it again
     4. promises from the watermark W on that are not settled are what waits in the tail
-    5. half messages of the checkpoint's list and from C on, named by no row from C on, are open
+    5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
+    6. half messages of the checkpoint's list and from C on, named by no row from C on, are open
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
                    or p is covered by the checkpoint's mark: below settled_before_seq, due before
@@ -27,6 +28,7 @@ from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind
+from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
 from timeball.schedule.strategy import Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
@@ -35,6 +37,7 @@ from timeball.table.catalog import Catalog
 BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
 
 _EMPTY = np.empty(0, np.int64)
+_HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
 
 
 @dataclass(slots=True)
@@ -58,6 +61,8 @@ class Recovered:
     files: list[FileEntry]
     promises_since_watermark: int
     halves: list[Half]
+    levels: dict[int, cp.LevelFacts]
+    levels_settled_seq: Int64Array  # since the checkpoint
 
 
 def recover(
@@ -84,10 +89,12 @@ def recover(
         for index in topics.indexes():
             index.trim(reader.first_seq)
     files = _bring_up(catalog, replayed.attaches, now_ms)
+    in_levels = _in_levels(topics, facts.levels)
+    of_level, of_instant = _split(replayed.settled, in_levels)
     due, seq = _concat([*replayed.promises, *_promises(reader, ledger.watermark, facts.seq)])
     settled = Settled(
         facts.settled_before_ms,
-        *_unique(_concat([(known.settled_due, known.settled_seq), *replayed.settled])),
+        *_unique(_concat([(known.settled_due, known.settled_seq), of_instant])),
         before_seq=min(facts.seq, facts.settled_before_seq),
         late=(*facts.late, *(reserved for _, a in replayed.attaches for reserved in a.ranges)),
     )
@@ -96,7 +103,9 @@ def recover(
     waiting &= (due >= settled.before_ms) | settled.may_wait(seq)
     opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
     halves = load(reader, facts.halves, opened, ended, now_ms)
-    return Recovered(settled, due[waiting], seq[waiting], files, int(inside.sum()), halves)
+    return Recovered(
+        settled, due[waiting], seq[waiting], files, int(inside.sum()), halves, facts.levels, of_level[1]
+    )
 
 
 def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
@@ -104,8 +113,8 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
     for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
         present = set(np.unique(kinds).tolist())
-        if present & {Kind.MESSAGE, Kind.RELEASE}:
-            visible = np.flatnonzero(np.isin(kinds, [Kind.MESSAGE, Kind.RELEASE]))
+        if present & _HAVE_PLACES:
+            visible = np.flatnonzero(np.isin(kinds, list(_HAVE_PLACES)))
             topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
         if Kind.PROMISE in present:
             mine = np.flatnonzero(kinds == Kind.PROMISE)
@@ -154,6 +163,26 @@ def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[tuple[Int6
         (rows.column("due_ms").to_numpy(), rows.column("seq").to_numpy())
         for rows in reader.coalesced(begin, to_seq, [Kind.PROMISE], BATCH_ROWS)
     ]
+
+
+def _in_levels(topics: Topics, facts: dict[int, cp.LevelFacts]) -> Int64Array:
+    """Sequence numbers of what may wait in the queues of the schedule topic."""
+    topic = topics.find(SCHEDULE_TOPIC)
+    found = [_EMPTY]
+    for number, queue in enumerate(topic.queues if topic is not None else ()):
+        index = queue.index
+        low = min(max(facts[number].offset if number in facts else 0, index.min_offset), index.max_offset)
+        found.append(index.read(low, index.max_offset - low)["seq"].astype(np.int64))
+    return np.concatenate(found)
+
+
+def _split(
+    settled: list[tuple[Int64Array, Int64Array]], in_levels: Int64Array
+) -> tuple[tuple[Int64Array, Int64Array], tuple[Int64Array, Int64Array]]:
+    """Those settled in a level's queue, and the others."""
+    due, seq = _concat(settled)
+    mine = np.isin(seq, in_levels)
+    return (due[mine], seq[mine]), (due[~mine], seq[~mine])
 
 
 def _concat(pairs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:

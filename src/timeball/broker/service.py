@@ -20,10 +20,12 @@ from timeball.broker.cancelling import Verdict
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.topics import Placement
-from timeball.errors import NotFound, OutOfRange
 from timeball.broker.transactions import Half, Transactions
+from timeball.errors import NotFound, OutOfRange
 from timeball.log.format import with_seq
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, int64
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind
+from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
+from timeball.schedule.strategy import Strategy
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attached, Attachment
 
@@ -47,13 +49,13 @@ class Broker:
         self.parts = parts
         self._loop = asyncio.get_running_loop()
         self._host = parts.settings.host
-        self.ticker = Ticker(parts.schedule, parts.clock, self._release)
         self.waiters = pulling.Waiters()
         self.lateness = delivery.Lateness()
+        self.ticker, self.level_ticker = (self._ticker(each) for each in (parts.schedule, parts.levels))
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
+        self.transactions = Transactions(parts, self._publish, halves)
 
     # -- producing ---------------------------------------------------------------------------------------
-        self.transactions = Transactions(parts, self._publish, halves)
 
     async def send(self, batch: pa.RecordBatch) -> Accepted:
         """Accept a batch of admission.SEND_COLUMNS, whole or not at all; returns when it is durable."""
@@ -69,30 +71,34 @@ class Broker:
         `half_seq`: the half message that this row publishes.
         """
         parts = self.parts
-        rows, now_ms = self._admit(batch)
+        rows, level, now_ms = self._admit(batch)
         if half_seq is not None:
             rows = transactions.ending_rows(rows, half_seq)
-        is_message = rows.column("kind").to_numpy() == Kind.MESSAGE
+        kinds = rows.column("kind").to_numpy()
+        if (kinds != Kind.MESSAGE).any():
+            # What is for later must find its topic then, whoever may create one.
+            for name in admission.topic_names(rows):
+                parts.topics.ensure(name)
+        if level is not None:
+            parts.topics.ensure(SCHEDULE_TOPIC, parts.levels.table.queues)
+            rows = admission.into_level_queues(rows, level)
+        has_place = np.flatnonzero(kinds != Kind.PROMISE)
         placement = None
-        if is_message.any():
-            rows, placement = self._place_messages(rows, np.flatnonzero(is_message))
-        for name in [] if placement else admission.topic_names(rows):
-            parts.topics.ensure(name)
+        if len(has_place):
+            rows, placement = self._place(rows, has_place)
         first_seq = parts.writer.next_seq
 
         def on_durable() -> None:
-            self._sent(rows, first_seq, is_message, placement)
+            self._sent(rows, first_seq, has_place, placement)
             if half_seq is not None:
                 self.transactions.ended(half_seq)
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
-    def _place_messages(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
-        """Give the rows that are visible at once their queue and offset."""
     def prepare_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
         """As `send_nowait`, but nobody sees the messages before `transactions.end`; their delays begin then."""
-        rows, now_ms = self._admit(transactions.half_batch(batch))
+        rows, _, now_ms = self._admit(transactions.half_batch(batch))
         for name in admission.topic_names(rows):
             self.parts.topics.ensure(name)
         rows = transactions.half_rows(rows)
@@ -102,12 +108,20 @@ class Broker:
     def _publish(self, batch: pa.RecordBatch, half_seq: int) -> asyncio.Future[int]:
         return self.send_nowait(batch, half_seq=half_seq)[1]
 
-    def _admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+    def _admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
         parts, now_ms = self.parts, self.parts.clock.now_ms()
         parts.writer.check_room()
-        delay_ms_max = parts.settings.delay_ms_max
-        return admission.admit(batch, now_ms=now_ms, delay_ms_max=delay_ms_max, host=self._host), now_ms
+        rows, level = admission.admit(
+            batch,
+            now_ms=now_ms,
+            delay_ms_max=parts.settings.delay_ms_max,
+            host=self._host,
+            table=parts.levels.table,
+        )
+        return rows, level, now_ms
 
+    def _place(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
+        """Give the rows that are visible, or wait in a level's queue, their queue and offset."""
         placement = self.parts.topics.place(
             rows if len(visible) == rows.num_rows else rows.take(pa.array(visible))
         )
@@ -126,52 +140,43 @@ class Broker:
         ), placement
 
     def _sent(
-        self, rows: pa.RecordBatch, first_seq: int, is_message: np.ndarray, placement: Placement | None
+        self, rows: pa.RecordBatch, first_seq: int, has_place: Int64Array, placement: Placement | None
     ) -> None:
         """The batch is durable: show what is for now, keep what is for later."""
         if placement is not None:
-            placement.index(first_seq, first_seq + np.flatnonzero(is_message))
+            placement.index(first_seq, first_seq + has_place)
             self.waiters.wake(placement.topics())
-        later = rows.num_rows - int(is_message.sum())
-        if later:
-            self.mover.tail_count.add(first_seq + rows.num_rows, later)
-            promises = with_seq(rows, first_seq)
-            self.parts.schedule.admit(
-                promises if later == rows.num_rows else promises.filter(pa.array(~is_message))
-            )
+        kinds = rows.column("kind").to_numpy()
+        for kind, schedule in (
+            (Kind.PROMISE, self.parts.schedule), (Kind.LEVEL_PROMISE, self.parts.levels),
+        ):  # fmt: skip
+            mine = kinds == kind
+            later = int(mine.sum())
+            if later and kind == Kind.PROMISE:
+                self.mover.tail_count.add(first_seq + rows.num_rows, later)
+            if later:
+                promises = with_seq(rows, first_seq)
+                schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(mine)))
 
-    def _release(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        """What is due goes to its queue (called by the ticker)."""
-        for part in delivery.in_frames(promises):
-            self._release_frame(part, now_ms)
-
-    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        parts = self.parts
-        placement = parts.topics.place(promises)
-        rows = delivery.release_rows(
-            promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
-        )
-        first_seq = parts.writer.next_seq
-        self.ticker.in_flight_rows += rows.num_rows
-        parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))
-
-    def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement) -> None:
-        due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
-        placement.index(first_seq)
-        self.parts.schedule.released(due_ms, seq)
-        self.waiters.wake(placement.topics())
-        self.lateness.add(np.maximum(0, self.parts.clock.now_ms() - due_ms))
-        was_full = self.ticker.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
-        self.ticker.in_flight_rows -= promises.num_rows
-        if was_full:
-            self.ticker.wake()
+    def _ticker(self, schedule: Strategy) -> Ticker:
+        return delivery.Delivery(
+            self.parts, schedule, on_visible=self.waiters.wake, lateness=self.lateness
+        ).ticker
 
     # -- cancelling --------------------------------------------------------------------------------------
 
     async def cancel(
-        self, *, ids: Sequence[str] = (), keys: Sequence[str] = (), seqs: Sequence[int] = ()
+        self,
+        *,
+        ids: Sequence[str] = (),
+        keys: Sequence[str] = (),
+        seqs: Sequence[int] = (),
+        topic: str | None = None,
     ) -> list[Verdict]:
-        """Settle these promises if they still wait; one definite verdict each (see cancelling.py)."""
+        """Settle these promises if they still wait; one definite verdict each (see cancelling.py).
+
+        `topic`: only those for it, since producers of different topics may have given the same id.
+        """
         parts = self.parts
         if len(ids) + len(keys) + len(seqs) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} cancels in one request; split it")
@@ -181,6 +186,7 @@ class Broker:
             return cancelling.look_up(parts.reader, parts.key_index, files, ids=ids, keys=keys, seqs=seqs)
 
         found = await in_thread(self.parts.reader_thread, look_up)
+        found.candidates = [c for c in found.candidates if topic is None or c.topic == topic]
         await parts.schedule.quiet()
         cancelled, now_ms = await self._cancel_waiting(found)
         unknown = [c for c in found.candidates if c.seq not in cancelled and c.seq not in found.settled]
@@ -193,11 +199,22 @@ class Broker:
 
     def _recall_cancels(self, found: cancelling.Found, unknown: list[cancelling.Candidate]) -> None:
         """Retention may have let a CANCEL row go while its promise still lies in the table: the schedule knows."""
-        due = np.array([c.due_ms for c in unknown], dtype=np.int64)
-        seq = np.array([c.seq for c in unknown], dtype=np.int64)
-        for candidate, was in zip(unknown, self.parts.schedule.was_cancelled(due, seq), strict=True):
-            if was:
-                found.settled[candidate.seq] = ("already_cancelled", None)
+        for schedule, candidates in self._by_schedule(unknown):
+            for candidate, was in zip(
+                candidates, schedule.was_cancelled(*cancelling.pairs(candidates)), strict=True
+            ):
+                if was:
+                    found.settled[candidate.seq] = ("already_cancelled", None)
+
+    def _by_schedule(
+        self, candidates: Iterable[cancelling.Candidate]
+    ) -> list[tuple[Strategy, list[cancelling.Candidate]]]:
+        """Who keeps which of these promises."""
+        found: tuple[list[cancelling.Candidate], list[cancelling.Candidate]] = ([], [])
+        for candidate in candidates:
+            found[candidate.is_level].append(candidate)
+        schedules: tuple[Strategy, Strategy] = (self.parts.schedule, self.parts.levels)
+        return [(one, mine) for one, mine in zip(schedules, found, strict=True) if mine]
 
     async def _cancel_waiting(self, found: cancelling.Found) -> tuple[set[int], int]:
         """Settle the candidates that still wait; returns when the CANCEL rows are durable."""
@@ -205,10 +222,10 @@ class Broker:
         by_seq = {c.seq: c for c in found.candidates if c.seq not in found.settled}
         if not by_seq:
             return set(), now_ms
-        candidates = list(by_seq.values())
-        due = np.array([c.due_ms for c in candidates], dtype=np.int64)
-        seq = np.array([c.seq for c in candidates], dtype=np.int64)
-        chosen = [c for c, was in zip(candidates, parts.schedule.cancel(due, seq), strict=True) if was]
+        chosen: list[cancelling.Candidate] = []
+        for schedule, candidates in self._by_schedule(by_seq.values()):
+            answers = schedule.cancel(*cancelling.pairs(candidates))
+            chosen += [c for c, was in zip(candidates, answers, strict=True) if was]
         if chosen:
             # No pause since the decision: the CANCEL rows stand in the log before any later release.
             _, durable = parts.writer.append(cancelling.cancel_rows(chosen, now_ms))
@@ -305,6 +322,7 @@ class Broker:
             "watermark": parts.ledger.watermark,
             "settled_before_ms": parts.schedule.settled_before_ms,
             "schedule": parts.schedule.statistics(),
+            "levels": parts.levels.statistics(),
             "table": {"uri": parts.catalog.uri, "version": parts.catalog.version},
             "lateness": self.lateness.summary(),
             "clock_suspect": parts.clock.suspect,

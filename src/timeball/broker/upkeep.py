@@ -108,6 +108,7 @@ class Upkeep:
                 reserved=list(parts.ledger.reserved.items()),
                 queues=parts.topics.lengths(),
                 halves=self._broker.transactions.open(),
+                levels=parts.levels.state(),
             )
 
             def save() -> None:
@@ -161,9 +162,8 @@ class Upkeep:
             await self._broker.mover.compact(even_without_promises=True)
             await self.checkpoint()
         needed = min(parts.ledger.watermark, max(0, self._checkpoint_seq))
-        oldest_half = self._broker.transactions.oldest_seq
-        if oldest_half is not None:
-            needed = min(needed, oldest_half)
+        for seq in (self._broker.transactions.oldest_seq, parts.levels.first_waiting_seq):
+            needed = needed if seq is None else min(needed, seq)
         gone = retention.expired(
             parts.reader.segments,
             now_ms=parts.clock.now_ms(),

@@ -45,6 +45,7 @@ HELP = {
     "queues_per_topic": "Queues of a topic made on first use.",
     "auto_create_topics": "Make a topic when the first message for it arrives.",
     "delay_ms_max": "The longest delay accepted.",
+    "delay_levels": "What RocketMQ's delay levels stand for: level n is the nth item; units s, m, h, d.",
     "gather_ahead_ms": "Bodies due within this time are held in memory.",
     "gather_bytes": "And never more than about this much of them.",
     "compact_rows": "Move promises to the pending table when this many wait in the log's tail.",

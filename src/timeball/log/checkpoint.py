@@ -30,6 +30,13 @@ MAGIC = b"TBCHECK1"
 HEADER = struct.Struct("<8sQQ")
 
 
+class LevelFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A queue of the schedule topic: what stands before `offset` is settled, and these ranges behind it."""
+
+    offset: int
+    settled: tuple[tuple[int, int], ...] = ()  # (first offset, entries)
+
+
 class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What is true at `seq`: all rows below it have been applied to the caches."""
 
@@ -42,6 +49,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     reserved: list[tuple[int, int]] = []  # (first_seq, rows) set aside and not attached yet
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
     halves: list[tuple[int, int]] = []  # (seq, times its producer was asked) of every open half message
+    levels: dict[int, LevelFacts] = {}  # queue of the schedule topic, a level's number less one
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

@@ -90,6 +90,16 @@ class QueueIndex:
             offset = number * FILE_ENTRIES + stop
         return np.concatenate(parts) if parts else np.empty(0, ENTRY)
 
+    def at(self, offsets: Int64Array) -> EntryArray:
+        """The entries at these offsets, each between `min_offset` and `max_offset`, copied."""
+        found = np.empty(len(offsets), ENTRY)
+        numbers = offsets // FILE_ENTRIES
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            low = offsets[here] - number * FILE_ENTRIES
+            found[here] = self._room(number, int(low.max()) + 1)[low]
+        return found
+
     def trim(self, first_seq: int) -> None:
         """Forget entries of rows before `first_seq`, which retention has let go; removes files wholly behind it."""
         low, high = self.min_offset, self.max_offset

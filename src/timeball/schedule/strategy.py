@@ -10,7 +10,8 @@ All methods run on the event loop, in the order in which the log gives out seque
 every race, so that a promise handed out cannot be cancelled and a cancelled one is never handed out. What needs
 the disk runs in a reader thread behind the strategy's back and shows only in `next_due_ms`.
 
-How a strategy is built, restored and given files is its own affair: the composition root knows which it chose.
+How a strategy is built, given files, and what it saves for a restart is its own affair: the composition root knows
+which it chose.
 
 The contract suite (tests/schedule/contract.py) holds for all strategies: never early, never lost, never twice,
 order, cancel at any moment, restart anywhere.
@@ -76,8 +77,5 @@ class Strategy(Protocol):
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Which of these, known to wait no more, were cancelled, as far as anybody still remembers."""
 
-    def settled(self) -> Settled:
-        """The state a restart needs, with all durable releases and cancels accounted for."""
-
     def statistics(self) -> dict[str, int]:
-        """Counts for people: tail_rows, wheel_rows, table_rows, table_files, cancelled_rows."""
+        """Counts for people, by name."""
