@@ -235,6 +235,7 @@ class Node:
         for task in self._ticker_tasks:
             task.cancel()
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
+        await self.broker.popper.close()
         await self.broker.parts.schedule.close()
         await self.broker.parts.levels.close()
         if self.broker.parts.writer.failed is None:

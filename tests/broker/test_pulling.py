@@ -104,6 +104,18 @@ def test_who_waits_is_woken_by_their_topic_alone() -> None:
     asyncio.run(main())
 
 
+def test_who_waits_for_either_of_two_is_woken_by_the_first_and_gone_from_both() -> None:
+    async def main() -> None:
+        waiters = Waiters()
+        either = asyncio.ensure_future(waiters.wait_any(["a", "b"], 60))
+        await turns()
+        waiters.wake(["b"])
+        assert await either
+        assert not waiters._by_topic and not waiters._count
+
+    asyncio.run(main())
+
+
 def test_who_waits_too_long_or_goes_away_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PULLS_WAITING_MAX", 2)
 

@@ -7,7 +7,7 @@ polling interval stands between a release and its consumer. Waiting is bounded i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -28,10 +28,15 @@ class Waiters:
 
     async def wait(self, topic: str, timeout_s: float) -> bool:
         """Wait for something new in `topic`; false when the time is up."""
+        return await self.wait_any((topic,), timeout_s)
+
+    async def wait_any(self, topics: Collection[str], timeout_s: float) -> bool:
+        """Wait for something new in one of `topics`; false when the time is up."""
         if self._count >= limits.PULLS_WAITING_MAX:
             raise OverLimit(f"{self._count} consumers wait already; pull without waiting, or try again")
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._by_topic.setdefault(topic, set()).add(future)
+        for topic in topics:
+            self._by_topic.setdefault(topic, set()).add(future)
         self._count += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -41,11 +46,12 @@ class Waiters:
             return False
         finally:
             self._count -= 1
-            waiting = self._by_topic.get(topic)
-            if waiting is not None:
-                waiting.discard(future)
-                if not waiting:
-                    del self._by_topic[topic]
+            for topic in topics:
+                waiting = self._by_topic.get(topic)
+                if waiting is not None:
+                    waiting.discard(future)
+                    if not waiting:
+                        del self._by_topic[topic]
 
     def wake(self, topics: Iterable[str]) -> None:
         """Something has become visible in these topics."""

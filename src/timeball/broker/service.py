@@ -19,6 +19,7 @@ from timeball.broker import admission, cancelling, delivery, pulling, transactio
 from timeball.broker.cancelling import Verdict
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
+from timeball.broker.popping.popper import Popper
 from timeball.broker.topics import Placement
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import NotFound, OutOfRange
@@ -51,6 +52,7 @@ class Broker:
         self._host = parts.settings.host
         self.waiters = pulling.Waiters()
         self.lateness = delivery.Lateness()
+        self.popper = Popper(self)
         self.ticker, self.level_ticker = (self._ticker(each) for each in (parts.schedule, parts.levels))
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
         self.transactions = Transactions(parts, self._publish, halves)

@@ -1,0 +1,116 @@
+"""What is not acknowledged in time: nothing is done with before its copy is durable, and nobody is asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import batch, column, on_node
+from tests.crash.world import World
+
+from timeball import limits
+from timeball.broker.popping.popper import Ask, Popped, Popper
+from timeball.errors import OverLimit
+
+MINUTE_MS = 60_000
+ASK = Ask("g", "orders")
+
+
+def popper(world: World) -> Popper:
+    found: Popper = world.broker.popper
+    return found
+
+
+async def popped(world: World, rows: int = 1, **columns: object) -> Popped:
+    await world.broker.create_topic("orders", 1)
+    await world.broker.send(batch(rows, **columns))
+    return await popper(world).pop(ASK, 0)
+
+
+async def retries(world: World) -> pa.RecordBatch:
+    topic = "%RETRY%g_orders"
+    await world.until(lambda: topic in world.broker.topics() and world.broker.queues(topic)[0][1], "a copy")
+    return await world.broker.read_queue(topic, 0, 0, 100)
+
+
+@on_node()
+async def test_a_copy_that_cannot_be_written_now_is_written_later_and_the_receipt_counts_till_then(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receipts = (await popped(world, 2)).receipts("g")
+    window = popper(world).windows.all()[0]
+    with monkeypatch.context() as full:
+        full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
+        world.clock.advance(MINUTE_MS)
+        popper(world).wake()
+        await world.until(lambda: window.held[0].deadline_ms > world.clock.wall, "it has been tried")
+        assert popper(world).ack(receipts[:1]) == [True]
+    world.clock.advance(10_000)
+    popper(world).wake()
+    assert column(await retries(world), "unique_key") == [None]
+    await world.until(lambda: window.idle, "both are done")
+    assert world.broker.offsets("g", "orders") == {0: 2}
+
+
+@on_node()
+async def test_what_is_asked_for_and_refused_is_as_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (receipt,) = (await popped(world)).receipts("g")
+    with monkeypatch.context() as full:
+        full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
+        with pytest.raises(OverLimit):
+            await popper(world).dead_letter(receipt)
+    assert popper(world).ack([receipt]) == [True]
+
+
+@on_node()
+async def test_many_come_back_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timeball.broker.popping.returning.PART_ROWS", 3)
+    monkeypatch.setattr("timeball.broker.popping.returning.PART_BYTES", 400)
+    await popped(world, 20, body=[b"%03d" % i * 20 for i in range(20)])
+    world.clock.advance(MINUTE_MS)
+    popper(world).wake()
+    await world.until(lambda: popper(world).windows.count.rows == 0, "all are back")
+    found = column(await retries(world), "body")
+    assert sorted(found) == [b"%03d" % i * 20 for i in range(20)]
+
+
+@on_node()
+async def test_nothing_is_acked_while_it_is_on_its_way_back(world: World) -> None:
+    (receipt,) = (await popped(world)).receipts("g")
+    giving_up = asyncio.create_task(popper(world).dead_letter(receipt))
+    await asyncio.sleep(0)
+    assert popper(world).ack([receipt]) == [False]
+    assert await popper(world).change_invisible(receipt, 1) is None
+    assert await giving_up
+
+
+@on_node()
+async def test_what_somebody_has_moved_the_group_past_does_not_come_back(world: World) -> None:
+    await popped(world, 2)
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    assert not (await popper(world).pop(ASK, 0)).rows.num_rows
+    world.clock.advance(MINUTE_MS)
+    popper(world).wake()
+    await world.broker.send(batch(1))
+    assert (await popper(world).pop(ASK, 0)).rows.num_rows == 1
+    assert "%RETRY%g_orders" not in world.broker.topics()
+
+
+@on_node()
+async def test_the_clock_set_forward_is_noticed_without_being_told(world: World) -> None:
+    await popped(world)
+    world.clock.advance(MINUTE_MS)
+    assert column(await retries(world), "reconsume_times") == [1]
+
+
+@on_node(failing=True)
+async def test_a_disk_that_fails_stops_the_node_and_not_only_this(world: World) -> None:
+    await popped(world)
+    world.files.fail_at(world.files.calls + 1, OSError(5, "broken"), forever=True)
+    world.clock.advance(MINUTE_MS)
+    popper(world).wake()
+    with pytest.raises(OSError, match="broken"):
+        await world.until(lambda: False, "the node stops")

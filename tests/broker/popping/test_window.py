@@ -1,0 +1,92 @@
+"""One queue of one group: what is done is done, what is open is known, and the first open position is never passed."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.popping.window import NO_RECEIPT, Count, Window
+from timeball.log.queue_index import ENTRY, EntryArray
+
+
+def entries(offsets: list[int]) -> EntryArray:
+    found = np.zeros(len(offsets), ENTRY)
+    found["seq"], found["size"] = [100 + offset for offset in offsets], 10
+    return found
+
+
+def window(next_offset: int = 0) -> Window:
+    return Window("g", "t", 0, next_offset, next_offset, Count())
+
+
+def take(into: Window, offsets: list[int], pop_ms: int = 1) -> None:
+    into.take_next(offsets, entries(offsets), pop_ms, pop_ms + 10, in_order=False)
+    into.advance(offsets[-1] + 1)
+
+
+def test_a_receipt_is_found_by_place_and_time() -> None:
+    w = window()
+    take(w, [0, 1], pop_ms=5)
+    held = w.find(1, 5)
+    assert held is not None and (held.seq, held.size_bytes, held.deadline_ms) == (101, 10, 15)
+    assert w.find(1, 6) is None and w.find(2, 5) is None
+    w.done(1)
+    assert w.find(1, 5) is None
+
+
+def test_what_is_given_back_is_open_has_no_receipt_and_goes_out_again_lowest_first() -> None:
+    w = window()
+    take(w, [0, 1, 2])
+    for offset in (2, 0):
+        w.give_back(offset)
+    assert w.find(0, 1) is None and w.find(0, NO_RECEIPT) is None
+    assert w.first_open == 0 and w.open_rows == 3
+    assert w.take_again(1, 7, 17, in_order=True) == [0]
+    assert w.find(0, 7) is w.held[0] and w.held[0].in_order
+    assert w.take_again(9, 8, 18, in_order=True) == [2]
+
+
+def test_what_is_done_ahead_is_counted_until_it_is_passed() -> None:
+    w = window(5)
+    for offset in (6, 6, 9):
+        w.finish_ahead(offset)
+    assert w.count.rows == 2 and not w.idle and w.first_open == 5
+    w.advance(8)
+    assert w.done_ahead == {9} and w.count.rows == 1
+    w.advance(10)
+    assert w.idle and w.count.rows == 0
+
+
+def test_forgetting_forgets_all_and_counts_it() -> None:
+    w = window()
+    take(w, [0, 1, 2])
+    w.give_back(1)
+    w.finish_ahead(9)
+    w.forget()
+    assert w.idle and w.count.rows == 0 and w.find(0, 1) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "done", "back", "again"]), st.integers(0, 9)), max_size=60)
+)
+def test_the_first_open_position_is_the_least_that_is_neither_done_nor_unseen(
+    steps: list[tuple[str, int]],
+) -> None:
+    w, done = window(), set()
+    for step, n in steps:
+        if step == "take":
+            take(w, list(range(w.next_offset, w.next_offset + n + 1, 2)))
+        elif step == "again":
+            w.take_again(n, 1, 11, in_order=False)
+        elif w.held:
+            offset = sorted(w.held)[n % len(w.held)]
+            if step == "done":
+                w.done(offset)
+                done.add(offset)
+            else:
+                w.give_back(offset)
+        open_ones = [*w.held, *w.again]
+        assert w.first_open == min([*open_ones, w.next_offset])
+        assert not done & set(open_ones)
+        assert w.open_rows == w.count.rows == len(open_ones)
