@@ -157,6 +157,30 @@ def test_goodbye_of_somebody_unknown_is_fine(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "kind", "code"),
+    [
+        ("A || B", "TAG", 0),
+        ("*", None, 0),
+        ("a > 5 AND TAGS IS NOT NULL", "SQL92", 0),
+        ("a >", "SQL92", ResponseCode.SUBSCRIPTION_PARSE_FAILED),
+        ("a", "LUA", ResponseCode.SUBSCRIPTION_PARSE_FAILED),
+    ],
+)
+def test_a_client_may_ask_whether_its_expression_can_be_read(
+    wire: Wire, text: str, kind: str | None, code: int
+) -> None:
+    wanted = {"topic": "orders", "subString": text, "expressionType": kind}
+    body = {"clientId": "c", "group": "g", "subscriptionData": wanted}
+    answer = wire.ask(RequestCode.CHECK_CLIENT_CONFIG, body)
+    assert answer.code == code
+    assert bool(answer.remark) == bool(code)
+
+
+def test_a_client_may_ask_about_nothing(wire: Wire) -> None:
+    wire.ask_ok(RequestCode.CHECK_CLIENT_CONFIG, {"clientId": "c", "group": "g"})
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

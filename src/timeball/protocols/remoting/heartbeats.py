@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from timeball import limits
+from timeball.broker.filters import compile_filter
 from timeball.broker.topics import check_name
+from timeball.errors import InvalidFilter
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import BROADCASTING, Consuming, Subscription
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
@@ -81,6 +83,10 @@ class _HeartBeat(msgspec.Struct, rename="camel"):
     consumer_data_set: list[_Consumer] | None = None
 
 
+class _Client(msgspec.Struct, rename="camel"):
+    subscription_data: SubscriptionData | None = None
+
+
 class _Goodbye(msgspec.Struct, rename="camel"):
     producer_group: str | None = None
     consumer_group: str | None = None
@@ -102,6 +108,7 @@ class HeartBeats:
             RequestCode.HEART_BEAT: self._beat,
             RequestCode.UNREGISTER_CLIENT: self._goodbye,
             RequestCode.GET_CONSUMER_LIST_BY_GROUP: self._consumer_ids,
+            RequestCode.CHECK_CLIENT_CONFIG: self._check_client,
         }
 
     def expire(self) -> None:
@@ -144,6 +151,16 @@ class HeartBeats:
         group = parts.groups.ensure(name)
         if parts.topics.find(RETRY_PREFIX + name) is None:
             parts.topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums))
+
+    def _check_client(self, call: Call) -> Reply:
+        """Asked before the first heartbeat by a client that filters by SQL: can its expression be read?"""
+        wanted = call.body(_Client).subscription_data
+        if wanted is not None:
+            try:
+                compile_filter(wanted.sub_string, wanted.expression_type)
+            except InvalidFilter as error:
+                raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, str(error)) from error
+        return call.answer()
 
     def _goodbye(self, call: Call) -> Reply:
         said, member = call.fields(_Goodbye), self._site.clients.member(call.connection)
