@@ -19,9 +19,13 @@ from timeball.protocols.remoting.heartbeats import HeartBeats
 from timeball.protocols.remoting.locks import Locks
 from timeball.protocols.remoting.offsets import Offsets
 from timeball.protocols.remoting.pulls import Pulls
+from timeball.protocols.remoting.queries import Queries
+from timeball.protocols.remoting.recalls import Recalls
+from timeball.protocols.remoting.retries import Retries
 from timeball.protocols.remoting.routes import Routes
 from timeball.protocols.remoting.sends import Sends
 from timeball.protocols.remoting.site import Site
+from timeball.protocols.remoting.transactions import Transactions
 
 DEADLINES_LOOK_S = 1.0
 BACKLOG = 1_024
@@ -41,28 +45,35 @@ class RemotingEdge:
             advertise=settings.advertise,
         )
         site = self.site
-        self._sends = Sends(site)
         locks = Locks(site)
+        retries = Retries(site, locks.is_held)
+        self._sends = Sends(site, retries)
+        self._transactions = Transactions(site)
         self._heartbeats = HeartBeats(site, locks)
         self._dispatch = Dispatch(
             [
                 Routes(site).handlers(),
                 Offsets(site).handlers(),
                 Pulls(site).handlers(),
+                Queries(site).handlers(),
+                Recalls(site).handlers(),
                 self._heartbeats.handlers(),
                 locks.handlers(),
+                retries.handlers(),
+                self._transactions.handlers(),
             ]
         )
         self._connections: set[Connection] = set()
         self._servers: list[asyncio.Server] = []
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen; raises SetupError when a port is taken."""
         settings = self._settings
         self.site.name_server_port = await self._listen("--name-server-port", settings.name_server_port)
         self.site.remoting_port = await self._listen("--remoting-port", settings.remoting_port)
-        self._watch = asyncio.create_task(self._watch_deadlines())
+        watches = (self._watch_deadlines(), self._transactions.run())
+        self._tasks = [asyncio.create_task(watch) for watch in watches]
 
     async def _listen(self, option: str, port: int) -> int:
         if port < 0:
@@ -84,8 +95,9 @@ class RemotingEdge:
         return int(server.sockets[0].getsockname()[1])
 
     def _receive(self, connection: Connection, frames: list[Frame]) -> None:
+        now_ms = self.site.broker.parts.clock.now_ms()
         for frame in frames:
-            if not self._sends.take(connection, frame):
+            if not self._sends.take(connection, frame, now_ms):
                 self._dispatch.receive(connection, frame)
 
     async def _watch_deadlines(self) -> None:
@@ -100,9 +112,9 @@ class RemotingEdge:
         """Stop listening, end the requests that wait, and let the connections go."""
         for server in self._servers:
             server.close()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._dispatch.close()
         for connection in list(self._connections):
             connection.close()

@@ -62,6 +62,11 @@ class Locks:
         lock = self._groups.get(group, {}).get((topic, queue_id))
         return lock.client_id if lock is not None and self._site.monotonic_ms() < lock.ends_ms else None
 
+    def is_held(self, group: str) -> bool:
+        """Whether a client of the group holds any queue now."""
+        now_ms = self._site.monotonic_ms()
+        return any(now_ms < lock.ends_ms for lock in self._of(group).values())
+
     def give_up(self, group: str, client_id: str) -> None:
         """The client has said goodbye to the group: its queues are free."""
         self._keep(group, {p: lock for p, lock in self._of(group).items() if lock.client_id != client_id})

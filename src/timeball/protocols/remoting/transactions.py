@@ -1,0 +1,183 @@
+"""Transactions at the edge: END_TRANSACTION (37) from producers, CHECK_TRANSACTION_STATE (39) to them.
+
+Half messages themselves come as sends (sends.py). A client ends one by the number it was given as the message's
+physical offset, nearly always one-way; of what it did not end, it is asked: the half message is pushed to a
+producer of the group, and its answer is an END_TRANSACTION again. A producer group with nobody connected is not
+asked, and that does not count: a group that is down for an hour finds its transactions when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from random import choice
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker import transactions as core
+from timeball.broker.parts import in_thread
+from timeball.broker.transactions import Half, Outcome
+from timeball.errors import Corrupt, OutOfRange, OverLimit, RequestError
+from timeball.message import READ_SCHEMA, decode_properties, encode_properties
+from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.remoting.codec import delays
+from timeball.protocols.remoting.codec.codes import (
+    BROKER_VERSION,
+    MessageFlag,
+    RequestCode,
+    ResponseCode,
+)
+from timeball.protocols.remoting.codec.frame import Command
+from timeball.protocols.remoting.codec.records import encode_stored, offset_msg_id
+from timeball.protocols.remoting.site import Site
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+# After a restart many halves may be due at once: no more than this a look, so that clients can take it.
+CHECKS_PER_LOOK = 1_000
+BYTES_PER_LOOK = 8 * 1024 * 1024
+
+PREPARED, GROUP = "TRAN_MSG", core.GROUP
+TRANSACTION_ID = "__transactionId__"
+CHECK_TIMES = "TRANSACTION_CHECK_TIMES"
+
+
+class _End(msgspec.Struct):
+    producerGroup: str  # noqa: N815  RocketMQ's names
+    commitLogOffset: int  # noqa: N815
+    commitOrRollback: int  # noqa: N815
+
+
+def prepared(properties: str, group: str | None) -> str:
+    """A half message's properties text with what a later check needs, whatever the client left out."""
+    found = decode_properties(properties)
+    if found.get(PREPARED) == "true" and found.get(GROUP):
+        return properties
+    return encode_properties({**found, PREPARED: "true", GROUP: found.get(GROUP) or group or ""})
+
+
+class Transactions:
+    """See the module. `run` asks producers until it is cancelled."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._core = site.broker.transactions
+
+    def handlers(self) -> Handlers:
+        """The requests answered here."""
+        return {RequestCode.END_TRANSACTION: self.end}
+
+    async def end(self, call: Call) -> Reply:
+        """END_TRANSACTION: publish or drop the half message at `commitLogOffset`, or say nothing about it yet."""
+        asked = call.fields(_End)
+        commit = asked.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
+        if not commit and asked.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
+            return call.answer()  # unknown: asked again later
+        outcome = await self._core.end(
+            asked.commitLogOffset, asked.producerGroup, commit=commit, delay=self._delay
+        )
+        if outcome is Outcome.NOT_FOUND:
+            raise Refused(
+                ResponseCode.SYSTEM_ERROR,
+                f"Find prepared transaction message failed: {asked.commitLogOffset} of group "
+                f"{asked.producerGroup[: limits.GROUP_BYTES_MAX]}",
+            )
+        other = Outcome.ROLLED_BACK if commit else Outcome.COMMITTED
+        if outcome is other:
+            raise Refused(
+                ResponseCode.ILLEGAL_OPERATION,
+                f"the transaction at {asked.commitLogOffset} was {outcome.value} before",
+            )
+        return call.answer()
+
+    def _delay(self, properties: dict[str, str]) -> dict[str, int]:
+        parts = self._site.broker.parts
+        level, due_ms = delays.plan(properties, parts.clock.now_ms(), parts.settings.delay_ms_max)
+        if level:
+            return {"delay_level": level}
+        return {} if due_ms is None else {"due_ms": due_ms}
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Ask about every open half in time; ends when cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (RequestError, OverLimit) as error:
+                logger.warning("checks of transactions: %s; trying again later", error)
+            except Exception as error:
+                # Nobody else would hear of it: the checks must not just stop.
+                self._site.broker.parts.on_failure(error)
+                return
+
+    async def look(self) -> None:
+        """One round: every half that is due is asked about or given up."""
+        now_ms, size_bytes = self._site.broker.parts.clock.now_ms(), 0
+        given_up = []
+        for _ in range(CHECKS_PER_LOOK):
+            half = self._core.take_due(now_ms)
+            if half is None:
+                break
+            why = self._core.given_up(half, now_ms)
+            if why is not None:
+                given_up.append(self._core.discard(half, why))
+            elif size_bytes >= BYTES_PER_LOOK:
+                self._core.put_off(half, now_ms)
+                break
+            else:
+                size_bytes += await self._ask(half)
+        await asyncio.gather(*given_up)
+
+    async def _ask(self, half: Half) -> int:
+        """Push the half message to one of its producers, if there are any; returns the bytes pushed."""
+        parts = self._site.broker.parts
+        if not self._site.clients.producers(half.group):
+            return 0
+        try:
+            row = await in_thread(
+                parts.reader_thread, parts.reader.take, np.array([half.seq], dtype=np.int64)
+            )
+        except OutOfRange:
+            return 0  # ended meanwhile, and let go
+        except Corrupt as error:
+            logger.error("%s", error)  # one message that cannot be asked about; the others are
+            return 0
+        producers = self._site.clients.producers(half.group)
+        if not producers:
+            return 0
+        connection = choice(producers)
+        half.checks += 1
+        host, key = self._site.store_host(connection), half.unique_key or ""
+        command = Command(
+            code=RequestCode.CHECK_TRANSACTION_STATE,
+            version=BROKER_VERSION,
+            ext={
+                "topic": half.topic,
+                "commitLogOffset": str(half.seq),
+                "tranStateTableOffset": "0",
+                "offsetMsgId": offset_msg_id(host, half.seq),
+                "msgId": key,
+                "transactionId": key,
+                "bname": self._site.broker_name,
+            },
+            body=encode_stored(_asked(row, half), store_host=host, born_host=host),
+        )
+        connection.push(command)
+        return len(command.body)
+
+
+def _asked(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:
+    """The half message as a producer is shown it."""
+    properties = decode_properties(row.column("properties")[0].as_py() or "")
+    properties[CHECK_TIMES] = str(half.checks)
+    if half.unique_key is not None:
+        properties.setdefault("UNIQ_KEY", half.unique_key)
+        properties[TRANSACTION_ID] = half.unique_key
+    at = READ_SCHEMA.get_field_index("properties")
+    return row.set_column(at, READ_SCHEMA.field(at), pa.array([encode_properties(properties)]))
