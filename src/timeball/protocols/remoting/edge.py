@@ -18,6 +18,7 @@ from timeball.protocols.remoting.dispatch import Dispatch
 from timeball.protocols.remoting.heartbeats import HeartBeats
 from timeball.protocols.remoting.locks import Locks
 from timeball.protocols.remoting.offsets import Offsets
+from timeball.protocols.remoting.pops import Pops
 from timeball.protocols.remoting.pulls import Pulls
 from timeball.protocols.remoting.queries import Queries
 from timeball.protocols.remoting.recalls import Recalls
@@ -55,6 +56,7 @@ class RemotingEdge:
                 Routes(site).handlers(),
                 Offsets(site).handlers(),
                 Pulls(site).handlers(),
+                Pops(site).handlers(),
                 Queries(site).handlers(),
                 Recalls(site).handlers(),
                 self._heartbeats.handlers(),
