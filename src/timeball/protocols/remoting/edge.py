@@ -11,6 +11,7 @@ import asyncio
 
 from timeball.broker.service import Broker
 from timeball.errors import SetupError
+from timeball.protocols.remoting.admin import Admin
 from timeball.protocols.remoting.clients import Clients
 from timeball.protocols.remoting.codec.frame import Frame
 from timeball.protocols.remoting.connection import Connection
@@ -51,6 +52,7 @@ class RemotingEdge:
         self._sends = Sends(site, retries)
         self._transactions = Transactions(site)
         self._heartbeats = HeartBeats(site, locks)
+        self._admin = Admin(site)
         self._dispatch = Dispatch(
             [
                 Routes(site).handlers(),
@@ -60,6 +62,7 @@ class RemotingEdge:
                 Queries(site).handlers(),
                 Recalls(site).handlers(),
                 self._heartbeats.handlers(),
+                self._admin.handlers(),
                 locks.handlers(),
                 retries.handlers(),
                 self._transactions.handlers(),
@@ -107,6 +110,7 @@ class RemotingEdge:
         while True:
             await asyncio.sleep(DEADLINES_LOOK_S)
             self._heartbeats.expire()
+            self._admin.sample()
             for connection in list(self._connections):
                 connection.check_deadlines(loop.time())
 

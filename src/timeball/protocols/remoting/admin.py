@@ -1,0 +1,45 @@
+"""Administration: what RocketMQ's tools and consoles ask a broker, in rooms by what they ask about.
+
+    topic_admin     topics: create, change, list, delete
+    group_admin     consumer groups: configure, list, delete
+    member_admin    who is connected, and who reads what
+    progress        how far queues and groups have come
+    resets          offsets set back to an instant
+    runtime         figures and settings
+
+Nothing of it is on the way of a message.
+"""
+
+from __future__ import annotations
+
+from timeball.protocols.remoting.calls import Handlers
+from timeball.protocols.remoting.group_admin import GroupAdmin
+from timeball.protocols.remoting.member_admin import MemberAdmin
+from timeball.protocols.remoting.progress import Progress
+from timeball.protocols.remoting.resets import Resets
+from timeball.protocols.remoting.runtime import Runtime
+from timeball.protocols.remoting.site import Site
+from timeball.protocols.remoting.topic_admin import TopicAdmin
+
+
+class Admin:
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        self._runtime = Runtime(site)
+        self._rooms = [
+            TopicAdmin(site).handlers(),
+            GroupAdmin(site).handlers(),
+            MemberAdmin(site).handlers(),
+            Progress(site).handlers(),
+            Resets(site).handlers(),
+            self._runtime.handlers(),
+        ]
+
+    def handlers(self) -> Handlers:
+        """The requests of all rooms."""
+        return {code: handler for room in self._rooms for code, handler in room.items()}
+
+    def sample(self) -> None:
+        """Called about once a second."""
+        self._runtime.sample()

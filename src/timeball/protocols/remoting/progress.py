@@ -1,0 +1,125 @@
+"""How far queues and groups have come, for tools: offsets, when the last message came, and what is still to be read.
+
+The tables have queues as keys, in fastjson's manner (codec/tables.py). Times are read from the messages
+themselves, in the reader thread; a message that retention has let go in between has none any more and counts as 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from timeball.broker.parts import in_thread
+from timeball.broker.topics import Topic
+from timeball.errors import OutOfRange
+from timeball.log.queue_index import QueueIndex
+from timeball.log.reader import LogReader
+from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.remoting.codec import tables
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.site import Site
+
+Wanted = list[tuple[QueueIndex, int]]  # whose store time: a queue and an offset
+
+
+class _Topic(msgspec.Struct):
+    topic: str
+
+
+class _Stats(msgspec.Struct, rename="camel"):
+    consumer_group: str
+    topic: str | None = None
+
+
+class Progress:
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._broker = site, site.broker
+
+    def handlers(self) -> Handlers:
+        """The requests answered here."""
+        return {
+            RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
+            RequestCode.GET_CONSUME_STATS: self._consume_stats,
+        }
+
+    async def _topic_stats(self, call: Call) -> Reply:
+        name = call.fields(_Topic).topic
+        topic = self._broker.parts.topics.find(name)
+        if topic is None:
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist")
+        ranges = [(q.index.min_offset, q.index.max_offset) for q in topic.queues]
+        times = await self._store_times(
+            [(queue.index, high - 1) for queue, (_, high) in zip(topic.queues, ranges, strict=True)]
+        )
+        return call.answer_json(
+            {
+                "offsetTable": tables.by_object(
+                    (
+                        self._queue(topic, queue),
+                        {"lastUpdateTimestamp": last_ms, "maxOffset": high, "minOffset": low},
+                    )
+                    for queue, ((low, high), last_ms) in enumerate(zip(ranges, times, strict=True))
+                ),
+                "topicPutTps": 0.0,
+            }
+        )
+
+    async def _consume_stats(self, call: Call) -> Reply:
+        asked = call.fields(_Stats)
+        entries: list[tuple[Any, Any]] = []
+        for name in [asked.topic] if asked.topic else self._topics_of(asked.consumer_group):
+            topic = self._broker.parts.topics.find(name)
+            if topic is not None:
+                entries += await self._progress(asked.consumer_group, topic)
+        return call.answer_json({"consumeTps": 0.0, "offsetTable": tables.by_object(entries)})
+
+    def _topics_of(self, group: str) -> list[str]:
+        """What the group reads now, or has read before."""
+        reads = self._site.clients.consumers(group)
+        now = list(reads.subscriptions) if reads is not None else []
+        return sorted({*now, *self._broker.parts.offsets.topics_of(group)})
+
+    async def _progress(self, group: str, topic: Topic) -> list[tuple[Any, Any]]:
+        stored = self._broker.offsets(group, topic.name)
+        queues = topic.queues[: topic.read_queues]
+        # A group that has not come yet is behind by all that is there.
+        offsets = [stored.get(at, queue.index.min_offset) for at, queue in enumerate(queues)]
+        ends = [queue.index.max_offset for queue in queues]
+        times = await self._store_times(
+            [(queue.index, offset - 1) for queue, offset in zip(queues, offsets, strict=True)]
+        )
+        return [
+            (
+                self._queue(topic, at),
+                {
+                    "brokerOffset": end,
+                    "consumerOffset": offset,
+                    "pullOffset": offset,
+                    "lastTimestamp": last_ms,
+                },
+            )
+            for at, (end, offset, last_ms) in enumerate(zip(ends, offsets, times, strict=True))
+        ]
+
+    async def _store_times(self, wanted: Wanted) -> list[int]:
+        parts = self._broker.parts
+        return await in_thread(parts.reader_thread, store_times, parts.reader, wanted)
+
+    def _queue(self, topic: Topic, queue: int) -> dict[str, Any]:
+        return {"brokerName": self._site.broker_name, "queueId": queue, "topic": topic.name}
+
+
+def store_times(reader: LogReader, wanted: Wanted) -> list[int]:
+    """When each of these messages was stored; 0 where there is none (reader thread)."""
+    found = []
+    for index, offset in wanted:
+        try:
+            seqs = index.read(offset, 1)["seq"].astype(np.int64)
+            found.append(int(reader.take(seqs).column("store_ms")[0].as_py()) if len(seqs) else 0)
+        except OutOfRange:  # an empty queue, or one whose messages retention has just let go
+            found.append(0)
+    return found

@@ -1,0 +1,181 @@
+"""The broker's figures and settings, for tools, under RocketMQ's names.
+
+What RocketMQ counts and Timeball has no such thing of (thread pools, page-cache locks) is 0, since tools read these
+names and fail without them. Rates come from samples that the edge takes once a second; "yesterday" and
+"today" are days of UTC and begin, for a broker that started today, with its start. Settings can be read and not
+written: what a broker does follows from its command line and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import fields
+
+from timeball import __version__, limits
+from timeball.broker.parts import in_thread
+from timeball.errors import OutOfRange
+from timeball.log.reader import LogReader
+from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.remoting.codec import tables
+from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
+from timeball.protocols.remoting.site import Site
+
+TPS_WINDOWS_S = (10, 60, 600)  # RocketMQ's three averages
+
+_NOTHING_OF_THE_KIND = (
+    "sendThreadPoolQueueSize", "sendThreadPoolQueueHeadWaitTimeMills", "pullThreadPoolQueueSize",
+    "pullThreadPoolQueueHeadWaitTimeMills", "queryThreadPoolQueueSize", "ackThreadPoolQueueSize",
+    "queryThreadPoolQueueHeadWaitTimeMills", "ackThreadPoolQueueHeadWaitTimeMills", "EndTransactionQueueSize",
+    "pageCacheLockTimeMills", "dispatchBehindBytes", "timerReadBehind", "timerOffsetBehind",
+)  # fmt: skip
+
+
+class Runtime:
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._broker = site, site.broker
+        self._started_ms = self._now_ms()
+        self._samples: deque[tuple[int, int]] = deque(maxlen=TPS_WINDOWS_S[-1] + 1)  # monotonic ms, rows
+        self._day = self._started_ms // limits.DAY_MS
+        self._put_yesterday_morning = self._put_this_morning = 0
+        self.sample()
+
+    def handlers(self) -> Handlers:
+        """The requests answered here."""
+        return {
+            RequestCode.GET_BROKER_RUNTIME_INFO: self._info,
+            RequestCode.GET_BROKER_CONFIG: self._config,
+            RequestCode.UPDATE_BROKER_CONFIG: self._update_config,
+            RequestCode.GET_ALL_DELAY_OFFSET: self._delay_offsets,
+        }
+
+    def sample(self) -> None:
+        """Note how much has been written; called about once a second."""
+        rows, day = self._broker.parts.writer.statistics.rows, self._now_ms() // limits.DAY_MS
+        if day > self._day:
+            self._put_yesterday_morning, self._put_this_morning = self._put_this_morning, rows
+            self._day = day
+        self._samples.append((self._site.monotonic_ms(), rows))
+
+    def _now_ms(self) -> int:
+        return self._broker.parts.clock.now_ms()
+
+    async def _info(self, call: Call) -> Reply:
+        parts = self._broker.parts
+        earliest_ms = await in_thread(parts.reader_thread, first_store_ms, parts.reader)
+        return call.answer_json({"table": self._table(earliest_ms or self._now_ms())})
+
+    def _table(self, earliest_ms: int) -> dict[str, str]:
+        """RocketMQ's BrokerRuntimeInfo."""
+        parts, now_ms = self._broker.parts, self._now_ms()
+        written, segments = parts.writer.statistics, parts.reader.segments
+        put_tps = self._put_tps(written.rows)
+        found: dict[str, object] = dict.fromkeys(_NOTHING_OF_THE_KIND, 0)
+        found |= {
+            "brokerActive": "true",
+            "brokerVersion": BROKER_VERSION,
+            "brokerVersionDesc": f"Timeball {__version__}",
+            "bootTimestamp": self._started_ms,
+            "runtime": _spelled(now_ms - self._started_ms),
+            "startAcceptSendRequestTimeStamp": self._started_ms,
+            "msgPutTotalYesterdayMorning": self._put_yesterday_morning,
+            "msgPutTotalTodayMorning": self._put_this_morning,
+            "msgPutTotalTodayNow": written.rows,
+            "msgGetTotalYesterdayMorning": 0,
+            "msgGetTotalTodayMorning": 0,
+            "msgGetTotalTodayNow": 0,
+            "putTps": put_tps,
+            "getTransferredTps": "0.0 0.0 0.0",
+            "putMessageTimesTotal": written.rows,
+            "putMessageSizeTotal": written.bytes,
+            "putMessageAverageSize": written.bytes / written.rows if written.rows else 0.0,
+            "earliestMessageTimeStamp": earliest_ms,
+            "commitLogMinOffset": segments.first_seq,
+            "commitLogMaxOffset": segments.next_seq,
+            "commitLogDirCapacity": f"Total : unknown, used : {segments.size_bytes} bytes.",
+            "commitLogDiskRatio": 0.0,
+            "consumeQueueDiskRatio": 0.0,
+            "remainHowManyDataToFlush": "0 B",
+            "timerCongestNum": self._waiting_rows(),
+            "timerEnqueueTps": 0.0,
+            "timerDequeueTps": 0.0,
+        }
+        offsets = parts.levels.offsets()
+        for level in range(1, len(parts.levels.table) + 1):
+            offset, end = offsets.get(level, (0, 0))
+            found[f"scheduleMessageOffset_{level}"] = f"{offset},{end}"
+        return {name: str(value) for name, value in sorted(found.items())}
+
+    def _waiting_rows(self) -> int:
+        counts = self._broker.parts.schedule.statistics()
+        return counts["tail_rows"] + counts["table_rows"] - counts["cancelled_rows"]
+
+    def _put_tps(self, rows: int) -> str:
+        now_ms, rates = self._site.monotonic_ms(), []
+        for window_s in TPS_WINDOWS_S:
+            begin_ms = now_ms - window_s * limits.SECOND_MS
+            since_ms, before = next((s for s in self._samples if s[0] >= begin_ms), self._samples[-1])
+            passed_ms = now_ms - since_ms
+            rates.append((rows - before) * 1_000 / passed_ms if passed_ms > 0 else 0.0)
+        return " ".join(f"{rate:.1f}" for rate in rates)
+
+    def _config(self, call: Call) -> Reply:
+        settings, site = self._broker.parts.settings, self._site
+        named = {
+            "brokerName": site.broker_name,
+            "brokerClusterName": site.cluster_name,
+            "brokerId": 0,
+            "listenPort": site.remoting_port,
+            "messageDelayLevel": settings.delay_levels,
+            "defaultTopicQueueNums": settings.queues_per_topic,
+            "autoCreateTopicEnable": settings.auto_create_topics,
+            "autoCreateSubscriptionGroup": True,
+            "fileReservedTime": settings.retention_ms // limits.HOUR_MS,
+            "flushDiskType": "SYNC_FLUSH" if settings.durability == "sync" else "ASYNC_FLUSH",
+            "maxMessageSize": limits.BODY_BYTES_MAX,
+            "timerMaxDelaySec": settings.delay_ms_max // limits.SECOND_MS,
+            **{f"timeball.{field.name}": getattr(settings, field.name) for field in fields(settings)},
+        }
+        lines = [f"{name}={_property(value)}\n" for name, value in named.items()]
+        return call.answer(body="".join(lines).encode(), ext={"version": '{"counter":0,"timestamp":0}'})
+
+    def _update_config(self, call: Call) -> Reply:
+        raise Refused(
+            ResponseCode.NO_PERMISSION,
+            "the settings of a running Timeball do not change: stop it, and start it with other options",
+        )
+
+    def _delay_offsets(self, call: Call) -> Reply:
+        levels = self._broker.parts.levels
+        offsets = dict.fromkeys(range(1, len(levels.table) + 1), (0, 0)) | levels.offsets()
+        return call.answer_json(
+            {
+                "dataVersion": tables.data_version(0, self._started_ms),
+                "offsetTable": {str(level): offset for level, (offset, _) in offsets.items()},
+            }
+        )
+
+
+def first_store_ms(reader: LogReader) -> int | None:
+    """When the oldest row kept was stored; None for an empty log (reader thread)."""
+    try:
+        _, rows = next(reader.frames(reader.first_seq, reader.first_seq + 1))
+    except (StopIteration, OutOfRange):  # retention may take it in this very moment
+        return None
+    found = rows.column("store_ms")[0].as_py()
+    return None if found is None else int(found)
+
+
+def _property(value: object) -> str:
+    """A value as it stands in a file of Java properties."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _spelled(ms: int) -> str:
+    """A duration as RocketMQ spells it."""
+    seconds = max(0, ms) // 1_000
+    days, seconds = divmod(seconds, 86_400)
+    hours, seconds = divmod(seconds, 3_600)
+    minutes, seconds = divmod(seconds, 60)
+    return f"[ {days} days, {hours} hours, {minutes} minutes, {seconds} seconds ]"

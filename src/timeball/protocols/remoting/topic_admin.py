@@ -1,0 +1,167 @@
+"""Topics as tools manage them: create, change, list, delete.
+
+A topic that is deleted disappears with its messages; promises made to it still fall due, and bring it back as
+any first message would. What a tool writes is saved before the answer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from timeball import limits
+from timeball.broker import topic_config
+from timeball.broker.topic_config import TopicConfig
+from timeball.broker.topics import FilterType, Topic, check_name
+from timeball.errors import RequestError
+from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.remoting.codec import reserved
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.tables import data_version
+from timeball.protocols.remoting.site import Site
+
+ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
+
+
+class _Create(msgspec.Struct, rename="camel"):
+    topic: str
+    read_queue_nums: int
+    write_queue_nums: int
+    perm: int = topic_config.READ | topic_config.WRITE
+    topic_filter_type: FilterType = "SINGLE_TAG"
+    topic_sys_flag: int = 0
+    order: bool = False
+    attributes: str = ""
+
+
+class _Topic(msgspec.Struct):
+    topic: str
+
+
+class _KeyValue(msgspec.Struct):
+    namespace: str
+    key: str
+
+
+class TopicAdmin:
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._broker = site, site.broker
+        self._topics = site.broker.parts.topics
+
+    def handlers(self) -> Handlers:
+        """The requests answered here."""
+        return {
+            RequestCode.UPDATE_AND_CREATE_TOPIC: self._update,
+            RequestCode.GET_ALL_TOPIC_CONFIG: self._all,
+            RequestCode.GET_TOPIC_CONFIG: self._one,
+            RequestCode.DELETE_TOPIC_IN_BROKER: self._delete,
+            RequestCode.DELETE_TOPIC_IN_NAMESRV: self._nothing_to_do,
+            RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: self._system_topics,
+            RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
+            RequestCode.PUT_KV_CONFIG: self._put_key_value,
+            RequestCode.DELETE_KV_CONFIG: self._delete_key_value,
+        }
+
+    async def _update(self, call: Call) -> Reply:
+        said = call.fields(_Create)
+        try:
+            _check(said.topic)
+            known = self._topics.find(said.topic)
+            config = TopicConfig(
+                read_queues=said.read_queue_nums,
+                write_queues=said.write_queue_nums,
+                perm=said.perm,
+                order=said.order,
+                sys_flag=said.topic_sys_flag,
+                attributes=topic_config.altered(known.config.attributes if known else {}, said.attributes),
+            )
+            self._topics.configure(said.topic, config, filter_type=said.topic_filter_type)
+        except RequestError as error:
+            raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
+        await self._broker.save_topics()
+        return call.answer()
+
+    def _all(self, call: Call) -> Reply:
+        return call.answer_json(
+            {
+                "dataVersion": data_version(self._topics.version, 0),
+                "topicConfigTable": {topic.name: _words(topic) for topic in self._topics.all()},
+            }
+        )
+
+    def _one(self, call: Call) -> Reply:
+        return call.answer_json(_words(self._known(call.fields(_Topic).topic)))
+
+    async def _delete(self, call: Call) -> Reply:
+        name = call.fields(_Topic).topic
+        try:
+            _check(name)
+        except RequestError as error:
+            raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
+        if self._topics.delete(name, self._broker.parts.writer.next_seq):
+            self._broker.parts.offsets.forget_topic(name)
+            self._broker.waiters.wake([name])  # who waits for its messages is told that it is gone
+            await self._broker.save_topics()
+        return call.answer()
+
+    def _nothing_to_do(self, call: Call) -> Reply:
+        """Tools delete a topic's route by itself, in the name server: ours follows from the topic."""
+        return call.answer()
+
+    def _system_topics(self, call: Call) -> Reply:
+        return call.answer_json(
+            {
+                "topicList": [self._site.cluster_name, self._site.broker_name, *reserved.SYSTEM_TOPICS],
+                "brokerAddr": self._site.address(call.connection),
+            }
+        )
+
+    async def _put_key_value(self, call: Call) -> Reply:
+        """Tools that make a topic an ordered one say so a second time, in the name server's table."""
+        await self._set_order(call, order=True)
+        return call.answer()
+
+    async def _delete_key_value(self, call: Call) -> Reply:
+        """And take it back when they delete the topic, which is gone then."""
+        await self._set_order(call, order=False)
+        return call.answer()
+
+    async def _set_order(self, call: Call, *, order: bool) -> None:
+        said = call.fields(_KeyValue)
+        if said.namespace != ORDER_NAMESPACE:
+            raise Refused(
+                ResponseCode.NO_PERMISSION,
+                f"namespace {said.namespace[:80]!r}: Timeball keeps {ORDER_NAMESPACE} and nothing else",
+            )
+        topic = self._topics.find(said.key)
+        if topic is not None and topic.config.order != order:
+            self._topics.configure(topic.name, msgspec.structs.replace(topic.config, order=order))
+            await self._broker.save_topics()
+
+    def _known(self, name: str) -> Topic:
+        topic = self._topics.find(name)
+        if topic is None:
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
+        return topic
+
+
+def _check(name: str) -> None:
+    check_name(name, limits.TOPIC_BYTES_MAX, "topic")
+    conflict = reserved.conflict(name)
+    if conflict is not None:
+        raise RequestError(conflict)
+
+
+def _words(topic: Topic) -> dict[str, object]:
+    """RocketMQ's TopicConfig."""
+    return {
+        "topicName": topic.name,
+        "readQueueNums": topic.read_queues,
+        "writeQueueNums": topic.write_queues,
+        "perm": topic.perm,
+        "topicFilterType": topic.filter_type,
+        "topicSysFlag": topic.config.sys_flag,
+        "order": topic.config.order,
+        "attributes": topic.config.attributes,
+    }
