@@ -120,6 +120,11 @@ def _nulls(kind: pa.DataType, count: int) -> pa.Array:
     return pa.nulls(count, kind)
 
 
+@lru_cache(maxsize=8 * 256)
+def _repeated(value: str | int, kind: pa.DataType, count: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, kind), count)
+
+
 def byte_lengths(column: pa.Array) -> Int64Array:
     """Bytes of each value of a string or binary column; 0 for a null.
 
@@ -127,8 +132,8 @@ def byte_lengths(column: pa.Array) -> Int64Array:
     """
     if column.null_count == len(column):
         return np.zeros(len(column), dtype=np.int64)
-    offsets = column.buffers()[1]
-    lengths = np.diff(np.frombuffer(offsets, dtype=np.int32, offset=4 * column.offset, count=len(column) + 1))
+    ends = np.frombuffer(column.buffers()[1], dtype=np.int32, offset=4 * column.offset, count=len(column) + 1)
+    lengths = ends[1:] - ends[:-1]
     if column.null_count:
         lengths[np.asarray(column.is_null())] = 0  # a null may have bytes behind it, which nobody is to see
     return lengths.astype(np.int64)
@@ -143,7 +148,11 @@ def _column(field: pa.Field, value: object, count: int) -> pa.Array:
     if isinstance(value, pa.Array):
         return value if value.type == field.type else value.cast(field.type)
     if isinstance(value, (str, bytes, int)):
-        return pa.repeat(pa.scalar(value, field.type), count)
+        # Flags are 0 nearly always, and the host is ours: made once for each of the usual numbers of rows.
+        usual = count <= SMALL_ROWS and (isinstance(value, str) or value in (0, -1))
+        return (
+            _repeated(value, field.type, count) if usual else pa.repeat(pa.scalar(value, field.type), count)
+        )
     return pa.array(value, field.type)
 
 

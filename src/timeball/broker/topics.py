@@ -25,7 +25,7 @@ from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import FOLDER as QUEUES
 from timeball.log.queue_index import QueueIndex
-from timeball.message import Int64Array, Kind, byte_lengths
+from timeball.message import SMALL_ROWS, Int64Array, Kind, byte_lengths
 
 NAME = "topics.json"
 FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
@@ -223,18 +223,13 @@ class Topics:
         `promised`: their topics are made when they are missing, whatever the settings say.
         """
         codes, names = codes_of(rows.column("topic"))
-        queue_id = np.array(
-            rows.column("queue_id").fill_null(-1).to_numpy(zero_copy_only=False), dtype=np.int64
-        )
+        queue_id = _filled(rows.column("queue_id"), -1).to_numpy().astype(np.int64)
         topics = [self._owed(name) if promised else self.ensure(name) for name in names]
         for code, topic in enumerate(topics):
             self._choose(topic, queue_id, np.flatnonzero(codes == code) if len(topics) > 1 else None)
-        placed = codes * limits.QUEUES_PER_TOPIC_MAX + queue_id
-        order = np.argsort(placed, kind="stable")
-        cuts = np.flatnonzero(np.diff(placed[order])) + 1
-        queue_offset = np.empty(len(placed), dtype=np.int64)
+        queue_offset = np.empty(len(queue_id), dtype=np.int64)
         groups = []
-        for group in np.split(order, cuts):
+        for group in _alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
             topic, at = topics[int(codes[group[0]])], int(queue_id[group[0]])
             queue = topic.queues[at]
             queue_offset[group] = queue.next_offset + np.arange(len(group))
@@ -340,8 +335,31 @@ def check_name(name: str, bytes_max: int, what: str) -> None:
 
 def codes_of(column: pa.Array) -> tuple[Int64Array, list[str]]:
     """Each row's number in the list of distinct values, and that list."""
+    if len(column) <= SMALL_ROWS:
+        # A kernel's fixed cost is that of a hundred rows in Python, and most commits have fewer.
+        values = column.to_pylist()
+        if values.count(values[0] if values else None) == len(values):
+            return np.zeros(len(values), dtype=np.int64), values[:1]
+        numbers: dict[str, int] = {}
+        codes = [numbers.setdefault(value, len(numbers)) for value in values]
+        return np.array(codes, dtype=np.int64), list(numbers)
     encoded = column.dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
+
+
+def _alike(values: Int64Array) -> list[Int64Array]:
+    """The positions of each distinct value, in order."""
+    if len(values) == 1:
+        return [np.zeros(1, dtype=np.int64)]
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(values)]
+    return [order[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+
+def _filled(column: pa.Array, value: str | int) -> pa.Array:
+    return column.fill_null(value) if column.null_count else column
 
 
 def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
@@ -362,7 +380,7 @@ def _index_tags(tags: pa.Array, codes: Int64Array, topics: list[Topic]) -> Int64
     """What each row's index entry holds of its tag: the hash, or the mask in a MULTI_TAG topic; 0 without a tag."""
     if tags.null_count == len(tags):
         return np.zeros(len(tags), dtype=np.int64)
-    of_row, texts = codes_of(tags.fill_null(""))
+    of_row, texts = codes_of(_filled(tags, ""))
     found = np.array([tag_hash(text) for text in texts], dtype=np.int64)[of_row]
     multiple = [code for code, topic in enumerate(topics) if topic.filter_type == "MULTI_TAG"]
     if multiple:
