@@ -68,11 +68,12 @@ class Pair:
         self.connection.close()
         self._far.close()
 
-    async def ask(self, handlers: Handlers, code: int, body: bytes = b"", **ext: object) -> Command:
+    async def ask(
+        self, handlers: Handlers, code: int, body: bytes = b"", *, version: int = 409, **ext: object
+    ) -> Command:
         """The answer of a room to a request by this connection."""
-        call = Call(
-            self.connection, Command(code, body=body, ext={name: str(value) for name, value in ext.items()})
-        )
+        texts = {name: str(value) for name, value in ext.items()}
+        call = Call(self.connection, Command(code, body=body, ext=texts, version=version))
         try:
             reply: Any = handlers[code](call)
             answer = reply if isinstance(reply, Command) else await reply

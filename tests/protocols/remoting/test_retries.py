@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
-from tests.protocols.remoting.calling import ask, site_of
+from tests.protocols.remoting.pairs import Pair, site_of
 
 from timeball.broker.groups import SubscriptionGroup
 from timeball.message import decode_properties, encode_properties
@@ -17,6 +17,11 @@ from timeball.protocols.remoting.retries import Retries
 
 CODE = RequestCode.CONSUMER_SEND_MSG_BACK
 OK = (ResponseCode.SUCCESS, None)
+SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
+# RocketMQ's levels from the third on, as waits: what the documents say of sixteen retries.
+WAITS_MS = [10 * SECOND_MS, 30 * SECOND_MS] + [n * MINUTE_MS for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)] + [
+    1 * HOUR_MS, 2 * HOUR_MS,
+]  # fmt: skip
 USERS = {"KEYS": "order-17", "TAGS": "close", "UNIQ_KEY": "A17"}
 CPP_VERSION = 63
 
@@ -27,11 +32,25 @@ async def send(world: World, **columns: Any) -> int:
     return int((await world.broker.send(batch(1, **whole))).first_seq)
 
 
+async def back(retries: Retries, version: int = 409, **header: object) -> tuple[int, str | None]:
+    """Code and remark of the answer to a hand-back."""
+    pair = await Pair.made()
+    answer = await pair.ask(retries.handlers(), CODE, version=version, **header)
+    pair.close()
+    return answer.code, answer.remark
+
+
 async def read(world: World, topic: str) -> list[dict[str, Any]]:
     found = []
     for queue in world.broker.queues(topic):
         found += (await world.broker.read_queue(topic, queue, 0, 100)).to_pylist()
     return found
+
+
+async def retried(world: World, count: int) -> list[dict[str, Any]]:
+    """What is in the retry topic, once there are so many."""
+    await world.until(lambda: world.broker.queues("%RETRY%readers")[0][1] >= count, "the retry")
+    return await read(world, "%RETRY%readers")
 
 
 def room(world: World, group: SubscriptionGroup | None = None, orderly: bool = False) -> Retries:
@@ -48,8 +67,7 @@ async def test_a_dead_letter_is_the_message_and_says_where_it_came_from(world: W
         world, body=[b"close"], keys=["order-17"], unique_key=["A17"], flag=[3], sys_flag=[1], born_ms=[5],
         born_host=["10.0.0.7:5"], reconsume_times=[16],
     )  # fmt: skip
-    handlers = room(world).handlers()
-    assert await ask(handlers, CODE, offset=seq, group="readers", delayLevel=0) == OK
+    assert await back(room(world), offset=seq, group="readers", delayLevel=0) == OK
     [found] = await read(world, "%DLQ%readers")
     assert (found["body"], found["tag"], found["keys"]) == (b"close", "close", "order-17")
     assert (found["unique_key"], found["flag"], found["sys_flag"]) == ("A17", 3, 1)
@@ -64,10 +82,45 @@ async def test_a_dead_letter_is_the_message_and_says_where_it_came_from(world: W
 
 
 @on_node()
+async def test_sixteen_tries_each_a_level_later_and_then_the_dead_letter(world: World) -> None:
+    retries = room(world)
+    seq = await send(world, unique_key=["A17"])
+    for number, wait_ms in enumerate(WAITS_MS):
+        assert await back(retries, offset=seq, group="readers", delayLevel=0) == OK
+        await world.advance(wait_ms - 1)
+        assert len(await read(world, "%RETRY%readers")) == number
+        await world.advance(1)
+        found = (await retried(world, number + 1))[-1]
+        assert (found["reconsume_times"], found["body"]) == (number + 1, b"body")
+        properties = decode_properties(found["properties"])
+        assert properties["DELAY"] == str(3 + number)
+        assert (properties["RETRY_TOPIC"], properties["REAL_TOPIC"]) == ("orders", "%RETRY%readers")
+        assert properties["ORIGIN_MESSAGE_ID"] == "0A00000100002A9F0000000000000001"
+        seq = found["seq"]
+    assert await back(retries, offset=seq, group="readers", delayLevel=0) == OK
+    [letter] = await read(world, "%DLQ%readers")
+    assert (letter["reconsume_times"], letter["due_ms"]) == (17, None)
+    assert "DELAY" not in decode_properties(letter["properties"])
+    assert {name: world.broker.topics()[name] for name in ("%RETRY%readers", "%DLQ%readers")} == {
+        "%RETRY%readers": {"queues": 1},
+        "%DLQ%readers": {"queues": 1},
+    }
+
+
+@on_node()
+async def test_the_level_a_listener_asks_for(world: World) -> None:
+    retries, seq = room(world), await send(world)
+    assert await back(retries, offset=seq, group="readers", delayLevel=1) == OK
+    await world.advance(1 * SECOND_MS)
+    [found] = await retried(world, 1)
+    assert decode_properties(found["properties"])["DELAY"] == "1"
+
+
+@on_node()
 async def test_a_dead_letter_is_there_at_once_whatever_had_delayed_the_message(world: World) -> None:
     before = {**USERS, "DELAY": "18", "TIMER_DELAY_SEC": "7200", "REAL_TOPIC": "orders", "REAL_QID": "1"}
     seq = await send(world, properties=[encode_properties(before)])
-    assert await ask(room(world).handlers(), CODE, offset=seq, group="readers", delayLevel=-1) == OK
+    assert await back(room(world), offset=seq, group="readers", delayLevel=-1) == OK
     [found] = await read(world, "%DLQ%readers")
     assert found["due_ms"] is None
     assert not {"DELAY", "TIMER_DELAY_SEC", "REAL_TOPIC"} & decode_properties(found["properties"]).keys()
@@ -75,26 +128,24 @@ async def test_a_dead_letter_is_there_at_once_whatever_had_delayed_the_message(w
 
 @on_node()
 async def test_whose_maximum_counts(world: World) -> None:
-    handlers = room(world, SubscriptionGroup("readers", retry_max_times=2)).handlers()
+    retries = room(world, SubscriptionGroup("readers", retry_max_times=2))
     seq = await send(world, reconsume_times=[2])
 
-    async def back(most: int | None, version: int) -> int:
-        assert await ask(
-            handlers, CODE, version=version, offset=seq, group="readers", maxReconsumeTimes=most
-        ) == OK  # fmt: skip
+    async def letters(version: int, **most: int) -> int:
+        assert await back(retries, version, offset=seq, group="readers", **most) == OK
         return len(await read(world, "%DLQ%readers"))
 
-    assert await back(None, 409) == 1  # the group's
-    assert await back(3, CPP_VERSION) == 2  # a client that cannot have meant it
-    assert await back(3, 121) == 2  # the client's: one more try
-    assert await back(-1, 121) == 2
-    assert await back(1, 121) == 3
+    assert await letters(409) == 1  # the group's
+    assert await letters(CPP_VERSION, maxReconsumeTimes=3) == 2  # a client that cannot have meant it
+    assert await letters(121, maxReconsumeTimes=3) == 2  # the client's: one more try
+    assert await letters(121, maxReconsumeTimes=-1) == 2
+    assert await letters(121, maxReconsumeTimes=1) == 3
 
 
 @on_node()
 async def test_an_unknown_group(world: World) -> None:
     seq = await send(world)
-    code, remark = await ask(room(world).handlers(), CODE, offset=seq, group="writers")
+    code, remark = await back(room(world), offset=seq, group="writers")
     assert (code, remark) == (
         ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
         "subscription group not exist, writers",
@@ -106,9 +157,9 @@ async def test_an_unknown_group(world: World) -> None:
 async def test_a_message_nobody_was_handed_is_not_found(world: World) -> None:
     promise = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
     reserved = await world.broker.reserve(10)
-    handlers = room(world).handlers()
+    retries = room(world)
     for offset in (promise, reserved + 3, 10**9, 0, -1):
-        code, remark = await ask(handlers, CODE, offset=offset, group="readers", delayLevel=-1)
+        code, remark = await back(retries, offset=offset, group="readers", delayLevel=-1)
         assert (code, remark) == (ResponseCode.SYSTEM_ERROR, f"look message by offset failed, {offset}")
     assert "%DLQ%readers" not in world.broker.topics()
 
@@ -116,16 +167,16 @@ async def test_a_message_nobody_was_handed_is_not_found(world: World) -> None:
 @on_node()
 async def test_a_group_without_retry_queues_drops(world: World) -> None:
     seq = await send(world)
-    handlers = room(world, SubscriptionGroup("readers", retry_queue_nums=0)).handlers()
-    assert await ask(handlers, CODE, offset=seq, group="readers", delayLevel=-1) == OK
+    retries = room(world, SubscriptionGroup("readers", retry_queue_nums=0))
+    assert await back(retries, offset=seq, group="readers", delayLevel=-1) == OK
     assert "%DLQ%readers" not in world.broker.topics()
 
 
 @on_node()
 async def test_a_header_without_its_fields(world: World) -> None:
-    code, remark = await ask(room(world).handlers(), CODE, group="readers")
+    code, remark = await back(room(world), group="readers")
     assert code == ResponseCode.INVALID_PARAMETER and "offset" in remark
-    code, _ = await ask(room(world).handlers(), CODE, group="readers", offset="first")
+    code, _ = await back(room(world), group="readers", offset="first")
     assert code == ResponseCode.INVALID_PARAMETER
 
 
