@@ -148,8 +148,10 @@ def _column(field: pa.Field, value: object, count: int) -> pa.Array:
     if isinstance(value, pa.Array):
         return value if value.type == field.type else value.cast(field.type)
     if isinstance(value, (str, bytes, int)):
-        # Flags are 0 nearly always, and the host is ours: made once for each of the usual numbers of rows.
-        usual = count <= SMALL_ROWS and (isinstance(value, str) or value in (0, -1))
+        # Flags are 0 nearly always, the kind is one of few, and the host is ours: made once for each number of rows.
+        usual = count <= SMALL_ROWS and (
+            isinstance(value, str) or (isinstance(value, int) and -1 <= value <= 16)
+        )
         return (
             _repeated(value, field.type, count) if usual else pa.repeat(pa.scalar(value, field.type), count)
         )

@@ -10,11 +10,12 @@ An instant in the past is allowed and due at once: the caller's clock may be slo
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
-from timeball.broker.topics import check_name, codes_of
+from timeball.broker.topics import check_name, codes_of, filled
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, build_rows, byte_lengths
 from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC, LevelTable
@@ -58,19 +59,23 @@ def admit(
     count = batch.num_rows
     if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
         raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
-    _check_size(batch.nbytes)
-    columns = _columns(batch)
-    # Once more: a dictionary of one body and a thousand references to it have been unfolded by now. The log would
-    # refuse the frame too, but only after its rows had been given places in their queues.
-    _check_size(sum(column.nbytes for column in columns.values()))
+    if batch.get_total_buffer_size() > limits.REQUEST_BYTES_MAX:
+        _check_size(batch.nbytes)  # a slice of something larger may still fit
+    columns, cast = _columns(batch)
+    if cast:
+        # Once more: a dictionary of one body and a thousand references to it have been unfolded by now. The log would
+        # refuse the frame too, but only after its rows had been given places in their queues.
+        _check_size(sum(column.nbytes for column in columns.values()))
     _check_texts(columns)
     due = _due(columns, count, now_ms, delay_ms_max)
-    kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE))
     level = _levels(columns, due, table)
-    if level is not None:
-        kind[level > 0] = Kind.LEVEL_PROMISE
-        at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
-        due = pc.coalesce(due, pa.array(at, mask=level == 0))
+    kind: npt.NDArray[np.int8] | int = int(Kind.MESSAGE)
+    if level is not None or due.null_count < count:
+        kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE))
+        if level is not None:
+            kind[level > 0] = Kind.LEVEL_PROMISE
+            at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
+            due = pc.coalesce(due, pa.array(at, mask=level == 0))
     rows = build_rows(
         count,
         kind=kind,
@@ -120,23 +125,16 @@ def _check_size(size_bytes: int) -> None:
         raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.REQUEST_BYTES_MAX}: split it")
 
 
-def _columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
-    """Columns by name, cast to the types we keep; those wholly null are left out."""
-    found = {}
+def _columns(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], bool]:
+    """Columns by name in the types we keep, and whether one had to be cast; those wholly null are left out."""
+    found, was_cast = {}, False
     for name in batch.schema.names:
         kept = SEND_COLUMNS.get(name)
         if kept is None:
             raise InvalidMessage(f"column {name!r} is not one of {', '.join(SEND_COLUMNS)}")
         column = batch.column(name)
-        if pa.types.is_temporal(column.type):
-            # A cast would take seconds for milliseconds, and deliver at once what is due next year.
-            raise InvalidMessage(f"column {name!r} has type {column.type}: give milliseconds as {kept}")
-        try:
-            column = column if column.type == kept else column.cast(kept)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise InvalidMessage(
-                f"column {name!r} has type {column.type}, which is no {kept}: {error}"
-            ) from error
+        if column.type != kept:
+            column, was_cast = _cast(name, column, kept), True
         if column.null_count < len(column) or name in ("topic", "body"):
             found[name] = column
     for name in ("topic", "body"):
@@ -144,7 +142,19 @@ def _columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
             raise InvalidMessage(f"column {name!r} is missing")
         if found[name].null_count:
             raise InvalidMessage(f"column {name!r} has no value in row {_first(found[name].is_null())}")
-    return found
+    return found, was_cast
+
+
+def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
+    if pa.types.is_temporal(column.type):
+        # A cast would take seconds for milliseconds, and deliver at once what is due next year.
+        raise InvalidMessage(f"column {name!r} has type {column.type}: give milliseconds as {kept}")
+    try:
+        return column.cast(kept)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise InvalidMessage(
+            f"column {name!r} has type {column.type}, which is no {kept}: {error}"
+        ) from error
 
 
 def _check_texts(columns: dict[str, pa.Array]) -> None:
@@ -154,7 +164,7 @@ def _check_texts(columns: dict[str, pa.Array]) -> None:
             # What stands in its queues is due when the entry says; a message of somebody's would say anything.
             raise InvalidMessage(f"topic {name} is the broker's own: give a delay_level instead")
     for name, bytes_max in _BYTES_MAX.items():
-        if name in columns:
+        if name in columns and _may_exceed(columns[name], bytes_max):
             lengths = byte_lengths(columns[name])
             if int(lengths.max()) > bytes_max:
                 raise InvalidMessage(
@@ -165,9 +175,15 @@ def _check_texts(columns: dict[str, pa.Array]) -> None:
         if pc.any(too_many).as_py():
             raise InvalidMessage(f"keys of row {_first(too_many)}: at most {limits.KEYS_PER_MESSAGE_MAX}")
     if "queue_id" in columns:
-        queue = columns["queue_id"].fill_null(-1).to_numpy()
+        queue = filled(columns["queue_id"], -1).to_numpy()
         if queue.min() < -1 or queue.max() >= limits.QUEUES_PER_TOPIC_MAX:
             raise InvalidMessage(f"queue_id: -1 (any) to {limits.QUEUES_PER_TOPIC_MAX - 1}")
+
+
+def _may_exceed(column: pa.Array, bytes_max: int) -> bool:
+    """Whether one value could be longer: all of them together may be shorter than that."""
+    data = column.buffers()[2]
+    return data is not None and data.size > bytes_max
 
 
 def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
@@ -215,7 +231,7 @@ def _filled(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.A
     column = columns.get(name)
     if column is None:
         return default
-    return column.fill_null(default) if column.null_count else column
+    return filled(column, default)
 
 
 def _first(mask: pa.Array) -> int:

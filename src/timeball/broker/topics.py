@@ -223,7 +223,7 @@ class Topics:
         `promised`: their topics are made when they are missing, whatever the settings say.
         """
         codes, names = codes_of(rows.column("topic"))
-        queue_id = _filled(rows.column("queue_id"), -1).to_numpy().astype(np.int64)
+        queue_id = filled(rows.column("queue_id"), -1).to_numpy().astype(np.int64)
         topics = [self._owed(name) if promised else self.ensure(name) for name in names]
         for code, topic in enumerate(topics):
             self._choose(topic, queue_id, np.flatnonzero(codes == code) if len(topics) > 1 else None)
@@ -358,7 +358,8 @@ def _alike(values: Int64Array) -> list[Int64Array]:
     return [order[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
-def _filled(column: pa.Array, value: str | int) -> pa.Array:
+def filled(column: pa.Array, value: str | int) -> pa.Array:
+    """The column with this value for nulls; itself when it has none, which is what a kernel would cost most for."""
     return column.fill_null(value) if column.null_count else column
 
 
@@ -380,7 +381,7 @@ def _index_tags(tags: pa.Array, codes: Int64Array, topics: list[Topic]) -> Int64
     """What each row's index entry holds of its tag: the hash, or the mask in a MULTI_TAG topic; 0 without a tag."""
     if tags.null_count == len(tags):
         return np.zeros(len(tags), dtype=np.int64)
-    of_row, texts = codes_of(_filled(tags, ""))
+    of_row, texts = codes_of(filled(tags, ""))
     found = np.array([tag_hash(text) for text in texts], dtype=np.int64)[of_row]
     multiple = [code for code, topic in enumerate(topics) if topic.filter_type == "MULTI_TAG"]
     if multiple:
