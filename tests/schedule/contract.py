@@ -113,6 +113,17 @@ class Contract:
         world.advance(3)
         assert len(world.drain()) == 1
 
+    def test_a_sleeper_wakes_though_something_else_is_to_be_done_first(self, world: World) -> None:
+        """What is to be loaded for later changes what comes next, and may not hide what comes before the sleeper."""
+        now_ms = world.now_ms
+        world.admit([now_ms + 9_500])
+        world.drain()
+        world.advance(4_000)
+        assert world.drain() == []
+        world.admit([now_ms + 10_000])
+        world.admit([now_ms + 7_000])
+        world.check_sleep()
+
     # -- never twice, in order -----------------------------------------------------------------------------
 
     def test_one_instant_in_the_order_of_arrival(self, world: World) -> None:

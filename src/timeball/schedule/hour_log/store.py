@@ -91,8 +91,8 @@ class HourLog:
             self._tail.add(due[~near], seq[~near])
         else:
             self._tail.add(due, seq)
-        earliest = int(due.min())
-        if before is None or earliest < before:
+        after = self.next_due_ms()
+        if after is not None and (before is None or after < before):
             self._on_change()
 
     def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
