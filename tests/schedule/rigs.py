@@ -11,7 +11,7 @@ import pyarrow as pa
 from tests.schedule.stage import Restart
 from tests.schedule.world import World
 
-from timeball.message import Int64Array
+from timeball.message import Int64Array, Kind
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log.store import HourLog
 from timeball.schedule.strategy import Settled, Strategy
@@ -28,6 +28,7 @@ class HourLogRig:
 
     name = "hour_log"
     has_table = True
+    kind = Kind.PROMISE
 
     def __init__(self, strategy: type[HourLog] = HourLog, gather_bytes: int = GATHER_BYTES) -> None:
         self._class, self._gather_bytes = strategy, gather_bytes
@@ -40,6 +41,15 @@ class HourLogRig:
         )  # fmt: skip
         strategy.restore(restart.settled, restart.tail_due_ms, restart.tail_seq)
         return strategy
+
+    def dress(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        return rows
+
+    def kept(self, rows: pa.RecordBatch, first_seq: int) -> None:
+        pass
+
+    def state(self, strategy: Strategy) -> object:
+        return None
 
     def settled(self, strategy: Strategy) -> Settled:
         assert isinstance(strategy, HourLog)

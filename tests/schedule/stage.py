@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from timeball.message import Int64Array
+from timeball.message import Int64Array, Kind
 from timeball.schedule.strategy import Settled, Strategy
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
@@ -72,6 +72,8 @@ class Restart:
     tail_due_ms: Int64Array = field(default_factory=lambda: NONE)
     tail_seq: Int64Array = field(default_factory=lambda: NONE)
     entries: list[FileEntry] = field(default_factory=list)
+    state: object = None  # what the strategy saved for itself
+    settled_since: Int64Array = field(default_factory=lambda: NONE)  # sequence numbers
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Saved:
 
     seq: int
     settled: Settled
+    state: object = None
 
 
 class Rig(Protocol):
@@ -87,6 +90,16 @@ class Rig(Protocol):
 
     name: str
     has_table: bool  # whether files can be attached
+    kind: Kind  # of its promises' rows
+
+    def dress(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Promises as this strategy's rows stand in the log."""
+
+    def kept(self, rows: pa.RecordBatch, first_seq: int) -> None:
+        """These are durable now, and the strategy is to be told."""
+
+    def state(self, strategy: Strategy) -> object:
+        """What it saves for itself in a checkpoint."""
 
     def start(self, world: World, restart: Restart) -> Strategy:
         """A strategy over `world`'s files, reader and reader thread, restored; on the running loop."""

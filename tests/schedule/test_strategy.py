@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis
 import numpy as np
 import pytest
@@ -9,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from tests.schedule.contract import FAST
+from tests.schedule.level_rigs import WRONG_LEVELS, LevelsRig
 from tests.schedule.machine import machine
 from tests.schedule.rigs import WRONG, HourLogRig
+from tests.schedule.stage import Rig
 
+from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.hour_log.store import HourLog
 from timeball.schedule.strategy import Settled
 
@@ -23,12 +28,21 @@ UNTIL_CAUGHT = hypothesis.settings(
 NONE = np.empty(0, np.int64)
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_wrong_strategy_is_caught(wrong: type[HourLog]) -> None:
+def assert_caught(new_rig: Callable[[], Rig]) -> None:
     with pytest.raises(AssertionError) as caught:
-        run_state_machine_as_test(machine(lambda: HourLogRig(wrong)), settings=UNTIL_CAUGHT)
+        run_state_machine_as_test(machine(new_rig), settings=UNTIL_CAUGHT)
     # It is the suite that noticed, not an assert in the strategy itself.
     assert caught.traceback[-1].path.name in ("stage.py", "world.py")
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_strategy_is_caught(wrong: type[HourLog]) -> None:
+    assert_caught(lambda: HourLogRig(wrong))
+
+
+@pytest.mark.parametrize("wrong", WRONG_LEVELS, ids=lambda wrong: wrong.__name__)
+def test_wrong_delay_levels_are_caught(wrong: type[DelayLevels]) -> None:
+    assert_caught(lambda: LevelsRig(wrong))
 
 
 def test_below_the_mark_only_late_ranges_may_wait() -> None:

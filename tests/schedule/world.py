@@ -83,11 +83,13 @@ class World:
             len(dues), kind=int(Kind.PROMISE), topic="t", queue_id=-1, body=bodies,
             unique_key=[body.decode() for body in bodies], store_ms=self.now_ms, due_ms=dues,
         )  # fmt: skip
+        rows = self.rig.dress(rows)
         first_seq = self.writer.next_seq
         seqs = list(range(first_seq, first_seq + len(dues)))
 
         def on_durable() -> None:
             self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
+            self.rig.kept(rows, first_seq)
             self.strategy.admit(with_seq(rows, first_seq))
 
         await self.writer.append(rows, on_durable=on_durable)[1]
@@ -247,7 +249,7 @@ class World:
         settled = self.rig.settled(self.strategy)
         self.model.check_settled(settled)
         self.model.check_settled_before(self.rig.settled_before_ms(self.strategy))
-        saved = Saved(self.reader.next_seq, settled)
+        saved = Saved(self.reader.next_seq, settled, self.rig.state(self.strategy))
         self.checkpoints.append(saved)
         return saved
 
@@ -283,12 +285,14 @@ class World:
         saved = self.checkpoints[-1] if self.checkpoints else Saved(1, NOTHING_SETTLED)
         pairs = dict(zip(saved.settled.seq.tolist(), saved.settled.due_ms.tolist(), strict=True))
         promises: dict[int, int] = {}
+        settled_since: list[int] = []
         for rows in self.reader.rows(1, self.reader.next_seq):
             for row in rows.select(["seq", "kind", "due_ms", "source_seq"]).to_pylist():
-                if row["kind"] == Kind.PROMISE and row["seq"] >= self.watermark:
+                if row["kind"] == self.rig.kind and row["seq"] >= self.watermark:
                     promises[row["seq"]] = row["due_ms"]
                 elif row["kind"] in (Kind.RELEASE, Kind.CANCEL) and row["seq"] >= saved.seq:
                     pairs[row["source_seq"]] = row["due_ms"]
+                    settled_since.append(row["source_seq"])
         live: dict[str, FileEntry] = {}
         for _, attachment in self.attached:
             live = {path: e for path, e in live.items() if path not in attachment.removes}
@@ -300,7 +304,14 @@ class World:
             late=(*saved.settled.late, *(given for a in since for given in a.ranges)),
         )  # fmt: skip
         tail = {s: due for s, due in promises.items() if s not in pairs and not is_covered(settled, due, s)}
-        return Restart(settled, _column(tail.values()), _column(tail), list(live.values()))
+        return Restart(
+            settled,
+            _column(tail.values()),
+            _column(tail),
+            list(live.values()),
+            saved.state,
+            _column(settled_since),
+        )
 
     # -- waiting for what runs behind the strategy's back --------------------------------------------------
 

@@ -10,8 +10,7 @@ Every promise that is not settled is in exactly one place:
 Whatever the wheel holds, nothing is handed out past the earliest promise that is still on disk, so that order
 holds across levels. Nothing waits for room in memory that is due now, so that order cannot become a deadlock.
 
-Settled promises are known by their place (rows.py): all below a queue's `low`, and those named in `_done` and
-`_cancelled`, which leave these sets as `low` moves past them.
+Promises are known by their places (rows.py); settled.py knows which of these are settled.
 
 The wheel is a cache of the queues: when the clock is set back it is thrown away, and the queues are looked through
 again for what now counts as due (`LevelQueue.notice_set_back`).
@@ -34,8 +33,9 @@ from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind, int64
 from timeball.schedule.delay_levels.levels import LevelTable
-from timeball.schedule.delay_levels.queue import CHUNK, LevelQueue, Picked, Position
-from timeball.schedule.delay_levels.rows import offset_of, place_of, queue_of, restored
+from timeball.schedule.delay_levels.queue import LevelQueue, Picked, Position
+from timeball.schedule.delay_levels.rows import offset_of, place_of, restored
+from timeball.schedule.delay_levels.settled import SettledPlaces
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.wheel import Run, SecondWheel
 
@@ -69,7 +69,8 @@ class DelayLevels:
         self._on_change, self._on_failure = on_change, on_failure
         self._queues: dict[int, LevelQueue] = {}
         self._wheel = SecondWheel()
-        self._cancelled, self._done = DueIndex(), DueIndex()  # by place, twice
+        self._settled = SettledPlaces(self._queues)
+        self._remembered = DueIndex()  # (due_ms, seq) of what was cancelled, until it would have been due
         self._in_flight: deque[tuple[Int64Array, Int64Array, Int64Array]] = deque()  # (due_ms, seq, place)
         self._gathering: asyncio.Task[None] | None = None
         self._gathering_head: Position | None = None
@@ -82,8 +83,9 @@ class DelayLevels:
         """See Strategy. The rows stand in their queues' indexes already."""
         due, queue = int64(promises.column("due_ms")), promises.column("queue_id").to_numpy()
         places = place_of(queue, int64(promises.column("queue_offset")))
-        before = self.next_due_ms()
-        soon = due - int64(promises.column("store_ms")) <= self._ahead_ms
+        accepted = int64(promises.column("store_ms"))
+        before, self._now_ms = self.next_due_ms(), max(self._now_ms, int(accepted[-1]))
+        soon = due - accepted <= self._ahead_ms
         near = np.zeros(len(due), dtype=np.bool_)
         for number in np.unique(queue).tolist():
             level, mine = self._queue(number), queue == number
@@ -95,8 +97,8 @@ class DelayLevels:
         if near.any():
             rows = promises if near.all() else promises.filter(pa.array(near))
             self._wheel.add(restored(rows, places=places[near], due_ms=due[near]))
-        earliest = int(due.min())
-        if before is None or earliest < before:
+        after = self.next_due_ms()
+        if after is not None and (before is None or after < before):
             self._on_change()
 
     def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
@@ -106,7 +108,7 @@ class DelayLevels:
         high = min((now_ms + 1, 0), self._bound(now_ms) or (now_ms + 1, 0))
         while (run := self._wheel.take_due(high, limit)) is not None:
             places = int64(run.rows.column("queue_offset"))
-            keep = ~self._cancelled.contains(places, places)
+            keep = ~self._settled.contains(places)
             if not keep.any():
                 continue
             rows = run.rows if keep.all() else run.rows.filter(pa.array(keep))
@@ -123,7 +125,7 @@ class DelayLevels:
         )
         if count < len(handed):  # large bodies: one run was several frames
             self._in_flight.appendleft((due[count:], handed[count:], places[count:]))
-        self._settle(places[:count])
+        self._settled.release(places[:count])
 
     def next_due_ms(self) -> int | None:
         """See Strategy. For what is on disk it is the instant at which to gather, half the lead ahead."""
@@ -141,53 +143,40 @@ class DelayLevels:
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy."""
         places = self._places(seq)
-        waiting = (
-            (places >= 0) & ~self._cancelled.contains(places, places) & ~self._done.contains(places, places)
-        )
+        waiting = places >= 0
+        waiting[waiting] = ~self._settled.contains(places[waiting])
         for _, _, handed_out in self._in_flight:
             waiting &= ~np.isin(places, handed_out)
+        self._remembered.add(due_ms[waiting], seq[waiting])
         chosen = places[waiting]
-        self._cancelled.add(chosen, chosen)
-        for number in np.unique(queue_of(chosen)).tolist():
-            self._advance(self._queues[number])
+        self._settled.cancel(chosen)
         return np.asarray(waiting)
 
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """See Strategy."""
-        places = self._places(seq)
-        return self._cancelled.contains(places, places)
+        """See Strategy. Later the log knows it, by the message's id."""
+        return self._remembered.contains(due_ms, seq)
 
     def statistics(self) -> dict[str, int]:
         """Counts for people."""
         waiting = sum(queue.waiting_rows for queue in self._queues.values())
         return {
-            "waiting_rows": waiting - len(self._done) - len(self._cancelled),
+            "waiting_rows": waiting - len(self._settled),
             "wheel_rows": len(self._wheel),
-            "cancelled_rows": len(self._cancelled),
+            "cancelled_rows": self._settled.cancelled_rows,
         }
 
     # -- what a restart needs ------------------------------------------------------------------------------
 
     def state(self) -> dict[int, LevelFacts]:
         """Every queue's offset, with all durable releases accounted for, and what is settled behind it."""
-        found = {}
-        for number, queue in self._queues.items():
-            settled = self._settled_between(queue, queue.low, queue.index.max_offset)
-            found[number] = LevelFacts(queue.low, _ranges(offset_of(settled)))
-        return found
+        return {number: self._settled.facts(queue) for number, queue in self._queues.items()}
 
     def restore(self, state: dict[int, LevelFacts], settled_seq: Int64Array) -> None:
         """Recovery: the checkpoint's state, and the promises settled since; blocking, on the loop."""
         for number, index in enumerate(self._indexes()):
             if index.max_offset > index.min_offset:
-                queue, saved = self._queue(number), state.get(number, LevelFacts(0))
-                queue.low = min(max(saved.offset, index.min_offset), index.max_offset)
-                offsets = [np.arange(first, first + count) for first, count in saved.settled]
-                offsets.append(queue.find(settled_seq))
-                known = np.unique(np.concatenate(offsets))
-                known = place_of(number, known[(known >= queue.low) & (known < index.max_offset)])
-                self._done.add(known, known)
-                self._advance(queue)
+                queue = self._queue(number)
+                self._settled.restore(queue, state.get(number, LevelFacts(0)), settled_seq)
                 queue.rebuild()
                 self._remember_waits(queue)
 
@@ -265,6 +254,7 @@ class DelayLevels:
             for queue in self._queues.values():
                 queue.rebuild()
         self._now_ms = now_ms
+        self._remembered.pop_before(now_ms, 0)
         for queue in self._queues.values():
             queue.notice_set_back(now_ms)
 
@@ -273,38 +263,6 @@ class DelayLevels:
         for stretch in queue.stretches:
             row = self._reader.take(int64(pa.array([stretch.head[1]])))
             queue.longest_wait(stretch.head[0] - int(row.column("store_ms")[0].as_py()))
-
-    # -- settled -----------------------------------------------------------------------------------------------
-
-    def _settle(self, places: Int64Array) -> None:
-        numbers = queue_of(places)
-        for number in np.unique(numbers).tolist():
-            queue, mine = self._queues[number], np.sort(places[numbers == number])
-            offsets = offset_of(mine)
-            if int(offsets[0]) == queue.low and int(offsets[-1]) - queue.low + 1 == len(offsets):
-                queue.low += len(offsets)
-            else:
-                self._done.add(mine, mine)
-            self._advance(queue)
-
-    def _advance(self, queue: LevelQueue) -> None:
-        """Move `low` past what is settled."""
-        while len(self._done) or len(self._cancelled):
-            settled = self._settled_between(queue, queue.low, queue.low + CHUNK)
-            count = int(
-                np.argmin(np.append(offset_of(settled) == queue.low + np.arange(len(settled)), False))
-            )
-            passed = settled[:count]
-            self._done.remove(passed, passed)
-            self._cancelled.remove(passed, passed)
-            queue.low += count
-            if count < CHUNK:
-                return
-
-    def _settled_between(self, queue: LevelQueue, begin: int, end: int) -> Int64Array:
-        low, high = place_of(queue.number, np.array([begin, end])).tolist()
-        found = [index.between((low, 0), (high, 0))[0] for index in (self._done, self._cancelled)]
-        return np.sort(np.concatenate(found))
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
@@ -336,30 +294,30 @@ class DelayLevels:
         counts = np.bincount(owner[order], minlength=len(picks)).tolist()
         chosen = [_take(picked, count) for picked, count in zip(picks, counts, strict=True) if count]
         due, seq, places = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
-        open_ = ~self._cancelled.contains(places, places) & ~self._done.contains(places, places)
+        open_ = ~self._settled.contains(places)
         for _, _, handed_out in self._in_flight:
             open_ &= ~np.isin(places, handed_out)
         return due[open_], seq[open_], places[open_]
 
     async def _gather(self, due: Int64Array, seq: Int64Array, places: Int64Array) -> None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        run = await loop.run_in_executor(self._thread, self._load, due, seq, places)
-        if self._gathering is task and run is not None:  # else the clock was set back meanwhile
+        run, strangers = await loop.run_in_executor(self._thread, self._load, due, seq, places)
+        if self._gathering is task:  # else the clock was set back meanwhile
             self._wheel.add_run(run)
+            self._settled.release(strangers)
 
-    def _load(self, due: Int64Array, seq: Int64Array, places: Int64Array) -> Run | None:
-        """Bodies from the log (reader thread), as the messages they are."""
+    def _load(self, due: Int64Array, seq: Int64Array, places: Int64Array) -> tuple[Run, Int64Array]:
+        """Bodies from the log (reader thread), as the messages they are; and the places of what is no promise."""
         order = np.argsort(seq)
         rows = self._reader.take(seq[order])
         due, places = due[order], places[order]
+        self._row_bytes = max(64, rows.nbytes // rows.num_rows)
         ours = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
-        if not ours.all():
+        strangers = places[~ours]
+        if len(strangers):
             # Somebody's message to this topic, from before it was ours: it is in its queue already.
             rows, due, places = rows.filter(pa.array(ours)), due[ours], places[ours]
-        if not rows.num_rows:
-            return None
-        self._row_bytes = max(64, rows.nbytes // rows.num_rows)
-        return Run.of([restored(rows, places=places, due_ms=due)])
+        return Run.of([restored(rows, places=places, due_ms=due)]), strangers
 
     def _gathered(self, task: asyncio.Task[None]) -> None:
         if self._gathering is task:
@@ -378,12 +336,3 @@ def _take(picked: Picked, count: int) -> tuple[Int64Array, Int64Array, Int64Arra
     first = picked.queue.take(picked.stretch, count)
     offsets = np.arange(first, first + count, dtype=np.int64)
     return picked.due[:count], picked.seq[:count], place_of(picked.queue.number, offsets)
-
-
-def _ranges(offsets: Int64Array) -> tuple[tuple[int, int], ...]:
-    """Sorted offsets as ranges (first, count)."""
-    if len(offsets) == 0:
-        return ()
-    begins = np.concatenate(([0], np.flatnonzero(np.diff(offsets) != 1) + 1))
-    counts = np.diff(np.append(begins, len(offsets)))
-    return tuple(zip(offsets[begins].tolist(), counts.tolist(), strict=True))

@@ -1,0 +1,154 @@
+"""One level's queue against a list: what is picked, found and taken, however often the clock was set back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+
+from timeball.log.queue_index import QueueIndex
+from timeball.schedule.delay_levels import queue as queue_module
+from timeball.schedule.delay_levels.queue import LevelQueue
+
+WAIT_MS = 100
+FAR_MS = 1 << 40
+
+
+def queue_of(dues: list[int], duration_ms: int | None = WAIT_MS, first_seq: int = 10) -> LevelQueue:
+    """A queue whose entry n has the sequence number first_seq + 3 n."""
+    index = QueueIndex(CrashFiles(), "q")
+    count = len(dues)
+    index.append(first_seq + 3 * np.arange(count), np.full(count, 91), np.array(dues, np.int64))
+    queue = LevelQueue(2, index, duration_ms)
+    queue.rebuild()
+    return queue
+
+
+def stretches(queue: LevelQueue) -> list[tuple[int, int, bool]]:
+    return [(s.next, s.end, s.at_once) for s in queue.stretches]
+
+
+DUES = st.lists(st.integers(0, 50), min_size=1, max_size=40)
+
+
+@given(DUES)
+def test_stretches_are_sorted_and_are_the_queue(dues: list[int]) -> None:
+    queue = queue_of(dues)
+    ends = [0]
+    for stretch in queue.stretches:
+        assert stretch.next == ends[-1] and stretch.end > stretch.next
+        part = dues[stretch.next : stretch.end]
+        assert part == sorted(part)
+        assert (stretch.head, stretch.last_ms) == ((part[0], 10 + 3 * stretch.next), part[-1])
+        ends.append(stretch.end)
+    assert ends[-1] == len(dues)
+    assert len(queue.stretches) == 1 + sum(b < a for a, b in pairwise(dues))
+    assert queue.head(0) == min((due, 10 + 3 * at) for at, due in enumerate(dues))
+
+
+@given(DUES, st.lists(st.integers(1, 7), max_size=10))
+def test_arrivals_join_the_last_stretch_or_begin_another(dues: list[int], cuts: list[int]) -> None:
+    whole, grown = queue_of(dues), queue_of(dues)
+    grown.stretches = []
+    begin = 0
+    for step in [*cuts, len(dues)]:
+        part = np.array(dues[begin : begin + step], np.int64)
+        if len(part):
+            grown.extend(begin, part, 10 + 3 * np.arange(begin, begin + len(part)))
+        begin += step
+    assert stretches(grown) == stretches(whole)
+
+
+@given(DUES, st.integers(-1, 51), st.integers(1, 50), st.sampled_from([1, 3, 4_096]))
+def test_what_is_picked_is_due_in_order_and_no_more_than_asked_for(
+    dues: list[int], until_ms: int, rows_max: int, probe: int
+) -> None:
+    queue = queue_of(dues)
+    before = stretches(queue)
+    was, queue_module.PROBE = queue_module.PROBE, probe
+    try:
+        picked = queue.pick(until_ms, 0, rows_max)
+    finally:
+        queue_module.PROBE = was
+    assert stretches(queue) == before, "it stays where it is"
+    expected = []
+    for begin, end, _ in before:
+        due = [at for at in range(begin, end) if dues[at] <= until_ms][:rows_max]
+        if due:
+            expected.append(([dues[at] for at in due], [10 + 3 * at for at in due]))
+    assert [(p.due.tolist(), p.seq.tolist()) for p in picked] == expected
+
+
+@given(DUES, st.data())
+def test_what_is_taken_is_gone_and_the_rest_is_not(dues: list[int], data: st.DataObject) -> None:
+    queue, left = queue_of(dues), set(range(len(dues)))
+    while queue.stretches:
+        stretch = data.draw(st.sampled_from(queue.stretches))
+        count = data.draw(st.integers(1, stretch.end - stretch.next))
+        first = queue.take(stretch, count)
+        assert left >= set(range(first, first + count))
+        left -= set(range(first, first + count))
+        assert queue.head(0) == min(((dues[at], 10 + 3 * at) for at in left), default=None)
+    assert not left
+
+
+@given(DUES, st.integers(0, 40), st.lists(st.integers(0, 140), max_size=12))
+def test_rows_are_found_by_number_from_the_offset_on(dues: list[int], low: int, wanted: list[int]) -> None:
+    queue = queue_of(dues)
+    queue.low = min(low, len(dues))
+    seqs = [10 + 3 * at for at in range(len(dues))]
+    expected = [seqs.index(seq) if seq in seqs[queue.low :] else -1 for seq in wanted]
+    assert queue.find(np.array(wanted, np.int64)).tolist() == expected
+
+
+@given(dues=st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), now_ms=st.integers(0, 500))
+def test_what_is_further_away_than_the_level_is_long_counts_as_due(dues: list[int], now_ms: int) -> None:
+    queue = queue_of(dues)
+    queue.notice_set_back(now_ms)
+    far = [at for at, due in enumerate(dues) if due > now_ms + WAIT_MS]
+    picked = {
+        seq: due
+        for part in queue.pick(now_ms, now_ms, 1_000)
+        for due, seq in zip(part.due.tolist(), part.seq.tolist(), strict=True)
+    }
+    assert picked == {
+        10 + 3 * at: due if at not in far else now_ms
+        for at, due in enumerate(dues)
+        if due <= now_ms or at in far
+    }
+    queue.notice_set_back(now_ms)
+    assert sum(end - begin for begin, end, _ in stretches(queue)) == len(dues)
+
+
+def test_what_comes_after_a_step_of_the_clock_waits_as_long_as_any() -> None:
+    queue = queue_of([1_000, 1_001])
+    queue.notice_set_back(10)
+    assert stretches(queue) == [(0, 2, True)]
+    queue.extend(2, np.array([110, 1_200], np.int64), np.array([90, 91]))
+    assert stretches(queue) == [(0, 2, True), (2, 4, False)]
+
+
+def test_a_level_that_is_no_more_is_kept_to_the_instant() -> None:
+    queue = queue_of([FAR_MS], duration_ms=None)
+    queue.notice_set_back(0)
+    assert queue.pick(FAR_MS - 1, 0, 9) == []
+    assert queue.pick(FAR_MS, 0, 9)[0].due.tolist() == [FAR_MS]
+
+
+def test_a_table_that_got_shorter_makes_nobody_wait_less() -> None:
+    queue = queue_of([500])
+    queue.longest_wait(600)
+    queue.notice_set_back(0)
+    assert stretches(queue) == [(0, 1, False)]
+
+
+def test_the_oldest_row_that_is_waited_for() -> None:
+    queue = queue_of([5, 6])
+    assert (queue.first_waiting_seq, queue.waiting_rows) == (10, 2)
+    queue.low = 1
+    assert (queue.first_waiting_seq, queue.waiting_rows) == (13, 1)
+    queue.low = 2
+    assert (queue.first_waiting_seq, queue.waiting_rows) == (None, 0)
