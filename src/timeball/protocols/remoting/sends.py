@@ -1,57 +1,42 @@
-"""Sends: from the frames of all connections to one batch, one commit, and an answer each.
+"""Sends: what a producer hands over is checked, and gathered with what others send meanwhile (gathering.py).
 
-    frames -> checked, into columns -> (the commit before is on disk) -> one batch -> broker -> durable -> answers
-
-There is no timer: while one batch is on its way to the disk the next one gathers, so a lone producer waits for
-one commit and a thousand share it. A send that breaks a rule is answered at once and harms nobody; if the broker
-refuses a whole batch for something that was not foreseen, its sends are handed over one by one.
-
-What looks like a send and is more is directed elsewhere first: a message for %RETRY% goes where broker/retry.py
-says, and a half message to a gathering of its own, whose batches the broker keeps and shows to nobody.
+A send that breaks a rule is answered at once and harms nobody. What looks like a send and is more is directed
+elsewhere first: a message for %RETRY% goes where broker/retry.py says, and a half message to a gathering of its
+own, whose batches the broker keeps and shows to nobody.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable
-from functools import partial
 
 import msgspec
-import pyarrow as pa
 
 from timeball import limits
-from timeball.broker.service import Accepted
 from timeball.broker.topics import Topic, check_name
-from timeball.errors import InvalidMessage, RequestError, TimeballError, Unavailable
+from timeball.errors import InvalidMessage, TimeballError
 from timeball.message import decode_properties, encode_properties
-from timeball.protocols.remoting.calls import Refused, response_code
-from timeball.protocols.remoting.codec import recall
+from timeball.protocols.remoting.calls import Refused
 from timeball.protocols.remoting.codec.codes import (
-    BROKER_VERSION,
     CommandFlag,
     MessageFlag,
+    RequestCode,
     ResponseCode,
 )
-from timeball.protocols.remoting.codec.frame import Command, Frame
+from timeball.protocols.remoting.codec.frame import Frame
 from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX, forbidden
-from timeball.protocols.remoting.codec.send_columns import SendColumns, Ticket
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader, read_send
-from timeball.protocols.remoting.codec.send_reply import SendReply, encode_reply, host_digits
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.gathering import Gathering, refusal
 from timeball.protocols.remoting.retries import Retries
 from timeball.protocols.remoting.site import Site
 from timeball.protocols.remoting.transactions import prepared
 
-GATHER_BYTES_MAX = 32 * 1024 * 1024  # a batch this large does not wait for the commit before it
-GATHER_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
 PERM_WRITE = 2
+BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
 # Plain numbers: an IntFlag makes an object of every result.
 TRANSACTION_BITS = int(MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT)
 ONE_WAY = int(CommandFlag.ONE_WAY)
-
-Accept = Callable[[pa.RecordBatch], tuple[Accepted, asyncio.Future[int]]]
 
 
 class Sends:
@@ -81,7 +66,7 @@ class Sends:
             )
         except TimeballError as error:
             if not header.flag & ONE_WAY:
-                connection.send(_refusal(error, header.opaque, frame.serialisation))
+                connection.send(refusal(error, header.opaque, frame.serialisation))
             return True
         gathering.fed()
         return True
@@ -89,6 +74,8 @@ class Sends:
     def _directed(self, header: SendHeader) -> Gathering:
         """Where a send goes that is more than that; its fields are changed to what is to be taken."""
         fields = header.fields
+        if header.code == BATCH or fields.batch:
+            raise InvalidMessage("a batch takes ordinary messages only; send these one by one")
         if fields.topic.startswith(RETRY_PREFIX):
             header.fields = self._redirected(header, fields)
         elif (fields.sys_flag or 0) & TRANSACTION_BITS == MessageFlag.TRANSACTION_PREPARED:
@@ -145,101 +132,6 @@ class Sends:
         return self._broker.parts.topics.ensure(name, max(1, queues))
 
 
-class Gathering:
-    """Sends on their way to one verb of the broker, `accept`; `recallable`: a delayed one can be taken back."""
-
-    def __init__(self, site: Site, keys: UniqueKeys, accept: Accept, *, recallable: bool = True) -> None:
-        self._site, self._accept, self._recallable = site, accept, recallable
-        self.columns = SendColumns(keys, site.broker.parts.settings.delay_ms_max)
-        self._loop = asyncio.get_running_loop()
-        self._committing = 0
-        self._scheduled = False
-
-    def fed(self) -> None:
-        """Something has been put into the columns; it is answered when its commit is durable."""
-        if not (self._scheduled or self._committing) or self._is_full():
-            self._schedule()
-
-    def _is_full(self) -> bool:
-        return self.columns.size_bytes >= GATHER_BYTES_MAX or len(self.columns) >= GATHER_ROWS_MAX
-
-    def _schedule(self) -> None:
-        if self._is_full():
-            self._drain()
-        else:
-            self._scheduled = True
-            # The end of this turn of the loop: whatever other connections have sent meanwhile comes along.
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        self._scheduled = False
-        if len(self.columns):
-            self._hand_over(*self.columns.take())
-
-    def _hand_over(self, batch: pa.RecordBatch, tickets: list[Ticket]) -> None:
-        try:
-            accepted, durable = self._accept(batch)
-        except RequestError as error:
-            if len(tickets) == 1:
-                self._refuse(tickets, error)
-                return
-            for ticket in tickets:
-                part = batch.slice(ticket.first_row, ticket.rows)
-                ticket.first_row = 0
-                self._hand_over(part, [ticket])
-        except Exception as error:  # whatever it is, these sends get an answer and the next ones their turn
-            self._refuse(tickets, error)
-        else:
-            self._committing += 1
-            durable.add_done_callback(partial(self._committed, tickets, accepted))
-
-    def _committed(self, tickets: list[Ticket], accepted: Accepted, durable: asyncio.Future[int]) -> None:
-        self._committing -= 1
-        if len(self.columns) and not self._committing:
-            self._drain()  # first, so that the disk has work while we write answers
-        failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
-        if failure is not None:
-            self._refuse(tickets, failure)
-        else:
-            self._answer(tickets, accepted)
-
-    def _answer(self, tickets: list[Ticket], accepted: Accepted) -> None:
-        """One write a connection, however many of its sends the commit held."""
-        queue_ids = accepted.kept.column("queue_id").to_pylist()
-        offsets = accepted.kept.column("queue_offset").to_pylist()
-        answers: dict[Connection, tuple[str, list[bytes]]] = {}
-        for ticket in tickets:
-            if ticket.is_one_way:
-                continue
-            at = ticket.first_row
-            known = answers.get(ticket.origin)
-            if known is None:
-                known = answers[ticket.origin] = (host_digits(self._site.store_host(ticket.origin)), [])
-            host, parts = known
-            queue_id = ticket.queue_id if ticket.queue_id >= 0 else max(0, queue_ids[at])
-            parts.append(
-                encode_reply(
-                    SendReply(
-                        ticket.opaque, ticket.serialisation, queue_id, offsets[at] or 0,
-                        _msg_ids(host, accepted.first_seq + at, ticket.rows), ticket.unique_key,
-                        self._handle(ticket),
-                    )
-                )
-            )  # fmt: skip
-        for connection, (_, parts) in answers.items():
-            connection.write(b"".join(parts))
-
-    def _handle(self, ticket: Ticket) -> str:
-        if ticket.due_ms is None or not self._recallable:
-            return ""
-        return recall.encode_handle(ticket.topic, self._site.broker_name, ticket.due_ms, ticket.unique_key)
-
-    def _refuse(self, tickets: list[Ticket], error: BaseException) -> None:
-        for ticket in tickets:
-            if not ticket.is_one_way:
-                ticket.origin.send(_refusal(error, ticket.opaque, ticket.serialisation))
-
-
 def _queue(topic: Topic, queue_id: int | None) -> int:
     if queue_id is None or queue_id < 0:
         return -1
@@ -249,21 +141,3 @@ def _queue(topic: Topic, queue_id: int | None) -> int:
             f"request queueId[{queue_id}] is illegal, topic {topic.name} has {topic.write_queues} queues",
         )
     return queue_id
-
-
-def _msg_ids(host: str, first_seq: int, rows: int) -> str:
-    if rows == 1:
-        return f"{host}{first_seq:016X}"
-    return ",".join(f"{host}{seq:016X}" for seq in range(first_seq, first_seq + rows))
-
-
-def _refusal(error: BaseException, opaque: int, serialisation: int) -> Command:
-    text = str(error) if isinstance(error, TimeballError) else f"internal error: {type(error).__name__}"
-    return Command(
-        code=response_code(error),
-        opaque=opaque,
-        flag=CommandFlag.RESPONSE,
-        remark=text,
-        version=BROKER_VERSION,
-        serialisation=serialisation,
-    )

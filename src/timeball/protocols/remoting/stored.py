@@ -23,7 +23,7 @@ from timeball.protocols.remoting.codec.records import Host, encode_each
 STRETCH_ROWS = 256
 CACHE_BYTES_MAX = 64 * 1024 * 1024
 FRESH_ROWS = 65_536  # of the log's end: in the page cache, since they were written a moment ago
-VISIBLE = [Kind.MESSAGE, Kind.RELEASE, 7]
+VISIBLE = [Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE]
 
 Key = tuple[Host, int]
 
@@ -56,11 +56,7 @@ class StoredMessages:
                 stretch = self._extend((host, number), stretch, self._encode(host, number, stretch))
             else:
                 self._stretches.move_to_end((host, number))
-            records = stretch.records
-            try:
-                parts += [records[seq] for seq in wanted]
-            except KeyError as error:
-                raise OutOfRange(f"seq {error} is no message that anybody can see") from error
+            parts += _of(stretch, wanted)
         return parts
 
     async def get(self, seqs: Int64Array, host: Host) -> list[bytes]:
@@ -72,7 +68,7 @@ class StoredMessages:
             if stretch is None or stretch.next_seq <= wanted[-1]:
                 new = await in_thread(self._parts.reader_thread, self._encode, host, number, stretch)
                 stretch = self._extend(key, self._stretches.get(key), new)
-            found += [stretch.records[seq] for seq in wanted]
+            found += _of(stretch, wanted)
         return found
 
     def _encode(self, host: Host, number: int, known: _Stretch | None) -> _Stretch:
@@ -101,6 +97,13 @@ class StoredMessages:
             _, oldest = self._stretches.popitem(last=False)
             self._size_bytes -= oldest.size_bytes
         return new
+
+
+def _of(stretch: _Stretch, seqs: list[int]) -> list[bytes]:
+    try:
+        return [stretch.records[seq] for seq in seqs]
+    except KeyError as error:
+        raise OutOfRange(f"seq {error} is no message that anybody can see") from error
 
 
 def _by_stretch(seqs: Int64Array) -> list[tuple[int, list[int]]]:

@@ -1,0 +1,110 @@
+"""Sends that share a commit: each has its answer, and a batch the broker refuses costs only who caused it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.node_fixture import RunningNode
+from tests.protocols.remoting.test_sends import rows, send, sent
+from tests.protocols.remoting.wire import Wire
+
+from timeball.broker.service import Accepted
+from timeball.errors import InvalidMessage, OverLimit
+from timeball.message import encode_properties
+from timeball.protocols.remoting import gathering as module
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
+from timeball.protocols.remoting.gathering import Gathering
+
+
+def plain(node: RunningNode) -> Gathering:
+    remoting = node.node.remoting
+    assert remoting is not None
+    return remoting._sends._plain
+
+
+def accepted_by(node: RunningNode, accept: Any) -> list[int]:
+    """Have batches pass through `accept(real, batch)`; returns the rows of each as they come."""
+    gathering = plain(node)
+    real, seen = gathering._accept, []
+
+    def counted(batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
+        seen.append(batch.num_rows)
+        result: tuple[Accepted, asyncio.Future[int]] = accept(real, batch)
+        return result
+
+    gathering._accept = counted
+    return seen
+
+
+def test_what_arrives_meanwhile_shares_a_commit(node: RunningNode, wire: Wire) -> None:
+    seen = accepted_by(node, lambda real, batch: real(batch))
+    opaques = [send(wire, b"%d" % n) for n in range(500)]
+    assert all(wire.answer_to(opaque).code == 0 for opaque in opaques)
+    assert sum(seen) == 500 and len(seen) < 250
+
+
+def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(node: RunningNode, wire: Wire) -> None:
+    def accept(real: Any, batch: pa.RecordBatch) -> Any:
+        if b"poison" in batch.column("body").to_pylist():
+            raise InvalidMessage("poison")
+        return real(batch)
+
+    accepted_by(node, accept)
+    opaques = [send(wire, body) for body in (b"a", b"poison", b"b", b"c")]
+    assert [wire.answer_to(opaque).code for opaque in opaques] == [0, ResponseCode.MESSAGE_ILLEGAL, 0, 0]
+    assert [row["body"] for row in rows(node)] == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OverLimit("full"), ResponseCode.SYSTEM_BUSY), (ValueError("secret"), ResponseCode.SYSTEM_ERROR)],
+)
+def test_what_is_nobodys_fault_is_told_to_all(
+    node: RunningNode, wire: Wire, error: Exception, code: int
+) -> None:
+    def refuse(real: Any, batch: pa.RecordBatch) -> Any:
+        raise error
+
+    accepted_by(node, refuse)
+    answers = [wire.answer_to(opaque) for opaque in [send(wire), send(wire)]]
+    assert [answer.code for answer in answers] == [code, code]
+    assert "secret" not in str(answers[0].remark)
+
+
+def test_a_full_gathering_does_not_wait(
+    node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GATHER_ROWS_MAX", 1)
+    seen = accepted_by(node, lambda real, batch: real(batch))
+    opaques = [send(wire) for _ in range(50)]
+    assert all(wire.answer_to(opaque).code == 0 for opaque in opaques)
+    assert seen == [1] * 50
+
+
+def test_a_producer_that_has_gone_costs_the_others_nothing(node: RunningNode, wire: Wire) -> None:
+    with Wire.to(node) as gone:
+        for n in range(200):
+            send(gone, b"%d" % n)
+    assert sent(wire).code == 0
+
+
+def test_a_dead_log_is_told(node: RunningNode, wire: Wire) -> None:
+    def dead(real: Any, batch: pa.RecordBatch) -> Any:
+        accepted, durable = real(batch)
+        failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        durable.add_done_callback(lambda done: failed.set_exception(OSError("disk")))
+        return accepted, failed
+
+    accepted_by(node, dead)
+    assert sent(wire).code == ResponseCode.SYSTEM_ERROR
+
+
+@pytest.mark.parametrize(("topic", "sys_flag"), [("%RETRY%group", 0), ("orders", 4)])
+def test_a_batch_is_for_ordinary_messages(wire: Wire, topic: str, sys_flag: int) -> None:
+    body = encode_batch([BatchRecord(0, b"x", encode_properties({"a": "b"}))])
+    opaque = send(wire, body, code=RequestCode.SEND_BATCH_MESSAGE, topic=topic, f=sys_flag, m=True)
+    assert wire.answer_to(opaque).code == ResponseCode.MESSAGE_ILLEGAL

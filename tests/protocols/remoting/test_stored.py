@@ -1,0 +1,81 @@
+"""The cache of stored messages: the same bytes as without it, bounded, and never of a row that nobody may see."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+
+from timeball.errors import OutOfRange
+from timeball.protocols.remoting import stored as module
+from timeball.protocols.remoting.codec.records import Host, encode_each
+from timeball.protocols.remoting.stored import StoredMessages
+
+HERE, THERE, NOBODY = Host(bytes([10, 0, 0, 1]), 1), Host(bytes([10, 0, 0, 2]), 2), Host(bytes(4), 0)
+
+
+def plain(world: World, seqs: list[int], host: Host) -> list[bytes]:
+    rows = world.broker.parts.reader.take(np.array(seqs, dtype=np.int64))
+    return encode_each(rows, store_host=host, born_host=NOBODY)
+
+
+@given(
+    sends=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    picks=st.lists(
+        st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans(), st.booleans()), min_size=1, max_size=8
+    ),
+    stretch=st.sampled_from([1, 7, 256]),
+    bytes_max=st.sampled_from([1, 2_000, 1 << 20]),
+)
+@settings(max_examples=40)
+@on_node(queues_per_topic=1)
+async def test_the_same_bytes(
+    world: World, sends: list[int], picks: list[tuple[float, float, bool, bool]], stretch: int, bytes_max: int
+) -> None:
+    """Stretches grow while they are read, are dropped and made again, for several hosts."""
+    before = module.STRETCH_ROWS, module.CACHE_BYTES_MAX
+    module.STRETCH_ROWS, module.CACHE_BYTES_MAX = stretch, bytes_max
+    try:
+        cache = StoredMessages(world.broker.parts, NOBODY)
+        seqs: list[int] = []
+        for rows in sends:
+            accepted = await world.broker.send(batch(rows))
+            seqs += range(accepted.first_seq, accepted.first_seq + rows)
+            for begin, end, here, at_once in picks:
+                low, high = sorted((int(begin * len(seqs)), int(end * len(seqs))))
+                wanted, host = seqs[low:high], HERE if here else THERE
+                chosen = np.array(wanted, dtype=np.int64)
+                found = cache.get_now(chosen, host) if at_once else await cache.get(chosen, host)
+                assert found == plain(world, wanted, host)
+        held = sum(stretch.size_bytes for stretch in cache._stretches.values())
+        assert held == cache._size_bytes
+        assert held <= bytes_max or len(cache._stretches) == 1
+    finally:
+        module.STRETCH_ROWS, module.CACHE_BYTES_MAX = before
+
+
+@on_node()
+async def test_what_waits_is_not_there(world: World) -> None:
+    later = await world.broker.send(batch(1, delay_ms=[60_000]))
+    cache = StoredMessages(world.broker.parts, NOBODY)
+    with pytest.raises(OutOfRange, match="no message that anybody can see"):
+        cache.get_now(np.array([later.first_seq]), HERE)
+    with pytest.raises(OutOfRange, match="no message that anybody can see"):
+        await cache.get(np.array([later.first_seq]), HERE)
+
+
+@on_node(queues_per_topic=1)
+async def test_the_old_is_not_read_on_the_loop(world: World) -> None:
+    first = await world.broker.send(batch(3))
+    cache = StoredMessages(world.broker.parts, NOBODY)
+    before, module.FRESH_ROWS = module.FRESH_ROWS, 0
+    try:
+        await world.broker.send(batch(3))
+        old = np.array([first.first_seq])
+        assert cache.get_now(old, HERE) is None
+        assert await cache.get(old, HERE) == cache.get_now(old, HERE), "it is there now"
+    finally:
+        module.FRESH_ROWS = before
