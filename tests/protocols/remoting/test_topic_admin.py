@@ -13,10 +13,9 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball.broker.topic_config import TopicConfig
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.reserved import SCHEDULE_TOPIC
-from timeball.protocols.remoting.topic_admin import ORDER_NAMESPACE, TopicAdmin
+from timeball.protocols.remoting.topic_admin import TopicAdmin
 
 UPDATE, DELETE = RequestCode.UPDATE_AND_CREATE_TOPIC, RequestCode.DELETE_TOPIC_IN_BROKER
 ROUTE, ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFIG
@@ -126,15 +125,3 @@ def test_system_topics_are_listed_with_the_names_that_are_no_topics(wire: Wire) 
     ):  # fmt: skip
         listed = json_body(wire.ask_ok(code))["topicList"]
         assert {SCHEDULE_TOPIC, "TBW102", "DefaultCluster", "timeball"} <= set(listed)
-
-
-def test_a_topic_becomes_an_ordered_one_in_the_name_servers_words(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(UPDATE, **created())
-    where = {"namespace": ORDER_NAMESPACE, "key": "orders"}
-    wire.ask_ok(RequestCode.PUT_KV_CONFIG, **where, value="timeball:3")
-    assert node.node.broker.parts.topics.get("orders").config == TopicConfig(4, 3, order=True)
-    wire.ask_ok(RequestCode.DELETE_KV_CONFIG, **where)
-    assert not node.node.broker.parts.topics.get("orders").config.order
-    wire.ask_ok(RequestCode.DELETE_KV_CONFIG, namespace=ORDER_NAMESPACE, key="nothing")
-    answer = wire.ask(RequestCode.PUT_KV_CONFIG, namespace="MINE", key="a", value="b")
-    assert answer.code == ResponseCode.NO_PERMISSION

@@ -5,6 +5,8 @@
     member_admin    who is connected, and who reads what
     progress        how far queues and groups have come
     resets          offsets set back to an instant
+    relays          questions that a consumer answers
+    key_values      the name server's table: ordered topics
     runtime         figures and settings
 
 Nothing of it is on the way of a message.
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 from timeball.protocols.remoting.calls import Handlers
 from timeball.protocols.remoting.group_admin import GroupAdmin
+from timeball.protocols.remoting.key_values import KeyValues
 from timeball.protocols.remoting.member_admin import MemberAdmin
 from timeball.protocols.remoting.progress import Progress
+from timeball.protocols.remoting.relays import Relays
 from timeball.protocols.remoting.resets import Resets
 from timeball.protocols.remoting.runtime import Runtime
 from timeball.protocols.remoting.site import Site
@@ -33,6 +37,8 @@ class Admin:
             MemberAdmin(site).handlers(),
             Progress(site).handlers(),
             Resets(site).handlers(),
+            Relays(site).handlers(),
+            KeyValues(site).handlers(),
             self._runtime.handlers(),
         ]
 

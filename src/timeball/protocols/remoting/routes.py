@@ -1,4 +1,4 @@
-"""What a name server is asked: where a topic lives, which brokers there are, and a few key-value pairs.
+"""What a name server is asked: where a topic lives, and which brokers there are.
 
 There is one broker, so every route names it. A topic that nobody has made yet has no route; a producer then asks for
 RocketMQ's template topic TBW102 and sends with its route, and the first message makes the topic. The names of
@@ -16,6 +16,7 @@ from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.reserved import AUTO_CREATE_TOPIC
 from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.key_values import order_conf
 from timeball.protocols.remoting.site import Site
 
 PERM_READ_WRITE = 6
@@ -24,11 +25,6 @@ MASTER_ID = "0"
 
 class _Topic(msgspec.Struct):
     topic: str
-
-
-class _KeyValue(msgspec.Struct):
-    namespace: str = ""
-    key: str = ""
 
 
 class Routes:
@@ -44,27 +40,28 @@ class Routes:
             RequestCode.GET_BROKER_CLUSTER_INFO: self._cluster,
             RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self._topics,
             RequestCode.GET_TOPICS_BY_CLUSTER: self._topics,
-            RequestCode.GET_KV_CONFIG: self._no_key_value,
-            RequestCode.GET_KVLIST_BY_NAMESPACE: self._no_key_value,
         }
 
     def _route(self, call: Call) -> Reply:
         topic = call.fields(_Topic).topic
-        return call.answer_json(
-            {
-                "queueDatas": [self._queues(topic)],
-                "brokerDatas": [self._broker(call.connection)],
-                "filterServerTable": {},
-            }
-        )
+        route: dict[str, object] = {
+            "queueDatas": [self._queues(topic)],
+            "brokerDatas": [self._broker(call.connection)],
+            "filterServerTable": {},
+        }
+        known = self._site.broker.parts.topics.find(topic)
+        if known is not None and known.config.order:
+            route["orderTopicConf"] = order_conf(known, self._site.broker_name)
+        return call.answer_json(route)
 
     def _queues(self, topic: str) -> dict[str, object]:
         site, settings = self._site, self._site.broker.parts.settings
         read = write = settings.queues_per_topic
-        perm = PERM_READ_WRITE
+        perm, sys_flag = PERM_READ_WRITE, 0
         known = site.broker.parts.topics.find(topic)
         if known is not None:
             read, write, perm = known.read_queues, known.write_queues, known.perm
+            sys_flag = known.config.sys_flag
         elif topic == AUTO_CREATE_TOPIC and settings.auto_create_topics:
             perm |= 1  # "inherit": what tells a producer that a topic may be made from it
         elif topic not in (site.cluster_name, site.broker_name):
@@ -77,7 +74,7 @@ class Routes:
             "readQueueNums": read,
             "writeQueueNums": write,
             "perm": perm,
-            "topicSysFlag": 0,
+            "topicSysFlag": sys_flag,
             "topicSynFlag": 0,
         }
 
@@ -103,14 +100,6 @@ class Routes:
         site = self._site
         names = sorted(topic.name for topic in site.broker.parts.topics.all())
         return call.answer_json({"topicList": [*names, site.cluster_name, site.broker_name]})
-
-    def _no_key_value(self, call: Call) -> Reply:
-        asked = call.fields(_KeyValue)
-        # Asked for ordered topics of long ago; clients take "not found" for "none".
-        raise Refused(
-            ResponseCode.QUERY_NOT_FOUND,
-            f"No config item, Namespace: {asked.namespace} Key: {asked.key}",
-        )
 
 
 def _check(topic: str) -> None:

@@ -46,6 +46,7 @@ class Runtime:
         return {
             RequestCode.GET_BROKER_RUNTIME_INFO: self._info,
             RequestCode.GET_BROKER_CONFIG: self._config,
+            RequestCode.GET_NAMESRV_CONFIG: self._config,
             RequestCode.UPDATE_BROKER_CONFIG: self._update_config,
             RequestCode.GET_ALL_DELAY_OFFSET: self._delay_offsets,
         }

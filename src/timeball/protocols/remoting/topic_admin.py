@@ -19,8 +19,6 @@ from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.tables import data_version
 from timeball.protocols.remoting.site import Site
 
-ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
-
 
 class _Create(msgspec.Struct, rename="camel"):
     topic: str
@@ -35,11 +33,6 @@ class _Create(msgspec.Struct, rename="camel"):
 
 class _Topic(msgspec.Struct):
     topic: str
-
-
-class _KeyValue(msgspec.Struct):
-    namespace: str
-    key: str
 
 
 class TopicAdmin:
@@ -59,8 +52,6 @@ class TopicAdmin:
             RequestCode.DELETE_TOPIC_IN_NAMESRV: self._nothing_to_do,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: self._system_topics,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
-            RequestCode.PUT_KV_CONFIG: self._put_key_value,
-            RequestCode.DELETE_KV_CONFIG: self._delete_key_value,
         }
 
     async def _update(self, call: Call) -> Reply:
@@ -116,28 +107,6 @@ class TopicAdmin:
                 "brokerAddr": self._site.address(call.connection),
             }
         )
-
-    async def _put_key_value(self, call: Call) -> Reply:
-        """Tools that make a topic an ordered one say so a second time, in the name server's table."""
-        await self._set_order(call, order=True)
-        return call.answer()
-
-    async def _delete_key_value(self, call: Call) -> Reply:
-        """And take it back when they delete the topic, which is gone then."""
-        await self._set_order(call, order=False)
-        return call.answer()
-
-    async def _set_order(self, call: Call, *, order: bool) -> None:
-        said = call.fields(_KeyValue)
-        if said.namespace != ORDER_NAMESPACE:
-            raise Refused(
-                ResponseCode.NO_PERMISSION,
-                f"namespace {said.namespace[:80]!r}: Timeball keeps {ORDER_NAMESPACE} and nothing else",
-            )
-        topic = self._topics.find(said.key)
-        if topic is not None and topic.config.order != order:
-            self._topics.configure(topic.name, msgspec.structs.replace(topic.config, order=order))
-            await self._broker.save_topics()
 
     def _known(self, name: str) -> Topic:
         topic = self._topics.find(name)
