@@ -64,6 +64,7 @@ class Sent:
     body: bytes
     due_ms: int | None
     acked: bool = False
+    is_at_least: bool = False  # a level's wait begins with the broker's clock: it is due then or later
 
 
 @dataclass(slots=True)
@@ -98,6 +99,7 @@ class Outcome:
         default_factory=dict
     )  # (topic, queue): kept offsets
     offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
+    waited: list[Row] = field(default_factory=list)  # what stands in the queues of delay levels
     promises: set[int] = field(default_factory=set)  # sequence numbers of those in the log
     settled: list[int] = field(default_factory=list)  # source_seq of each release and cancel in the log
 
@@ -139,7 +141,8 @@ def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
         if sent is None:
             yield Fault("unexpected", f"{row.key} at {row.place}")
             continue
-        if (row.body, row.due_ms, row.place.topic) != (sent.body, sent.due_ms, sent.topic):
+        due_ms = row.due_ms if sent.is_at_least and (row.due_ms or 0) >= (sent.due_ms or 0) else sent.due_ms
+        if (row.body, row.due_ms, row.place.topic) != (sent.body, due_ms, sent.topic):
             yield Fault("corrupted", f"{row.key} at {row.place}: {len(row.body)} bytes, due {row.due_ms}")
         if row.due_ms is not None and row.store_ms < row.due_ms:
             yield Fault("early", f"{row.key} due {row.due_ms} was released at {row.store_ms}")
@@ -148,7 +151,7 @@ def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
 def _queues(outcome: Outcome) -> Iterator[Fault]:
     """Offsets are dense over what is kept, and grow with the log."""
     by_queue: dict[tuple[str, int], list[Row]] = {queue: [] for queue in outcome.ranges}
-    for row in outcome.rows:
+    for row in [*outcome.rows, *outcome.waited]:
         by_queue.setdefault((row.place.topic, row.place.queue_id), []).append(row)
     for queue, rows in by_queue.items():
         low, high = outcome.ranges.get(queue, (0, 0))

@@ -157,12 +157,47 @@ LATE: Scenario = [
     lambda w: w.advance(SECOND_MS),
 ]
 
+# Delay levels: near and far, some cancelled; segments that would go were it not for what waits in them.
+LEVELS: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.send_levels("a", [1, 2, 3, 4, 5, 14]),  # k0 to k5: 1 s, 5 s, 10 s, 30 s, 1 min, 10 min
+    lambda w: w.send("a", [None, 500, FAR_MS]),  # k6 to k8
+    lambda w: w.send_levels("b", [3, 3, 1, 18]),  # k9 to k12
+    cancel_some(3, 5, 10, 77),
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.consume(),
+    lambda w: w.checkpoint(),
+    lambda w: w.send_levels("a", [2, 4, 4], 100_000),  # k13 to k15
+    lambda w: w.send("b", [None] * 9, 100_000),  # k16 to k24: roll
+    cancel_some(1, 14, 0),
+    lambda w: w.advance(4 * SECOND_MS),
+    lambda w: w.compact(),
+    lambda w: w.checkpoint(),
+    lambda w: w.let_go(),
+    lambda w: w.restart(),
+    lambda w: w.advance(6 * SECOND_MS),
+    lambda w: w.send_levels("a", [1, 3]),  # k25, k26
+    lambda w: w.consume(),
+    lambda w: w.save_offsets(),
+    lambda w: w.advance(FAR_MS),
+    cancel_some(26, 12, 15),
+    lambda w: w.checkpoint(),
+    lambda w: w.restart(),
+    lambda w: w.send_levels("b", [5]),  # k27
+    lambda w: w.advance(600 * SECOND_MS),
+    lambda w: w.let_go(),
+    lambda w: w.compact(),
+    lambda w: w.checkpoint(),
+    lambda w: w.let_go(),
+]
+
 SCENARIOS: dict[str, Scenario] = {
+    "levels": LEVELS,
     "late": LATE,
     "plain": PLAIN,
     "compact": COMPACT,
     "bulk": BULK,
     "roll": ROLL,
 }
-# Retention keeps nothing that nobody needs, so that one scenario can see segments go.
-SETTINGS: dict[str, dict[str, int]] = {"roll": {"retention_ms": 1}}
+# Retention keeps nothing that nobody needs, so that these scenarios can see segments go.
+SETTINGS: dict[str, dict[str, int]] = {"roll": {"retention_ms": 1}, "levels": {"retention_ms": 1}}

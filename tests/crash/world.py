@@ -22,6 +22,7 @@ from timeball.clock import ManualClock
 from timeball.config import MIB, Settings
 from timeball.message import TABLE_SCHEMA, Kind
 from timeball.node import Node
+from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
@@ -131,11 +132,11 @@ class World:
         self._answered(sent)
         return [one.key for one in sent]
 
-    async def send_levels(self, topic: str, levels: Iterable[int]) -> list[str]:
+    async def send_levels(self, topic: str, levels: Iterable[int], body_bytes: int = 20) -> list[str]:
         """One batch of messages with these delay levels."""
         wanted = list(levels)
         durations = self.broker.parts.levels.table.durations_ms
-        sent = self._ask(topic, [durations[level - 1] for level in wanted], 20)
+        sent = self._ask(topic, [durations[level - 1] for level in wanted], body_bytes)
         batch = pa.record_batch(
             {
                 "topic": [one.topic for one in sent],
@@ -163,7 +164,7 @@ class World:
 
     async def consume(self) -> None:
         """One look at every queue from the group's offsets on, committed behind what was seen."""
-        for topic in self.broker.topics():
+        for topic in self.broker.topics().keys() - {SCHEDULE_TOPIC}:
             stored, kept = self.broker.offsets(GROUP, topic), self.broker.queues(topic)
             offsets = {queue: max(low, stored.get(queue, low)) for queue, (low, _) in kept.items()}
             while (rows := await self.broker.pull(topic, offsets, 100, 0)).num_rows:
@@ -251,13 +252,15 @@ class World:
             outcome.offsets[(GROUP, topic)] = broker.offsets(GROUP, topic)
             for queue, (low, high) in broker.queues(topic).items():
                 outcome.ranges[(topic, queue)] = (low, high)
+                found = outcome.waited if topic == SCHEDULE_TOPIC else outcome.rows
                 while low < high:
                     rows = as_rows(await broker.read_queue(topic, queue, low, 1_000))
-                    outcome.rows += rows
+                    found += rows
                     low += max(1, len(rows))
         for rows in broker.read_log(broker.parts.reader.first_seq, broker.parts.reader.next_seq):
             kinds = rows.column("kind").to_numpy()
-            outcome.promises.update(rows.column("seq").to_numpy()[kinds == Kind.PROMISE].tolist())
+            promised = np.isin(kinds, [Kind.PROMISE, Kind.LEVEL_PROMISE])
+            outcome.promises.update(rows.column("seq").to_numpy()[promised].tolist())
             ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])
             outcome.settled += rows.column("source_seq").filter(pa.array(ended)).to_pylist()
         return outcome
