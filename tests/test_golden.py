@@ -83,12 +83,12 @@ HEADERS = {
     102: (1856, 1600, 11, ACCEPTED_MS, 64),
     113: (3456, 2176, 3, DUE_MS + 1, 3456),
 }
-# What came with the clients of RocketMQ: kinds and facts that a version-1 file of before does not have.
+# Transactions, which came later: a half message and its end, and the fact that one is open.
 HALF: dict[str, Any] = {
     "topic": "orders", "queue_id": 3, "unique_key": "A18", "body": b"pay order 18",
     "properties": "TRAN_MSG\x01true\x02PGROUP\x01payers\x02", "reconsume_times": 0, **PRODUCER, "sys_flag": 4,
 }  # fmt: skip
-ROCKETMQ_FRAMES: dict[int, list[dict[str, Any]]] = {
+TRANSACTION_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [{"kind": 8, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **HALF}],
     101: [
         {
@@ -97,7 +97,7 @@ ROCKETMQ_FRAMES: dict[int, list[dict[str, Any]]] = {
         },
     ],
 }  # fmt: skip
-ROCKETMQ_HEADERS = {
+TRANSACTION_HEADERS = {
     100: (64, 1600, 1, ACCEPTED_MS, 64),
     101: (1664, 1600, 1, ACCEPTED_MS + 1, 1664),
 }
@@ -127,7 +127,7 @@ LEVEL_HEADERS = {
 }
 LOGS = {
     "commit-log-1.log": (FRAMES, HEADERS),
-    "commit-log-1-rocketmq.log": (ROCKETMQ_FRAMES, ROCKETMQ_HEADERS),
+    "commit-log-1-transactions.log": (TRANSACTION_FRAMES, TRANSACTION_HEADERS),
     "commit-log-1-levels.log": (LEVEL_FRAMES, LEVEL_HEADERS),
 }
 ATTACHMENT = att.Attachment(
@@ -164,7 +164,7 @@ FACTS = cp.Facts(
     reserved=[(103, 10)],
     queues={"orders": {1: (0, 8), 2: (40, 41)}},
 )
-ROCKETMQ_FACTS = cp.Facts(seq=102, halves=[(100, 3)])
+TRANSACTION_FACTS = cp.Facts(seq=102, halves=[(100, 3)])
 LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3, ((5, 2), (9, 1)))})
 SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
 
@@ -197,8 +197,8 @@ def commit_log() -> bytes:
     return frames_and_bytes()[1]
 
 
-def rocketmq_log() -> bytes:
-    return frames_and_bytes("commit-log-1-rocketmq.log")[1]
+def transaction_log() -> bytes:
+    return frames_and_bytes("commit-log-1-transactions.log")[1]
 
 
 def frames() -> bytes:
@@ -240,14 +240,14 @@ def level_checkpoint() -> bytes:
     return checkpoint(LEVEL_FACTS)
 
 
-def rocketmq_checkpoint() -> bytes:
-    return checkpoint(ROCKETMQ_FACTS)
+def transaction_checkpoint() -> bytes:
+    return checkpoint(TRANSACTION_FACTS)
 
 
 WRITTEN: dict[str, Callable[[], bytes]] = {
     "commit-log-1.log": commit_log,
-    "commit-log-1-rocketmq.log": rocketmq_log,
-    "checkpoint-1-rocketmq": rocketmq_checkpoint,
+    "commit-log-1-transactions.log": transaction_log,
+    "checkpoint-1-transactions": transaction_checkpoint,
     "commit-log-1-levels.log": level_log,
     "checkpoint-1-levels": level_checkpoint,
     "frame-index-1.frames": frames,
@@ -372,7 +372,7 @@ def test_the_queue_says_what_it_said() -> None:
     ("name", "facts"),
     [
         ("checkpoint-1", FACTS),
-        ("checkpoint-1-rocketmq", ROCKETMQ_FACTS),
+        ("checkpoint-1-transactions", TRANSACTION_FACTS),
         ("checkpoint-1-levels", LEVEL_FACTS),
     ],
 )
