@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
+from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
+from tests.protocols.remoting.wire import Wire
 
 from timeball.broker.groups import SubscriptionGroup
 from timeball.message import decode_properties, encode_properties
@@ -221,3 +223,25 @@ async def test_a_retry_topic_of_nobody_is_refused(world: World) -> None:
 async def test_as_many_queues_as_the_group_is_to_have(world: World) -> None:
     room(world, SubscriptionGroup("readers", retry_queue_nums=3)).redirect("%RETRY%readers", {}, 1, 16, 409)
     assert world.broker.topics()["%RETRY%readers"] == {"queues": 3}
+
+
+def test_from_a_client_over_the_wire(node: RunningNode, wire: Wire) -> None:
+    """The clients' inner producer, after a hand-back that failed: copies everything, also what no longer holds."""
+    consumer = {"groupName": "readers", "consumeType": "CONSUME_PASSIVELY", "messageModel": "CLUSTERING"}
+    wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "me", "consumerDataSet": [consumer]})
+    properties = {**USERS, "TRAN_MSG": "true", "PGROUP": "payers", "RETRY_TOPIC": "orders", "DELAY": "18"}
+
+    def resend(times: int) -> None:
+        wire.ask_ok(
+            RequestCode.SEND_MESSAGE_V2, b"again", a="CLIENT_INNER_PRODUCER", b="%RETRY%readers", c="TBW102", d=4,
+            e=0, f=4, g=1, h=0, i=encode_properties(properties), j=times, k=False, l=2, m=False,
+        )  # fmt: skip
+
+    resend(2)
+    waiting = node.run(node.broker.read_queue("SCHEDULE_TOPIC_XXXX", 17, 0, 9)).to_pylist()
+    assert [(row["reconsume_times"], row["sys_flag"]) for row in waiting] == [(2, 0)]
+    resend(3)
+    [letter] = node.run(node.broker.read_queue("%DLQ%readers", 0, 0, 9)).to_pylist()
+    assert (letter["body"], letter["reconsume_times"], letter["due_ms"]) == (b"again", 3, None)
+    assert "DELAY" not in decode_properties(letter["properties"])
+    assert node.broker.transactions.open() == []
