@@ -121,7 +121,7 @@ class Pulls:
             known = self._site.clients.subscription(fields.consumer_group, topic.name)
             if known is None:
                 raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, "the consumer's subscription not exist")
-            if known.version < fields.sub_version:
+            if known.version < fields.sub_version and known.expression != "*":
                 raise Refused(ResponseCode.SUBSCRIPTION_NOT_LATEST, "the consumer's subscription not latest")
             text, kind = known.expression, known.expression_type
         return self._compiled(text, kind, topic.filter_type == MULTI_TAG)

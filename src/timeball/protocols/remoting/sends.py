@@ -48,7 +48,10 @@ class Sends:
         keys = UniqueKeys(b"", os.getpid(), site.broker.parts.clock.now_ms())
         self._plain = Gathering(site, keys, self._broker.send_nowait)
         self._halves = Gathering(site, keys, self._broker.prepare_nowait, recallable=False)
-        self._allowed: set[str] = set()
+        self._writable: dict[
+            str, int
+        ] = {}  # queues of the topics that may be sent to, at this version of the topics
+        self._version = -1
 
     def take(self, connection: Connection, frame: Frame, now_ms: int) -> bool:
         """Take a frame if it is a send; raises BadFrame."""
@@ -60,7 +63,12 @@ class Sends:
             if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
                 gathering = self._directed(header)
                 fields = header.fields
-            queue_id = _queue(self._topic(fields), fields.queue_id)
+            queues = self._writable.get(fields.topic)
+            if queues is None or self._topics.version != self._version:
+                queues = self._queues(fields)
+            queue_id = -1 if fields.queue_id is None or fields.queue_id < 0 else fields.queue_id
+            if queue_id >= queues:
+                raise _no_such_queue(fields.topic, queue_id, queues)
             gathering.columns.feed(
                 connection, header, frame.body, frame.serialisation, connection.name, queue_id, now_ms
             )
@@ -102,20 +110,22 @@ class Sends:
             sys_flag=(fields.sys_flag or 0) & ~TRANSACTION_BITS,
         )
 
-    def _topic(self, fields: SendFields) -> Topic:
-        """The topic to send to, made when that is allowed."""
-        topic = self._topics.find(fields.topic)
-        if topic is None:
-            return self._make_topic(fields.topic, fields.default_queues)
-        if fields.topic not in self._allowed:
-            remark = forbidden(fields.topic)
-            if remark is not None:
-                raise Refused(ResponseCode.NO_PERMISSION, remark)
-            self._allowed.add(fields.topic)  # only names of topics come here, and of those there is a limit
-        if not topic.perm & PERM_WRITE:
+    def _queues(self, fields: SendFields) -> int:
+        """How many queues the topic has to send to; it is made when that is allowed. Raises Refused.
+
+        Remembered until any topic changes: the answer is asked for with every message.
+        """
+        if self._topics.version != self._version:
+            self._writable.clear()
+        topic = self._topics.find(fields.topic) or self._make_topic(fields.topic, fields.default_queues)
+        self._version = self._topics.version
+        remark = forbidden(fields.topic)
+        if remark is None and not topic.perm & PERM_WRITE:
             remark = f"the broker[{self._site.broker_name}] sending message is forbidden"
+        if remark is not None:
             raise Refused(ResponseCode.NO_PERMISSION, remark)
-        return topic
+        queues = self._writable[fields.topic] = max(topic.read_queues, topic.write_queues)
+        return queues
 
     def _make_topic(self, name: str, wanted_queues: int | None) -> Topic:
         remark = forbidden(name)
@@ -132,12 +142,8 @@ class Sends:
         return self._broker.parts.topics.ensure(name, max(1, queues))
 
 
-def _queue(topic: Topic, queue_id: int | None) -> int:
-    if queue_id is None or queue_id < 0:
-        return -1
-    if queue_id >= max(topic.read_queues, topic.write_queues):
-        raise Refused(
-            ResponseCode.INVALID_PARAMETER,
-            f"request queueId[{queue_id}] is illegal, topic {topic.name} has {topic.write_queues} queues",
-        )
-    return queue_id
+def _no_such_queue(topic: str, queue_id: int, queues: int) -> Refused:
+    return Refused(
+        ResponseCode.INVALID_PARAMETER,
+        f"request queueId[{queue_id}] is illegal, topic {topic} has {queues} queues",
+    )

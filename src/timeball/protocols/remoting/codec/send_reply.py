@@ -16,11 +16,6 @@ from timeball.protocols.remoting.codec.records import Host
 
 REGION = "DefaultRegion"
 
-_JSON = (
-    b'{"code":0,"extFields":{"queueId":"%d","TRACE_ON":"false","MSG_REGION":"' + REGION.encode() + b'",'
-    b'"msgId":"%b","queueOffset":"%d","transactionId":%b%b},"flag":1,"language":"JAVA","opaque":%d,'
-    b'"serializeTypeCurrentRPC":"JSON","version":' + str(BROKER_VERSION).encode() + b"}"
-)
 _PREFIX = struct.Struct(">iI")
 _BINARY = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, length of the remark
 _BINARY_TYPE = 1 << 24
@@ -50,15 +45,15 @@ def encode_reply(reply: SendReply) -> bytes:
 
 def _encode_json(reply: SendReply) -> bytes:
     key, handle = reply.unique_key, reply.recall_handle
-    header = _JSON % (
-        reply.queue_id,
-        reply.msg_ids.encode(),
-        reply.queue_offset,
-        # Clients choose their keys: what is not plain goes through the encoder.
-        b'"%b"' % key.encode() if key.isalnum() else msgspec.json.encode(key),
-        b',"recallHandle":' + msgspec.json.encode(handle) if handle else b"",
-        reply.opaque,
-    )
+    # Clients choose their keys: what is not plain goes through the encoder.
+    quoted = f'"{key}"' if key.isalnum() else msgspec.json.encode(key).decode()
+    recall = f',"recallHandle":{msgspec.json.encode(handle).decode()}' if handle else ""
+    header = (
+        f'{{"code":0,"extFields":{{"queueId":"{reply.queue_id}","TRACE_ON":"false","MSG_REGION":"{REGION}",'
+        f'"msgId":"{reply.msg_ids}","queueOffset":"{reply.queue_offset}","transactionId":{quoted}{recall}}},'
+        f'"flag":1,"language":"JAVA","opaque":{reply.opaque},"serializeTypeCurrentRPC":"JSON",'
+        f'"version":{BROKER_VERSION}}}'
+    ).encode()
     return _PREFIX.pack(4 + len(header), len(header)) + header
 
 
