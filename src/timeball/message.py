@@ -98,8 +98,14 @@ def encode_properties(properties: dict[str, str]) -> str:
 
 def decode_properties(text: str) -> dict[str, str]:
     """Inverse of `encode_properties`; entries without a name separator are ignored, as RocketMQ does."""
-    # In one expression, since every message of a RocketMQ client passes here.
-    return dict([entry.split("\x01", 1) for entry in text.split("\x02") if "\x01" in entry])
+    found = {}
+    for entry in text.split(
+        PROPERTY_END
+    ):  # of all ways the fastest; every message of a RocketMQ client passes here
+        name, is_pair, value = entry.partition(PROPERTY_NAME_END)
+        if is_pair:
+            found[name] = value
+    return found
 
 
 def build_rows(count: int, **columns: object) -> pa.RecordBatch:

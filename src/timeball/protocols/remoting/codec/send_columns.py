@@ -134,7 +134,7 @@ class SendColumns:
             raise InvalidMessage(f"the properties are longer than {limits.PROPERTIES_BYTES_MAX} bytes")
         found = decode_properties(properties)
         level, due_ms = 0, None
-        if "TIMER_" in properties or "DELAY" in properties or "__STARTDELIVERTIME" in properties:
+        if not delays.NAMES.isdisjoint(found):
             level, due_ms = delays.plan(found, now_ms, self._delay_ms_max)
         tag, keys, unique_key = found.get("TAGS"), found.get("KEYS"), found.get("UNIQ_KEY")
         if not unique_key:
