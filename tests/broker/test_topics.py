@@ -19,6 +19,7 @@ from timeball.broker.topic_config import TopicConfig
 from timeball.broker.topics import Placement, Topics, check_name, codes_of, stored_sizes
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
+from timeball.log import queue_index
 from timeball.message import Kind, build_rows
 
 QUEUES = 3
@@ -342,6 +343,19 @@ def test_a_replay_knows_what_came_before_the_deletion(sent_again: bool) -> None:
         again.replay(put(topics, 3, "t", rows=2), np.arange(3, 5))
         (queue,) = again.get("t").queues
         assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
+
+
+def test_a_deletion_that_was_not_saved_has_not_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_index, "FILE_ENTRIES", 10)
+    files = CrashFiles()
+    topics = fresh(files, queues=1)
+    put(topics, 0, "t", rows=35)
+    files.replace(topics_module.NAME, topics.save() or b"")
+    lengths = topics.lengths()
+    topics.delete("t", 35)
+    again = Topics(files, queues_per_topic=1, auto_create=True)
+    again.load(lengths)
+    assert entries(again) == {("t", 0): list(range(35))}
 
 
 def test_a_topic_that_may_not_be_made_by_itself_does_not_come_back_by_itself() -> None:

@@ -175,6 +175,18 @@ def test_files_wholly_behind_the_first_kept_are_removed(small: None) -> None:
     assert seqs_of(queue) == [1_000, 1_001, 1_002]
 
 
+def test_what_is_hidden_keeps_its_files_until_it_is_trimmed(small: None) -> None:
+    files = CrashFiles()
+    queue = QueueIndex(files, FOLDER)
+    append(queue, numbers(1, 35))
+    queue.hide(1_000)
+    assert (queue.min_offset, queue.max_offset) == (35, 35)
+    assert len(files.list_dir(FOLDER)) == 4
+    assert seqs_of(QueueIndex(files, FOLDER, max_offset=35)) == list(range(1, 36)), "it can be taken back"
+    queue.trim(2)
+    assert files.list_dir(FOLDER) == ["00000003.cq"]
+
+
 def test_files_that_an_earlier_run_left_are_removed_too(small: None) -> None:
     files = CrashFiles()
     append(QueueIndex(files, FOLDER), numbers(1, 35))

@@ -323,8 +323,9 @@ class Topics:
 
 
 def _empty(topic: Topic) -> None:
+    """Files stay: a crash may still bring the topic back, when the list is not saved yet. Retention takes them."""
     for queue in topic.queues if topic.emptied_before_seq else ():
-        queue.index.trim(topic.emptied_before_seq)
+        queue.index.hide(topic.emptied_before_seq)
 
 
 def check_name(name: str, bytes_max: int, what: str) -> None:

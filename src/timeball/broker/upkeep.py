@@ -171,6 +171,7 @@ class Upkeep:
             needed_from_seq=needed,
         )
         if gone:
+            await self._broker.save_topics()  # a deleted topic's files go below: nobody must miss them later
             await in_thread(
                 self._parts.reader_thread, lambda: retention.remove(parts.files, parts.reader.segments, gone)
             )

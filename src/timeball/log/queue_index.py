@@ -100,8 +100,8 @@ class QueueIndex:
             found[here] = self._room(number, int(low.max()) + 1)[low]
         return found
 
-    def trim(self, first_seq: int) -> None:
-        """Forget entries of rows before `first_seq`, which retention has let go; removes files wholly behind it."""
+    def hide(self, first_seq: int) -> None:
+        """Forget entries of rows before `first_seq`; no file is touched."""
         low, high = self.min_offset, self.max_offset
         while low < high:
             middle = (low + high) // 2
@@ -110,6 +110,11 @@ class QueueIndex:
             else:
                 high = middle
         self.min_offset = low
+
+    def trim(self, first_seq: int) -> None:
+        """Forget entries of rows before `first_seq`, which retention has let go; removes files wholly behind it."""
+        self.hide(first_seq)
+        low = self.min_offset
         for number in [n for n in self._chunks if (n + 1) * FILE_ENTRIES <= low]:
             self._chunks.pop(number).file.close()
             self._dirty.discard(number)
