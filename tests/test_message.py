@@ -29,6 +29,7 @@ KINDS_ON_DISK = {
     "CANCEL": 4,
     "ATTACH": 5,
     "RESERVE": 6,
+    "LEVEL_PROMISE": 7,
     "HALF": 8,
     "ROLLBACK": 9,
 }
