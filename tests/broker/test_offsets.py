@@ -39,7 +39,9 @@ def test_the_last_commit_of_each_queue_counts_also_after_a_restart(
     for read in (offsets, saved(offsets, files)):
         for (group, topic), expected in model.items():
             assert read.get(group, topic) == expected
+            assert {queue: read.find(group, topic, queue) for queue in expected} == expected
         assert read.get("nobody", "a") == read.get("a", "nothing") == {}
+        assert read.find("nobody", "a", 0) is read.find("a", "a", 99) is None
 
 
 @pytest.mark.parametrize("wrong", [{0: 11}, {0: -1}, {1: 1}, {2: 0}, {0: 5, 7: 4}])

@@ -31,6 +31,10 @@ class Offsets:
         """Offsets of a group; empty when it has none yet."""
         return dict(self._table.get(group, {}).get(topic, {}))
 
+    def find(self, group: str, topic: str, queue: int) -> int | None:
+        """A group's offset in one queue, if it has one."""
+        return self._table.get(group, {}).get(topic, {}).get(queue)
+
     def topics_of(self, group: str) -> list[str]:
         """Topics that a group has stored offsets of."""
         return list(self._table.get(group, {}))

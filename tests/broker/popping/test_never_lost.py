@@ -128,8 +128,7 @@ class Life:
         await self.world.node.upkeep.save_small_state()
 
     async def restart(self, _: int) -> None:
-        await self.world.restart()
-        self.forget()
+        await self.world.restart()  # receipts stay valid
 
     async def power_cut(self, _: int) -> None:
         await self.world.abandon()

@@ -249,6 +249,20 @@ async def test_a_pop_waits_for_what_comes_back(world: World) -> None:
 
 
 @on_node()
+async def test_of_many_that_wait_as_many_get_something_as_there_is(world: World) -> None:
+    await send(world, [b"seen"])
+    popper(world).ack((await pop(world)).receipts(GROUP))
+    waiting = [asyncio.create_task(pop(world, 1, wait_ms=30_000)) for _ in range(20)]
+    await world.until(lambda: popper(world)._lines.length == 20, "they wait")
+    assert world.broker.waiters._count == 1  # one watches for all of them
+    await send(world, [b"%d" % i for i in range(15)])
+    await world.until(lambda: sum(task.done() for task in waiting) == 15, "15 got something")
+    await send(world, [b"%d" % i for i in range(15, 20)])
+    found = [body for popped in await asyncio.gather(*waiting) for body in bodies(popped)]
+    assert sorted(found) == sorted(b"%d" % i for i in range(20))
+
+
+@on_node()
 async def test_a_consumer_may_ask_whether_there_is_something(world: World) -> None:
     await send(world, [b"a"])
     assert await popper(world).wait_for_some(Ask(GROUP, TOPIC), 0)
@@ -417,24 +431,29 @@ async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) ->
     assert bodies(await pop(world)) == [b"a"]
 
 
+async def crash(world: World) -> None:
+    """The process is killed: what is saved is saved."""
+    assert world.node is not None
+    await world.node.upkeep.save_small_state()
+    await world.abandon()
+    world.clock.advance(1_000)
+    await world.start()
+
+
 @on_node()
-async def test_after_a_restart_what_was_in_hand_is_handed_out_again(world: World) -> None:
+async def test_after_a_crash_what_was_in_hand_is_handed_out_again(world: World) -> None:
     await send_in_order(world)
     receipts = (await pop(world)).receipts(GROUP)
     popper(world).ack([receipts[0], receipts[3]])
-    world.clock.advance(1_000)
-    await world.restart()
+    await crash(world)
     assert bodies(await pop(world)) == [b"1", b"2", b"3"]
 
 
 @on_node()
-async def test_a_receipt_of_before_a_restart_counts_until_its_message_is_handed_out_again(
-    world: World,
-) -> None:
+async def test_a_receipt_of_before_a_crash_counts_until_its_message_is_handed_out_again(world: World) -> None:
     await send_in_order(world)
     receipts = (await pop(world)).receipts(GROUP)
-    world.clock.advance(1_000)
-    await world.restart()
+    await crash(world)
     assert popper(world).ack([receipts[2], receipts[2]._replace(offset=99)]) == [True, False]
     popped = await pop(world)
     assert bodies(popped) == [b"0", b"1", b"3"]
@@ -442,6 +461,20 @@ async def test_a_receipt_of_before_a_restart_counts_until_its_message_is_handed_
     assert popper(world).ack(popped.receipts(GROUP)) == [True] * 3
     assert stored(world)[0] == 4
     assert popper(world).windows.count.rows == 0
+
+
+@on_node()
+async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> None:
+    await send_in_order(world, 6)
+    receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts(GROUP)
+    popper(world).ack([receipts[0], receipts[2]])
+    world.clock.advance(1_000)
+    await world.restart()
+    assert bodies(await pop(world)) == [b"4", b"5"]
+    assert popper(world).ack([receipts[1], receipts[2]]) == [True, False]
+    await pass_time(world, MINUTE_MS - 1_000)
+    again = await pop(world)
+    assert bodies(again) == [b"3"] and column(again.rows, "reconsume_times") == [1]
 
 
 @on_node()

@@ -21,8 +21,7 @@ async def opened(world: World, rows: int = 3) -> Windows:
 
 
 def window(world: World, windows: Windows, group: str = "g", *, from_max: bool = False) -> Window:
-    stored = world.broker.offsets(group, "orders")
-    return windows.open(group, world.broker.parts.topics.get("orders"), 0, stored, from_max=from_max)
+    return windows.open(group, world.broker.parts.topics.get("orders"), 0, from_max=from_max)
 
 
 @on_node()
@@ -49,6 +48,18 @@ async def test_a_window_stays_until_somebody_else_stores_an_offset(world: World)
     first.done(0)
     windows.store(first)  # nobody's window any more: it must not undo what was stored
     assert world.broker.offsets("g", "orders") == {0: 1}
+
+
+@on_node()
+async def test_an_ack_does_not_undo_what_somebody_else_has_stored(world: World) -> None:
+    windows = await opened(world)
+    one = window(world, windows)
+    take(one, [0, 1])
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    one.done(0)
+    assert not windows.store(one)
+    assert world.broker.offsets("g", "orders") == {0: 2}
+    assert windows.find("g", "orders", 0) is None and windows.count.rows == 0
 
 
 @on_node()

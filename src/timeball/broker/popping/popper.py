@@ -26,6 +26,7 @@ from timeball.broker.filters import Filter
 from timeball.broker.filters.filter import BoolArray
 from timeball.broker.parts import in_thread
 from timeball.broker.popping.copies import is_of, retry_topic
+from timeball.broker.popping.lines import Lines
 from timeball.broker.popping.returning import Returning
 from timeball.broker.popping.taking import Taking
 from timeball.broker.popping.window import Held, Window
@@ -92,11 +93,17 @@ class Popper:
         self.windows = Windows(broker.parts)
         self._returning = Returning(broker, self.windows)
         self._started_ms = broker.parts.clock.now_ms()
+        for window in self.windows.all():
+            for offset, held in window.held.items():
+                self._returning.expect(window, [offset], held.pop_ms, held.deadline_ms)
         self._turn = itertools.count()
+        self._lines = Lines()
 
     async def close(self) -> None:
-        """End; what is in hand is handed out again by whoever opens these files next."""
+        """End. What is in hand stays so: whoever opens these files next takes its receipts."""
         await self._returning.close()
+        if self._parts.writer.failed is None:
+            await self.windows.save()
 
     def wake(self) -> None:
         """Look at the clock now."""
@@ -107,31 +114,39 @@ class Popper:
     async def pop(self, ask: Ask, wait_ms: int) -> Popped:
         """Up to `ask.rows` rows; waits up to `wait_ms` for the first. Raises NotFound, OutOfRange, OverLimit."""
         _check(ask)
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        until_s = _until_s(wait_ms)
+        popped = await self._look(ask)
+        if popped.rows.num_rows or wait_ms <= 0:
+            return popped
+        async with self._lines.turn(ask, until_s) as has_turn:
+            while has_turn:
+                popped = await self._look(ask)
+                if popped.rows.num_rows or not await self._something(ask, until_s):
+                    break
+        return popped
+
+    async def _look(self, ask: Ask) -> Popped:
         while True:
             popped, unseen = await self._pop_now(ask)
-            if popped.rows.num_rows:
+            if popped.rows.num_rows or not unseen:
                 return popped
-            if unseen:
-                await asyncio.sleep(0)  # the filter passes few: others get their turn between two looks
-                continue
-            left_s = deadline_s - loop.time()
-            if left_s <= 0 or not await self._broker.waiters.wait_any(_topics_of(ask), left_s):
-                return popped
+            await asyncio.sleep(0)  # the filter passes few: others get their turn between two looks
+
+    async def _something(self, ask: Ask, until_s: float) -> bool:
+        """Wait for news; false when the time is up."""
+        left_s = until_s - asyncio.get_running_loop().time()
+        return left_s > 0 and await self._broker.waiters.wait_any(_topics_of(ask), left_s)
 
     async def wait_for_some(self, ask: Ask, wait_ms: int) -> bool:
         """Whether a pop would find rows, filters aside; waits up to `wait_ms` for that and takes nothing."""
         _check(ask)
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        until_s = _until_s(wait_ms)
         while True:
             for window, topic in self._open_windows(ask):
                 has_some = window.again or window.next_offset < topic.queues[window.queue_id].index.max_offset
                 if has_some and not (ask.in_order and window.held):
                     return True
-            left_s = deadline_s - loop.time()
-            if left_s <= 0 or not await self._broker.waiters.wait_any(_topics_of(ask), left_s):
+            if not await self._something(ask, until_s):
                 return False
 
     def _open_windows(self, ask: Ask) -> list[tuple[Window, Topic]]:
@@ -148,10 +163,7 @@ class Popper:
             if is_main and ask.queue_id >= count:
                 raise OutOfRange(f"queue {ask.queue_id}: topic {name!r} has {count}")
             ids = [ask.queue_id] if is_main and ask.queue_id >= 0 else range(count)
-            stored = self._parts.offsets.get(ask.group, name)
-            windows = [
-                self.windows.open(ask.group, topic, i, stored, from_max=ask.from_max and is_main) for i in ids
-            ]
+            windows = [self.windows.open(ask.group, topic, i, from_max=ask.from_max and is_main) for i in ids]
             first = turn % len(windows)
             found += [(window, topic) for window in windows[first:] + windows[:first]]
         return found
@@ -274,10 +286,10 @@ class Popper:
     def _finish_ahead(self, receipt: Receipt) -> bool:
         """A consumer that has worked through a restart of ours need not do so again."""
         topic = self._parts.topics.find(receipt.topic)
-        stored = self._parts.offsets.get(receipt.group, receipt.topic)
-        if topic is None or receipt.queue_id not in stored or not 0 <= receipt.pop_ms < self._started_ms:
+        stored = self._parts.offsets.find(receipt.group, receipt.topic, receipt.queue_id)
+        if topic is None or stored is None or not 0 <= receipt.pop_ms < self._started_ms:
             return False
-        window = self.windows.open(receipt.group, topic, receipt.queue_id, stored, from_max=False)
+        window = self.windows.open(receipt.group, topic, receipt.queue_id, from_max=False)
         return self.windows.finish_ahead(window, topic.queues[receipt.queue_id].index, receipt.offset)
 
     def _store(self, windows: Iterable[Window]) -> None:
@@ -290,6 +302,10 @@ def _topics_of(ask: Ask) -> list[str]:
     """The topic and, unless in order, the one its retries go to."""
     again = retry_topic(ask.group, ask.topic)
     return [ask.topic] if ask.in_order or again == ask.topic else [ask.topic, again]
+
+
+def _until_s(wait_ms: int) -> float:
+    return asyncio.get_running_loop().time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
 
 
 def _check(ask: Ask) -> None:

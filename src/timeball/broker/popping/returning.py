@@ -55,6 +55,7 @@ class Returning:
         self._stretched: set[Window] = set()
         self._slots = asyncio.Semaphore(PARTS_AT_ONCE)
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     def wake(self) -> None:
         """Look at the clock now."""
@@ -74,9 +75,10 @@ class Returning:
         self._wake.set()
 
     async def close(self) -> None:
-        """End the task."""
+        """End the task; a copy that is being written is written."""
+        self._closing = True
+        self._wake.set()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def send_back(
@@ -88,7 +90,7 @@ class Returning:
         await self._copy(window, _mark(window, offsets), later=later, dead=dead)
 
     async def _run(self) -> None:
-        while True:
+        while not self._closing:
             self._wake.clear()
             now_ms = self._parts.clock.now_ms()
             jobs = [job for due in self._deadlines.due(now_ms) for job in self._expired(*due)]

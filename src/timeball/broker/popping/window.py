@@ -118,6 +118,12 @@ class Window:
         held = self.again[offset] = self.held.pop(offset)
         held.pop_ms = NO_RECEIPT
 
+    def restore(self, held: dict[int, Held], again: dict[int, Held], done_ahead: set[int]) -> None:
+        """Go on where a window of the same queue has ended (in_hand.py)."""
+        self.held, self.again, self.done_ahead = held, again, done_ahead
+        self._order = sorted([*held, *again])
+        self.count.rows += self.open_rows + len(done_ahead)
+
     def forget(self) -> None:
         """All receipts are void, and nothing comes back."""
         self.count.rows -= self.open_rows + len(self.done_ahead)

@@ -1,14 +1,15 @@
 """All windows of the broker: where a group begins, what is stored of how far it has come, and how much is in hand.
 
 A window is a cache: without it a group goes on from its stored offset. So idle ones are let go when there are too
-many, and a stored offset that somebody else has changed (an administrator, a consumer that pulls) takes effect at
-the next pop, with what was in hand forgotten.
+many, and a stored offset that somebody else has changed (an administrator, a consumer that pulls) counts: what
+was in hand is forgotten.
 """
 
 from __future__ import annotations
 
 from timeball import limits
-from timeball.broker.parts import Parts
+from timeball.broker.parts import Parts, in_thread
+from timeball.broker.popping import in_hand
 from timeball.broker.popping.window import Count, Window
 from timeball.broker.topics import Topic
 from timeball.errors import OverLimit
@@ -22,8 +23,9 @@ class Windows:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._windows: dict[Key, Window] = {}
         self.count = Count()
+        kept = in_hand.take(parts.files, self.count)
+        self._windows: dict[Key, Window] = {(w.group, w.topic, w.queue_id): w for w in kept}
 
     @property
     def room(self) -> int:
@@ -38,17 +40,14 @@ class Windows:
         """All windows."""
         return list(self._windows.values())
 
-    def open(
-        self, group: str, topic: Topic, queue_id: int, stored: dict[int, int], *, from_max: bool
-    ) -> Window:
-        """The window of a queue. `stored`: the group's offsets; `from_max`: where it begins without one."""
+    def open(self, group: str, topic: Topic, queue_id: int, *, from_max: bool) -> Window:
+        """The window of a queue. `from_max`: where the group begins when it has no stored offset."""
         key = (group, topic.name, queue_id)
-        window, offset = self._windows.get(key), stored.get(queue_id)
+        window, offset = self._windows.get(key), self._parts.offsets.find(*key)
         if window is not None:
             if window.stored_offset == offset:
                 return window
-            window.forget()
-            del self._windows[key]
+            self._forget(key, window)
         self._make_room()
         index = topic.queues[queue_id].index
         if offset is None:
@@ -66,15 +65,30 @@ class Windows:
         window.finish_ahead(offset)
         return True
 
+    async def save(self) -> None:
+        """Keep what is in hand for the next start."""
+        data = in_hand.encode(self._windows.values())
+        await in_thread(self._parts.reader_thread, self._parts.files.replace, in_hand.NAME, data)
+
     def store(self, window: Window) -> bool:
         """Store how far the group has come; true when what is open has become too wide a stretch."""
+        group, topic, queue_id = key = (window.group, window.topic, window.queue_id)
+        if self._windows.get(key) is not window:
+            return False
+        offsets = self._parts.offsets
+        if offsets.find(group, topic, queue_id) != window.stored_offset:
+            self._forget(key, window)
+            return False
         first = window.first_open
-        if first != window.stored_offset and self.find(window.group, window.topic, window.queue_id) is window:
-            self._parts.offsets.commit(
-                window.group, window.topic, {window.queue_id: first}, {window.queue_id: window.next_offset}
-            )
+        if first != window.stored_offset:
+            offsets.commit(group, topic, {queue_id: first}, {queue_id: window.next_offset})
             window.stored_offset = first
         return window.next_offset - first > limits.POP_SPAN_MAX
+
+    def _forget(self, key: Key, window: Window) -> None:
+        """Somebody else says where the group stands, or its topic is no more."""
+        window.forget()
+        del self._windows[key]
 
     def _first_offset(self, index: QueueIndex, from_max: bool) -> int:
         """Where a new group begins. "The end" is the last message, as in RocketMQ; or the first one while the queue
