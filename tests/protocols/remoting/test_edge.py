@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.wire import Wire
 
 from timeball.errors import SetupError
+from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.protocols.remoting.codec.send_header import SEND_CODES
 
 
 def test_a_taken_port_names_its_option_and_leaves_nothing_open(tmp_path: Path) -> None:
@@ -37,3 +40,18 @@ def test_stopping_closes_connections(tmp_path: Path) -> None:
     running.stop()
     assert wire.is_closed()
     wire.close()
+
+
+def test_every_request_is_in_the_documentation(node: RunningNode) -> None:
+    """And nothing else is, as far as the tables of requests go."""
+    page = (Path(__file__).parents[3] / "docs/protocols/remoting.md").read_text()
+    section = page.split("## Requests")[1].split("## Limits")[0]
+    told: dict[int, str] = {}
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        codes = re.findall(r"\d+", cells[0]) if cells[0][:1].isdigit() else []
+        told |= dict(zip(map(int, codes), cells[1].split(", ") if codes else [], strict=True))
+    remoting = node.node.remoting
+    assert remoting is not None
+    answered = {int(code) for code in remoting._dispatch._handlers} | SEND_CODES
+    assert told == {code: RequestCode(code).name for code in answered}
