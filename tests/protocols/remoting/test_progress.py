@@ -75,6 +75,22 @@ async def test_a_groups_progress_in_all_that_it_reads(world: World) -> None:
 
 
 @on_node()
+async def test_all_groups_and_how_far_they_are_behind(world: World) -> None:
+    pair, site = await Pair.made(), site_of(world.broker)
+    progress = Progress(site).handlers()
+    await send(world, "orders", 0, 3)
+    for group, offset in (("g", 2), ("h", 0)):
+        world.broker.parts.groups.ensure(group)
+        await world.broker.commit_offsets(group, "orders", {0: offset})
+    world.broker.parts.groups.ensure("idle")
+    body = (await pair.ask(progress, RequestCode.GET_BROKER_CONSUME_STATS, isOrder="false")).body
+    assert entries(body).keys() == {("orders", 0), ("orders", 1)}
+    assert b'"totalDiff":4,' in body and b'"brokerAddr":"10.0.0.1:10911"' in body
+    assert b'{"g":[{' in body and b'{"h":[{' in body and b'"idle"' not in body
+    pair.close()
+
+
+@on_node()
 async def test_a_message_that_retention_has_taken_has_no_time(world: World) -> None:
     await send(world, "orders", 0, 3)
     index = world.broker.parts.topics.get("orders").queues[0].index

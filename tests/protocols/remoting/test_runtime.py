@@ -16,9 +16,9 @@ from timeball import limits
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.runtime import Runtime
 
-# What `mqadmin clusterList` reads without asking whether it is there.
+# What `mqadmin clusterList` of 4.9 or 5.3 reads without asking whether it is there.
 READ_BY_CLUSTER_LIST = [
-    "brokerActive", "brokerVersionDesc", "putTps", "getTransferredTps", "sendThreadPoolQueueSize",
+    "brokerActive", "brokerVersionDesc", "putTps", "getTransferredTps", "getTransferedTps", "sendThreadPoolQueueSize",
     "pullThreadPoolQueueSize", "ackThreadPoolQueueSize", "sendThreadPoolQueueHeadWaitTimeMills",
     "pullThreadPoolQueueHeadWaitTimeMills", "ackThreadPoolQueueHeadWaitTimeMills", "earliestMessageTimeStamp",
     "commitLogDiskRatio", "timerReadBehind", "timerOffsetBehind", "timerCongestNum", "timerEnqueueTps",

@@ -44,6 +44,7 @@ class Progress:
         return {
             RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
             RequestCode.GET_CONSUME_STATS: self._consume_stats,
+            RequestCode.GET_BROKER_CONSUME_STATS: self._all_consume_stats,
         }
 
     async def _topic_stats(self, call: Call) -> Reply:
@@ -76,6 +77,28 @@ class Progress:
             if topic is not None:
                 entries += await self._progress(asked.consumer_group, topic)
         return call.answer_json({"consumeTps": 0.0, "offsetTable": tables.by_object(entries)})
+
+    async def _all_consume_stats(self, call: Call) -> Reply:
+        """Every group's progress, by topic."""
+        found: list[dict[str, list[Any]]] = []
+        behind = 0
+        for group in self._broker.parts.groups.all():
+            stats = []
+            for name in self._topics_of(group.group_name):
+                topic = self._broker.parts.topics.find(name)
+                entries = await self._progress(group.group_name, topic) if topic is not None else []
+                behind += sum(value["brokerOffset"] - value["consumerOffset"] for _, value in entries)
+                stats.append({"consumeTps": 0.0, "offsetTable": tables.by_object(entries)})
+            if stats:
+                found.append({group.group_name: stats})
+        return call.answer_json(
+            {
+                "brokerAddr": self._site.address(call.connection),
+                "consumeStatsList": found,
+                "totalDiff": behind,
+                "totalInflightDiff": 0,
+            }
+        )
 
     def _topics_of(self, group: str) -> list[str]:
         """What the group reads now, or has read before."""

@@ -88,6 +88,7 @@ class Runtime:
             "msgGetTotalTodayNow": 0,
             "putTps": put_tps,
             "getTransferredTps": "0.0 0.0 0.0",
+            "getTransferedTps": "0.0 0.0 0.0",  # as 4.x spells it
             "putMessageTimesTotal": written.rows,
             "putMessageSizeTotal": written.bytes,
             "putMessageAverageSize": written.bytes / written.rows if written.rows else 0.0,
