@@ -115,7 +115,8 @@ async def test_a_rollback_shows_nothing(world: World) -> None:
 
 @on_node()
 async def test_a_delay_begins_with_the_commit(world: World) -> None:
-    seq = await prepare(world, delay_ms=[5])  # not looked at
+    seq = await prepare(world, delay_ms=[5])
+    assert [half["due_ms"] for half in log(world, Kind.HALF)] == [None]  # not looked at
     await world.advance(HOUR_MS)
     assert await commit(world, seq, delay_ms=1_000) is Outcome.COMMITTED
     [promise] = log(world, Kind.PROMISE)
@@ -246,12 +247,26 @@ async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
 
 
 @on_node()
+async def test_nobody_is_asked_about_what_is_just_ending(world: World) -> None:
+    seq = await prepare(world)
+    world.clock.advance(FIRST_MS)
+    ending = asyncio.ensure_future(commit(world, seq))
+    await asyncio.sleep(0)
+    assert world.broker.transactions.open() == [(seq, 0)] and due(world) == []
+    assert await ending is Outcome.COMMITTED
+
+
+@on_node()
 async def test_a_check_can_be_put_off(world: World) -> None:
     seq = await prepare(world)
     world.clock.advance(FIRST_MS)
     half = world.broker.transactions.take_due(world.clock.wall)
     world.broker.transactions.put_off(half, world.clock.wall + 1)
     assert due(world) == []
+    world.clock.advance(1)
+    assert due(world) == [seq]
+    world.clock.advance(EACH_MS - 1)
+    assert due(world) == []  # when it would have been without
     world.clock.advance(1)
     assert due(world) == [seq]
 

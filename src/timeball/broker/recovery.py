@@ -27,8 +27,7 @@ from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
+from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule.strategy import Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
@@ -102,7 +101,7 @@ def recover(
     waiting = inside & ~np.isin(seq, settled.seq)
     waiting &= (due >= settled.before_ms) | settled.may_wait(seq)
     opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
-    halves = load(reader, facts.halves, opened, ended, now_ms)
+    halves = load(reader, facts.halves, opened, ended)
     return Recovered(
         settled, due[waiting], seq[waiting], files, int(inside.sum()), halves, facts.levels, of_level[1]
     )

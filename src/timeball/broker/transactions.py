@@ -221,7 +221,7 @@ def ending_rows(rows: pa.RecordBatch, seq: int) -> pa.RecordBatch:
 
 
 def load(
-    reader: LogReader, known: Iterable[tuple[int, int]], opened: Int64Array, ended: Int64Array, now_ms: int
+    reader: LogReader, known: Iterable[tuple[int, int]], opened: Int64Array, ended: Int64Array
 ) -> list[Half]:
     """Recovery: the halves that are open by the checkpoint (`known`) and by the rows behind it. Blocking."""
     checks = dict(known)
@@ -231,7 +231,6 @@ def load(
         found += _halves(reader.take(seqs[at : at + _LOAD_ROWS]))
     for half in found:
         half.checks = checks.get(half.seq, 0)
-        half.check_ms = max(half.check_ms, now_ms)
     return found
 
 
@@ -282,7 +281,7 @@ def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Ou
         return Outcome.NOT_FOUND
     if half["unique_key"] is not None:
         seqs = key_index.find(hash_text(pa.array([half["unique_key"]], pa.string())))
-        for row in reader.take(seqs[seqs > seq]).select(["kind", "prepared_seq"]).to_pylist():
+        for row in reader.take(seqs).select(["kind", "prepared_seq"]).to_pylist():
             if row["prepared_seq"] == seq:
                 return Outcome.ROLLED_BACK if row["kind"] == Kind.ROLLBACK else Outcome.COMMITTED
     return Outcome.ENDED

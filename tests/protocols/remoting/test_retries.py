@@ -223,18 +223,22 @@ async def test_a_retry_topic_of_nobody_is_refused(world: World) -> None:
 async def test_as_many_queues_as_the_group_is_to_have(world: World) -> None:
     room(world, SubscriptionGroup("readers", retry_queue_nums=3)).redirect("%RETRY%readers", {}, 1, 16, 409)
     assert world.broker.topics()["%RETRY%readers"] == {"queues": 3}
+    room(world, SubscriptionGroup("readers", retry_queue_nums=3)).redirect("%RETRY%readers", {}, 17, 16, 409)
+    assert world.broker.topics()["%DLQ%readers"] == {"queues": 1}
 
 
 def test_from_a_client_over_the_wire(node: RunningNode, wire: Wire) -> None:
     """The clients' inner producer, after a hand-back that failed: copies everything, also what no longer holds."""
     consumer = {"groupName": "readers", "consumeType": "CONSUME_PASSIVELY", "messageModel": "CLUSTERING"}
     wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "me", "consumerDataSet": [consumer]})
+    config = {"groupName": "readers", "retryQueueNums": 4}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
     properties = {**USERS, "TRAN_MSG": "true", "PGROUP": "payers", "RETRY_TOPIC": "orders", "DELAY": "18"}
 
     def resend(times: int) -> None:
         wire.ask_ok(
             RequestCode.SEND_MESSAGE_V2, b"again", a="CLIENT_INNER_PRODUCER", b="%RETRY%readers", c="TBW102", d=4,
-            e=0, f=4, g=1, h=0, i=encode_properties(properties), j=times, k=False, l=2, m=False,
+            e=3, f=4, g=1, h=0, i=encode_properties(properties), j=times, k=False, l=2, m=False,
         )  # fmt: skip
 
     resend(2)
