@@ -87,6 +87,9 @@ TABLE_SCHEMA = pa.schema(
 # What readers get: the log's columns behind the sequence number.
 READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
 
+# RocketMQ's topic of those who wait for a delay level, a queue a level; LEVEL_PROMISE rows stand nowhere else.
+SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
+
 PROPERTY_NAME_END = "\x01"
 PROPERTY_END = "\x02"
 

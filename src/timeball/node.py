@@ -38,10 +38,11 @@ from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.log.writer import LogWriter
+from timeball.message import SCHEDULE_TOPIC
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.schedule.delay_levels.fifo import DelayLevels
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC, LevelTable
+from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.hour_log.store import HourLog
 from timeball.table.catalog import Catalog
 

@@ -10,8 +10,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import SECOND_MS, World
 
 from timeball.errors import InvalidDelay, InvalidMessage, SetupError
-from timeball.message import Kind, decode_properties
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
+from timeball.message import SCHEDULE_TOPIC, Kind, decode_properties
 
 
 def levels(*wanted: int, **columns: Any) -> pa.RecordBatch:

@@ -20,9 +20,8 @@ from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.clock import ManualClock
 from timeball.config import MIB, Settings
-from timeball.message import TABLE_SCHEMA, Kind
+from timeball.message import SCHEDULE_TOPIC, TABLE_SCHEMA, Kind
 from timeball.node import Node
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile

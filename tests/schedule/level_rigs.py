@@ -16,9 +16,9 @@ from tests.schedule.world import World
 from timeball import limits
 from timeball.log.checkpoint import LevelFacts
 from timeball.log.queue_index import QueueIndex
-from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
+from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, int64
 from timeball.schedule.delay_levels.fifo import DelayLevels
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC, LevelTable
+from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.delay_levels.queue import LevelQueue, Position
 from timeball.schedule.delay_levels.settled import SettledPlaces
 from timeball.schedule.strategy import Settled, Strategy

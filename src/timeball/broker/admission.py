@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from timeball import limits
 from timeball.broker.topics import check_name, codes_of, filled
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import LOG_SCHEMA, Int64Array, Kind, build_rows, byte_lengths
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC, LevelTable
+from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, byte_lengths
+from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.delay_levels.rows import disguised_properties
 
 SEND_COLUMNS: dict[str, pa.DataType] = {

@@ -24,8 +24,7 @@ from timeball.broker.topics import Placement
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import NotFound, OutOfRange
 from timeball.log.format import with_seq
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule.strategy import Strategy
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attached, Attachment
@@ -52,8 +51,8 @@ class Broker:
         self._host = parts.settings.host
         self.waiters = pulling.Waiters()
         self.lateness = delivery.Lateness()
-        self.popper = Popper(self)
         self.ticker, self.level_ticker = (self._ticker(each) for each in (parts.schedule, parts.levels))
+        self.popper = Popper(self)
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
         self.transactions = Transactions(parts, self._publish, halves)
 

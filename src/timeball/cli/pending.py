@@ -49,6 +49,7 @@ class Waiting:
     hours: dict[int, int] = field(default_factory=dict)
     tail_rows: int = 0
     table_rows: int = 0
+    level_rows: int = 0  # of RocketMQ's delay levels; these stay in the log until they are due
 
     def add(self, due_ms: Int64Array) -> int:
         """Count the rows due after now, and return how many these are."""
@@ -99,6 +100,7 @@ def pending(
                 "waiting": total,
                 "tail_rows": found.tail_rows,
                 "table_rows": found.table_rows,
+                "level_rows": found.level_rows,
                 "due": groups,
             }
         )
@@ -106,6 +108,8 @@ def pending(
     for line in bars(groups):
         print_line(line)
     where = f"{found.tail_rows:,} in the log's tail, {found.table_rows:,} in the pending table"
+    if found.level_rows:
+        where += f", {found.level_rows:,} for delay levels"
     print_line(f"{total:,} waiting: {where}" if total else "nothing waits")
 
 
@@ -119,6 +123,8 @@ def count_waiting(ball: Timeball) -> Waiting:
     cancelled = _seqs(ball.read_log(status["log"]["first_seq"], durable, kinds=[Kind.CANCEL]), "source_seq")
     for rows in ball.read_log(watermark, durable, kinds=[Kind.PROMISE]):
         found.tail_rows += found.add(_due_of_kept(rows, cancelled))
+    for rows in ball.read_log(status["log"]["first_seq"], durable, kinds=[Kind.LEVEL_PROMISE]):
+        found.level_rows += found.add(_due_of_kept(rows, cancelled))
     for rows in _table_rows(status["table"], found.now_ms):
         found.table_rows += found.add(_due_of_kept(rows, cancelled))
     return found

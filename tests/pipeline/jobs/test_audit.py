@@ -7,10 +7,11 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
-from tests.node_fixture import RunningNode
-from tests.pipeline.traffic import send, send_due_now
+from tests.node_fixture import RunningNode, eventually
+from tests.pipeline.traffic import send, send_due_now, visible
 
 from timeball import Timeball
+from timeball.message import SCHEDULE_TOPIC
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.options import write_options
@@ -67,6 +68,51 @@ def test_each_breach_is_found_and_shown(
     assert not report.ok
     assert getattr(report, breach) == 1
     assert [row["seq"] for row in report.offenders[breach]] == [seq]
+
+
+@pytest.mark.parametrize(("at", "counted", "is_early"), [(40, 40, False), (40, 500, True), (60, 60, True)])
+def test_a_clock_set_back_behind_the_acceptance_excuses_who_names_the_instant(
+    spark: SparkSession, at: int, counted: int, is_early: bool
+) -> None:
+    report = judge(spark, [(1, "accepted", 500, 50), (1, "released", counted, at)], [])
+    assert (report.early, report.ok) == (int(is_early), not is_early)
+
+
+def send_levels(node: RunningNode, *levels: int) -> list[int]:
+    """Messages to `orders` with these delay levels; returns their sequence numbers."""
+    rows = pa.record_batch(
+        {
+            "topic": ["orders"] * len(levels),
+            "body": [b"level"] * len(levels),
+            "unique_key": [f"level{i}" for i in range(len(levels))],
+            "delay_level": pa.array(levels, pa.int32()),
+        }
+    )
+    first_seq = node.run(node.broker.send(rows)).first_seq
+    return list(range(first_seq, first_seq + len(levels)))
+
+
+def test_promises_of_delay_levels_balance(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    seqs = send_levels(node, 1, 18, 18, 17, 1)
+    with Timeball(node.endpoint) as ball:
+        assert [verdict.verdict for verdict in ball.cancel(ids=["level2"])] == ["cancelled"]
+        eventually(lambda: visible(ball, "orders") == 2, "the first level is over")
+    node.run(node.broker.compact())
+    send_due_now(node.endpoint, 5)
+    report = audit.run(spark, node.endpoint)
+    assert report.ok, report
+    assert (report.accepted, report.released, report.cancelled, report.pending) == (10, 7, 1, 2)
+    uri = ledger.ledger_uri(broker.status().table.uri)
+    ledger.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+    report = audit.run(spark, node.endpoint)
+    assert report.ok and report.pending == 2, report
+    rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
+    assert [rows[seq].topic for seq in (seqs[0], seqs[2], seqs[1])] == ["orders", "orders", SCHEDULE_TOPIC]
+    # The control: a promise of a level that nobody has any more is lost.
+    scope, history = audit.look(spark, node.endpoint, None)
+    forged = audit.waiting(spark, node.endpoint, scope).where(f"seq != {seqs[3]}")
+    judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
+    assert audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope).lost == 1
 
 
 def test_overdue_is_told_and_no_breach(spark: SparkSession) -> None:

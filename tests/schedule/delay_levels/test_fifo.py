@@ -14,9 +14,9 @@ from tests.schedule.world import World
 from timeball import limits
 from timeball.limits import HOUR_MS
 from timeball.log.checkpoint import LevelFacts
-from timeball.message import Kind, build_rows, int64
+from timeball.message import SCHEDULE_TOPIC, Kind, build_rows, int64
 from timeball.schedule.delay_levels.fifo import DelayLevels
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC, LevelTable
+from timeball.schedule.delay_levels.levels import LevelTable
 
 
 class TestDelayLevels(Contract):

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from timeball.errors import Corrupt, InvalidMessage
 from timeball.log.format import with_seq
-from timeball.message import Kind, build_rows, decode_properties, encode_properties
+from timeball.message import SCHEDULE_TOPIC, Kind, build_rows, decode_properties, encode_properties
 from timeball.schedule.delay_levels import rows as disguise
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
 
 OURS = {"DELAY", "REAL_TOPIC", "REAL_QID", *disguise.OVERRULED}
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x01\x02"), max_size=12)

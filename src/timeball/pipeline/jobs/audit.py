@@ -3,10 +3,12 @@
     accepted = released + cancelled + expired + pending
 
 Three witnesses that do not trust each other: the ledger (what happened), the log after the ledger's end, and the
-pending table with the log's tail (what waits). Events are those of rows since <= seq < E, with E the end of the log.
+pending table with the log's tail and its promises of delay levels (what waits). Events are those of rows
+since <= seq < E, with E the end of the log.
 
     lost        accepted, not settled, and neither in the pending table nor in the tail
-    early       released before its due instant
+    early       released before its due instant; not so one of a delay level that counted as due because the
+                clock had been set back behind its acceptance (its release names the instant)
     duplicate   accepted or settled more than once
     unknown     settled, or waiting, but never accepted
     queue_gaps  positions of a queue that are missing or taken twice, in the part of the log that is kept
@@ -137,19 +139,23 @@ def settled_table(broker: Endpoint) -> tuple[Status, int]:
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Promises at rest: rows of the pending table and PROMISE rows of the tail, as the event 'waiting'."""
+    """Promises at rest: rows of the table, PROMISE rows of the tail, all LEVEL_PROMISE rows; as the event 'waiting'."""
     columns = "seq,due_ms,topic,unique_key"
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
     table = source.option("read", "pending").option("version", str(scope.version)).load()
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
     source = source.option("kinds", "promise").option("to_seq", str(scope.end))
     tail = source.option("from_seq", str(min(scope.watermark, scope.end))).load()
-    return table.unionByName(tail).withColumn("event", f.lit("waiting"))
+    # These never move: retention leaves them in the log until they are settled.
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
+    levels = source.option("kinds", "level_promise").option("to_seq", str(scope.end)).load()
+    return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
 
 
 def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     """Queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("kinds", "message,release")
+    source = spark.read.format("timeball").option("endpoint", endpoint)
+    source = source.option("kinds", "message,release,level_promise")
     source = source.option("columns", "topic,queue_id,queue_offset").option("to_seq", str(scope.end))
     return gaps(source.load())
 
@@ -186,17 +192,21 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
         times("released"),
         times("cancelled"),
         times("waiting"),
-        f.max("topic").alias("topic"),
+        ledger.real_topic().alias("topic"),
         f.max("unique_key").alias("unique_key"),
         f.coalesce(promised, f.max("due_ms")).alias("due_ms"),
         f.min(f.when(f.col("event") == "released", f.col("at_ms"))).alias("released_ms"),
+        f.min(f.when(f.col("event") == "released", f.col("due_ms"))).alias("counted_ms"),
+        f.min(f.when(f.col("event") == "accepted", f.col("at_ms"))).alias("accepted_ms"),
     )
     settled = f.col("released") + f.col("cancelled")
     open_ = (f.col("accepted") > 0) & (settled == 0)
+    counted = (f.col("counted_ms") < f.col("due_ms")) & (f.col("counted_ms") <= f.col("released_ms"))
+    set_back = f.coalesce(counted & (f.col("released_ms") < f.col("accepted_ms")), f.lit(False))
     return folded.select(
         "*",
         (open_ & (f.col("waiting") == 0)).alias("lost"),
-        f.coalesce(f.col("released_ms") < f.col("due_ms"), f.lit(False)).alias("early"),
+        f.coalesce((f.col("released_ms") < f.col("due_ms")) & ~set_back, f.lit(False)).alias("early"),
         ((settled > 1) | (f.col("accepted") > 1)).alias("duplicate"),
         (f.col("accepted") == 0).alias("unknown"),
         (open_ & (f.col("waiting") > 0)).alias("pending"),

@@ -1,7 +1,8 @@
 """`ledger`: one row for every event in a promise's life, in an append-only Delta table beside the pending table.
 
     event       one row for                                          first_seq, rows
-    accepted    a PROMISE row, or one range of a bulk ATTACH         its own numbers; a range may be long
+    accepted    a PROMISE or LEVEL_PROMISE row, or one range of a    its own numbers; a range may be long
+                bulk ATTACH
     released    a RELEASE row                                        the promise it keeps, 1
     cancelled   a CANCEL row                                         the promise it ends, 1
 
@@ -25,7 +26,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.errors import NotFound, OutOfRange, StorageError, TimeballError
-from timeball.message import Kind
+from timeball.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import spark_errors
@@ -57,7 +58,7 @@ LEDGER_SCHEMA = pa.schema(
         ("event_seq", pa.int64()),  # the row of the log that says so
     ]
 )
-EVENT_KINDS = (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL, Kind.ATTACH)
+EVENT_KINDS = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE, Kind.CANCEL, Kind.ATTACH)
 _LOG_COLUMNS = (
     "seq,kind,topic,unique_key,due_ms,store_ms,source_seq,queue_id,queue_offset,reconsume_times,body"
 )
@@ -80,7 +81,9 @@ def events(log: DataFrame) -> DataFrame:
     kind = f.col("kind")
     attach = f.from_json(f.col("body").cast("string"), _ATTACH_JSON)
     ranges = f.when(attach["job"] == "bulk", f.transform(attach["ranges"], _span))
-    own = f.when(kind == int(Kind.PROMISE), f.col("seq")).otherwise(f.col("source_seq"))
+    own = f.when(kind.isin(int(Kind.PROMISE), int(Kind.LEVEL_PROMISE)), f.col("seq")).otherwise(
+        f.col("source_seq")
+    )
     one = f.array(f.struct(own.alias("first_seq"), f.lit(1).cast("bigint").alias("rows")))
     spans = f.when(kind == int(Kind.ATTACH), ranges).otherwise(one).cast(_SPANS)
     event = (
@@ -242,6 +245,12 @@ def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> Data
     return one_row_each(history.unionByName(waiting, allowMissingColumns=True))
 
 
+def real_topic() -> Column:
+    """The topic of some events of a promise: while it waits for a level it stands in another, until it is settled."""
+    topic = f.col("topic")
+    return f.coalesce(f.max(f.when(topic != SCHEDULE_TOPIC, topic)), f.max(topic))
+
+
 def one_row_each(events_by_seq: DataFrame) -> DataFrame:
     """Events with a column `seq`, folded into one row a promise; rows without an event only fill gaps."""
 
@@ -249,7 +258,7 @@ def one_row_each(events_by_seq: DataFrame) -> DataFrame:
         return f.min(f.when(f.col("event") == event, f.col("at_ms"))).alias(f"{event}_ms")
 
     folded = events_by_seq.groupBy("seq").agg(
-        f.max("topic").alias("topic"),
+        real_topic().alias("topic"),
         f.max("unique_key").alias("unique_key"),
         at("accepted"),
         f.max("due_ms").alias("due_ms"),

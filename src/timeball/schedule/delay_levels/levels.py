@@ -19,7 +19,6 @@ from timeball.message import Int64Array
 
 # RocketMQ's SCHEDULE_TOPIC_QUEUE_NUM: the topic has so many queues however few levels there are.
 SCHEDULE_QUEUES_MIN = 18
-SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
 _UNIT_MS = {"s": limits.SECOND_MS, "m": limits.MINUTE_MS, "h": limits.HOUR_MS, "d": limits.DAY_MS}
 _ITEM = re.compile(r"([+]?[0-9]{1,18})([smhd])")

@@ -17,8 +17,15 @@ import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.errors import Corrupt, InvalidMessage
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, READ_SCHEMA, Int64Array, Kind, byte_lengths
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
+from timeball.message import (
+    PROPERTY_END,
+    PROPERTY_NAME_END,
+    READ_SCHEMA,
+    SCHEDULE_TOPIC,
+    Int64Array,
+    Kind,
+    byte_lengths,
+)
 
 LEVEL, REAL_TOPIC, REAL_QUEUE = "DELAY", "REAL_TOPIC", "REAL_QID"
 OVERRULED = ("TIMER_DELIVER_MS", "TIMER_DELAY_MS", "TIMER_DELAY_SEC")
