@@ -27,8 +27,7 @@ from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind
-from timeball.schedule.delay_levels.levels import SCHEDULE_TOPIC
+from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule.strategy import Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
