@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from tests.broker.on_node import batch, column, on_node
+from tests.broker.popping.consumer import (
+    GROUP,
+    MINUTE_MS,
+    TOPIC,
+    bodies,
+    pass_time,
+    pop,
+    popper,
+    send,
+    stored,
+)
 from tests.crash.world import World
 
 from timeball import limits
@@ -16,50 +26,9 @@ from timeball.broker import retry
 from timeball.broker.filters import compile_filter
 from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping.copies import retry_topic
-from timeball.broker.popping.popper import Ask, Popped, Popper, Receipt
+from timeball.broker.popping.popper import Ask, Receipt
 from timeball.errors import InvalidMessage, NotFound, OutOfRange
 from timeball.message import decode_properties
-
-MINUTE_MS = 60_000
-GROUP, TOPIC = "g", "orders"
-
-
-def popper(world: World) -> Popper:
-    found: Popper = world.broker.popper
-    return found
-
-
-async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
-    if TOPIC not in world.broker.topics():
-        await world.broker.create_topic(TOPIC, 2)
-    await world.broker.send(batch(len(bodies), topic=[TOPIC] * len(bodies), body=bodies, **columns))
-
-
-async def pop(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) -> Popped:
-    return await popper(world).pop(Ask(GROUP, TOPIC, rows=rows, **ask), wait_ms)
-
-
-def bodies(popped: Popped) -> list[bytes]:
-    return [bytes(body) for body in column(popped.rows, "body")]
-
-
-async def pass_time(world: World, ms: int) -> None:
-    """Let time pass and whatever is due come back: into the retry topic or to its place."""
-    world.clock.advance(ms)
-    popper(world).wake()
-    now_ms = world.clock.wall
-
-    def all_back() -> bool:
-        held = [one for w in popper(world).windows.all() for one in w.held.values()]
-        return all(one.deadline_ms > now_ms for one in held)
-
-    await world.until(all_back, "all whose time is over has come back")
-
-
-def stored(world: World, topic: str = TOPIC) -> dict[int, int]:
-    found: dict[int, int] = world.broker.offsets(GROUP, topic)
-    return found
-
 
 # ---- handing out and receipts -------------------------------------------------------------------------------
 
@@ -299,182 +268,6 @@ async def test_a_filter_that_passes_few_finds_them_far_behind(
     monkeypatch.setattr("timeball.broker.popping.taking.SCAN_ENTRIES", 4)
     await send(world, [b"x"] * 50 + [b"hit"], tag=["no"] * 50 + ["yes"])
     assert bodies(await pop(world, wanted=compile_filter("yes"))) == [b"hit"]
-
-
-# ---- in order -------------------------------------------------------------------------------------------------
-
-
-async def send_in_order(world: World, count: int = 4) -> None:
-    await send(world, [b"%d" % i for i in range(count)], queue_id=pa.array([0] * count, pa.int32()))
-
-
-@on_node()
-async def test_in_order_a_queue_gives_nothing_while_any_of_it_is_in_hand(world: World) -> None:
-    await send_in_order(world)
-    popped = await pop(world, 2, in_order=True)
-    assert bodies(popped) == [b"0", b"1"] and popped.times == [0, 0]
-    waiting = asyncio.create_task(pop(world, 2, in_order=True, wait_ms=30_000))
-    receipts = popped.receipts(GROUP)
-    popper(world).ack(receipts[:1])
-    assert not (await pop(world, in_order=True)).rows.num_rows
-    assert stored(world)[0] == 1
-    popper(world).ack(receipts[1:])
-    assert bodies(await waiting) == [b"2", b"3"]
-
-
-@on_node()
-async def test_in_order_what_comes_back_is_the_next_counted_and_under_a_new_receipt(world: World) -> None:
-    await send_in_order(world)
-    popped = await pop(world, 2, in_order=True)
-    popper(world).ack(popped.receipts(GROUP)[:1])
-    await pass_time(world, MINUTE_MS)
-    again = await pop(world, 2, in_order=True)
-    assert bodies(again) == [b"1", b"2"] and again.times == [1, 0]
-    assert popper(world).ack(popped.receipts(GROUP)[1:]) == [False]
-    assert popper(world).ack(again.receipts(GROUP)) == [True, True]
-    assert retry_topic(GROUP, TOPIC) not in world.broker.topics()
-
-
-@on_node()
-async def test_in_order_more_time_keeps_the_receipt(world: World) -> None:
-    await send_in_order(world, 1)
-    (receipt,) = (await pop(world, in_order=True)).receipts(GROUP)
-    assert await popper(world).change_invisible(receipt, 2 * MINUTE_MS) == receipt
-    await pass_time(world, MINUTE_MS)
-    assert not (await pop(world, in_order=True)).rows.num_rows
-    await pass_time(world, MINUTE_MS)
-    assert bodies(await pop(world, in_order=True)) == [b"0"]
-
-
-@on_node()
-async def test_in_order_the_same_attempt_is_answered_again(world: World) -> None:
-    await send_in_order(world)
-    first = await pop(world, 2, in_order=True, attempt_id="x")
-    assert not (await pop(world, 2, in_order=True, attempt_id="y")).rows.num_rows
-    again = await pop(world, 2, in_order=True, attempt_id="x")
-    assert bodies(again) == bodies(first) and again.times == [0, 0]
-    assert popper(world).ack(first.receipts(GROUP)) == [False, False]
-    assert popper(world).ack(again.receipts(GROUP)) == [True, True]
-
-
-# ---- bounds ---------------------------------------------------------------------------------------------------
-
-
-@on_node()
-async def test_a_queue_gives_no_more_than_may_be_in_hand(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 3)
-    await send(world, [b"%d" % i for i in range(8)])
-    popped = await pop(world)
-    assert popped.rows.num_rows == 6 and popped.rest == 2
-    waiting = asyncio.create_task(pop(world, wait_ms=30_000))
-    await world.until(lambda: world.broker.waiters._count, "it waits")
-    popper(world).ack(popped.receipts(GROUP)[:1])
-    assert (await waiting).rows.num_rows == 1
-
-
-@on_node()
-async def test_no_more_is_in_hand_altogether_than_may_be(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "POP_HELD_MAX", 3)
-    await send(world, [b"%d" % i for i in range(8)])
-    popped = await pop(world)
-    assert popped.rows.num_rows == 3
-    assert not (await popper(world).pop(Ask("h", TOPIC), 0)).rows.num_rows
-    popper(world).ack(popped.receipts(GROUP))
-    assert (await popper(world).pop(Ask("h", TOPIC), 0)).rows.num_rows == 3
-
-
-@on_node()
-async def test_what_a_group_holds_for_long_waits_in_the_log(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 4)
-    await send_in_order(world)
-    receipts = (await pop(world)).receipts(GROUP)
-    assert await popper(world).change_invisible(receipts[0], 10 * MINUTE_MS)
-    assert stored(world)[0] == 1
-    popper(world).ack(receipts[1:])
-    await pass_time(world, 5 * MINUTE_MS)
-    assert not (await pop(world)).rows.num_rows
-    await world.advance(5 * MINUTE_MS)
-    again = await pop(world)
-    assert bodies(again) == [b"0"] and column(again.rows, "reconsume_times") == [1]
-
-
-@on_node()
-async def test_one_slow_message_does_not_hold_up_the_offset_for_ever(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "POP_SPAN_MAX", 10)
-    await send_in_order(world, 20)
-    slow, *others = (await pop(world, 32)).receipts(GROUP)
-    popper(world).ack(others)
-    await world.until(lambda: stored(world)[0] == 20, "the log keeps the slow one")
-    assert popper(world).ack([slow]) == [False]
-    await world.advance(MINUTE_MS)
-    assert bodies(await pop(world)) == [b"0"]
-
-
-# ---- failures and restarts ------------------------------------------------------------------------------------
-
-
-@on_node()
-async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) -> None:
-    await send(world, [b"a"])
-    asking = asyncio.create_task(pop(world))
-    await asyncio.sleep(0)  # it has taken and waits for the reader
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    assert bodies(await pop(world)) == [b"a"]
-
-
-async def crash(world: World) -> None:
-    """The process is killed: what is saved is saved."""
-    assert world.node is not None
-    await world.node.upkeep.save_small_state()
-    await world.abandon()
-    world.clock.advance(1_000)
-    await world.start()
-
-
-@on_node()
-async def test_after_a_crash_what_was_in_hand_is_handed_out_again(world: World) -> None:
-    await send_in_order(world)
-    receipts = (await pop(world)).receipts(GROUP)
-    popper(world).ack([receipts[0], receipts[3]])
-    await crash(world)
-    assert bodies(await pop(world)) == [b"1", b"2", b"3"]
-
-
-@on_node()
-async def test_a_receipt_of_before_a_crash_counts_until_its_message_is_handed_out_again(world: World) -> None:
-    await send_in_order(world)
-    receipts = (await pop(world)).receipts(GROUP)
-    await crash(world)
-    assert popper(world).ack([receipts[2], receipts[2]._replace(offset=99)]) == [True, False]
-    popped = await pop(world)
-    assert bodies(popped) == [b"0", b"1", b"3"]
-    assert popper(world).ack(receipts) == [False] * 4
-    assert popper(world).ack(popped.receipts(GROUP)) == [True] * 3
-    assert stored(world)[0] == 4
-    assert popper(world).windows.count.rows == 0
-
-
-@on_node()
-async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> None:
-    await send_in_order(world, 6)
-    receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts(GROUP)
-    popper(world).ack([receipts[0], receipts[2]])
-    world.clock.advance(1_000)
-    await world.restart()
-    assert bodies(await pop(world)) == [b"4", b"5"]
-    assert popper(world).ack([receipts[1], receipts[2]]) == [True, False]
-    await pass_time(world, MINUTE_MS - 1_000)
-    again = await pop(world)
-    assert bodies(again) == [b"3"] and column(again.rows, "reconsume_times") == [1]
 
 
 @on_node()

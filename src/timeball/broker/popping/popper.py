@@ -38,6 +38,7 @@ from timeball.message import READ_SCHEMA, Int64Array
 if TYPE_CHECKING:
     from timeball.broker.service import Broker
 
+_NOTHING = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # once: it takes a third of a millisecond to make
 RETRY_TURN = 5  # every fifth pop looks at the retry topic first: RocketMQ's popFromRetryProbability of 20 %
 
 
@@ -188,7 +189,7 @@ class Popper:
                 self._returning.expect(window, offsets, pop_ms, taking.deadline_ms)
             rest += index.max_offset - window.next_offset
         keep = np.ones(len(taking.found), dtype=np.bool_)
-        rows = pa.RecordBatch.from_pylist([], READ_SCHEMA)
+        rows = _NOTHING
         if taking.found:
             rows, keep = await self._read(ask, taking)
         for (window, offset, _), is_wanted in zip(taking.found, keep.tolist(), strict=True):

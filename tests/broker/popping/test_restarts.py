@@ -1,0 +1,75 @@
+"""What is in hand when a consumer goes away, and when the broker stops or is killed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.broker.on_node import column, on_node
+from tests.broker.popping.consumer import (
+    GROUP,
+    MINUTE_MS,
+    bodies,
+    pass_time,
+    pop,
+    popper,
+    send,
+    send_in_order,
+    stored,
+)
+from tests.crash.world import World
+
+
+@on_node()
+async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) -> None:
+    await send(world, [b"a"])
+    asking = asyncio.create_task(pop(world))
+    await asyncio.sleep(0)  # it has taken and waits for the reader
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert bodies(await pop(world)) == [b"a"]
+
+
+async def crash(world: World) -> None:
+    """The process is killed: what is saved is saved."""
+    assert world.node is not None
+    await world.node.upkeep.save_small_state()
+    await world.abandon()
+    world.clock.advance(1_000)
+    await world.start()
+
+
+@on_node()
+async def test_after_a_crash_what_was_in_hand_is_handed_out_again(world: World) -> None:
+    await send_in_order(world)
+    receipts = (await pop(world)).receipts(GROUP)
+    popper(world).ack([receipts[0], receipts[3]])
+    await crash(world)
+    assert bodies(await pop(world)) == [b"1", b"2", b"3"]
+
+
+@on_node()
+async def test_a_receipt_of_before_a_crash_counts_until_its_message_is_handed_out_again(world: World) -> None:
+    await send_in_order(world)
+    receipts = (await pop(world)).receipts(GROUP)
+    await crash(world)
+    assert popper(world).ack([receipts[2], receipts[2]._replace(offset=99)]) == [True, False]
+    popped = await pop(world)
+    assert bodies(popped) == [b"0", b"1", b"3"]
+    assert popper(world).ack(receipts) == [False] * 4
+    assert popper(world).ack(popped.receipts(GROUP)) == [True] * 3
+    assert stored(world)[0] == 4
+    assert popper(world).windows.count.rows == 0
+
+
+@on_node()
+async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> None:
+    await send_in_order(world, 6)
+    receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts(GROUP)
+    popper(world).ack([receipts[0], receipts[2]])
+    world.clock.advance(1_000)
+    await world.restart()
+    assert bodies(await pop(world)) == [b"4", b"5"]
+    assert popper(world).ack([receipts[1], receipts[2]]) == [True, False]
+    await pass_time(world, MINUTE_MS - 1_000)
+    again = await pop(world)
+    assert bodies(again) == [b"3"] and column(again.rows, "reconsume_times") == [1]
