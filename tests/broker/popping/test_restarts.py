@@ -1,9 +1,10 @@
-"""What is in hand when a consumer goes away, and when the broker stops or is killed."""
+"""What is in hand when a consumer goes away, the broker stops or is killed, or retention lets the rows go."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
 from tests.broker.on_node import column, on_node
 from tests.broker.popping.consumer import (
     GROUP,
@@ -73,3 +74,20 @@ async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> No
     await pass_time(world, MINUTE_MS - 1_000)
     again = await pop(world)
     assert bodies(again) == [b"3"] and column(again.rows, "reconsume_times") == [1]
+
+
+@on_node(retention_ms=1)
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_what_retention_has_let_go_does_not_stand_in_the_way(world: World, in_order: bool) -> None:
+    await send_in_order(world, 3)
+    await pop(world, 3, in_order=in_order, invisible_ms=MINUTE_MS)
+    for _ in range(4):  # segments hold about ten of these
+        await world.send("filler", [None] * 6, 100_000)
+        world.clock.advance(1_000)
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > 3
+    await send(world, [b"new"])
+    await pass_time(world, MINUTE_MS)
+    assert bodies(await pop(world, in_order=in_order)) == [b"new"]
+    await world.until(lambda: popper(world).windows.count.rows == 1, "only the new one is in hand")

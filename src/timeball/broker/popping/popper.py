@@ -165,6 +165,9 @@ class Popper:
                 raise OutOfRange(f"queue {ask.queue_id}: topic {name!r} has {count}")
             ids = [ask.queue_id] if is_main and ask.queue_id >= 0 else range(count)
             windows = [self.windows.open(ask.group, topic, i, from_max=ask.from_max and is_main) for i in ids]
+            for window in windows:
+                if window.again:
+                    window.let_go(self._parts.reader.first_seq)
             first = turn % len(windows)
             found += [(window, topic) for window in windows[first:] + windows[:first]]
         return found

@@ -118,6 +118,13 @@ class Window:
         held = self.again[offset] = self.held.pop(offset)
         held.pop_ms = NO_RECEIPT
 
+    def let_go(self, first_seq: int) -> None:
+        """Rows before `first_seq` are gone: what has come back of them cannot be handed out again."""
+        gone = [offset for offset, held in self.again.items() if held.seq < first_seq]
+        for offset in gone:
+            del self.again[offset]
+        self.count.rows -= len(gone)
+
     def restore(self, held: dict[int, Held], again: dict[int, Held], done_ahead: set[int]) -> None:
         """Go on where a window of the same queue has ended (in_hand.py)."""
         self.held, self.again, self.done_ahead = held, again, done_ahead
