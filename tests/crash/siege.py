@@ -24,16 +24,19 @@ from tests.cli.processes import Running
 from tests.crash.checker import Fault, Observed, Outcome, Sent, check
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, as_rows
 from tests.node_fixture import BOUND_S, eventually, running_node
+from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
 from timeball.clock import SystemClock
 from timeball.errors import OutOfRange, Unavailable
-from timeball.message import Kind
+from timeball.message import SCHEDULE_TOPIC, Kind, encode_properties
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 AHEAD_MS = 26 * HOUR_MS
 FAR_MS = (30 * SECOND_MS, 5 * 60 * SECOND_MS, 2 * HOUR_MS, 25 * HOUR_MS)
 NEAR_MS = 3 * SECOND_MS
 TOPICS = {"a": 2, "b": 3}
+LEVELS_MS = (SECOND_MS, 5 * SECOND_MS, 10 * SECOND_MS, 30 * SECOND_MS)  # RocketMQ's first four
 CLOCK = SystemClock()
 
 # Everything that can be small is small: each life sees compactions, checkpoints and several segments.
@@ -60,7 +63,7 @@ class BrokerProcess:
     def __init__(self, data: Path, options: dict[str, str]) -> None:
         self.data = data
         self._options = [word for name, value in options.items() for word in (f"--{name}", value)]
-        self._port = "0"
+        self._port = self._remoting_port = "0"
         self._process: Running | None = None
         self.endpoint = ""
         self.starts_ms: list[int] = []
@@ -74,6 +77,7 @@ class BrokerProcess:
         """Whether it was ready before `give_up_ms` had passed."""
         begin_ns = CLOCK.monotonic_ns()
         where = ("--data", str(self.data), "--port", self._port)
+        where += ("--remoting-port", self._remoting_port, "--name-server-port", "-1")
         process = self._process = Running("serve", "--json", *where, *self._options)
         pause = threading.Event()
         while not process.lines:
@@ -82,8 +86,14 @@ class BrokerProcess:
                 return False
             pause.wait(0.002)
         self.endpoint, self._port = process.lines[0]["endpoint"], str(process.lines[0]["port"])
+        self._remoting_port = process.lines[0]["remoting"].rpartition(":")[2]
         self.starts_ms.append((CLOCK.monotonic_ns() - begin_ns) // 1_000_000)
         return True
+
+    @property
+    def remoting_port(self) -> int:
+        """Where RocketMQ clients send to."""
+        return int(self._remoting_port)
 
     def kill(self) -> None:
         """SIGKILL: nothing of the process is asked. An end for another reason is a failure."""
@@ -200,6 +210,7 @@ class Siege:
         last_due_ms = max((sent.due_ms or 0 for sent in self.observed.sent.values()), default=0)
         with running_node(self.broker.data, Ahead()) as node, Timeball(node.endpoint) as ball:
             eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "everything is settled")
+            eventually(lambda: ball.status()["levels"]["waiting_rows"] == 0, "every level is settled")
             return [*self._moved, *check(self.observed, outcome(ball))]
 
     def __str__(self) -> str:
@@ -236,7 +247,7 @@ class Siege:
                     self._up.wait(BOUND_S)
                     try:
                         step(self, ball, rng)
-                    except Unavailable:
+                    except (Unavailable, OSError, EOFError):
                         self.note("unavailable")
                         pause.wait(0.005)  # the broker is gone, and `_up` does not say so yet
                     self._over.wait(self._pause_s)
@@ -336,6 +347,28 @@ def send_many(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
         siege.ended(sent, acked)
 
 
+def send_levels(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    """Some messages of a RocketMQ client with delay levels, after as many sends of others."""
+    siege.sends(3)
+    with Wire(siege.broker.remoting_port) as wire:
+        for _ in range(int(rng.integers(1, 10))):
+            level = int(rng.choice(len(LEVELS_MS), p=[0.6, 0.2, 0.1, 0.1])) + 1
+            topic = str(rng.choice(list(TOPICS)))
+            (one,) = sent = siege.ask(topic, [CLOCK.wall_ms() + LEVELS_MS[level - 1]])
+            one.is_at_least = True
+            properties = encode_properties({"UNIQ_KEY": one.key, "DELAY": str(level)})
+            acked = False
+            try:
+                answer = wire.ask(
+                    RequestCode.SEND_MESSAGE_V2, one.body, a="besiegers", b=topic, c="TBW102", d=4, e=0, f=0,
+                    g=CLOCK.wall_ms(), h=0, i=properties, j=0,
+                )  # fmt: skip
+                acked = answer.code == ResponseCode.SUCCESS
+                siege.note("levels" if acked else "refused")
+            finally:
+                siege.ended(sent, acked)
+
+
 def cancel(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
     """Some, after some more have been sent: half of everything cancelled would leave little to deliver."""
     siege.sends(3)
@@ -369,7 +402,7 @@ def compact(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 Step = Callable[[Siege, Timeball, np.random.Generator], None]
-STEPS: tuple[Step, ...] = (send_one, send_many, cancel, consume, compact)
+STEPS: tuple[Step, ...] = (send_one, send_many, send_levels, cancel, consume, compact)
 
 
 def outcome(ball: Timeball) -> Outcome:
@@ -377,18 +410,20 @@ def outcome(ball: Timeball) -> Outcome:
     found = Outcome()
     for topic in ball.topics():
         found.offsets[(GROUP, topic)] = ball.offsets(GROUP, topic)
+        into = found.waited if topic == SCHEDULE_TOPIC else found.rows
         for queue, span in ball.queues(topic).items():
             found.ranges[(topic, queue)] = (span.min, span.max)
             low = span.min
             while low < span.max:
                 rows = as_rows(ball.read_queue(topic, queue, low, 5_000).read_all())
                 assert rows, f"queue {queue} of {topic} ends at {span.max} and gives nothing at {low}"
-                found.rows += rows
+                into += rows
                 low += len(rows)
     log: dict[str, Any] = ball.status()["log"]
-    kinds = (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL)
+    promised = [Kind.PROMISE, Kind.LEVEL_PROMISE]
+    kinds = (*promised, Kind.RELEASE, Kind.CANCEL)
     for batch in ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds):
-        is_promise = batch.column("kind").to_numpy() == Kind.PROMISE
+        is_promise = np.isin(batch.column("kind").to_numpy(), promised)
         found.promises.update(batch.column("seq").to_numpy()[is_promise].tolist())
         found.settled += batch.column("source_seq").filter(pa.array(~is_promise)).to_pylist()
     return found

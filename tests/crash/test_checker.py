@@ -66,6 +66,26 @@ def test_what_retention_let_go_after_it_was_seen_is_not_lost() -> None:
     assert kinds(observed, outcome) == {"lost"}
 
 
+def test_a_level_is_due_when_its_wait_is_over_or_later_but_never_before() -> None:
+    observed, outcome = world()
+    late = row("b", 1, due_ms=55)
+    outcome.rows[1] = late
+    assert kinds(observed, outcome) == {"corrupted"}
+    observed.sent["b"].is_at_least = True
+    assert check(observed, outcome) == []
+    outcome.rows[1] = row("b", 1, due_ms=49)
+    assert kinds(observed, outcome) == {"corrupted"}
+
+
+def test_the_queues_of_levels_are_dense_too() -> None:
+    observed, outcome = world()
+    outcome.ranges[("levels", 2)] = (0, 2)
+    outcome.waited = [row("a", offset)._replace(place=Place("levels", 2, offset)) for offset in (0, 1)]
+    assert check(observed, outcome) == [], "what waits there is not delivered"
+    del outcome.waited[0]
+    assert kinds(observed, outcome) == {"gap"}
+
+
 def lose(observed: Observed, outcome: Outcome) -> None:
     outcome.rows.pop()
     outcome.ranges[("t", 0)] = (0, 1)

@@ -30,9 +30,9 @@ def besiege(data: Path, seed: int, kills: int) -> None:
     assert not found, f"{len(found)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
     # What was not there cannot have been harmed: each kind of work was done, and some answers were lost.
     seen = siege.counts
-    assert all(seen[event] for event in ("acknowledged", "seen", "cancelled", "committed", "compacted")), (
-        siege
-    )
+    assert all(
+        seen[event] for event in ("acknowledged", "levels", "seen", "cancelled", "committed", "compacted")
+    ), siege
     assert kills < 5 or seen["unavailable"], siege
 
 
