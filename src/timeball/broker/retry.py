@@ -82,7 +82,7 @@ def hand_back(
     times_max: int,
 ) -> Next:
     """A message of `topic` comes back from `group`; `message_id` names the copy it was handed."""
-    times = max(0, reconsume_times)
+    times = _int(reconsume_times)
     kept = _with_level(properties, 0)
     kept.setdefault(RETRY_TOPIC, topic)
     kept.setdefault(ORIGIN_MESSAGE_ID, message_id)
@@ -90,7 +90,7 @@ def hand_back(
     again = min(times + 1, INT_MAX)
     if times >= times_max or delay_level < 0:
         return Next(dead_letter_topic(group), kept, 0, again)
-    level = delay_level or FIRST_LEVEL + times
+    level = _int(delay_level or FIRST_LEVEL + times)
     return Next(retry_topic(group), _with_level(kept, level), level, again)
 
 
@@ -108,10 +108,15 @@ def resend(
     Such a client has counted up already, so what equals the maximum is the last try and not beyond it. An orderly
     consumer (`in_order`) tries again on its own and sends only what it has given up.
     """
-    times, level = max(0, reconsume_times), max(0, delay_level)
+    times, level = _int(reconsume_times), _int(delay_level)
     if in_order or times > times_max:
         return Next(dead_letter_topic(group), _with_level(properties, 0), 0, times)
     return Next(retry_topic(group), _with_level(properties, level), level, times)
+
+
+def _int(number: int) -> int:
+    """Within its column, whatever a client says."""
+    return min(max(0, number), INT_MAX)
 
 
 def _with_level(properties: dict[str, str], level: int) -> dict[str, str]:

@@ -65,16 +65,16 @@ class Broker:
         return accepted
 
     def send_nowait(
-        self, batch: pa.RecordBatch, *, half_seq: int | None = None
+        self, batch: pa.RecordBatch, *, half_seqs: Int64Array | None = None
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """As `send`, for an edge that pipelines: the order of calls is the order in the log.
 
-        `half_seq`: the half message that this row publishes.
+        `half_seqs`: the half messages that these rows publish.
         """
         parts = self.parts
         rows, level, now_ms = self._admit(batch)
-        if half_seq is not None:
-            rows = transactions.ending_rows(rows, half_seq)
+        if half_seqs is not None:
+            rows = transactions.ending_rows(rows, half_seqs)
         kinds = rows.column("kind").to_numpy()
         if (kinds != Kind.MESSAGE).any():
             # What is for later must find its topic then, whoever may create one.
@@ -91,8 +91,8 @@ class Broker:
 
         def on_durable() -> None:
             self._sent(rows, first_seq, has_place, placement)
-            if half_seq is not None:
-                self.transactions.ended(half_seq)
+            if half_seqs is not None:
+                self.transactions.ended(half_seqs)
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
@@ -106,8 +106,8 @@ class Broker:
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
-    def _publish(self, batch: pa.RecordBatch, half_seq: int) -> asyncio.Future[int]:
-        return self.send_nowait(batch, half_seq=half_seq)[1]
+    def _publish(self, batch: pa.RecordBatch, half_seqs: Int64Array) -> asyncio.Future[int]:
+        return self.send_nowait(batch, half_seqs=half_seqs)[1]
 
     def _admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
         parts, now_ms = self.parts, self.parts.clock.now_ms()

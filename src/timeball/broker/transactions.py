@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,7 +28,8 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker.admission import SEND_COLUMNS
 from timeball.broker.parts import Parts, in_thread
-from timeball.errors import OutOfRange, OverLimit
+from timeball.broker.turns import Turns
+from timeball.errors import OutOfRange, OverLimit, TimeballError
 from timeball.key_hash import hash_text
 from timeball.log.format import with_seq
 from timeball.log.key_index import KeyIndex
@@ -48,7 +49,9 @@ _DELAYS = ("due_ms", "delay_ms", "delay_level")
 _KEPT = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
 _LOAD_ROWS = 1_024  # so many bodies are in memory at a time when a broker starts
 
-Append = Callable[[pa.RecordBatch, int], Awaitable[int]]
+COMMITS_PER_TURN = 128  # each may have a body of 4 MiB
+
+Append = Callable[[pa.RecordBatch, Int64Array], Awaitable[int]]
 Delay = Callable[[dict[str, str]], Mapping[str, int]]
 
 
@@ -80,14 +83,15 @@ def at_once(properties: dict[str, str]) -> Mapping[str, int]:
 
 
 class Transactions:
-    """The open halves. Belongs to the event loop. `append` sends a batch that ends the half with this number."""
+    """The open halves. Belongs to the event loop. `append` sends a batch whose rows publish the halves numbered so."""
 
     def __init__(self, parts: Parts, append: Append, halves: Iterable[Half] = ()) -> None:
         self._parts, self._append = parts, append
         self._open = {half.seq: half for half in halves}
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
         heapq.heapify(self._due)
-        self._ending: dict[int, asyncio.Task[Outcome]] = {}
+        self._ending: dict[int, asyncio.Future[Outcome]] = {}
+        self._commits: Turns[tuple[Half, Delay], Outcome] = Turns(self._commit, COMMITS_PER_TURN)
         self._preparing = 0
 
     # -- the log's side --------------------------------------------------------------------------------------
@@ -107,9 +111,10 @@ class Transactions:
             self._open[half.seq] = half
             heapq.heappush(self._due, (half.check_ms, half.seq))
 
-    def ended(self, seq: int) -> None:
-        """The row that ends this half is durable."""
-        self._open.pop(seq, None)
+    def ended(self, seqs: Iterable[int]) -> None:
+        """The rows that end these halves are durable."""
+        for seq in seqs:
+            self._open.pop(int(seq), None)
 
     def open(self) -> list[tuple[int, int]]:
         """(seq, checks) of every open half, for the checkpoint."""
@@ -137,18 +142,31 @@ class Transactions:
         if half is None:
             parts = self._parts
             return await in_thread(parts.reader_thread, _look_up, parts.reader, parts.key_index, seq, group)
-        return await self._begin(half, self._commit(half, delay) if commit else self._roll_back(half))
+        if commit:
+            return await self._begin(half, self._commits.take((half, delay)))
+        return await self._begin(half, asyncio.ensure_future(self._roll_back(half)))
 
-    async def _begin(self, half: Half, work: Coroutine[None, None, Outcome]) -> Outcome:
-        # A task of its own: a caller who goes away must not leave the half taken and not ended.
-        task = self._ending[half.seq] = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(lambda _: self._ending.pop(half.seq, None))
-        return await asyncio.shield(task)
+    async def _begin(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:
+        self._ending[half.seq] = ending
+        ending.add_done_callback(lambda _: self._ending.pop(half.seq, None))
+        # A caller who goes away must not leave the half taken and not ended.
+        return await asyncio.shield(ending)
 
-    async def _commit(self, half: Half, delay: Delay) -> Outcome:
-        row = await in_thread(self._parts.reader_thread, self._parts.reader.take, _seqs(half.seq))
-        await self._append(_message(row, delay), half.seq)
-        return Outcome.COMMITTED
+    async def _commit(self, commits: list[tuple[Half, Delay]]) -> list[Outcome | TimeballError]:
+        seqs = np.array([half.seq for half, _ in commits], dtype=np.int64)
+        rows = await in_thread(self._parts.reader_thread, self._parts.reader.take, seqs)
+        outcomes: list[Outcome | TimeballError] = []
+        delays: list[Mapping[str, int]] = []
+        for text, (_, delay) in zip(rows.column("properties").to_pylist(), commits, strict=True):
+            try:
+                delays.append(delay(decode_properties(text or "")))
+                outcomes.append(Outcome.COMMITTED)
+            except TimeballError as error:
+                outcomes.append(error)
+        if delays:
+            good = np.array([outcome is Outcome.COMMITTED for outcome in outcomes])
+            await self._append(_messages(rows.filter(pa.array(good)), delays), seqs[good])
+        return outcomes
 
     async def _roll_back(self, half: Half, why: str = "") -> Outcome:
         row = build_rows(
@@ -161,7 +179,7 @@ class Transactions:
             store_ms=self._parts.clock.now_ms(),
             prepared_seq=half.seq,
         )
-        _, durable = self._parts.writer.append(row, on_durable=lambda: self.ended(half.seq))
+        _, durable = self._parts.writer.append(row, on_durable=lambda: self.ended([half.seq]))
         await durable
         return Outcome.ROLLED_BACK
 
@@ -199,7 +217,7 @@ class Transactions:
                 "half message %d of group %r to topic %r (%s) is discarded: %s",
                 half.seq, half.group, half.topic, half.unique_key, why,
             )  # fmt: skip
-            await self._begin(half, self._roll_back(half, why))
+            await self._begin(half, asyncio.ensure_future(self._roll_back(half, why)))
 
 
 def half_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -213,11 +231,10 @@ def half_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
     return rows.set_column(LOG_SCHEMA.get_field_index("kind"), LOG_SCHEMA.field("kind"), kinds)
 
 
-def ending_rows(rows: pa.RecordBatch, seq: int) -> pa.RecordBatch:
-    """Admitted rows that say which half they publish."""
+def ending_rows(rows: pa.RecordBatch, seqs: Int64Array) -> pa.RecordBatch:
+    """Admitted rows that say which halves they publish."""
     at = LOG_SCHEMA.get_field_index("prepared_seq")
-    prepared = pa.array(np.full(rows.num_rows, seq, dtype=np.int64))
-    return rows.set_column(at, LOG_SCHEMA.field(at), prepared)
+    return rows.set_column(at, LOG_SCHEMA.field(at), pa.array(seqs))
 
 
 def load(
@@ -259,13 +276,13 @@ def _immunity_ms(properties: dict[str, str]) -> int:
     return min(int(text) * limits.SECOND_MS, limits.DAY_MS)
 
 
-def _message(row: pa.RecordBatch, delay: Delay) -> pa.RecordBatch:
-    """What is sent for a half that is committed: its row, and its delay."""
-    properties = decode_properties(row.column("properties")[0].as_py() or "")
-    sys_flag = row.column("sys_flag")[0].as_py() & ~TRANSACTION_BITS | COMMITTED_BIT
-    changed = {"sys_flag": sys_flag, **delay(properties)}
-    columns = {name: row.column(name) for name in _KEPT}
-    columns |= {name: pa.array([value], SEND_COLUMNS[name]) for name, value in changed.items()}
+def _messages(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.RecordBatch:
+    """What is sent for halves that are committed: their rows, and their delays."""
+    sys_flag = rows.column("sys_flag").fill_null(0).to_numpy() & ~TRANSACTION_BITS | COMMITTED_BIT
+    columns = {name: rows.column(name) for name in _KEPT}
+    columns["sys_flag"] = pa.array(sys_flag.astype(np.int32))
+    for name in sorted({name for delay in delays for name in delay}):
+        columns[name] = pa.array([delay.get(name) for delay in delays], SEND_COLUMNS[name])
     return pa.RecordBatch.from_pydict(columns)
 
 

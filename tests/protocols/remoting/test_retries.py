@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -164,6 +165,35 @@ async def test_a_message_nobody_was_handed_is_not_found(world: World) -> None:
         code, remark = await back(retries, offset=offset, group="readers", delayLevel=-1)
         assert (code, remark) == (ResponseCode.SYSTEM_ERROR, f"look message by offset failed, {offset}")
     assert "%DLQ%readers" not in world.broker.topics()
+
+
+@on_node()
+async def test_many_at_once_each_has_its_own_answer(world: World) -> None:
+    """They share a look-up and a commit, and not their mistakes."""
+    retries = room(world)
+    seqs = [await send(world) for _ in range(5)]
+    too_long = encode_properties({"UNIQ_KEY": "x" * 32_740})
+    seqs += [10**9, await send(world, properties=[too_long], tag=[None])]
+    pairs = [await Pair.made() for _ in seqs]
+    answers = await asyncio.gather(
+        *[
+            pair.ask(retries.handlers(), CODE, offset=seq, group="readers", delayLevel=-1)
+            for pair, seq in zip(pairs, seqs, strict=True)
+        ]
+    )
+    for pair in pairs:
+        pair.close()
+    assert [answer.code for answer in answers] == [0] * 5 + [
+        ResponseCode.SYSTEM_ERROR, ResponseCode.MESSAGE_ILLEGAL,
+    ]  # fmt: skip
+    assert len(await read(world, "%DLQ%readers")) == 5
+
+
+@on_node()
+async def test_numbers_no_field_holds_are_refused(world: World) -> None:
+    seq = await send(world)
+    code, remark = await back(room(world), offset=seq, group="readers", delayLevel=1 << 31)
+    assert code == ResponseCode.INVALID_PARAMETER and remark is not None and "delayLevel" in remark
 
 
 @on_node()

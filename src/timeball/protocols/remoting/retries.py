@@ -8,6 +8,7 @@ says about the message is believed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,17 +18,21 @@ from timeball import limits
 from timeball.broker import retry
 from timeball.broker.admission import SEND_COLUMNS
 from timeball.broker.parts import in_thread
-from timeball.errors import OutOfRange
-from timeball.message import READ_SCHEMA, Kind, decode_properties, encode_properties
+from timeball.broker.turns import Turns
+from timeball.errors import OutOfRange, TimeballError
+from timeball.message import Kind, decode_properties, encode_properties
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.records import offset_msg_id
+from timeball.protocols.remoting.codec.records import Host, offset_msg_id
+from timeball.protocols.remoting.codec.send_header import Int32
 from timeball.protocols.remoting.site import Site
 
 HAS_TIMES_MAX_VERSION = 121  # MQVersion.V3_4_9: older clients send no maxReconsumeTimes
 PERM_WRITE = 2
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
+RETURNS_PER_TURN = 128  # each may have a body of 4 MiB
+_DECIDING = ["kind", "topic", "properties", "reconsume_times"]
 # Taken over from the row that comes back.
 KEPT = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
 
@@ -35,8 +40,17 @@ KEPT = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sy
 class _SendBack(msgspec.Struct):
     offset: int
     group: str
-    delayLevel: int = 0  # noqa: N815
-    maxReconsumeTimes: int | None = None  # noqa: N815
+    delayLevel: Int32 = 0  # noqa: N815  RocketMQ's names
+    maxReconsumeTimes: Int32 | None = None  # noqa: N815
+
+
+class _Returned(NamedTuple):
+    """One message that has come back, as far as its client's words are believed."""
+
+    asked: _SendBack
+    queues: int
+    times_max: int
+    store_host: Host
 
 
 class Retries:
@@ -44,6 +58,7 @@ class Retries:
 
     def __init__(self, site: Site, is_orderly: Callable[[str], bool] = lambda group: False) -> None:
         self._site, self._is_orderly = site, is_orderly
+        self._turns: Turns[_Returned, None] = Turns(self._send_on, RETURNS_PER_TURN)
 
     def handlers(self) -> Handlers:
         """The requests answered here."""
@@ -56,20 +71,30 @@ class Retries:
         if queues <= 0:
             # RocketMQ's word for a group that wants no retries: nothing is kept, and the consumer goes on.
             return call.answer()
-        row = await self._read(asked.offset)
-        found = row.to_pylist()[0]
-        then = retry.hand_back(
-            asked.group,
-            topic=found["topic"],
-            properties=decode_properties(found["properties"] or ""),
-            reconsume_times=found["reconsume_times"] or 0,
-            message_id=offset_msg_id(self._site.store_host(call.connection), asked.offset),
-            delay_level=asked.delayLevel,
-            times_max=most,
-        )
-        self._make_topic(then, queues)
-        await self._site.broker.send(_copy(row, then))
+        host = self._site.store_host(call.connection)
+        await self._turns.take(_Returned(asked, queues, most, host))
         return call.answer()
+
+    async def _send_on(self, returned: list[_Returned]) -> list[TimeballError | None]:
+        """Read the messages again, decide about each, and send them as one batch."""
+        outcomes: list[TimeballError | None] = [None] * len(returned)
+        rows = await self._read([each.asked.offset for each in returned])
+        thens = []
+        for at, (row, each) in enumerate(zip(rows.select(_DECIDING).to_pylist(), returned, strict=True)):
+            if row["kind"] not in VISIBLE:
+                outcomes[at] = _not_found(each.asked.offset)
+                continue
+            then = _next(row, each)
+            try:
+                self._make_topic(then, each.queues)
+            except TimeballError as error:
+                outcomes[at] = error
+            else:
+                thens.append(then)
+        if thens:
+            good = rows.filter(pa.array([outcome is None for outcome in outcomes]))
+            await self._site.broker.send(_copies(good, thens))
+        return outcomes
 
     def redirect(
         self,
@@ -114,33 +139,46 @@ class Retries:
         if not topic.perm & PERM_WRITE:
             raise Refused(ResponseCode.NO_PERMISSION, f"the topic[{then.topic}] sending message is forbidden")
 
-    async def _read(self, seq: int) -> pa.RecordBatch:
-        """The message with this number, one row; raises Refused unless a consumer can have been handed it."""
-        broker = self._site.broker
-        reader = broker.parts.reader
-        if reader.first_seq <= seq < reader.next_seq:
-            try:
-                rows = await in_thread(
-                    broker.parts.reader_thread, reader.take, np.array([seq], dtype=np.int64)
-                )
-                if rows.column("kind")[0].as_py() in VISIBLE:
-                    return rows
-            except OutOfRange:
-                pass  # a number that was set aside, or a segment let go since
-        raise Refused(ResponseCode.SYSTEM_ERROR, f"look message by offset failed, {seq}")
+    async def _read(self, seqs: list[int]) -> pa.RecordBatch:
+        """The rows with these numbers, a row each; raises Refused when one of them is not there."""
+        parts = self._site.broker.parts
+        outside = [seq for seq in seqs if not parts.reader.first_seq <= seq < parts.reader.next_seq]
+        if outside:
+            raise _not_found(outside[0])
+        try:
+            wanted = np.array(seqs, dtype=np.int64)
+            return await in_thread(parts.reader_thread, parts.reader.take, wanted)
+        except OutOfRange as error:  # a number that was set aside, or a segment let go since
+            raise _not_found(seqs[0]) from error
 
 
-def _copy(row: pa.RecordBatch, then: retry.Next) -> pa.RecordBatch:
-    """What the broker is sent: the row, changed where `then` says so."""
+def _not_found(seq: int) -> Refused:
+    return Refused(ResponseCode.SYSTEM_ERROR, f"look message by offset failed, {seq}")
+
+
+def _next(row: dict[str, Any], returned: _Returned) -> retry.Next:
+    asked = returned.asked
+    return retry.hand_back(
+        asked.group,
+        topic=row["topic"],
+        properties=decode_properties(row["properties"] or ""),
+        reconsume_times=row["reconsume_times"] or 0,
+        message_id=offset_msg_id(returned.store_host, asked.offset),
+        delay_level=asked.delayLevel,
+        times_max=returned.times_max,
+    )
+
+
+def _copies(rows: pa.RecordBatch, thens: list[retry.Next]) -> pa.RecordBatch:
+    """What the broker is sent: the rows, changed where `thens` say so."""
     changed = {
-        "topic": then.topic,
-        "properties": encode_properties(then.properties),
-        "reconsume_times": then.reconsume_times,
+        "topic": [then.topic for then in thens],
+        "properties": [encode_properties(then.properties) for then in thens],
+        "reconsume_times": [then.reconsume_times for then in thens],
+        "delay_level": [then.delay_level or None for then in thens],
     }
-    if then.delay_level:
-        changed["delay_level"] = then.delay_level
-    columns = {name: row.column(READ_SCHEMA.get_field_index(name)) for name in KEPT}
-    columns |= {name: pa.array([value], SEND_COLUMNS[name]) for name, value in changed.items()}
+    columns = {name: rows.column(name) for name in KEPT}
+    columns |= {name: pa.array(values, SEND_COLUMNS[name]) for name, values in changed.items()}
     return pa.RecordBatch.from_pydict(columns)
 
 
