@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_NAME = "FORMAT"
 SWITCH_INTERVAL_S = 0.000_5
-LEVELS_SHARE = 4  # of --gather-bytes: what delay levels may hold besides what the other promises do
+LEVELS_SHARE = 2  # half of --gather-bytes: what delay levels may hold besides what the other promises do
 
 
 class FormatFacts(msgspec.Struct):

@@ -9,8 +9,11 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import SECOND_MS, World
 
-from timeball.errors import InvalidDelay, InvalidMessage, SetupError
+from timeball.config import Settings
+from timeball.errors import DiskFailed, InvalidDelay, InvalidMessage, NotFound, SetupError
+from timeball.limits import DAY_MS
 from timeball.message import SCHEDULE_TOPIC, Kind, decode_properties
+from timeball.node import Node
 
 
 def levels(*wanted: int, **columns: Any) -> pa.RecordBatch:
@@ -105,8 +108,118 @@ async def test_what_is_refused(world: World) -> None:
 
 
 def test_a_bad_table_is_refused_before_anything_starts() -> None:
-    from timeball.config import Settings
-    from timeball.node import Node
-
     with pytest.raises(SetupError, match="--delay-levels"):
         Node(Settings(delay_levels="1s  5s"))
+
+
+async def verdicts(world: World, **named: Any) -> list[tuple[str, int | None]]:
+    return [(found.verdict, found.seq) for found in await world.broker.cancel(**named)]
+
+
+@on_node()
+async def test_a_cancel_reaches_what_waits_for_a_level(world: World) -> None:
+    sent = levels(3, 14, 3, 1, unique_key=["u0", "u1", "u2", "u3"], keys=["one", "two one", None, None])
+    first = (await world.broker.send(sent)).first_seq
+    assert await verdicts(world, ids=["u0"]) == [("cancelled", first)]
+    assert await verdicts(world, keys=["one"]) == [("already_cancelled", first), ("cancelled", first + 1)]
+    assert await verdicts(world, seqs=[first + 2, first + 2]) == [
+        ("cancelled", first + 2), ("already_cancelled", first + 2),
+    ]  # fmt: skip
+    await world.advance(SECOND_MS)
+    assert await verdicts(world, ids=["u3", "nobody"]) == [("released", first + 3), ("not_found", None)]
+    await world.checkpoint()
+    await world.restart()
+    assert await verdicts(world, ids=["u0", "u1", "u2", "u3"]) == [
+        *[("already_cancelled", first + n) for n in range(3)], ("released", first + 3),
+    ]  # fmt: skip
+    await world.advance(600 * SECOND_MS)
+    assert [row["unique_key"] for row in await rows_of(world, "orders")] == ["u3"]
+    [cancelled] = world.broker.read_log(1, 100, [Kind.CANCEL])
+    assert cancelled.column("topic").to_pylist() == ["orders"] * 3, "the topic it was for"
+
+
+@on_node()
+async def test_a_cancel_without_an_id_is_remembered_until_the_instant(world: World) -> None:
+    first = (await world.broker.send(levels(3, 3))).first_seq
+    assert await verdicts(world, seqs=[first]) == [("cancelled", first)]
+    assert await verdicts(world, seqs=[first]) == [("already_cancelled", first)]
+    await world.advance(10 * SECOND_MS)
+    assert await verdicts(world, seqs=[first + 1]) == [("released", first + 1)]
+
+
+@on_node()
+async def test_a_clock_set_back_makes_nobody_wait_for_the_step(world: World) -> None:
+    await world.broker.send(levels(1, 3, 14, unique_key=["a", "b", "c"]))
+    await world.advance(5 * SECOND_MS)
+    world.clock.step_wall(-DAY_MS)
+    await world.broker.send(levels(3, unique_key=["after"]))
+    await world.advance(0)
+    rows = await rows_of(world, "orders")
+    assert [row["unique_key"] for row in rows] == ["a", "b", "c"]
+    assert {row["due_ms"] for row in rows[1:]} == {world.clock.wall} == {row["store_ms"] for row in rows[1:]}
+    assert {row["accepted_ms"] for row in rows[1:]} == {rows[0]["accepted_ms"]}
+    await world.checkpoint()
+    await world.restart()
+    await world.advance(9_999)
+    assert len(await rows_of(world, "orders")) == 3
+    await world.advance(1)
+    assert [row["unique_key"] for row in await rows_of(world, "orders")] == ["a", "b", "c", "after"]
+
+
+@on_node(failing=True)
+async def test_a_release_that_fails_is_tried_again_and_loses_nothing(world: World) -> None:
+    keys = await world.send_levels("orders", [1, 1, 1])
+    await world.checkpoint()
+    world.files.fail_at(world.files.calls + 1, DiskFailed("no"))
+    with pytest.raises(DiskFailed):
+        await world.advance(SECOND_MS)
+    left = World(world.files.crash(survival="nothing"), world.clock)
+    await world.abandon()
+    world.files, world.node = left.files, None
+    await world.start()
+    await world.advance(0)
+    assert sorted(row["unique_key"] for row in await rows_of(world, "orders")) == keys
+
+
+@on_node(auto_create_topics=False)
+async def test_a_topic_must_be_there_when_the_message_comes(world: World) -> None:
+    with pytest.raises(NotFound):
+        await world.broker.send(levels(1))
+    assert SCHEDULE_TOPIC not in world.broker.topics()
+    await world.create_topic("orders", 2)
+    await world.broker.send(levels(1))
+    await world.restart()
+    await world.advance(SECOND_MS)
+    assert len(await rows_of(world, "orders")) == 1
+
+
+@on_node(delay_levels="2s 1h")
+async def test_another_table(world: World) -> None:
+    kept = (await world.broker.send(levels(1, 2, 3))).kept
+    assert kept.column("queue_id").to_pylist() == [0, 1, 1]
+    assert len(world.broker.queues(SCHEDULE_TOPIC)) == 18
+    await world.advance(2 * SECOND_MS)
+    assert len(await rows_of(world, "orders")) == 1
+
+
+@on_node()
+async def test_retention_leaves_what_somebody_waits_for(world: World) -> None:
+    world = World(world.files.crash(survival="everything"), world.clock, retention_ms=1)
+    await world.start()
+    await world.send_levels("orders", [5], 500_000)
+    for _ in range(3):
+        await world.send("others", [None], 500_000)
+    await world.checkpoint()
+    world.clock.advance(SECOND_MS)
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq == 1
+    await world.advance(60 * SECOND_MS)
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > 1
+    assert world.broker.queues(SCHEDULE_TOPIC)[4] == (1, 1)
+    await world.restart()
+    await world.send_levels("orders", [5])
+    await world.advance(60 * SECOND_MS)
+    assert len(await rows_of(world, "orders")) == 2
+    await world.stop()

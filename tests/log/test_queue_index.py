@@ -248,3 +248,12 @@ def test_it_is_found_again(make, tmp_path: Path) -> None:  # type: ignore[no-unt
     append(again, numbers(5_001, 5_000))
     assert seqs_of(again) == list(range(1, 10_001))
     again.close()
+
+
+@pytest.mark.parametrize("offsets", [[], [7], [31, 7, 7, 10, 9, 30]])
+def test_entries_by_their_offsets(small: None, offsets: list[int]) -> None:
+    queue = QueueIndex(CrashFiles(), FOLDER)
+    queue.start_at(7)
+    append(queue, numbers(100, 25))
+    wanted = np.array(offsets, np.int64)
+    assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
