@@ -80,6 +80,7 @@ async def test_nobody_sees_a_half(world: World) -> None:
     assert "orders" in world.broker.topics()
     assert (await visible(world)) == []
     assert world.broker.transactions.open() == [(seq, 0), (seq + 1, 0)]
+    assert world.broker.status()["transactions"] == {"open": 2, "oldest_seq": seq}
 
 
 @on_node()

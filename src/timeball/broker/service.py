@@ -324,6 +324,7 @@ class Broker:
             "settled_before_ms": parts.schedule.settled_before_ms,
             "schedule": parts.schedule.statistics(),
             "levels": parts.levels.statistics(),
+            "transactions": self.transactions.statistics(),
             "table": {"uri": parts.catalog.uri, "version": parts.catalog.version},
             "lateness": self.lateness.summary(),
             "clock_suspect": parts.clock.suspect,

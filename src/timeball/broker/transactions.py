@@ -125,6 +125,10 @@ class Transactions:
         """What retention must not go beyond; None when nothing is open."""
         return min(self._open, default=None)
 
+    def statistics(self) -> dict[str, int | None]:
+        """Figures for people."""
+        return {"open": len(self._open), "oldest_seq": self.oldest_seq}
+
     # -- the producer's side ---------------------------------------------------------------------------------
 
     async def end(self, seq: int, group: str, *, commit: bool, delay: Delay = at_once) -> Outcome:
