@@ -148,16 +148,16 @@ class Broker:
             placement.index(first_seq, first_seq + has_place)
             self.waiters.wake(placement.topics())
         kinds = rows.column("kind").to_numpy()
-        for kind, schedule in (
-            (Kind.PROMISE, self.parts.schedule), (Kind.LEVEL_PROMISE, self.parts.levels),
-        ):  # fmt: skip
+        if (kinds == Kind.MESSAGE).all():
+            return
+        promises = with_seq(rows, first_seq)
+        for kind, schedule in ((Kind.PROMISE, self.parts.schedule), (Kind.LEVEL_PROMISE, self.parts.levels)):
             mine = kinds == kind
             later = int(mine.sum())
+            if later:
+                schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(mine)))
             if later and kind == Kind.PROMISE:
                 self.mover.tail_count.add(first_seq + rows.num_rows, later)
-            if later:
-                promises = with_seq(rows, first_seq)
-                schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(mine)))
 
     def _ticker(self, schedule: Strategy) -> Ticker:
         return delivery.Delivery(
