@@ -98,9 +98,8 @@ def test_what_comes_out_is_not_chosen_again(hours: list[int]) -> None:
 def rewritten(
     files: CrashFiles, entries: list[FileEntry], settled: list[int] | None = None, **how: Any
 ) -> Any:
-    sources = [DataFile(files, one) for one in entries]
     how = {"settled_before_ms": -1, "now_ms": NOW_MS, "epoch": 7, **how}
-    return rewrite(files, sources, np.array(settled or [], dtype=np.int64), **how)
+    return rewrite(files, entries, np.array(settled or [], dtype=np.int64), **how)
 
 
 @settings(max_examples=40)

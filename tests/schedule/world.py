@@ -179,7 +179,7 @@ class World:
             return None
         settled = self.rig.settled(self.strategy)
         attachment = rewriting.rewrite(
-            self.files, chosen, settled.seq,
+            self.files, [file.entry for file in chosen], settled.seq,
             settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms, epoch=self.reader.next_seq,
         )  # fmt: skip
         return self._synced(attachment)

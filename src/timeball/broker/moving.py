@@ -121,12 +121,12 @@ class Mover:
             chosen = {entry.path for entry in rewriting.choose(parts.schedule.pending.live_entries(), now_ms)}
             if not chosen:
                 return None
-            files = [file for file in parts.schedule.pending.all() if file.entry.path in chosen]
+            entries = [f.entry for f in parts.schedule.pending.all() if f.entry.path in chosen]
             settled, settled_before_ms = parts.schedule.settled(), parts.schedule.settled_before_ms
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: rewriting.rewrite(
-                    parts.files, files, settled.seq,
+                    parts.files, entries, settled.seq,
                     settled_before_ms=settled_before_ms, now_ms=now_ms, epoch=parts.reader.next_seq,
                 ),
             )  # fmt: skip

@@ -55,7 +55,7 @@ def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
 
 def rewrite(
     files: Files,
-    chosen: list[DataFile],
+    chosen: list[FileEntry],
     settled_seq: Int64Array,
     *,
     settled_before_ms: int,
@@ -64,14 +64,16 @@ def rewrite(
 ) -> Attachment:
     """Write the rows of these files that still wait into new ones; the caller attaches them (background thread)."""
     everything = ((settled_before_ms, 0), (1 << 62, 0))
-    rows = pa.concat_tables([file.rows_between(*everything) for file in chosen])
+    # Files of our own: those that the schedule gathers from belong to the reader thread, and Arrow's reader
+    # fails when two threads use it.
+    rows = pa.concat_tables([DataFile(files, entry).rows_between(*everything) for entry in chosen])
     rows = rows.filter(pa.array(~np.isin(rows.column("seq").to_numpy(), settled_seq)))
     return Attachment(
         job="rewrite",
         job_id=JOB_ID,
         epoch=epoch,
         files=write_files(files, rows, now_ms),
-        removes=[file.entry.path for file in chosen],
+        removes=[entry.path for entry in chosen],
     )
 
 
