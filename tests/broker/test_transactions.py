@@ -179,6 +179,34 @@ async def test_a_commit_that_is_refused_leaves_it_open(world: World) -> None:
 
 
 @on_node()
+async def test_commits_that_come_together_share_an_append_and_not_their_mistakes(world: World) -> None:
+    first = await prepare(world, 4)
+    commits = world.broker.parts.writer.statistics.commits
+
+    def delay_of(seq: int) -> dict[str, int]:
+        if seq == first + 1:
+            raise OverLimit("not this one")
+        return {"delay_ms": 1_000} if seq == first + 3 else {}
+
+    outcomes = await asyncio.gather(
+        *[
+            world.broker.transactions.end(seq, GROUP, commit=True, delay=lambda _, seq=seq: delay_of(seq))
+            for seq in range(first, first + 4)
+        ],
+        return_exceptions=True,
+    )
+    assert [str(outcome) for outcome in outcomes] == [
+        "Outcome.COMMITTED", "not this one", "Outcome.COMMITTED", "Outcome.COMMITTED",
+    ]  # fmt: skip
+    assert world.broker.parts.writer.statistics.commits == commits + 1
+    published = log(world, Kind.MESSAGE, Kind.PROMISE)
+    assert [(row["unique_key"], row["prepared_seq"], row["kind"]) for row in published] == [
+        ("A0", first, Kind.MESSAGE), ("A2", first + 2, Kind.MESSAGE), ("A3", first + 3, Kind.PROMISE),
+    ]  # fmt: skip
+    assert world.broker.transactions.open() == [(first + 1, 0)]
+
+
+@on_node()
 async def test_a_caller_who_goes_away_leaves_nothing_half_done(world: World) -> None:
     seq = await prepare(world)
     task = asyncio.ensure_future(commit(world, seq))

@@ -12,6 +12,7 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire
 
+from timeball import limits
 from timeball.broker.groups import SubscriptionGroup
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.calls import Refused
@@ -167,26 +168,48 @@ async def test_a_message_nobody_was_handed_is_not_found(world: World) -> None:
     assert "%DLQ%readers" not in world.broker.topics()
 
 
-@on_node()
-async def test_many_at_once_each_has_its_own_answer(world: World) -> None:
-    """They share a look-up and a commit, and not their mistakes."""
-    retries = room(world)
-    seqs = [await send(world) for _ in range(5)]
-    too_long = encode_properties({"UNIQ_KEY": "x" * 32_740})
-    seqs += [10**9, await send(world, properties=[too_long], tag=[None])]
-    pairs = [await Pair.made() for _ in seqs]
+async def together(retries: Retries, *asked: tuple[int, str]) -> list[int]:
+    """Codes of the answers to hand-backs (offset, group) of one moment, each straight to the dead letters."""
+    pairs = [await Pair.made() for _ in asked]
     answers = await asyncio.gather(
         *[
-            pair.ask(retries.handlers(), CODE, offset=seq, group="readers", delayLevel=-1)
-            for pair, seq in zip(pairs, seqs, strict=True)
+            pair.ask(retries.handlers(), CODE, offset=seq, group=group, delayLevel=-1)
+            for pair, (seq, group) in zip(pairs, asked, strict=True)
         ]
     )
     for pair in pairs:
         pair.close()
-    assert [answer.code for answer in answers] == [0] * 5 + [
-        ResponseCode.SYSTEM_ERROR, ResponseCode.MESSAGE_ILLEGAL,
-    ]  # fmt: skip
-    assert len(await read(world, "%DLQ%readers")) == 5
+    return [answer.code for answer in answers]
+
+
+@on_node()
+async def test_many_at_once_share_a_commit_and_not_their_mistakes(world: World) -> None:
+    retries = room(world)
+    hidden = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
+    seqs = [hidden, *[await send(world, body=[b"%d" % number]) for number in range(3)]]
+    commits = world.broker.parts.writer.statistics.commits
+    codes = await together(retries, *[(seq, "readers") for seq in seqs])
+    assert codes == [ResponseCode.SYSTEM_ERROR, 0, 0, 0]
+    assert world.broker.parts.writer.statistics.commits == commits + 1
+    assert [row["body"] for row in await read(world, "%DLQ%readers")] == [b"0", b"1", b"2"]
+
+
+@on_node()
+async def test_one_that_spoils_the_commit_is_found(world: World) -> None:
+    too_long = encode_properties({"UNIQ_KEY": "x" * 32_740})
+    seqs = [await send(world), await send(world, properties=[too_long], tag=[None]), 10**9]
+    codes = await together(room(world), *[(seq, "readers") for seq in seqs])
+    assert codes == [0, ResponseCode.MESSAGE_ILLEGAL, ResponseCode.SYSTEM_ERROR]
+    assert len(await read(world, "%DLQ%readers")) == 1
+
+
+@on_node()
+async def test_one_whose_topic_cannot_be_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    retries, seq = room(world), await send(world)
+    world.broker.parts.groups.update(SubscriptionGroup("others"))
+    assert await together(retries, (seq, "readers")) == [0]
+    monkeypatch.setattr(limits, "TOPICS_MAX", 1)
+    assert await together(retries, (seq, "others"), (seq, "readers")) == [ResponseCode.SYSTEM_BUSY, 0]
 
 
 @on_node()
