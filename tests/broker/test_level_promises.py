@@ -223,3 +223,13 @@ async def test_retention_leaves_what_somebody_waits_for(world: World) -> None:
     await world.advance(60 * SECOND_MS)
     assert len(await rows_of(world, "orders")) == 2
     await world.stop()
+
+
+@on_node(gather_bytes=1 << 20)
+async def test_large_bodies_wait_on_disk_though_they_are_due_soon(world: World) -> None:
+    for _ in range(3):
+        await world.send_levels("orders", [2] * 10, 100_000)
+    assert world.broker.status()["levels"]["waiting_rows"] == 30
+    assert 0 < world.broker.status()["levels"]["wheel_rows"] <= 10
+    await world.advance(5 * SECOND_MS)
+    assert len(await rows_of(world, "orders")) == 30

@@ -218,6 +218,17 @@ class Contract:
         world.advance(limits.DAY_MS + 20_000)
         assert [seq for _, seq in world.drain()] == seqs[2:]
 
+    def test_the_wall_clock_is_set_back_while_something_is_near(self, world: World) -> None:
+        due_ms = world.now_ms + 5_000
+        seqs = world.admit([due_ms] * 3)
+        assert world.drain() == []
+        world.manual.step_wall(-2_000)
+        assert world.drain() == []
+        world.advance(6_999)
+        assert world.drain() == []
+        world.advance(1)
+        assert world.drain() == [(due_ms, seq) for seq in seqs]
+
     # -- restart -------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("back", [0, 1, 2])

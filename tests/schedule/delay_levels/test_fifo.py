@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from tests.schedule.contract import MANY, Contract
-from tests.schedule.level_rigs import LevelsRig
+from tests.schedule.level_rigs import LevelsRig, TrustsTheWheel
 from tests.schedule.world import World
 
 from timeball import limits
@@ -30,6 +31,13 @@ class TestDelayLevelsWithMemory(Contract):
 
     new_rig = staticmethod(lambda: LevelsRig(gather_bytes=1 << 30))
     examples = 20
+
+
+def test_who_trusts_old_bodies_after_a_step_back_is_caught() -> None:
+    """A control by itself: chance seldom sets the clock back while something is near."""
+    world = World(LevelsRig(TrustsTheWheel))
+    with contextlib.closing(world), pytest.raises(AssertionError, match="out of order, or twice"):
+        TestDelayLevels().test_the_wall_clock_is_set_back_while_something_is_near(world)
 
 
 # -- its own ------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ from timeball.schedule.wheel import Run, SecondWheel
 
 logger = logging.getLogger(__name__)
 
-ROW_BYTES_GUESS = 512  # before anything has been gathered
 GATHER_ROWS_MAX = 131_072  # the loop reads so many entries at a time, some milliseconds
 
 _NONE = np.empty(0, np.int64)
@@ -74,7 +73,8 @@ class DelayLevels:
         self._in_flight: deque[tuple[Int64Array, Int64Array, Int64Array]] = deque()  # (due_ms, seq, place)
         self._gathering: asyncio.Task[None] | None = None
         self._gathering_head: Position | None = None
-        self._row_bytes = ROW_BYTES_GUESS
+        self._wheel_bytes = 0
+        self._handed_before = _NONE  # places in flight when the queues were looked through again
         self._now_ms = -(1 << 62)  # the latest instant seen
 
     # -- the contract ------------------------------------------------------------------------------------
@@ -96,7 +96,9 @@ class DelayLevels:
                 self._wait_on_disk(level, places[mine], due[mine], int64(promises.column("seq"))[mine])
         if near.any():
             rows = promises if near.all() else promises.filter(pa.array(near))
-            self._wheel.add(restored(rows, places=places[near], due_ms=due[near]))
+            rows = restored(rows, places=places[near], due_ms=due[near])
+            self._wheel.add(rows)
+            self._wheel_bytes += rows.nbytes
         after = self.next_due_ms()
         if after is not None and (before is None or after < before):
             self._on_change()
@@ -107,6 +109,8 @@ class DelayLevels:
         self._gather_if_needed(now_ms)
         high = min((now_ms + 1, 0), self._bound(now_ms) or (now_ms + 1, 0))
         while (run := self._wheel.take_due(high, limit)) is not None:
+            # What a view of some rows holds is not exact to the byte.
+            self._wheel_bytes = max(0, self._wheel_bytes - run.rows.nbytes) if len(self._wheel) else 0
             places = int64(run.rows.column("queue_offset"))
             keep = ~self._settled.contains(places)
             if not keep.any():
@@ -242,7 +246,7 @@ class DelayLevels:
         return min((head for head in heads if head is not None), default=None)
 
     def _has_room(self) -> bool:
-        return len(self._wheel) < max(1, self._gather_bytes // self._row_bytes // 2)
+        return self._wheel_bytes < self._gather_bytes // 2
 
     def _follow_clock(self, now_ms: int) -> None:
         if now_ms < self._now_ms:
@@ -251,6 +255,8 @@ class DelayLevels:
                 self._now_ms - now_ms,
             )
             self._wheel, self._gathering, self._gathering_head = SecondWheel(), None, None
+            self._wheel_bytes = 0
+            self._handed_before = np.concatenate([_NONE, *(places for _, _, places in self._in_flight)])
             for queue in self._queues.values():
                 queue.rebuild()
         self._now_ms = now_ms
@@ -282,21 +288,25 @@ class DelayLevels:
 
     def _pick(self, now_ms: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """(due_ms, seq, place) of what is due next; it leaves its stretches. What is settled is left out."""
-        rows_max = min(GATHER_ROWS_MAX, max(1, self._gather_bytes // self._row_bytes))
         picks = [
             picked
             for queue in self._queues.values()
-            for picked in queue.pick(now_ms + self._ahead_ms, now_ms, rows_max)
+            for picked in queue.pick(now_ms + self._ahead_ms, now_ms, GATHER_ROWS_MAX)
         ]
-        due, seq = (np.concatenate(parts) for parts in ([p.due for p in picks], [p.seq for p in picks]))
+        due, seq, size = (
+            np.concatenate([getattr(picked, name) for picked in picks]) for name in ("due", "seq", "size")
+        )
         owner = np.repeat(np.arange(len(picks)), [len(p.seq) for p in picks])
-        order = np.lexsort((seq, due))[:rows_max]
+        order = np.lexsort((seq, due))[:GATHER_ROWS_MAX]
+        # Half of what may be in memory; at least one, however large: what has no room would never be kept.
+        fitting = int(np.searchsorted(np.cumsum(size[order]), self._gather_bytes // 2, side="right"))
+        order = order[: max(1, fitting)]
         counts = np.bincount(owner[order], minlength=len(picks)).tolist()
         chosen = [_take(picked, count) for picked, count in zip(picks, counts, strict=True) if count]
         due, seq, places = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
         open_ = ~self._settled.contains(places)
-        for _, _, handed_out in self._in_flight:
-            open_ &= ~np.isin(places, handed_out)
+        if len(self._handed_before):
+            open_ &= ~np.isin(places, self._handed_before)
         return due[open_], seq[open_], places[open_]
 
     async def _gather(self, due: Int64Array, seq: Int64Array, places: Int64Array) -> None:
@@ -304,6 +314,7 @@ class DelayLevels:
         run, strangers = await loop.run_in_executor(self._thread, self._load, due, seq, places)
         if self._gathering is task:  # else the clock was set back meanwhile
             self._wheel.add_run(run)
+            self._wheel_bytes += run.rows.nbytes
             self._settled.release(strangers)
 
     def _load(self, due: Int64Array, seq: Int64Array, places: Int64Array) -> tuple[Run, Int64Array]:
@@ -311,7 +322,6 @@ class DelayLevels:
         order = np.argsort(seq)
         rows = self._reader.take(seq[order])
         due, places = due[order], places[order]
-        self._row_bytes = max(64, rows.nbytes // rows.num_rows)
         ours = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
         strangers = places[~ours]
         if len(strangers):

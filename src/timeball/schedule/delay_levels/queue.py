@@ -38,12 +38,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """The first entries of a stretch, as (due_ms, seq); `due_ms` is when they count as due."""
+    """The first entries of a stretch. `due` is when they count as due, `size` the bytes of each message."""
 
     queue: LevelQueue
     stretch: Stretch
     due: Int64Array
     seq: Int64Array
+    size: Int64Array
 
 
 class LevelQueue:
@@ -113,9 +114,10 @@ class LevelQueue:
             if stretch.at_once or stretch.head[0] <= until_ms:
                 entries = self._first(stretch, until_ms, rows_max)
                 due = _due(entries)
-                found.append(
-                    Picked(self, stretch, np.minimum(due, now_ms) if stretch.at_once else due, _seq(entries))
-                )
+                if stretch.at_once:
+                    due = np.minimum(due, now_ms)
+                size = entries["size"].astype(np.int64)
+                found.append(Picked(self, stretch, due, _seq(entries), size))
         return found
 
     def take(self, stretch: Stretch, count: int) -> int:
