@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from tests.cli.processes import timeball
 
 from timeball import __version__
-from timeball.cli.status import _punctuality
+from timeball.cli.status import _punctuality, _rows
 
 
 def test_json_is_what_the_broker_says(endpoint: str) -> None:
@@ -50,3 +51,15 @@ def test_punctuality_is_the_bound_that_holds_for_99_in_100() -> None:
 def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
     """Exit code 2."""
     assert timeball("status", "--endpoint", uri).returncode == 2
+
+
+def test_what_waits_for_delay_levels_has_a_line_when_there_is_any() -> None:
+    status: dict[str, Any] = {
+        "version": "1", "pid": 1, "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0, "wheel_rows": 0},
+        "log": {"first_seq": 1, "next_seq": 2, "durable_seq": 2, "bytes": 3}, "table": {"version": 1},
+        "schedule": {"wheel_rows": 0, "tail_rows": 0, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},
+        "lateness": {"released": 0, "max_ms": 0, "buckets": {}},
+    }  # fmt: skip
+    assert "for delay levels" not in dict(_rows("e", status))
+    status["levels"] = {"waiting_rows": 1_234, "wheel_rows": 5}
+    assert dict(_rows("e", status))["for delay levels"] == "1,234, 5 near their instant"

@@ -37,6 +37,8 @@ def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fa
 def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     log, waiting = found["log"], found["schedule"]
     wheel, tail, stored = waiting["wheel_rows"], waiting["tail_rows"], waiting["table_rows"]
+    for_levels = found["levels"]["waiting_rows"]
+    levels = [("for delay levels", f"{for_levels:,}, {found['levels']['wheel_rows']:,} near their instant")]
     return [
         ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
@@ -45,6 +47,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
             "waiting",
             f"{tail:,} in the log's tail, {stored:,} in the pending table, {wheel:,} near their instant",
         ),
+        *(levels if for_levels else []),
         ("of them cancelled", f"{waiting['cancelled_rows']:,}"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
         ("released", _punctuality(found["lateness"])),
