@@ -26,6 +26,9 @@ def environment(**more: str) -> dict[str, str]:
         **kept,
         "PYTHONPATH": os.pathsep.join([str(SRC), kept.get("PYTHONPATH", "")]),
         "COLUMNS": "100",
+        # Many brokers at a time, none of them at RocketMQ's own ports.
+        "TIMEBALL_NAME_SERVER_PORT": "0",
+        "TIMEBALL_REMOTING_PORT": "0",
         **more,
     }
 
