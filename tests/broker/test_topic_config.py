@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from timeball import limits
-from timeball.broker.topic_config import TopicConfig, altered, check
+from timeball.broker.topic_config import TopicConfig, altered, at_least, check
 from timeball.errors import OutOfRange, RequestError
 
 MAX = limits.QUEUES_PER_TOPIC_MAX
@@ -40,6 +40,11 @@ def test_what_rocketmq_allows_is_allowed(config: TopicConfig) -> None:
 def test_what_cannot_be_is_refused(config: TopicConfig, error: type[Exception]) -> None:
     with pytest.raises(error):
         check(config)
+
+
+def test_queues_are_shown_and_not_hidden() -> None:
+    assert at_least(TopicConfig(1, 4, perm=4), 3) == TopicConfig(3, 4, perm=4)
+    assert at_least(TopicConfig(), 3) == TopicConfig()
 
 
 def test_attributes_change_one_by_one() -> None:

@@ -297,6 +297,17 @@ def test_fewer_queues_are_hidden_and_not_taken_away() -> None:
     assert [b - a for a, b in zip(before, after, strict=True)] == [4, 4, 0]
 
 
+@pytest.mark.parametrize("wanted", [1, 2, 3, 5])
+def test_a_topic_shows_at_least_what_is_asked_for(wanted: int) -> None:
+    topics = fresh()
+    topics.ensure("t", 3)
+    topics.configure("t", TopicConfig(1, 2, perm=4))
+    topic = topics.ensure("t", wanted)
+    assert (topic.read_queues, topic.write_queues) == (max(1, wanted), max(2, wanted))
+    assert len(topic.queues) == max(3, wanted)
+    assert topic.perm == 4
+
+
 def test_a_configuration_that_cannot_be_changes_nothing() -> None:
     topics = fresh()
     topics.configure("t", TopicConfig(2, 2))

@@ -46,6 +46,15 @@ def check(config: TopicConfig) -> None:
         raise RequestError(f"topicSysFlag {config.sys_flag}: between 0 and 3")
 
 
+def at_least(config: TopicConfig, queues: int) -> TopicConfig:
+    """The same with so many queues shown, or more where more are."""
+    return msgspec.structs.replace(
+        config,
+        read_queues=None if config.read_queues is None else max(queues, config.read_queues),
+        write_queues=None if config.write_queues is None else max(queues, config.write_queues),
+    )
+
+
 def altered(current: dict[str, str], changes: str) -> dict[str, str]:
     """Attributes after changes such as "+message.type=DELAY,-queue.type"; raises RequestError."""
     result = dict(current)

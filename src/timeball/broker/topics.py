@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
-from timeball.broker.topic_config import TopicConfig, check
+from timeball.broker.topic_config import TopicConfig, at_least, check
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import FOLDER as QUEUES
@@ -212,9 +212,8 @@ class Topics:
                 )
             topic.filter_type = filter_type
             self._changed()
-        if queues is not None and queues > len(topic.queues):
-            self._widen(topic, queues, {})
-            self._changed()
+        if queues is not None:
+            self._show(topic, queues)
         return topic
 
     def place(self, rows: pa.RecordBatch, *, promised: bool = False) -> Placement:
@@ -306,6 +305,14 @@ class Topics:
         _empty(topic)
         self._widen(topic, queues, {})
         self._changed()
+
+    def _show(self, topic: Topic, queues: int) -> None:
+        """At least so many queues are there and used, whatever has been hidden before."""
+        shown = at_least(topic.config, queues)
+        if queues > len(topic.queues) or shown != topic.config:
+            self._widen(topic, queues, {})
+            topic.config = shown
+            self._changed()
 
     def _owed(self, name: str) -> Topic:
         """The topic of a promise: it was there when the promise was made, and if it is not now, it comes back."""
