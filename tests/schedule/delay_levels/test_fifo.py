@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 
@@ -186,3 +187,23 @@ def test_somebodys_message_in_the_schedule_topic_is_not_delivered(world: World) 
     assert len(world.drain()) == 3
     world.release()
     assert again.state()[0] == LevelFacts(2), "and it keeps nobody from being forgotten"
+
+
+def test_it_closes_when_the_reader_is_done_also_with_what_nobody_wants(world: World) -> None:
+    world.admit([world.now_ms + 20_000] * 10)
+    world.reader_thread.is_open = False
+    world.advance(19_000)
+    world.take()
+    world.manual.step_wall(-60_000)
+    world.take()
+
+    async def close() -> None:
+        task = asyncio.ensure_future(strategy_of(world).close())
+        await asyncio.sleep(0)
+        assert not task.done()
+        world.reader_thread.is_open = True
+        while world.reader_thread.step():
+            pass
+        await task
+
+    world.run(close())

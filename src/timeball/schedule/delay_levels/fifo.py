@@ -72,6 +72,7 @@ class DelayLevels:
         self._remembered = DueIndex()  # (due_ms, seq) of what was cancelled, until it would have been due
         self._in_flight: deque[tuple[Int64Array, Int64Array, Int64Array]] = deque()  # (due_ms, seq, place)
         self._gathering: asyncio.Task[None] | None = None
+        self._gathers: set[asyncio.Task[None]] = set()  # it, and those whose outcome nobody wants any more
         self._gathering_head: Position | None = None
         self._wheel_bytes = 0
         self._handed_before = _NONE  # places in flight when the queues were looked through again
@@ -209,8 +210,8 @@ class DelayLevels:
 
     async def close(self) -> None:
         """Wait for the reader thread to be done with us."""
-        if self._gathering is not None:
-            await asyncio.wait([self._gathering])
+        if self._gathers:
+            await asyncio.wait(self._gathers)
 
     # -- where promises are ----------------------------------------------------------------------------------
 
@@ -284,6 +285,7 @@ class DelayLevels:
                 self._gathering_head = (int(due.min()), 0)
                 task = asyncio.get_running_loop().create_task(self._gather(due, seq, places))
                 self._gathering = task
+                self._gathers.add(task)
                 task.add_done_callback(self._gathered)
 
     def _pick(self, now_ms: int) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -330,6 +332,7 @@ class DelayLevels:
         return Run.of([restored(rows, places=places, due_ms=due)]), strangers
 
     def _gathered(self, task: asyncio.Task[None]) -> None:
+        self._gathers.discard(task)
         if self._gathering is task:
             self._gathering = self._gathering_head = None
         if task.cancelled():
