@@ -199,3 +199,36 @@ def test_after_a_restart_everything_is_still_there(tmp_path: Path) -> None:
         with running_node(tmp_path) as node, Wire.to(node) as wire:
             sent(wire, b"%d" % begun)
             assert bodies(pulled(wire)) == [b"0", b"1"][: begun + 1]
+
+
+def beat(wire: Wire, text: str = "*", version: int = 1, model: str = "CLUSTERING") -> None:
+    subscription = {"topic": "orders", "subString": text, "subVersion": version, "expressionType": "TAG"}
+    consumer = {
+        "groupName": "group", "consumeType": "CONSUME_PASSIVELY", "messageModel": model,
+        "consumeFromWhere": "CONSUME_FROM_LAST_OFFSET", "subscriptionDataSet": [subscription],
+    }  # fmt: skip
+    body = {"clientID": "one", "producerDataSet": [], "consumerDataSet": [consumer]}
+    wire.ask_ok(RequestCode.HEART_BEAT, body)
+
+
+def test_the_members_subscription_counts_when_the_pull_has_none(wire: Wire) -> None:
+    for tag in "AB":
+        sent(wire, tag.encode(), properties={"TAGS": tag})
+    beat(wire, "B", version=5)
+    assert bodies(pulled(wire, sysFlag=0, subVersion=5)) == [b"B"]
+    assert pulled(wire, sysFlag=0, subVersion=6).code == ResponseCode.SUBSCRIPTION_NOT_LATEST
+    beat(wire, "*", version=6)
+    # Whoever wants everything need not wait for the heartbeat that says so again.
+    assert bodies(pulled(wire, sysFlag=0, subVersion=7)) == [b"A", b"B"]
+
+
+def test_a_group_that_may_not_broadcast(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    beat(wire, model="BROADCASTING")
+    assert len(bodies(pulled(wire, sysFlag=0, subVersion=1))) == 1
+    config = {"groupName": "group", "consumeBroadcastEnable": False}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
+    refused = pulled(wire, sysFlag=0, subVersion=1)
+    assert (refused.code, "broadcast" in str(refused.remark)) == (ResponseCode.NO_PERMISSION, True)
+    beat(wire, version=2)
+    assert len(bodies(pulled(wire, sysFlag=0, subVersion=2))) == 1

@@ -27,6 +27,7 @@ from timeball.broker.selecting import Selection
 from timeball.broker.topics import Queue, Topic
 from timeball.errors import InvalidFilter, TimeballError
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.remoting.clients import BROADCASTING
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host
 from timeball.protocols.remoting.site import Site
@@ -93,6 +94,16 @@ class Pulls:
         if not group.consume_enable:
             raise Refused(
                 ResponseCode.NO_PERMISSION, f"subscription group no permission, {fields.consumer_group}"
+            )
+        members = self._site.clients.consumers(group.group_name)
+        if (
+            members is not None
+            and not group.consume_broadcast_enable
+            and members.how.message_model == BROADCASTING
+        ):
+            raise Refused(
+                ResponseCode.NO_PERMISSION,
+                f"the consumer group[{group.group_name}] can not consume by broadcast way",
             )
         topic = self._broker.parts.topics.find(fields.topic)
         if topic is None:
