@@ -32,6 +32,13 @@ def test_an_unknown_topic_has_no_route_but_the_template_has(wire: Wire) -> None:
     assert route["queueDatas"][0]["perm"] == 7
 
 
+def test_a_retry_topic_has_a_route_before_its_group_is_known(wire: Wire) -> None:
+    """Consumers ask before their first heartbeat, and then not again for long."""
+    route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%nobody"))
+    assert [(q["readQueueNums"], q["perm"]) for q in route["queueDatas"]] == [(1, 6)]
+    assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 200).code != 0
+
+
 def test_a_name_that_is_none_is_refused(wire: Wire) -> None:
     for name in ("../../etc", "", "a b", "x" * 128):
         answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name)

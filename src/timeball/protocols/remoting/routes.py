@@ -14,7 +14,7 @@ from timeball.broker.topics import check_name
 from timeball.errors import InvalidMessage
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.reserved import AUTO_CREATE_TOPIC
+from timeball.protocols.remoting.codec.reserved import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.key_values import order_conf
 from timeball.protocols.remoting.site import Site
@@ -62,6 +62,10 @@ class Routes:
         if known is not None:
             read, write, perm = known.read_queues, known.write_queues, known.perm
             sys_flag = known.config.sys_flag
+        elif topic.startswith(RETRY_PREFIX):
+            # A consumer asks before its first heartbeat makes it; an honest "no" would be its answer for 20 to 30 s.
+            _check(topic)
+            read = write = 1
         elif topic == AUTO_CREATE_TOPIC and settings.auto_create_topics:
             perm |= 1  # "inherit": what tells a producer that a topic may be made from it
         elif topic not in (site.cluster_name, site.broker_name):
