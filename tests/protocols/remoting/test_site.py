@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.node_fixture import running_node
+from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.wire import Wire, json_body
 
+from timeball.errors import SetupError
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.records import Host
 
@@ -20,7 +21,7 @@ from timeball.protocols.remoting.codec.records import Host
         ("10.1.2.3:999", "10.1.2.3:999"),
         ("[fe80::1]:999", "[fe80::1]:999"),
         ("fe80::1", "[fe80::1]:{port}"),
-        ("broker.example", "broker.example:{port}"),
+        ("localhost", "localhost:{port}"),
     ],
 )
 def test_what_is_advertised_is_told(tmp_path: Path, advertise: str, told: str) -> None:
@@ -44,3 +45,9 @@ def test_the_store_host_is_the_same_as_bytes(tmp_path: Path, advertise: str, add
         assert remoting is not None
         [connection] = remoting._connections
         assert remoting.site.store_host(connection) == Host(address, 999)
+
+
+def test_a_name_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
+    running = RunningNode(tmp_path, advertise="no.such.host.invalid:1")
+    with pytest.raises(SetupError, match=r"--advertise no\.such\.host\.invalid:1"):
+        running.start()

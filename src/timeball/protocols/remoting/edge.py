@@ -73,8 +73,9 @@ class RemotingEdge:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listen; raises SetupError when a port is taken."""
+        """Listen; raises SetupError when a port is taken, or the advertised name is none."""
         settings = self._settings
+        self.site.check_advertised()
         self.site.name_server_port = await self._listen("--name-server-port", settings.name_server_port)
         self.site.remoting_port = await self._listen("--remoting-port", settings.remoting_port)
         watches = (self._watch_deadlines(), self._transactions.run())

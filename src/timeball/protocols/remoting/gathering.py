@@ -25,7 +25,7 @@ from timeball.protocols.remoting.codec import recall
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag
 from timeball.protocols.remoting.codec.frame import Command
 from timeball.protocols.remoting.codec.send_columns import SendColumns, Ticket
-from timeball.protocols.remoting.codec.send_reply import SendReply, encode_reply, host_digits
+from timeball.protocols.remoting.codec.send_reply import encode_reply, host_digits
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.site import Site
@@ -86,13 +86,16 @@ class Gathering:
 
     def _committed(self, tickets: list[Ticket], accepted: Accepted, durable: asyncio.Future[int]) -> None:
         self._committing -= 1
-        if len(self.columns) and not self._committing:
-            self._drain()  # first, so that the disk has work while we write answers
         failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
         if failure is not None:
             self._refuse(tickets, failure)
         else:
             self._answer(tickets, accepted)
+        if len(self.columns) and not (self._committing or self._scheduled):
+            # Not at once: what has arrived while we were at it is read first, and comes along. The loop is what
+            # there is too little of, not the disk, and a batch costs it the same for one row as for fifty.
+            self._scheduled = True
+            self._loop.call_soon(self._loop.call_soon, self._drain)
 
     def _answer(self, tickets: list[Ticket], accepted: Accepted) -> None:
         """One write a connection, however many of its sends the commit held."""
@@ -108,13 +111,12 @@ class Gathering:
                 known = answers[ticket.origin] = (host_digits(self._site.store_host(ticket.origin)), [])
             host, parts = known
             queue_id = ticket.queue_id if ticket.queue_id >= 0 else max(0, queue_ids[at])
+            first = accepted.first_seq + at
             parts.append(
                 encode_reply(
-                    SendReply(
-                        ticket.opaque, ticket.serialisation, queue_id, offsets[at] or 0,
-                        _msg_ids(host, accepted.first_seq + at, ticket.rows), ticket.unique_key,
-                        self._handle(ticket),
-                    )
+                    ticket.opaque, ticket.serialisation, queue_id, offsets[at] or 0,
+                    f"{host}{first:016X}" if ticket.rows == 1 else _msg_ids(host, first, ticket.rows),
+                    ticket.unique_key, "" if ticket.due_ms is None else self._handle(ticket),
                 )
             )  # fmt: skip
         for connection, (_, parts) in answers.items():
@@ -132,8 +134,6 @@ class Gathering:
 
 
 def _msg_ids(host: str, first_seq: int, rows: int) -> str:
-    if rows == 1:
-        return f"{host}{first_seq:016X}"
     return ",".join(f"{host}{seq:016X}" for seq in range(first_seq, first_seq + rows))
 
 

@@ -12,6 +12,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from timeball.broker.service import Broker
+from timeball.errors import SetupError
 from timeball.protocols.remoting.codec.records import Host
 
 if TYPE_CHECKING:
@@ -46,15 +47,30 @@ class Site:
         host, port = self._host_port(connection)
         found = self._hosts.get(host)
         if found is None or found.port != port:
-            found = self._hosts[host] = Host(_packed(host), port)
+            address = _packed(host) if found is None else found.address
+            found = self._hosts[host] = Host(address, port)
         return found
 
+    def check_advertised(self) -> None:
+        """Raise SetupError when the name that clients are to dial is none: every answer to a send has it as bytes."""
+        host, _ = self._advertised()
+        if host:
+            try:
+                self._hosts[host] = Host(_packed(host), 0)
+            except OSError as error:
+                raise SetupError(
+                    f"--advertise {self.advertise}: {host!r} cannot be resolved: {error}"
+                ) from error
+
     def _host_port(self, connection: Connection) -> tuple[str, int]:
-        if not self.advertise:
-            return str(connection.local[0]), self.remoting_port
+        host, port = self._advertised()
+        return host or str(connection.local[0]), self.remoting_port if port is None else port
+
+    def _advertised(self) -> tuple[str, int | None]:
+        """Host and port of `advertise`, as far as it says; an IPv6 address with a port has brackets."""
         host, _, port = self.advertise.rpartition(":")
         if not host or not port.isdigit() or (":" in host and not host.startswith("[")):
-            host, port = self.advertise, str(self.remoting_port)
+            return self.advertise.strip("[]"), None
         return host.strip("[]"), int(port)
 
 

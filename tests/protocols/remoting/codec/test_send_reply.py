@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION
 from timeball.protocols.remoting.codec.frame import BINARY, JSON, Splitter, decode
 from timeball.protocols.remoting.codec.records import Host, offset_msg_id
-from timeball.protocols.remoting.codec.send_reply import SendReply, encode_reply, host_digits
+from timeball.protocols.remoting.codec.send_reply import encode_reply, host_digits
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
@@ -23,7 +23,7 @@ from timeball.protocols.remoting.codec.send_reply import SendReply, encode_reply
 def test_both_forms_are_what_the_decoder_reads(
     serialisation: int, opaque: int, queue_id: int, offset: int, key: str, handle: str
 ) -> None:
-    data = encode_reply(SendReply(opaque, serialisation, queue_id, offset, "00AB", key, handle))
+    data = encode_reply(opaque, serialisation, queue_id, offset, "00AB", key, handle)
     [frame] = Splitter().feed(data)
     answer = decode(frame)
     assert (answer.code, answer.opaque, answer.flag, answer.version) == (0, opaque, 1, BROKER_VERSION)

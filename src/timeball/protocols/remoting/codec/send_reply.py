@@ -17,20 +17,11 @@ from timeball.protocols.remoting.codec.records import Host
 REGION = "DefaultRegion"
 
 _PREFIX = struct.Struct(">iI")
-_BINARY = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, length of the remark
+_INT = struct.Struct(">i")
+# The prefix, then code, language, version, opaque, flag, length of the remark, length of the extFields.
+_BINARY = struct.Struct(">iIhBhiiii")
 _BINARY_TYPE = 1 << 24
-
-
-class SendReply(msgspec.Struct, gc=False):
-    """What a producer is told."""
-
-    opaque: int
-    serialisation: int
-    queue_id: int
-    queue_offset: int
-    msg_ids: str  # offsetMsgId, several with commas between for a batch
-    unique_key: str
-    recall_handle: str = ""
+_RESPONSE = int(CommandFlag.RESPONSE)
 
 
 def host_digits(host: Host) -> str:
@@ -38,43 +29,54 @@ def host_digits(host: Host) -> str:
     return (host.address + struct.pack(">i", host.port)).hex().upper()
 
 
-def encode_reply(reply: SendReply) -> bytes:
-    """One answer, as a frame."""
-    return _encode_json(reply) if reply.serialisation == JSON else _encode_binary(reply)
-
-
-def _encode_json(reply: SendReply) -> bytes:
-    key, handle = reply.unique_key, reply.recall_handle
+def encode_reply(
+    opaque: int,
+    serialisation: int,
+    queue_id: int,
+    queue_offset: int,
+    msg_ids: str,
+    unique_key: str,
+    recall_handle: str = "",
+) -> bytes:
+    """One answer, as a frame. `msg_ids`: the offsetMsgId, several with commas between for a batch."""
+    if serialisation != JSON:
+        return _encode_binary(opaque, queue_id, queue_offset, msg_ids, unique_key, recall_handle)
     # Clients choose their keys: what is not plain goes through the encoder.
-    quoted = f'"{key}"' if key.isalnum() else msgspec.json.encode(key).decode()
-    recall = f',"recallHandle":{msgspec.json.encode(handle).decode()}' if handle else ""
+    key = f'"{unique_key}"' if unique_key.isalnum() else msgspec.json.encode(unique_key).decode()
+    recall = f',"recallHandle":{msgspec.json.encode(recall_handle).decode()}' if recall_handle else ""
     header = (
-        f'{{"code":0,"extFields":{{"queueId":"{reply.queue_id}","TRACE_ON":"false","MSG_REGION":"{REGION}",'
-        f'"msgId":"{reply.msg_ids}","queueOffset":"{reply.queue_offset}","transactionId":{quoted}{recall}}},'
-        f'"flag":1,"language":"JAVA","opaque":{reply.opaque},"serializeTypeCurrentRPC":"JSON",'
+        f'{{"code":0,"extFields":{{"queueId":"{queue_id}","TRACE_ON":"false","MSG_REGION":"{REGION}",'
+        f'"msgId":"{msg_ids}","queueOffset":"{queue_offset}","transactionId":{key}{recall}}},'
+        f'"flag":1,"language":"JAVA","opaque":{opaque},"serializeTypeCurrentRPC":"JSON",'
         f'"version":{BROKER_VERSION}}}'
     ).encode()
     return _PREFIX.pack(4 + len(header), len(header)) + header
 
 
-def _encode_binary(reply: SendReply) -> bytes:
-    ext = [
-        _pair(b"queueId", b"%d" % reply.queue_id),
-        _TRACE_AND_REGION,
-        _pair(b"msgId", reply.msg_ids.encode()),
-        _pair(b"queueOffset", b"%d" % reply.queue_offset),
-        _pair(b"transactionId", reply.unique_key.encode()),
-    ]
-    if reply.recall_handle:
-        ext.append(_pair(b"recallHandle", reply.recall_handle.encode()))
-    data = b"".join(ext)
-    fixed = _BINARY.pack(0, Language.JAVA, BROKER_VERSION, reply.opaque, CommandFlag.RESPONSE, 0)
-    size = len(fixed) + 4 + len(data)
-    return b"".join([_PREFIX.pack(4 + size, _BINARY_TYPE | size), fixed, struct.pack(">i", len(data)), data])
+def _encode_binary(
+    opaque: int, queue_id: int, queue_offset: int, msg_ids: str, unique_key: str, recall_handle: str
+) -> bytes:
+    ext = b"".join(
+        [
+            _TRACE_AND_REGION, _value(_QUEUE_ID, b"%d" % queue_id), _value(_MSG_ID, msg_ids.encode()),
+            _value(_QUEUE_OFFSET, b"%d" % queue_offset), _value(_TRANSACTION_ID, unique_key.encode()),
+            _value(_RECALL_HANDLE, recall_handle.encode()) if recall_handle else b"",
+        ]
+    )  # fmt: skip
+    size = _BINARY.size - _PREFIX.size + len(ext)
+    word = _BINARY_TYPE | size
+    fixed = _BINARY.pack(4 + size, word, 0, Language.JAVA, BROKER_VERSION, opaque, _RESPONSE, 0, len(ext))
+    return fixed + ext
 
 
-def _pair(name: bytes, value: bytes) -> bytes:
-    return struct.pack(">h", len(name)) + name + struct.pack(">i", len(value)) + value
+def _value(name: bytes, value: bytes) -> bytes:
+    return name + _INT.pack(len(value)) + value
 
 
-_TRACE_AND_REGION = _pair(b"TRACE_ON", b"false") + _pair(b"MSG_REGION", REGION.encode())
+def _name(name: bytes) -> bytes:
+    return struct.pack(">h", len(name)) + name
+
+
+_QUEUE_ID, _MSG_ID, _QUEUE_OFFSET = _name(b"queueId"), _name(b"msgId"), _name(b"queueOffset")
+_TRANSACTION_ID, _RECALL_HANDLE = _name(b"transactionId"), _name(b"recallHandle")
+_TRACE_AND_REGION = _value(_name(b"TRACE_ON"), b"false") + _value(_name(b"MSG_REGION"), REGION.encode())
