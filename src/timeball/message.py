@@ -130,7 +130,17 @@ def _nulls(kind: pa.DataType, count: int) -> pa.Array:
 
 
 @lru_cache(maxsize=8 * 256)
-def _repeated(value: str | int, kind: pa.DataType, count: int) -> pa.Array:
+def _made_once(value: str | int, kind: pa.DataType, count: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, kind), count)
+
+
+def repeated(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.Array:
+    """`count` times the same value.
+
+    Flags are 0 nearly always, the kind is one of few, and names are few too: made once for each small number of rows.
+    """
+    if count <= SMALL_ROWS and (isinstance(value, str) or (isinstance(value, int) and -1 <= value <= 16)):
+        return _made_once(value, kind, count)
     return pa.repeat(pa.scalar(value, kind), count)
 
 
@@ -157,13 +167,7 @@ def _column(field: pa.Field, value: object, count: int) -> pa.Array:
     if isinstance(value, pa.Array):
         return value if value.type == field.type else value.cast(field.type)
     if isinstance(value, (str, bytes, int)):
-        # Flags are 0 nearly always, the kind is one of few, and the host is ours: made once for each number of rows.
-        usual = count <= SMALL_ROWS and (
-            isinstance(value, str) or (isinstance(value, int) and -1 <= value <= 16)
-        )
-        return (
-            _repeated(value, field.type, count) if usual else pa.repeat(pa.scalar(value, field.type), count)
-        )
+        return repeated(value, field.type, count)
     return pa.array(value, field.type)
 
 

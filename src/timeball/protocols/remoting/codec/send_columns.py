@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import decode_properties
+from timeball.message import decode_properties, repeated
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.records import decode_batch
@@ -115,7 +115,7 @@ class SendColumns:
             if values.count(first) < len(values):
                 filled[name] = pa.array(values, kind)
             elif first is not None:
-                filled[name] = pa.repeat(pa.scalar(first, kind), len(values))
+                filled[name] = repeated(first, kind, len(values))
         batch = pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled))
         tickets = self._tickets
         self._rows, self._tickets, self.size_bytes = [], [], 0
