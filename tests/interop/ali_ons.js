@@ -20,7 +20,7 @@ function emit(line) {
 const options = name => ({
   httpclient, nameSrv, logger: quiet, clientIP: '127.0.0.1', instanceName: name,
   accessKeyId: 'nobody', accessKeySecret: 'nothing',
-  pollNameServerInteval: 1000, rebalanceInterval: 1000, persistConsumerOffsetInterval: 1000,
+  pollNameServerInteval: 1000, heartbeatBrokerInterval: 2000, rebalanceInterval: 1000, persistConsumerOffsetInterval: 1000,
 });
 
 function told(message) {

@@ -28,7 +28,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
-BOUND_S = 90  # longer than anything takes: clients look for new topics every 30 s
+BOUND_S = 100  # longer than anything takes: clients look for new topics every 30 s
 
 
 class ClientError(Exception):

@@ -80,6 +80,11 @@ class StockBroker:
                     found += [body.decode() for body in batch.column("body").to_pylist()]
         return found
 
+    def offsets(self, group: str, topic: str) -> dict[int, int]:
+        """Where a group stands."""
+        with Timeball(self.endpoint) as ball:
+            return ball.offsets(group, topic)
+
     def request(self, code: RequestCode, *, body: bytes = b"", **ext: Any) -> Command:
         """A bare request, for what a test needs set up and its client has no call for."""
         host, _, port = self.remoting.rpartition(":")

@@ -55,15 +55,12 @@ def test_groups(client: Driver, broker: StockBroker, name: str) -> None:
         talk.send(f"message {number}", queue_id=number % 2)
     consumer = talk.listen()
     client.wait_deliveries(consumer, 6)
-    talk.stop(consumer)  # which makes it tell the broker where it is
+    eventually(lambda: broker.offsets(talk.group, talk.topic) == {0: 3, 1: 3}, "it said where it is")
+    talk.stop(consumer)
     talk.send("unread", queue_id=0)
-
-    def progress() -> list[list[str]]:
-        printed = rows(mqadmin(broker, "consumerProgress", "-g", talk.group))
-        return sorted(row for row in printed if row[0] == talk.topic)
-
-    #        topic, broker, queue, broker's offset, the group's, its difference …
-    found = [[row[2], row[3], row[4]] for row in progress()]
+    printed = rows(mqadmin(broker, "consumerProgress", "-g", talk.group))
+    # topic, broker, queue, the broker's offset, the group's, their difference …
+    found = sorted([row[2], row[3], row[4]] for row in printed if row[0] == talk.topic)
     assert found == [["0", "4", "3"], ["1", "3", "3"]]
 
 

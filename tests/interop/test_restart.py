@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,28 @@ from tests.interop.stock_clients import command
 
 pytestmark = pytest.mark.interop
 
+CLIENTS = [CPP, ALI_ONS, JAVA4, JAVA5]
 MESSAGES = 10
 
 
-@pytest.mark.parametrize("which", [CPP, ALI_ONS, JAVA4, JAVA5])
-def test_nothing_is_lost(which: str, tmp_path: Path, name: str) -> None:
-    with stock_broker(tmp_path / "data") as broker:
-        with driving(command(which), broker.name_server, tmp_path / "home") as client:
-            talk = Conversation(client, broker, name, queues=2)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
+    """All clients at once, each with a broker of its own: most of it is their waiting for what has died."""
+    with ThreadPoolExecutor() as pool:
+        yield {
+            which: pool.submit(nothing_is_lost, which, tmp_path_factory.mktemp(which)) for which in CLIENTS
+        }
+
+
+@pytest.mark.parametrize("which", CLIENTS)
+def test_nothing_is_lost(which: str, outcomes: dict[str, Future[None]]) -> None:
+    outcomes[which].result()
+
+
+def nothing_is_lost(which: str, folder: Path) -> None:
+    with stock_broker(folder / "data") as broker:
+        with driving(command(which), broker.name_server, folder / "home") as client:
+            talk = Conversation(client, broker, "restarted", queues=2)
             consumer = talk.listen(fail=1)
             kinds = {"now": {}, "level": {"level": 5}, "timer": timer(which, broker.now_ms() + 5_000)}
             sent = {

@@ -86,7 +86,7 @@ public final class StockClient {
     private static Map<String, Object> told(Throwable error) {
         Map<String, Object> told = new LinkedHashMap<>();
         told.put("type", error.getClass().getSimpleName());
-        told.put("text", String.valueOf(error.getMessage()));
+        told.put("text", error.getMessage() + (error.getCause() == null ? "" : ", because of " + error.getCause()));
         if (error instanceof MQBrokerException) {
             told.put("code", ((MQBrokerException) error).getResponseCode());
         } else if (error instanceof MQClientException) {
@@ -218,6 +218,9 @@ public final class StockClient {
         consumer.setClientIP("127.0.0.1");
         consumer.setInstanceName(r.getString("name"));
         consumer.setPollNameServerInterval(1_000);
+        // 5.x's first heartbeat and its first rebalance may collide, and pulls are refused until the next heartbeat.
+        consumer.setHeartbeatBrokerInterval(2_000);
+        consumer.setPersistConsumerOffsetInterval(1_000);
         consumer.setConsumeFromWhere(ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET);
         consumer.setConsumeMessageBatchMaxSize(1);
         if (r.containsKey("max_reconsume_times")) {
