@@ -14,6 +14,8 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 # Brokers that tests start listen for RocketMQ clients too, many at a time: on any free port unless a test says which.
 os.environ.setdefault("TIMEBALL_NAME_SERVER_PORT", "0")
 os.environ.setdefault("TIMEBALL_REMOTING_PORT", "0")
+# And each allocates its log, twice the size of a segment.
+os.environ.setdefault("TIMEBALL_SEGMENT_BYTES", "16MiB")
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
 for number in (signal.SIGINT, signal.SIGHUP):

@@ -15,6 +15,9 @@ from timeball.clock import Clock
 from timeball.config import Settings
 from timeball.node import Node
 
+SEGMENT_BYTES = (
+    16 * 1024 * 1024
+)  # allocated in full by each node, twice: hundreds of tests must not fill a disk
 BOUND_S = 60  # longer than anything takes; a test that waits so long has failed
 
 T = TypeVar("T")
@@ -25,7 +28,14 @@ class RunningNode:
 
     def __init__(self, data: Path, clock: Clock | None = None, **settings: Any) -> None:
         self.settings = Settings(
-            data=data, **{"port": 0, "name_server_port": 0, "remoting_port": 0, **settings}
+            data=data,
+            **{
+                "port": 0,
+                "name_server_port": 0,
+                "remoting_port": 0,
+                "segment_bytes": SEGMENT_BYTES,
+                **settings,
+            },
         )
         self._clock = clock
         self.node: Node
