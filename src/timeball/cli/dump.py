@@ -322,7 +322,8 @@ def _checkpoint(folder: FolderDump) -> dict[str, Any] | None:
 
     if folder.checkpoint is None:
         return None
-    facts: dict[str, Any] = msgspec.to_builtins(folder.checkpoint.facts)
+    # All of them: on disk what says nothing is left out.
+    facts: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(folder.checkpoint.facts))
     del facts["queues"]  # shown with the queues
     return {**facts, "settled_rows": len(folder.checkpoint.settled_seq)}
 
