@@ -104,7 +104,9 @@ def _send(number: int, serialisation: int) -> bytes:
 def _batch(number: int, rows: int) -> bytes:
     body = encode_batch([BatchRecord(0, os.urandom(BODY_BYTES), _properties()) for _ in range(rows)])
     fields = _fields(number % QUEUES) | {"i": "", "m": "true"}
-    return encode(Command(code=RequestCode.SEND_BATCH_MESSAGE, opaque=number + 1, ext=fields, body=body, version=409))
+    return encode(
+        Command(code=RequestCode.SEND_BATCH_MESSAGE, opaque=number + 1, ext=fields, body=body, version=409)
+    )
 
 
 def _pull(queue: int, offset: int, rows: int) -> bytes:

@@ -17,7 +17,7 @@ from benchmarks.report import Report
 from tests.cli.processes import timeball
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
-SLOW = {"burst", "restart", "memory", "compact"}
+SLOW = {"remoting", "burst", "restart", "memory", "compact"}
 SPARK = {"compact"}
 
 WANTED = {
@@ -26,6 +26,14 @@ WANTED = {
         "1 row, 64 in flight: rate",
         "10,000 rows, 8 in flight: rate",
         "10,000 rows, 8 in flight: server CPU",
+    ],
+    "remoting": [
+        "send JSON 8x512: rate",
+        "send JSON 64x1: ack p99",
+        "send binary 1x1: server CPU",
+        "batches of 128: load's own CPU",
+        "pulls of 32: rate",
+        "pulls of 256: failed, missing",
     ],
     "punctual": [
         "lateness p50",

@@ -67,7 +67,14 @@ def test_settings_cannot_be_changed() -> None:
 
 def test_units_stand_last_in_the_names() -> None:
     numbers = {f.name for f in dataclasses.fields(Settings) if f.type == "int"}
-    counted = {"port", "name_server_port", "remoting_port", "queues_per_topic", "compact_rows", "compact_rows_min"}
+    counted = {
+        "port",
+        "name_server_port",
+        "remoting_port",
+        "queues_per_topic",
+        "compact_rows",
+        "compact_rows_min",
+    }
     # A number that comes to the settings later says its unit, or is a count and listed here.
     known_units = ("_ms", "_bytes", "_ms_max", "_rows", "_rows_min")
     assert {n for n in numbers if not n.endswith(known_units)} <= counted

@@ -19,6 +19,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
     lines = shown.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
         "append",
+        "remoting",
         "punctual",
         "burst",
         "memory",
