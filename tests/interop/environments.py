@@ -143,10 +143,12 @@ def fetch(command: list[str]) -> None:
     try:
         run(command)
     except (subprocess.SubprocessError, OSError) as error:
-        told = (getattr(error, "stdout", None) or str(error)).strip().splitlines()[-3:]
-        if any("hash" in line.lower() or "EINTEGRITY" in line for line in told):
+        told = str(getattr(error, "stdout", None) or error).strip()
+        if "DO NOT MATCH THE HASHES" in told or "EINTEGRITY" in told:
             raise
-        raise Missing(f"{Path(command[0]).name} could not fetch its packages: {' / '.join(told)}") from error
+        lines = told.splitlines()
+        reason = " / ".join(lines[:1] + lines[1:][-2:])
+        raise Missing(f"{Path(command[0]).name} could not fetch its packages: {reason}") from error
 
 
 def run(command: list[str]) -> None:
