@@ -29,6 +29,8 @@ from timeball.schedule.strategy import Strategy
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attached, Attachment
 
+_QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -123,22 +125,19 @@ class Broker:
 
     def _place(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
         """Give the rows that are visible, or wait in a level's queue, their queue and offset."""
-        placement = self.parts.topics.place(
-            rows if len(visible) == rows.num_rows else rows.take(pa.array(visible))
-        )
+        if len(visible) == rows.num_rows:
+            placement = self.parts.topics.place(rows)
+            return _with_places(
+                rows, pa.array(placement.queue_id.astype(np.int32)), pa.array(placement.queue_offset)
+            ), placement
+        placement = self.parts.topics.place(rows.take(pa.array(visible)))
         queue_id = rows.column("queue_id").to_numpy().copy()
         queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
         hidden = np.ones(rows.num_rows, dtype=np.bool_)
         queue_id[visible], queue_offset[visible], hidden[visible] = (
             placement.queue_id, placement.queue_offset, False,
         )  # fmt: skip
-        rows = rows.set_column(
-            LOG_SCHEMA.get_field_index("queue_id"), LOG_SCHEMA.field("queue_id"), pa.array(queue_id)
-        )
-        offsets = pa.array(queue_offset, mask=hidden)
-        return rows.set_column(
-            LOG_SCHEMA.get_field_index("queue_offset"), LOG_SCHEMA.field("queue_offset"), offsets
-        ), placement
+        return _with_places(rows, pa.array(queue_id), pa.array(queue_offset, mask=hidden)), placement
 
     def _sent(
         self, rows: pa.RecordBatch, first_seq: int, has_place: Int64Array, placement: Placement | None
@@ -343,3 +342,9 @@ class Broker:
         if data is not None:
             with undone(groups.unsaved):
                 await in_thread(self.parts.reader_thread, self.parts.files.replace, "groups.json", data)
+
+
+def _with_places(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:
+    columns = rows.columns
+    columns[_QUEUE_ID], columns[_QUEUE_OFFSET] = queue_id, queue_offset
+    return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)

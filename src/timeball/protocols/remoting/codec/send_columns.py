@@ -112,7 +112,7 @@ class SendColumns:
         for (name, kind), values in zip(COLUMNS.items(), zip(*self._rows, strict=True), strict=True):
             first = values[0]
             # Two thirds of the columns mostly say one thing; to count is several times cheaper than to convert.
-            if values.count(first) < len(values):
+            if values.count(first) < len(values) or (len(values) == 1 and first is not None):
                 filled[name] = pa.array(values, kind)
             elif first is not None:
                 filled[name] = repeated(first, kind, len(values))
