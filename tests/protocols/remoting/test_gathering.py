@@ -108,3 +108,19 @@ def test_a_batch_is_for_ordinary_messages(wire: Wire, topic: str, sys_flag: int)
     body = encode_batch([BatchRecord(0, b"x", encode_properties({"a": "b"}))])
     opaque = send(wire, body, code=RequestCode.SEND_BATCH_MESSAGE, topic=topic, f=sys_flag, m=True)
     assert wire.answer_to(opaque).code == ResponseCode.MESSAGE_ILLEGAL
+
+
+def test_what_cannot_be_made_a_batch_is_answered_and_does_not_come_up_again(
+    node: RunningNode, wire: Wire
+) -> None:
+    columns = plain(node).columns
+    real = columns._row
+
+    def careless(*args: Any) -> Any:
+        row = real(*args)
+        return (*row[:9], 1 << 40, *row[10:]) if row[1] == b"poison" else row
+
+    columns._row = careless  # type: ignore[assignment, method-assign]
+    assert wire.answer_to(send(wire, b"poison")).code == ResponseCode.SYSTEM_ERROR
+    assert wire.answer_to(send(wire, b"sound")).code == 0
+    assert [row["body"] for row in rows(node)] == [b"sound"]

@@ -64,8 +64,15 @@ class Gathering:
 
     def _drain(self) -> None:
         self._scheduled = False
-        if len(self.columns):
-            self._hand_over(*self.columns.take())
+        if not len(self.columns):
+            return
+        tickets = self.columns.tickets
+        try:
+            batch, _ = self.columns.take()
+        except Exception as error:  # no check has foreseen it: these are told, the next get their turn
+            self._refuse(tickets, error)
+        else:
+            self._hand_over(batch, tickets)
 
     def _hand_over(self, batch: pa.RecordBatch, tickets: list[Ticket]) -> None:
         try:

@@ -80,8 +80,12 @@ def test_what_is_no_send_is_left_alone(serialisation: int) -> None:
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
 @pytest.mark.parametrize(
-    "wrong", [{"e": "three"}, {"e": "3000000000"}, {"g": "99999999999999999999"}, {"k": "maybe"}]
-)
+    "wrong",
+    [
+        {"e": "three"}, {"e": "3000000000"}, {"g": "99999999999999999999"}, {"k": "maybe"},
+        {"h": "2147483648"}, {"h": "-2147483649"}, {"j": "2147483648"}, {"f": "2147483648"},
+    ],
+)  # fmt: skip
 def test_a_bad_number_is_a_bad_frame(serialisation: int, wrong: dict[str, str]) -> None:
     with pytest.raises(BadFrame):
         read_send(frame({**SHORT, **wrong}, serialisation=serialisation))

@@ -70,7 +70,7 @@ class SendColumns:
     def __init__(self, keys: UniqueKeys, delay_ms_max: int) -> None:
         self._keys, self._delay_ms_max = keys, delay_ms_max
         self._rows: list[Row] = []
-        self._tickets: list[Ticket] = []
+        self.tickets: list[Ticket] = []
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -98,28 +98,29 @@ class SendColumns:
             row = self._row(fields, fields.flag or 0, body, properties, born_host, queue_id, now_ms)
             self._rows.append(row)
             count, unique_key, due_ms = 1, row[_UNIQUE_KEY], row[_DUE_MS]
-        self._tickets.append(
+        self.tickets.append(
             Ticket(
                 origin, header.opaque, serialisation, header.flag & _ONE_WAY != 0, fields.topic, queue_id, first_row,
                 count, unique_key, due_ms,
             )
         )  # fmt: skip
-        self.size_bytes += len(body) + _OVERHEAD_BYTES * count
+        # In characters: near enough to bytes for what this is for, and a batch has its properties in the body.
+        self.size_bytes += len(body) + len(fields.properties or "") + _OVERHEAD_BYTES * count
 
     def take(self) -> tuple[pa.RecordBatch, list[Ticket]]:
         """What was fed, as a batch without its empty columns; afterwards there is nothing."""
+        fed, tickets = self._rows, self.tickets
+        # First: whatever cannot be converted must not come up again with the sends of others.
+        self._rows, self.tickets, self.size_bytes = [], [], 0
         filled = {}
-        for (name, kind), values in zip(COLUMNS.items(), zip(*self._rows, strict=True), strict=True):
+        for (name, kind), values in zip(COLUMNS.items(), zip(*fed, strict=True), strict=True):
             first = values[0]
             # Two thirds of the columns mostly say one thing; to count is several times cheaper than to convert.
             if values.count(first) < len(values) or (len(values) == 1 and first is not None):
                 filled[name] = pa.array(values, kind)
             elif first is not None:
                 filled[name] = repeated(first, kind, len(values))
-        batch = pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled))
-        tickets = self._tickets
-        self._rows, self._tickets, self.size_bytes = [], [], 0
-        return batch, tickets
+        return pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled)), tickets
 
     def _row(
         self, fields: SendFields, flag: int, body: bytes, properties: str, born_host: str, queue_id: int, now_ms: int

@@ -131,7 +131,8 @@ def _json_code(header: bytes) -> int | None:
     """The code, when it stands first, as it does with every client seen so far."""
     if header[:8] != b'{"code":':
         return None
-    digits = header[8 : header.find(b",", 8, 16)]
+    end = header.find(b",", 8, 16)
+    digits = header[8:end] if end >= 0 else b""
     return int(digits) if digits.isdigit() else None
 
 
@@ -161,14 +162,15 @@ def _read_cached(header: bytes) -> SendHeader | None:
         head = _cached(_heads, header[_EXT_AT:born_at])
         at = born_at + len(_BORN) + _BORN_BYTES
         born_ms = int(header[at - _BORN_BYTES : at])
-        message_flag, at = _value(header, at, _FLAG)
+        digits, at = _value(header, at, _FLAG)
+        message_flag = int(digits)
         properties, at = _value(header, at, _PROPERTIES)
         tail = _cached(_tails, header[at:])
-        if head is None or tail is None:
+        if head is None or tail is None or not -(1 << 31) <= message_flag < 1 << 31:
             return None
         fields = SendFields(
             head.topic, head.group, head.default_topic, head.default_queues, head.queue_id, head.sys_flag,
-            born_ms, int(message_flag), properties.decode(), tail.reconsume_times, tail.unit_mode,
+            born_ms, message_flag, properties.decode(), tail.reconsume_times, tail.unit_mode,
             tail.max_reconsume_times, tail.batch,
         )  # fmt: skip
     except (ValueError, struct.error):
