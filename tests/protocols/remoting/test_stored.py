@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,3 +81,21 @@ async def test_the_old_is_not_read_on_the_loop(world: World) -> None:
         assert await cache.get(old, HERE) == cache.get_now(old, HERE), "it is there now"
     finally:
         module.FRESH_ROWS = before
+
+
+@on_node(queues_per_topic=1)
+async def test_a_stretch_that_is_let_go_while_its_rest_is_read_has_no_hole(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CACHE_BYTES_MAX", 1)
+    early = np.arange(3) + (await world.broker.send(batch(3))).first_seq
+    cache = StoredMessages(world.broker.parts, NOBODY)
+    cache.get_now(early, HERE)
+    late = np.array([(await world.broker.send(batch(1))).first_seq])
+    reading = asyncio.ensure_future(cache.get(late, HERE))
+    await asyncio.sleep(0)
+    cache.get_now(early, THERE)  # takes the room
+    assert not reading.done()
+    await reading
+    assert cache.get_now(early, HERE) == plain(world, early.tolist(), HERE)
+    assert sum(stretch.size_bytes for stretch in cache._stretches.values()) == cache._size_bytes

@@ -67,7 +67,8 @@ class StoredMessages:
             stretch = self._stretches.get(key)
             if stretch is None or stretch.next_seq <= wanted[-1]:
                 new = await in_thread(self._parts.reader_thread, self._encode, host, number, stretch)
-                stretch = self._extend(key, self._stretches.get(key), new)
+                # Let go meanwhile? `new` goes on where it ended, and alone would be a stretch with a hole.
+                stretch = self._extend(key, self._stretches.get(key, stretch), new)
             found += _of(stretch, wanted)
         return found
 
@@ -86,7 +87,8 @@ class StoredMessages:
 
     def _extend(self, key: Key, known: _Stretch | None, new: _Stretch) -> _Stretch:
         self._size_bytes += new.size_bytes
-        if known is not None and key in self._stretches:
+        if known is not None:
+            self._size_bytes += 0 if key in self._stretches else known.size_bytes
             known.records.update(new.records)
             known.next_seq = max(known.next_seq, new.next_seq)
             known.size_bytes += new.size_bytes
