@@ -154,3 +154,14 @@ async def test_a_pull_that_does_not_wait_says_that_there_is_nothing(world: World
     rows = await world.broker.pull("new", {0: 0}, 10, 0)
     assert rows.num_rows == 0
     assert "new" in world.broker.topics()
+
+
+@on_node()
+async def test_waiting_does_not_bring_a_deleted_topic_back(world: World) -> None:
+    waiting = asyncio.ensure_future(world.broker.pull("a", {0: 0}, 10, 60_000))
+    await turns()
+    world.broker.parts.topics.delete("a", world.broker.parts.writer.next_seq)
+    world.broker.waiters.wake(["a"])
+    with pytest.raises(NotFound, match="'a' does not exist"):
+        await waiting
+    assert world.broker.topics() == {}

@@ -237,9 +237,10 @@ class Broker:
     async def pull(self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
         """Up to `rows` visible rows from these queues' offsets on; waits up to `wait_ms` for the first one."""
         deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        self.parts.topics.ensure(topic)
         while True:
-            known = self.parts.topics.ensure(topic)
-            seqs = pulling.locate(known, offsets, rows)
+            # Not `ensure` again: a topic that is deleted while we wait must not come back by our waiting.
+            seqs = pulling.locate(self.parts.topics.get(topic), offsets, rows)
             if len(seqs):
                 return await in_thread(self.parts.reader_thread, pulling.read, self.parts.reader, seqs)
             left = deadline - self._loop.time()

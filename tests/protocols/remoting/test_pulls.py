@@ -179,6 +179,16 @@ def test_waiting_ends(wire: Wire) -> None:
     assert answer.code == ResponseCode.PULL_NOT_FOUND
 
 
+def test_who_waits_on_a_topic_that_is_deleted_is_told(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1)
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    with Wire.to(node) as other:
+        other.ask_ok(RequestCode.DELETE_TOPIC_IN_BROKER, topic="orders")
+    assert wire.answer_to(opaque).code == ResponseCode.TOPIC_NOT_EXIST
+    assert "orders" not in node.broker.topics()
+
+
 def test_a_client_that_leaves_no_longer_waits(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     with Wire.to(node) as other:

@@ -107,9 +107,7 @@ class Pulls:
             )
         topic = self._broker.parts.topics.find(fields.topic)
         if topic is None:
-            raise Refused(
-                ResponseCode.TOPIC_NOT_EXIST, f"topic[{fields.topic}] not exist, apply first please!"
-            )
+            raise _no_such_topic(fields.topic)
         if not topic.perm & PERM_READ:
             raise Refused(
                 ResponseCode.NO_PERMISSION, f"the topic[{fields.topic}] pulling message is forbidden"
@@ -185,6 +183,8 @@ class Pulls:
                 return _empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
             with call.connection.waits():
                 await self._broker.waiters.wait(topic.name, left_s)
+            if self._broker.parts.topics.find(topic.name) is None:
+                raise _no_such_topic(topic.name)
             while fields.queue_offset < queue.index.max_offset:
                 answer = await self._look(call, fields, queue, wanted)
                 assert answer is not None
@@ -192,6 +192,10 @@ class Pulls:
                     return answer
                 # Nothing in that stretch is for this consumer: it goes on waiting behind it.
                 fields.queue_offset = int(answer.ext["nextBeginOffset"])
+
+
+def _no_such_topic(name: str) -> Refused:
+    return Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist, apply first please!")
 
 
 def _rows(fields: PullFields) -> int:
