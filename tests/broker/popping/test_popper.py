@@ -27,6 +27,7 @@ from timeball.broker.filters import compile_filter
 from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping.copies import retry_topic
 from timeball.broker.popping.popper import Ask, Receipt
+from timeball.broker.topic_config import TopicConfig
 from timeball.errors import InvalidMessage, NotFound, OutOfRange
 from timeball.message import decode_properties
 
@@ -278,3 +279,18 @@ async def test_many_consumers_at_once_share(world: World) -> None:
     assert sorted(found) == sorted(b"%d" % i for i in range(200))
     assert np.all([popped.rows.num_rows <= 7 for popped in taken])
     assert all(isinstance(r, Receipt) for popped in taken for r in popped.receipts(GROUP))
+
+
+@on_node()
+async def test_a_queue_that_a_topic_does_not_show_is_not_handed_out(world: World) -> None:
+    """Its receipts would be refused: who acknowledges names a queue that consumers do not have."""
+    await send(world, [b"shown", b"hidden"], queue_id=pa.array([0, 1], pa.int32()))
+    topics = world.broker.parts.topics
+    topics.configure(TOPIC, TopicConfig(read_queues=1, write_queues=2))
+    assert bodies(await pop(world)) == [b"shown"]
+    with pytest.raises(OutOfRange, match="has 1"):
+        await pop(world, queue_id=1)
+    topics.configure(TOPIC, TopicConfig(read_queues=0, write_queues=2))
+    assert [(await pop(world, in_order=each)).rows.num_rows for each in (False, True)] == [0, 0]
+    topics.configure(TOPIC, TopicConfig(read_queues=2, write_queues=2))
+    assert bodies(await pop(world)) == [b"hidden"]

@@ -160,7 +160,7 @@ class Popper:
             topic = self._parts.topics.get(name) if is_main else self._parts.topics.find(name)
             if topic is None:
                 continue
-            count = len(topic.queues)
+            count = topic.read_queues
             if is_main and ask.queue_id >= count:
                 raise OutOfRange(f"queue {ask.queue_id}: topic {name!r} has {count}")
             ids = [ask.queue_id] if is_main and ask.queue_id >= 0 else range(count)
@@ -168,7 +168,7 @@ class Popper:
             for window in windows:
                 if window.again:
                     window.let_go(self._parts.reader.first_seq)
-            first = turn % len(windows)
+            first = turn % max(1, len(windows))
             found += [(window, topic) for window in windows[first:] + windows[:first]]
         return found
 
@@ -178,7 +178,7 @@ class Popper:
         pop_ms = now_ms
         if ask.in_order:
             # Positions are handed out again here, and an old receipt must not pass for the new one.
-            pop_ms = max(now_ms, 1 + max(window.last_pop_ms for window, _ in windows))
+            pop_ms = max(now_ms, 1 + max((window.last_pop_ms for window, _ in windows), default=0))
         taking = Taking(
             max(0, min(ask.rows, self.windows.room)), pop_ms, now_ms + ask.invisible_ms,
             in_order=ask.in_order, attempt_id=ask.attempt_id,
