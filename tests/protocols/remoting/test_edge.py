@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.node_fixture import RunningNode, running_node
+from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.wire import Wire
 
 from timeball.errors import SetupError
@@ -55,3 +55,19 @@ def test_every_request_is_in_the_documentation(node: RunningNode) -> None:
     assert remoting is not None
     answered = {int(code) for code in remoting._dispatch._handlers} | SEND_CODES
     assert told == {code: RequestCode(code).name for code in answered}
+
+
+def test_a_watch_that_fails_stops_the_node_and_not_just_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("timeball.protocols.remoting.edge.DEADLINES_LOOK_S", 0.01)
+
+    def broken() -> None:
+        raise ValueError("a bug of ours")
+
+    with running_node(tmp_path) as running:
+        remoting, failed = running.node.remoting, running.node._failed
+        assert remoting is not None and failed is not None
+        remoting._heartbeats.expire = broken  # type: ignore[method-assign]
+        eventually(failed.done, "the node hears of it")
+        assert str(failed.exception()) == "a bug of ours"

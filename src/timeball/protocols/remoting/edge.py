@@ -80,6 +80,8 @@ class RemotingEdge:
         self.site.remoting_port = await self._listen("--remoting-port", settings.remoting_port)
         watches = (self._watch_deadlines(), self._transactions.run())
         self._tasks = [asyncio.create_task(watch) for watch in watches]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     async def _listen(self, option: str, port: int) -> int:
         if port < 0:
@@ -114,6 +116,11 @@ class RemotingEdge:
             self._admin.sample()
             for connection in list(self._connections):
                 connection.check_deadlines(loop.time())
+
+    def _ended(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            # Silent clients would stay for ever from now on, and nobody would hear why.
+            self.site.broker.parts.on_failure(error)
 
     async def close(self) -> None:
         """Stop listening, end the requests that wait, and let the connections go."""
