@@ -13,6 +13,7 @@ from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 
 from timeball import limits
+from timeball.broker import transactions
 from timeball.broker.transactions import Half, Outcome
 from timeball.clock import ManualClock
 from timeball.errors import InvalidMessage, OverLimit
@@ -273,6 +274,19 @@ async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
     await roll_back(world, first + 1)
     world.clock.advance(FIRST_MS)
     assert due(world) == [kept]
+
+
+@on_node()
+async def test_what_has_ended_is_not_kept_until_it_would_have_been_asked_about(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transactions, "SWEEP_ENTRIES_MIN", 3)
+    staying = await prepare(world)
+    for _ in range(20):
+        await roll_back(world, await prepare(world, more={"CHECK_IMMUNITY_TIME_IN_SECONDS": "86400"}))
+    assert len(world.broker.transactions._due) <= 3 + 2 * 2
+    world.clock.advance(FIRST_MS)
+    assert due(world) == [staying]
 
 
 @on_node()

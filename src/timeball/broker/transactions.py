@@ -50,6 +50,7 @@ _KEPT = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
 _LOAD_ROWS = 1_024  # so many bodies are in memory at a time when a broker starts
 
 COMMITS_PER_TURN = 128  # each may have a body of 4 MiB
+SWEEP_ENTRIES_MIN = 1_024  # instants to ask at, of halves that have ended or were put off
 
 Append = Callable[[pa.RecordBatch, Int64Array], Awaitable[int]]
 Delay = Callable[[dict[str, str]], Mapping[str, int]]
@@ -110,6 +111,10 @@ class Transactions:
         for half in _halves(rows):
             self._open[half.seq] = half
             heapq.heappush(self._due, (half.check_ms, half.seq))
+        if len(self._due) > SWEEP_ENTRIES_MIN + 2 * len(self._open):
+            # Most have ended by now, and a producer may have asked for a day of peace.
+            self._due = [(half.check_ms, half.seq) for half in self._open.values()]
+            heapq.heapify(self._due)
 
     def ended(self, seqs: Iterable[int]) -> None:
         """The rows that end these halves are durable."""
