@@ -162,6 +162,21 @@ async def test_a_batch_is_acked_by_bits(world: World) -> None:
 
 
 @on_node()
+async def test_a_batch_acks_no_more_than_one_entry_may(world: World) -> None:
+    """A body of 4 MiB could name 25 million: the loop would be away for half a minute."""
+    all_bits = base64.b64encode(b"\xff" * (check_points.BITS_MAX // 8)).decode()
+    entry = {"c": GROUP, "t": TOPIC, "so": 0, "q": 0, "pt": 0, "r": "0"}
+    async with room_of(world) as room:
+        most = await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=[{**entry, "b": all_bits}])
+        assert most.code == ResponseCode.NO_MESSAGE
+        more = [{**entry, "b": all_bits}, {**entry, "b": "AQ=="}]
+        answer = await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=more)
+        assert (answer.code, str(check_points.BITS_MAX) in str(answer.remark)) == (
+            ResponseCode.INVALID_PARAMETER, True,
+        )  # fmt: skip
+
+
+@on_node()
 async def test_in_order_counts_are_told_and_the_pop_time_stays(world: World) -> None:
     async with room_of(world) as room:
         await room.send()

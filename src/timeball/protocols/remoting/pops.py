@@ -22,7 +22,7 @@ from timeball.broker.filters import EVERYTHING, TAG, Filter, compile_filter
 from timeball.broker.popping.modes import RequestMode, RequestModes
 from timeball.broker.popping.popper import Ask, Popped, Receipt
 from timeball.broker.topics import Topic
-from timeball.errors import InvalidFilter, OverLimit
+from timeball.errors import InvalidFilter, OutOfRange, OverLimit
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting import assignments
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
@@ -206,11 +206,16 @@ class Pops:
         return call.answer()
 
     def _batch_ack(self, call: Call) -> Reply:
-        receipts = [
-            Receipt(one.c, check_points.real_topic(one.t, one.c, one.r), one.q, one.so + bit, one.pt)
-            for one in call.body(_BatchAcks).acks
-            for bit in check_points.bits(one.b)
-        ]
+        receipts: list[Receipt] = []
+        for one in call.body(_BatchAcks).acks:
+            topic = check_points.real_topic(one.t, one.c, one.r)
+            receipts += [
+                Receipt(one.c, topic, one.q, one.so + bit, one.pt) for bit in check_points.bits(one.b)
+            ]
+            if len(receipts) > check_points.BITS_MAX:
+                raise OutOfRange(
+                    f"more than {check_points.BITS_MAX} messages in one acknowledgement; split it"
+                )
         if not any(self._broker.popper.ack(receipts)):
             return call.answer(ResponseCode.NO_MESSAGE, "none of these is in hand")
         return call.answer()
