@@ -101,7 +101,7 @@ def test_a_client_without_groups_is_welcome(wire: Wire) -> None:
 
 
 def test_the_first_heartbeat_makes_the_group_and_its_retry_topic(node: RunningNode, wire: Wire) -> None:
-    assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%g").code == ResponseCode.TOPIC_NOT_EXIST
+    assert "%RETRY%g" not in node.broker.topics()
     wire.ask_ok(BEAT, java())
     (queues,) = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%g"))["queueDatas"]
     assert queues["readQueueNums"] == queues["writeQueueNums"] == 1
@@ -200,6 +200,20 @@ def test_a_heartbeat_that_makes_no_sense_changes_nothing(node: RunningNode, wire
     assert node.node.remoting.site.clients.consumer_groups() == []
     assert node.node.broker.parts.groups.all() == []
     wire.ask_ok(BEAT, java())
+
+
+@on_node()
+async def test_a_heartbeat_that_is_refused_leaves_nothing_with_the_connection(world: World) -> None:
+    site, pair = site_of(world.broker), await Pair.made()
+    handlers = HeartBeats(site, Locks(site)).handlers()
+    many = {"clientID": "c", "producerDataSet": [{"groupName": f"p{n}"} for n in range(1_025)]}
+    for _ in range(3):
+        assert (await pair.ask(handlers, BEAT, msgspec.json.encode(many))).code == ResponseCode.SYSTEM_BUSY
+    assert pair.connection.on_close == []
+    for _ in range(2):
+        assert (await pair.ask(handlers, BEAT, msgspec.json.encode(java()))).code == 0
+    assert len(pair.connection.on_close) == 1
+    pair.close()
 
 
 @on_node()

@@ -129,8 +129,7 @@ class HeartBeats:
         for name in [*produces, *(how.group for how in consumes)]:
             check_name(name, limits.GROUP_BYTES_MAX, "group")
         clients, connection = self._site.clients, call.connection
-        if not clients.knows(connection):
-            connection.on_close.append(lambda: self._gone(connection))
+        is_new = not clients.knows(connection)
         changed = clients.beat(
             connection,
             said.client_id,
@@ -140,6 +139,8 @@ class HeartBeats:
             language=call.command.language,
             version=call.command.version,
         )
+        if is_new:
+            connection.on_close.append(lambda: self._gone(connection))
         for how in consumes:
             self._ensure(how.group)
         self._tell(changed)
