@@ -114,3 +114,20 @@ async def test_a_disk_that_fails_stops_the_node_and_not_only_this(world: World) 
     popper(world).wake()
     with pytest.raises(OSError, match="broken"):
         await world.until(lambda: False, "the node stops")
+
+
+@on_node()
+async def test_a_message_of_which_there_can_be_no_copy_holds_nobody_up_and_is_not_lost(world: World) -> None:
+    """Its properties are as long as they may be, and a copy has more of them."""
+    longest = "a\x01" + "x" * (limits.PROPERTIES_BYTES_MAX - 3) + "\x02"
+    ids = [f"A{n}" for n in range(7)]
+    first = await popped(world, 7, unique_key=ids, properties=[longest if n == 2 else "" for n in range(7)])
+    assert first.rows.num_rows == 7
+    world.clock.advance(MINUTE_MS)
+    popper(world).wake()
+    window = popper(world).windows.all()[0]
+    await world.until(lambda: not window.held, "all have come back")
+    assert sorted(column(await retries(world), "unique_key")) == [name for name in ids if name != "A2"]
+    again = await popper(world).pop(ASK, 0)
+    assert "A2" in column(again.rows, "unique_key")
+    assert False not in popper(world).ack(again.receipts("g"))

@@ -2,7 +2,8 @@
 
 Positions are marked before anything is awaited, so that no receipt counts while its message is on its way back, and
 they are done once the copy is durable, never before. A copy that cannot be written now (the disk is full) is tried
-again after `AGAIN_MS`; until then the receipt is as good as before. In order, nothing is copied: the positions
+again after `AGAIN_MS`; until then the receipt is as good as before. A message whose copy would break a rule is
+handed out again itself, and holds nobody up. In order, nothing is copied: the positions
 are the next to be handed out.
 """
 
@@ -23,7 +24,7 @@ from timeball.broker.popping import copies
 from timeball.broker.popping.deadlines import Deadlines
 from timeball.broker.popping.window import NO_RECEIPT, Held, Window
 from timeball.broker.popping.windows import Windows
-from timeball.errors import TimeballError
+from timeball.errors import RequestError, TimeballError
 from timeball.schedule.ticker import CLOCK_LOOK_MS
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ class Returning:
     async def _try_copy(self, window: Window, marked: list[Marked], later: bool) -> None:
         try:
             await self._copy(window, marked, later=later)
+        except RequestError as error:
+            await self._apart(window, marked, later, error)
         except TimeballError as error:
             logger.warning(
                 "group %s, %s: %d messages come back later: %s",
@@ -130,6 +133,20 @@ class Returning:
                 len(marked),
                 error,
             )
+
+    async def _apart(self, window: Window, marked: list[Marked], later: bool, error: RequestError) -> None:
+        """The copy of one of these breaks a rule, as properties that have grown too long do: the others come back."""
+        if len(marked) == 1:
+            logger.warning("group %s, %s: offset %d: %s", window.group, window.topic, marked[0].offset, error)
+            if not later and _held(window, marked):
+                window.give_back(marked[0].offset)  # without a copy it comes again as it is, and is not lost
+                self._broker.waiters.wake([window.topic])
+            return
+        middle = len(marked) // 2
+        for half in (marked[:middle], marked[middle:]):
+            offsets = _held(window, half)
+            if offsets:
+                await self._try_copy(window, _mark(window, offsets), later)
 
     async def _copy(self, window: Window, marked: list[Marked], *, later: bool, dead: bool = False) -> None:
         was_full = window.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
@@ -193,6 +210,11 @@ def _mark(window: Window, offsets: list[int]) -> list[Marked]:
     for one in marked:
         one.held.pop_ms = NO_RECEIPT
     return marked
+
+
+def _held(window: Window, marked: list[Marked]) -> list[int]:
+    """Those of these whose receipts count again and have not come back."""
+    return [one.offset for one in marked if window.find(one.offset, one.pop_ms) is one.held]
 
 
 def _oldest(window: Window) -> list[int]:
