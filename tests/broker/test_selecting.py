@@ -63,3 +63,15 @@ async def test_nothing_to_decide(world: World) -> None:
     none = selecting.candidates(index, 0, 5, compile_filter("C"))
     assert selecting.decide(none, world.broker.parts.reader, compile_filter("C")) is none
     assert none.next_offset == 2 and none.seqs.dtype == np.int64
+
+
+@on_node(queues_per_topic=1)
+async def test_as_many_bytes_as_asked_but_at_least_one(world: World) -> None:
+    await world.broker.send(batch(4, tag=["A", "B", "A", "A"], body=[b"x" * 1_000] * 4))
+    index = world.broker.parts.topics.get("orders").queues[0].index
+    size_bytes = int(index.read(0, 1)["size"][0])
+    for text, of_two in (("*", [0, 1]), ("A", [0, 2])):
+        for bytes_max, offsets in ((1, [0]), (2 * size_bytes - 1, [0]), (2 * size_bytes, of_two)):
+            chosen = selecting.candidates(index, 0, 9, compile_filter(text), bytes_max=bytes_max)
+            assert chosen.offsets.tolist() == offsets
+            assert chosen.next_offset == offsets[-1] + 1

@@ -293,3 +293,24 @@ def test_who_reads_while_retention_works_finishes_what_he_has_begun(tmp_path) ->
                 log.reader.take(np.array([1], np.int64))
 
     run(work())
+
+
+@given(
+    frames=st.lists(st.tuples(st.integers(1, 9), st.just(Kind.MESSAGE)), min_size=1, max_size=12),
+    ends=st.tuples(st.integers(0, 130), st.integers(0, 130)),
+)
+@settings(max_examples=40)
+def test_the_size_of_rows_is_that_of_the_frames_they_are_in(
+    frames: list[tuple[int, int]], ends: tuple[int, int]
+) -> None:
+    reader, _ = log_of(frames)
+    low, high = sorted(min(reader.first_seq + end, reader.next_seq) for end in ends)
+    rows = size_bytes = 0
+    for segment in reader.segments.all:
+        places = [*segment.frame_positions, segment.end]
+        firsts = [*segment.frame_seqs, segment.next_seq]
+        for number in range(len(firsts) - 1):
+            if firsts[number] < high and low < firsts[number + 1]:
+                rows += firsts[number + 1] - firsts[number]
+                size_bytes += places[number + 1] - places[number]
+    assert reader.row_bytes(low, high) == (size_bytes // rows if rows and low < high else 0)

@@ -28,15 +28,17 @@ class Selection:
     next_offset: int
 
 
-def candidates(index: QueueIndex, offset: int, rows: int, wanted: Filter) -> Selection:
-    """Up to `rows` messages from `offset` on that may match; raises OutOfRange."""
+def candidates(
+    index: QueueIndex, offset: int, rows: int, wanted: Filter, *, bytes_max: int = 1 << 62
+) -> Selection:
+    """Up to `rows` messages from `offset` on that may match, of `bytes_max` together or one; raises OutOfRange."""
     entries = index.read(offset, rows if wanted.matches_all else SCAN_ROWS_MAX)
     seqs = entries["seq"].astype(np.int64)
-    if wanted.matches_all:
-        return Selection(seqs, offset + np.arange(len(seqs)), offset + len(seqs))
-    at = np.flatnonzero(wanted.candidates(entries))
-    if len(at) > rows:
-        at = at[:rows]
+    at = np.arange(len(seqs)) if wanted.matches_all else np.flatnonzero(wanted.candidates(entries))
+    ends = np.cumsum(entries["size"][at[:rows]], dtype=np.int64)
+    fit = max(1, int(np.searchsorted(ends, bytes_max, side="right")))
+    if len(at) > fit:
+        at = at[:fit]
         return Selection(seqs[at], offset + at, offset + int(at[-1]) + 1)
     return Selection(seqs[at], offset + at, offset + len(entries))
 

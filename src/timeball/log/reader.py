@@ -93,6 +93,26 @@ class LogReader:
                 held, count = [], 0
         yield from _joined(held, wanted)
 
+    def row_bytes(self, from_seq: int, to_seq: int) -> int:
+        """How large a row of the frames that touch [from_seq, to_seq) is, on the average; opens none of them."""
+        rows = size_bytes = 0
+        if from_seq >= to_seq:
+            return 0
+        for segment in reversed(self.segments.all):
+            if segment.next_seq <= from_seq:
+                break
+            if segment.first_seq >= to_seq or not len(segment.frame_seqs):
+                continue
+            begin, end = max(0, segment.frame_at(from_seq)), segment.frame_at(to_seq - 1) + 1
+            is_last = end == len(segment.frame_seqs)
+            rows += (segment.next_seq if is_last else int(segment.frame_seqs[end])) - int(
+                segment.frame_seqs[begin]
+            )
+            size_bytes += (segment.end if is_last else int(segment.frame_positions[end])) - int(
+                segment.frame_positions[begin]
+            )
+        return size_bytes // rows if rows else 0
+
     def take(self, seqs: Int64Array) -> pa.RecordBatch:
         """READ_SCHEMA rows with exactly these sequence numbers, in the order given; raises OutOfRange."""
         if len(seqs) == 0:

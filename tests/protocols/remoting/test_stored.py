@@ -99,3 +99,17 @@ async def test_a_stretch_that_is_let_go_while_its_rest_is_read_has_no_hole(
     await reading
     assert cache.get_now(early, HERE) == plain(world, early.tolist(), HERE)
     assert sum(stretch.size_bytes for stretch in cache._stretches.values()) == cache._size_bytes
+
+
+@on_node(queues_per_topic=1)
+async def test_where_rows_are_large_only_what_is_asked_for_is_read(world: World) -> None:
+    """A stretch of bodies of 4 MiB would be a gigabyte, made on the loop."""
+    body = b"x" * 2 * module.ROW_BYTES_MAX
+    large = (await world.broker.send(batch(3, body=[body] * 3))).first_seq
+    later = (await world.broker.send(batch(1, delay_ms=[60_000], body=[body]))).first_seq
+    cache = StoredMessages(world.broker.parts, NOBODY)
+    assert cache.get_now(np.array([large + 1]), HERE) is None
+    assert await cache.get(np.array([large, large + 2]), HERE) == plain(world, [large, large + 2], HERE)
+    assert not cache._stretches
+    with pytest.raises(OutOfRange, match="no message that anybody can see"):
+        await cache.get(np.array([later]), HERE)

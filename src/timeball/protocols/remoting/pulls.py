@@ -83,7 +83,7 @@ class Pulls:
             return self._wait(call, fields, topic, queue, wanted)
         if not wanted.matches_all:
             return self._look(call, fields, queue, wanted)
-        chosen = selecting.candidates(queue.index, fields.queue_offset, _rows(fields), wanted)
+        chosen = _candidates(fields, queue, wanted)
         records = self._stored.get_now(chosen.seqs, self._site.store_host(call.connection))
         if records is None:
             return self._look(call, fields, queue, wanted)
@@ -164,7 +164,7 @@ class Pulls:
                 pass
 
     async def _look(self, call: Call, fields: PullFields, queue: Queue, wanted: Filter) -> Reply:
-        chosen = selecting.candidates(queue.index, fields.queue_offset, _rows(fields), wanted)
+        chosen = _candidates(fields, queue, wanted)
         parts = self._broker.parts
         if not wanted.matches_all:
             chosen = await in_thread(parts.reader_thread, selecting.decide, chosen, parts.reader, wanted)
@@ -200,6 +200,10 @@ def _no_such_topic(name: str) -> Refused:
 
 def _rows(fields: PullFields) -> int:
     return min(max(1, fields.max_msg_nums), ROWS_MAX)
+
+
+def _candidates(fields: PullFields, queue: Queue, wanted: Filter) -> Selection:
+    return selecting.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
 
 
 def _moved(call: Call, queue: Queue, offset: int) -> Reply:

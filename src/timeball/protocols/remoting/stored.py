@@ -5,7 +5,8 @@ side in one stretch of the log. So the log is encoded in stretches of `STRETCH_R
 a few slices of a list. What is missing of a stretch is encoded on the loop when it is short and was
 written a moment ago, in the reader thread otherwise: an old stretch may have to come from the disk.
 
-A cache of the log, bounded in bytes; rows that nobody can see have no entry.
+A cache of the log, bounded in bytes; rows that nobody can see have no entry. Where rows are large, a stretch would
+be hundreds of megabytes for an answer of four: there only what is asked for is read, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from timeball.protocols.remoting.codec.records import Host, encode_each
 
 STRETCH_ROWS = 256
 CACHE_BYTES_MAX = 64 * 1024 * 1024
+ROW_BYTES_MAX = 32 * 1024  # on the average, of stretches that are kept: 8 MiB
 FRESH_ROWS = 65_536  # of the log's end: in the page cache, since they were written a moment ago
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE]
 
@@ -51,7 +53,7 @@ class StoredMessages:
         for number, wanted in _by_stretch(seqs):
             stretch = self._stretches.get((host, number))
             if stretch is None or stretch.next_seq <= wanted[-1]:
-                if wanted[0] < self._parts.reader.next_seq - FRESH_ROWS:
+                if wanted[0] < self._parts.reader.next_seq - FRESH_ROWS or self._is_large(number, stretch):
                     return None
                 stretch = self._extend((host, number), stretch, self._encode(host, number, stretch))
             else:
@@ -66,20 +68,36 @@ class StoredMessages:
             key = (host, number)
             stretch = self._stretches.get(key)
             if stretch is None or stretch.next_seq <= wanted[-1]:
+                if self._is_large(number, stretch):
+                    found += await in_thread(self._parts.reader_thread, self._encode_these, host, wanted)
+                    continue
                 new = await in_thread(self._parts.reader_thread, self._encode, host, number, stretch)
                 # Let go meanwhile? `new` goes on where it ended, and alone would be a stretch with a hole.
                 stretch = self._extend(key, self._stretches.get(key, stretch), new)
             found += _of(stretch, wanted)
         return found
 
+    def _missing(self, number: int, known: _Stretch | None) -> tuple[int, int]:
+        """The sequence numbers, from and up to, that a stretch lacks."""
+        reader = self._parts.reader
+        begin = max(number * STRETCH_ROWS, reader.first_seq) if known is None else known.next_seq
+        return begin, min((number + 1) * STRETCH_ROWS, reader.next_seq)
+
+    def _is_large(self, number: int, known: _Stretch | None) -> bool:
+        return self._parts.reader.row_bytes(*self._missing(number, known)) > ROW_BYTES_MAX
+
+    def _encode_these(self, host: Host, seqs: list[int]) -> list[bytes]:
+        """The records of these rows and no others (reader thread)."""
+        rows = self._parts.reader.take(np.array(seqs, dtype=np.int64))
+        if not np.isin(rows.column("kind").to_numpy(), VISIBLE).all():
+            raise OutOfRange("one of these rows is no message that anybody can see")
+        return encode_each(rows, store_host=host, born_host=self._born_host)
+
     def _encode(self, host: Host, number: int, known: _Stretch | None) -> _Stretch:
         """What is missing of a stretch (any thread)."""
-        reader = self._parts.reader
-        begin = max(number * STRETCH_ROWS, reader.first_seq)
-        begin = begin if known is None else known.next_seq
-        end = min((number + 1) * STRETCH_ROWS, reader.next_seq)
+        begin, end = self._missing(number, known)
         new = _Stretch(end)
-        for rows in reader.coalesced(begin, end, VISIBLE, STRETCH_ROWS):
+        for rows in self._parts.reader.coalesced(begin, end, VISIBLE, STRETCH_ROWS):
             records = encode_each(rows, store_host=host, born_host=self._born_host)
             new.records.update(zip(rows.column("seq").to_pylist(), records, strict=True))
             new.size_bytes += sum(map(len, records))
