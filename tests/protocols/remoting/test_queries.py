@@ -7,6 +7,7 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.test_sends import sent
 from tests.protocols.remoting.wire import Wire
 
+from timeball.protocols.remoting import queries
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import parse_offset_msg_id
 from timeball.protocols.remoting.codec.stored_message import StoredMessage, decode_stored
@@ -63,3 +64,20 @@ def test_by_number(node: RunningNode, wire: Wire) -> None:
     for missing in (seq + 1, 0, -1, 1 << 62):
         answer = wire.ask(VIEW, offset=missing)
         assert answer.code == ResponseCode.SYSTEM_ERROR, missing
+        assert "can not find" in str(answer.remark)
+    assert wire.ask(VIEW, offset=1 << 63).code == ResponseCode.INVALID_PARAMETER
+
+
+@pytest.mark.parametrize("later", [{}, {"TIMER_DELAY_SEC": "3600"}])
+def test_an_answer_holds_the_newest_that_fit(
+    wire: Wire, later: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(100):
+        sent(wire, b"%03d" % n, properties={"KEYS": "k", **later})
+    monkeypatch.setattr(queries, "OPENED_AT_ONCE", 7)
+    assert [int(m.body) for m in found(wire, "k", maxNum=10)] == [*range(90, 100)]
+    assert [int(m.body) for m in found(wire, "k", maxNum=1_000)] == [*range(100 - queries.ROWS_MAX, 100)]
+    monkeypatch.setattr(queries, "BYTES_MAX", 3 * 20 + 2)
+    assert [int(m.body) for m in found(wire, "k", maxNum=64)] == [*range(80, 100)]
+    monkeypatch.setattr(queries, "BYTES_MAX", 1)
+    assert [int(m.body) for m in found(wire, "k", maxNum=64)] == [99], "one at least"

@@ -15,14 +15,17 @@ import pyarrow.compute as pc
 from timeball.broker.parts import in_thread
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
-from timeball.message import Int64Array, Kind
+from timeball.message import Int64Array, Kind, byte_lengths
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host, encode_stored
+from timeball.protocols.remoting.codec.send_header import Int64
 from timeball.protocols.remoting.site import Site
 
 ROWS_MAX = 64  # RocketMQ's maxMsgsNumBatch: of one key's messages, the newest
 CANDIDATES_MAX = 4_096  # rows with the key's hash that are opened
+OPENED_AT_ONCE = 32  # of them, since each may have a body of 4 MiB
+BYTES_MAX = 8 * 1024 * 1024  # bodies of one answer, but at least one; clients close the connection at 16 MiB
 BORN_HOST = Host(bytes(4), 0)
 VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.PROMISE, Kind.LEVEL_PROMISE]
 
@@ -37,7 +40,30 @@ class _Query(msgspec.Struct, rename="camel"):
 
 
 class _View(msgspec.Struct):
-    offset: int
+    offset: Int64
+
+
+class _Newest:
+    """The newest rows that fit into one answer; given from the newest on, in pieces that are in the log's order."""
+
+    def __init__(self, rows_max: int) -> None:
+        self._pieces: list[pa.RecordBatch] = []
+        self._rows, self._rows_max, self._bytes = 0, rows_max, 0
+        self.is_full = False
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        if self.is_full or not rows.num_rows:
+            return
+        sizes = self._bytes + np.cumsum(byte_lengths(rows.column("body"))[::-1])
+        fit = min(int(np.searchsorted(sizes, BYTES_MAX, side="right")), self._rows_max - self._rows)
+        fit = max(fit, 0 if self._rows else 1)
+        self.is_full = fit < rows.num_rows or self._rows + fit == self._rows_max
+        if fit:
+            self._pieces.insert(0, rows.slice(rows.num_rows - fit))
+            self._rows, self._bytes = self._rows + fit, int(sizes[fit - 1])
+
+    def rows(self) -> pa.RecordBatch | None:
+        return pa.concat_batches(self._pieces) if self._pieces else None
 
 
 class Queries:
@@ -54,7 +80,7 @@ class Queries:
         fields = call.fields(_Query)
         parts = self._site.broker.parts
         rows = await in_thread(parts.reader_thread, self._find, fields)
-        if not rows.num_rows:
+        if rows is None:
             raise Refused(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
         body = encode_stored(rows, store_host=self._site.store_host(call.connection), born_host=BORN_HOST)
         ext = {
@@ -63,23 +89,21 @@ class Queries:
         }
         return call.answer(ext=ext, body=body)
 
-    def _find(self, fields: _Query) -> pa.RecordBatch:
-        """Matching rows, the newest ones, in the log's order (reader thread)."""
+    def _find(self, fields: _Query) -> pa.RecordBatch | None:
+        """Matching rows, the newest ones, in the log's order; None when there are none (reader thread)."""
         parts = self._site.broker.parts
         seqs = parts.key_index.find(hash_text(pa.array([fields.key], pa.string())))[-CANDIDATES_MAX:]
-        rows = parts.reader.take(seqs)
-        if fields.unique_key_query:
-            named = pc.equal(rows.column("unique_key"), fields.key)
-        else:
-            named = _has_key(rows.column("keys"), fields.key)
-        mask = pc.and_(named.fill_null(False), _within(rows, fields))
-        found = rows.filter(pc.and_(mask, _of_topic(rows, fields.topic)))
-        kinds = found.column("kind").to_numpy()
-        visible = np.isin(kinds, VISIBLE)
-        if not visible.any():
-            visible = np.isin(kinds, WAITING)
-        chosen = np.flatnonzero(visible)[-max(1, min(fields.max_num, ROWS_MAX)) :]
-        return found.take(pa.array(chosen))
+        rows_max = max(1, min(fields.max_num, ROWS_MAX))
+        visible, waiting = _Newest(rows_max), _Newest(rows_max)
+        for end in range(len(seqs), 0, -OPENED_AT_ONCE):
+            found = _matching(parts.reader.take(seqs[max(0, end - OPENED_AT_ONCE) : end]), fields)
+            kinds = found.column("kind").to_numpy()
+            visible.add(found.filter(pa.array(np.isin(kinds, VISIBLE))))
+            waiting.add(found.filter(pa.array(np.isin(kinds, WAITING))))
+            if visible.is_full:
+                break
+        rows = visible.rows()
+        return waiting.rows() if rows is None else rows
 
     async def _view(self, call: Call) -> Reply:
         seq = call.fields(_View).offset
@@ -97,6 +121,15 @@ class Queries:
         except OutOfRange:
             return None
         return rows if rows.column("kind")[0].as_py() in (*VISIBLE, *WAITING) else None
+
+
+def _matching(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:
+    if fields.unique_key_query:
+        named = pc.equal(rows.column("unique_key"), fields.key)
+    else:
+        named = _has_key(rows.column("keys"), fields.key)
+    mask = pc.and_(named.fill_null(False), _within(rows, fields))
+    return rows.filter(pc.and_(mask, _of_topic(rows, fields.topic)))
 
 
 def _has_key(keys: pa.Array, key: str) -> pa.Array:
