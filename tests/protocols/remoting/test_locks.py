@@ -14,7 +14,7 @@ from tests.protocols.remoting.pairs import Pair, site_of
 
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.heartbeats import HeartBeats
-from timeball.protocols.remoting.locks import EXPIRY_MS, TRUST_MS, Locks
+from timeball.protocols.remoting.locks import CLIENT_ID_CHARACTERS_MAX, EXPIRY_MS, TRUST_MS, Locks
 
 LOCK, UNLOCK = RequestCode.LOCK_BATCH_MQ, RequestCode.UNLOCK_BATCH_MQ
 
@@ -135,6 +135,21 @@ async def test_who_has_a_second_connection_has_not_gone(world: World) -> None:
     await first.hang_up()
     world.clock.advance(TRUST_MS)
     assert await rig.lock("b", 0) == []
+    rig.close()
+
+
+@on_node()
+async def test_a_lock_keeps_no_long_name_of_its_holder(world: World) -> None:
+    """Each of the queues of a hundred thousand groups may have another holder."""
+    rig = Rig(world)
+    most = "c" * CLIENT_ID_CHARACTERS_MAX
+    await rig.connect(most)
+    assert await rig.lock(most, 0) == [0]
+    body = msgspec.json.encode(rig._body(most + "c", (1,), "g"))
+    assert (
+        await rig.pairs[most].ask(rig.locks.handlers(), LOCK, body)
+    ).code == ResponseCode.INVALID_PARAMETER
+    assert rig.locks.holder("g", "orders", 1) is None
     rig.close()
 
 

@@ -13,6 +13,7 @@ from tests.protocols.remoting.wire import Wire
 
 from timeball import limits
 from timeball.clock import ManualClock
+from timeball.errors import InvalidMessage
 from timeball.message import Kind, decode_properties, encode_properties
 from timeball.protocols.remoting import transactions
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -49,6 +50,15 @@ async def bodies(world: World) -> list[bytes]:
     """Of everything that is visible."""
     shown = world.broker.read_log(1, world.broker.parts.reader.next_seq, [Kind.MESSAGE, Kind.RELEASE])
     return [body for rows in shown for body in rows.column("body").to_pylist()]
+
+
+def test_a_half_keeps_no_long_name_of_its_group() -> None:
+    """Hundreds of thousands of halves may be open, each in memory with its group."""
+    name = "g" * limits.GROUP_BYTES_MAX
+    assert decode_properties(prepared("", name))["PGROUP"] == name
+    for properties, group in (("", name + "g"), (encode_properties({"PGROUP": name + "g"}), "g")):
+        with pytest.raises(InvalidMessage, match="at most 120"):
+            prepared(properties, group)
 
 
 # ---- ends -------------------------------------------------------------------------------------------------

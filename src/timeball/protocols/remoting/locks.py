@@ -12,6 +12,7 @@ Only queues that exist can be locked, by groups that exist, so what is kept is b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -33,9 +34,12 @@ class MessageQueue(msgspec.Struct, frozen=True, rename="camel"):
     broker_name: str = ""
 
 
+CLIENT_ID_CHARACTERS_MAX = 4_096  # an address and a name; each lock keeps its holder's
+
+
 class _Wanted(msgspec.Struct, rename="camel"):
     consumer_group: str
-    client_id: str
+    client_id: Annotated[str, msgspec.Meta(max_length=CLIENT_ID_CHARACTERS_MAX)]
     mq_set: list[MessageQueue] = []
 
 

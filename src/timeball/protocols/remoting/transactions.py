@@ -20,7 +20,7 @@ from timeball import limits
 from timeball.broker import transactions as core
 from timeball.broker.parts import in_thread
 from timeball.broker.transactions import Half, Outcome
-from timeball.errors import Corrupt, OutOfRange, OverLimit, RequestError
+from timeball.errors import Corrupt, InvalidMessage, OutOfRange, OverLimit, RequestError
 from timeball.message import READ_SCHEMA, decode_properties, encode_properties
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec import delays
@@ -53,11 +53,20 @@ class _End(msgspec.Struct):
 
 
 def prepared(properties: str, group: str | None) -> str:
-    """A half message's properties text with what a later check needs, whatever the client left out."""
+    """A half message's properties text with what a later check needs, whatever the client left out.
+
+    Raises InvalidMessage.
+    """
     found = decode_properties(properties)
+    owner = found.get(GROUP) or group or ""
+    if len(owner) > limits.GROUP_BYTES_MAX:
+        # Each open half keeps it in memory, and there may be many.
+        raise InvalidMessage(
+            f"the producer group has {len(owner)} characters; at most {limits.GROUP_BYTES_MAX}"
+        )
     if found.get(PREPARED) == "true" and found.get(GROUP):
         return properties
-    return encode_properties({**found, PREPARED: "true", GROUP: found.get(GROUP) or group or ""})
+    return encode_properties({**found, PREPARED: "true", GROUP: owner})
 
 
 class Transactions:
