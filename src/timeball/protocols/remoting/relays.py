@@ -5,11 +5,13 @@ The consumer is found by its group and client id. It has `ANSWER_S` to answer; a
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.frame import Command
+from timeball.protocols.remoting.codec.frame import Command, encode
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.site import Site
 
@@ -37,7 +39,16 @@ class Relays:
         # Its fields go on as they are: whether a stack trace is wanted is between the tool and the consumer.
         command = Command(call.command.code, ext=dict(call.command.ext), version=BROKER_VERSION)
         said = await connection.request(command, ANSWER_S)
-        return call.answer(said.code, said.remark, ext=said.ext, body=said.body)
+        answer = call.answer(said.code, said.remark, ext=said.ext, body=said.body)
+        try:
+            encode(answer)
+        except (ValueError, struct.error) as error:
+            # Said in JSON, and asked for in the binary form, whose numbers and names are shorter.
+            raise Refused(
+                ResponseCode.SYSTEM_ERROR,
+                f"what <{asked.client_id}> has answered cannot be passed on: {error}",
+            ) from error
+        return answer
 
     def _find(self, asked: _Consumer) -> Connection:
         group = self._site.clients.consumers(asked.consumer_group)
