@@ -65,6 +65,15 @@ def cpp(**consumer: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("word", ["²", "9" * 5_000, "X" * 5_000])
+def test_a_word_that_looks_like_a_number_is_a_word(node: RunningNode, wire: Wire, word: str) -> None:
+    wire.ask_ok(BEAT, cpp(messageModel=word))
+    remoting = node.node.remoting
+    assert remoting is not None
+    group = remoting.site.clients.consumers("g")
+    assert group is not None and group.how.message_model == word[:64]
+
+
 def test_the_answer_tells_a_version_that_clients_trust(wire: Wire) -> None:
     answer = wire.ask_ok(BEAT, java())
     assert answer.version == BROKER_VERSION >= 232

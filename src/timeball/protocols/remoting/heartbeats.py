@@ -30,6 +30,7 @@ from timeball.protocols.remoting.site import Site
 if TYPE_CHECKING:
     from timeball.protocols.remoting.connection import Connection
 
+_WORD_CHARACTERS_MAX = 64  # of an enumeration
 BODY_BYTES_MAX = 256 * 1024  # what a heartbeat says is kept for each of thousands of connections
 
 # The order of the enumerations in the clients' sources.
@@ -215,9 +216,8 @@ class HeartBeats:
 
 def _named(what: str, value: int | str, names: tuple[str, ...]) -> str:
     """The word for a value of an enumeration, which may have come as its number."""
-    if isinstance(value, str) and not value.isdigit():
-        return value.upper()
-    number = int(value)
-    if not 0 <= number < len(names):
-        raise Refused(ResponseCode.INVALID_PARAMETER, f"{what} {value}: 0 to {len(names) - 1}")
-    return names[number]
+    by_number = {str(number): name for number, name in enumerate(names)}
+    word = str(value)[:_WORD_CHARACTERS_MAX].upper()
+    if isinstance(value, int) and word not in by_number:
+        raise Refused(ResponseCode.INVALID_PARAMETER, f"{what} {word}: 0 to {len(names) - 1}")
+    return by_number.get(word, word)
