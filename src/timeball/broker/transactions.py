@@ -49,7 +49,8 @@ _DELAYS = ("due_ms", "delay_ms", "delay_level")
 _KEPT = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
 _LOAD_ROWS = 1_024  # so many bodies are in memory at a time when a broker starts
 
-COMMITS_PER_TURN = 128  # each may have a body of 4 MiB
+# The largest messages all fit into one request: or a turn would be refused, with whoever else is in it.
+COMMITS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 SWEEP_ENTRIES_MIN = 1_024  # instants to ask at, of halves that have ended or were put off
 
 Append = Callable[[pa.RecordBatch, Int64Array], Awaitable[int]]

@@ -195,6 +195,14 @@ async def test_many_at_once_share_a_commit_and_not_their_mistakes(world: World) 
 
 
 @on_node()
+async def test_the_largest_at_once_do_not_make_a_turn_too_large(world: World) -> None:
+    """One client's forty hand-backs of a large message are no reason to refuse what others hand back."""
+    large = await send(world, body=[bytes(limits.BODY_BYTES_MAX)])
+    small = await send(world)
+    assert set(await together(room(world), *[(large, "readers")] * 40, (small, "readers"))) == {0}
+
+
+@on_node()
 async def test_one_that_spoils_the_commit_is_found(world: World) -> None:
     too_long = encode_properties({"UNIQ_KEY": "x" * 32_740})
     seqs = [await send(world), await send(world, properties=[too_long], tag=[None]), 10**9]

@@ -31,7 +31,8 @@ from timeball.protocols.remoting.site import Site
 HAS_TIMES_MAX_VERSION = 121  # MQVersion.V3_4_9: older clients send no maxReconsumeTimes
 PERM_WRITE = 2
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
-RETURNS_PER_TURN = 128  # each may have a body of 4 MiB
+# The largest messages all fit into one request: or a turn would be refused, with whoever else is in it.
+RETURNS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 _DECIDING = ["kind", "topic", "properties", "reconsume_times"]
 # Taken over from the row that comes back.
 KEPT = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
