@@ -51,3 +51,13 @@ def test_a_name_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
     running = RunningNode(tmp_path, advertise="no.such.host.invalid:1")
     with pytest.raises(SetupError, match=r"--advertise no\.such\.host\.invalid:1"):
         running.start()
+
+
+def test_a_port_that_is_not_there_is_told_nobody(tmp_path: Path) -> None:
+    with running_node(tmp_path, remoting_port=-1) as node:
+        remoting = node.node.remoting
+        assert remoting is not None and node.node.remoting_port == -1
+        with Wire(node.node.name_server_port) as wire:
+            route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
+            told = route["brokerDatas"][0]["brokerAddrs"]["0"]
+            assert told == f"127.0.0.1:{node.node.name_server_port}"

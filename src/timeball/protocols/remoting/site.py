@@ -64,7 +64,10 @@ class Site:
 
     def _host_port(self, connection: Connection) -> tuple[str, int]:
         host, port = self._advertised()
-        return host or str(connection.local[0]), self.remoting_port if port is None else port
+        if port is None:
+            # Either port answers everything, so the one there is will do.
+            port = self.remoting_port if self.remoting_port >= 0 else self.name_server_port
+        return host or str(connection.local[0]), port
 
     def _advertised(self) -> tuple[str, int | None]:
         """Host and port of `advertise`, as far as it says; an IPv6 address with a port has brackets."""
