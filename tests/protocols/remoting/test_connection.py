@@ -109,6 +109,20 @@ async def _flood(connection: Connection) -> bool:
     return not connection.is_open
 
 
+def test_who_is_told_goodbye_and_takes_nothing_is_cut_off(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+
+    async def end() -> None:
+        connection.write(b"x" * module.OUTBOUND_BYTES_MAX)
+        connection.close()
+        connection.check_deadlines(node.loop.time() + module.GOODBYE_S - 1)
+
+    node.run(end())
+    assert opened(node) == {connection}, "there is time to take what was written"
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.GOODBYE_S + 1)
+    eventually(lambda: not opened(node), "gone")
+
+
 def test_the_broker_asks_and_is_answered(node: RunningNode, wire: Wire) -> None:
     asked = asyncio.run_coroutine_threadsafe(only(node).request(Command(code=39), 30), node.loop)
     wire.reply(wire.next_pushed(), ext="yes")

@@ -24,6 +24,7 @@ HALF_FRAME_S = 10.0  # from the first byte of a frame to its last
 IDLE_S = 240.0  # clients beat every 30 s; RocketMQ closes after 120 s, we after two of those
 OUTBOUND_BYTES_MAX = 64 * 1024 * 1024  # answers a client has not taken
 CONNECTIONS_MAX = 4_096
+GOODBYE_S = 5.0  # to take the answers written before a close; who takes nothing would never be gone
 CALLS_MAX = 8_192  # requests of one connection that wait for their answer; a pull per queue is usual
 
 Receiver = Callable[["Connection", list[Frame]], None]
@@ -40,6 +41,7 @@ class Connection(asyncio.Protocol):
         self._asked: dict[int, asyncio.Future[Command]] = {}
         self._frame_since_s: float | None = None
         self._heard_s = loop.time()
+        self._closed_s: float | None = None
         self.on_close: list[Callable[[], None]] = []
         self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
@@ -150,7 +152,10 @@ class Connection(asyncio.Protocol):
 
     def check_deadlines(self, now_s: float) -> None:
         """Close when a frame takes too long or the client has fallen silent; called about once a second."""
-        if self._frame_since_s is not None and now_s - self._frame_since_s > HALF_FRAME_S:
+        if self._closed_s is not None:
+            if now_s - self._closed_s > GOODBYE_S and self._transport is not None:
+                self._transport.abort()
+        elif self._frame_since_s is not None and now_s - self._frame_since_s > HALF_FRAME_S:
             logger.warning("%s: half a frame for %s s; closed", self.name, HALF_FRAME_S)
             self.close()
         elif now_s - self._heard_s > IDLE_S and not self.calls:
@@ -158,6 +163,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """End the connection; answers already written still leave."""
-        if self._transport is not None:
+        """End the connection; answers already written still leave, if they are taken."""
+        if self._transport is not None and self._closed_s is None:
+            self._closed_s = self._loop.time()
             self._transport.close()
