@@ -12,15 +12,16 @@ the client could not make it from the header. What is popped for a client that h
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal
 
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.filters import EVERYTHING, TAG, Filter, compile_filter
+from timeball.broker.filters import EVERYTHING, TAG, Filter
+from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.popping.modes import RequestMode, RequestModes
 from timeball.broker.popping.popper import Ask, Popped, Receipt
+from timeball.broker.topic_config import READ
 from timeball.broker.topics import Topic
 from timeball.errors import InvalidFilter, OutOfRange, OverLimit
 from timeball.message import decode_properties, encode_properties
@@ -30,9 +31,9 @@ from timeball.protocols.remoting.codec import check_points
 from timeball.protocols.remoting.codec.check_points import CheckPoint, Place
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host, encode_stored
+from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX
 from timeball.protocols.remoting.site import Site
 
-PERM_READ = 4
 ROWS_MAX = 32  # RocketMQ refuses more
 MULTI_TAG = "MULTI_TAG"
 
@@ -100,6 +101,7 @@ class Pops:
         self._site = site
         self._broker, self._parts = site.broker, site.broker.parts
         self._modes = RequestModes(self._parts)
+        self._filters = FiltersKept()
 
     def handlers(self) -> Handlers:
         """The requests answered here."""
@@ -125,8 +127,8 @@ class Pops:
         topic = self._readable(fields)
         ask = Ask(
             fields.consumer_group, fields.topic, queue_id=max(-1, fields.queue_id), rows=fields.max_msg_nums,
-            invisible_ms=fields.invisible_time, wanted=_wanted(fields, topic), from_max=fields.init_mode == 1,
-            in_order=fields.order, attempt_id=fields.attempt_id,
+            invisible_ms=fields.invisible_time, wanted=_wanted(self._filters, fields, topic),
+            from_max=fields.init_mode == 1, in_order=fields.order, attempt_id=fields.attempt_id,
         )  # fmt: skip
         try:
             with call.connection.waits():
@@ -180,7 +182,7 @@ class Pops:
                 ResponseCode.NO_PERMISSION, f"subscription group no permission, {fields.consumer_group}"
             )
         topic = self._topic(fields)
-        if not topic.perm & PERM_READ:
+        if not topic.perm & READ:
             raise Refused(
                 ResponseCode.NO_PERMISSION, f"the topic[{fields.topic}] peeking message is forbidden"
             )
@@ -282,25 +284,20 @@ class Pops:
 
     async def _set_mode(self, call: Call) -> Reply:
         mode = call.body(RequestMode)
-        if mode.topic.startswith(check_points.RETRY_PREFIX):
+        if mode.topic.startswith(RETRY_PREFIX):
             raise Refused(ResponseCode.NO_PERMISSION, "retry topic is not allowed to set mode")
         await self._modes.set(mode)
         return call.answer()
 
 
-def _wanted(fields: _Pop, topic: Topic) -> Filter:
-    if not fields.exp or topic.name.startswith(check_points.RETRY_PREFIX):
+def _wanted(filters: FiltersKept, fields: _Pop, topic: Topic) -> Filter:
+    if not fields.exp or topic.name.startswith(RETRY_PREFIX):
         return EVERYTHING
     try:
-        return _compiled(fields.exp, fields.exp_type or TAG, topic.filter_type == MULTI_TAG)
+        return filters.get(fields.exp, fields.exp_type or TAG, bit_mask=topic.filter_type == MULTI_TAG)
     except InvalidFilter as error:
         remark = f"parse the consumer's subscription failed: {error}"
         raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, remark) from error
-
-
-@lru_cache(maxsize=1_024)
-def _compiled(text: str, kind: str, bit_mask: bool) -> Filter:
-    return compile_filter(text, kind, bit_mask=bit_mask)
 
 
 def _header(ask: Ask, popped: Popped | None) -> dict[str, str]:

@@ -21,23 +21,23 @@ import numpy as np
 
 from timeball import limits
 from timeball.broker import selecting
-from timeball.broker.filters import EVERYTHING, TAG, Filter, compile_filter
+from timeball.broker.filters import EVERYTHING, TAG, Filter
+from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.parts import in_thread
 from timeball.broker.selecting import Selection
+from timeball.broker.topic_config import READ
 from timeball.broker.topics import Queue, Topic
 from timeball.errors import InvalidFilter, TimeballError
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import BROADCASTING
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host
+from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX
 from timeball.protocols.remoting.site import Site
 from timeball.protocols.remoting.stored import StoredMessages
 
-PERM_READ = 4
 ROWS_MAX = 1_024
 BYTES_MAX = 4 * 1024 * 1024  # of one answer; a single message may be larger
-FILTERS_KEPT = 4_096
-RETRY_PREFIX = "%RETRY%"
 MULTI_TAG = "MULTI_TAG"
 
 
@@ -65,7 +65,7 @@ class Pulls:
         self._site = site
         self._broker = site.broker
         self._stored = StoredMessages(site.broker.parts, Host(bytes(4), 0))
-        self._filters: dict[tuple[str, str, bool], Filter] = {}
+        self._filters = FiltersKept()
 
     def handlers(self) -> Handlers:
         """The requests answered here."""
@@ -108,7 +108,7 @@ class Pulls:
         topic = self._broker.parts.topics.find(fields.topic)
         if topic is None:
             raise _no_such_topic(fields.topic)
-        if not topic.perm & PERM_READ:
+        if not topic.perm & READ:
             raise Refused(
                 ResponseCode.NO_PERMISSION, f"the topic[{fields.topic}] pulling message is forbidden"
             )
@@ -136,18 +136,11 @@ class Pulls:
         return self._compiled(text, kind, topic.filter_type == MULTI_TAG)
 
     def _compiled(self, text: str, kind: str, bit_mask: bool) -> Filter:
-        key = (text, kind, bit_mask)
-        found = self._filters.get(key)
-        if found is None:
-            try:
-                found = compile_filter(text, kind, bit_mask=bit_mask)
-            except InvalidFilter as error:
-                remark = f"parse the consumer's subscription failed: {error}"
-                raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, remark) from error
-            if len(self._filters) >= FILTERS_KEPT:
-                self._filters.clear()
-            self._filters[key] = found
-        return found
+        try:
+            return self._filters.get(text, kind, bit_mask=bit_mask)
+        except InvalidFilter as error:
+            remark = f"parse the consumer's subscription failed: {error}"
+            raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, remark) from error
 
     def _commit(self, fields: PullFields) -> None:
         if fields.sys_flag & PullFlag.COMMIT_OFFSET and fields.commit_offset > 0:

@@ -18,6 +18,7 @@ from timeball import limits
 from timeball.broker import retry
 from timeball.broker.admission import SEND_COLUMNS
 from timeball.broker.parts import in_thread
+from timeball.broker.topic_config import WRITE
 from timeball.broker.turns import Turns
 from timeball.errors import OutOfRange, TimeballError
 from timeball.message import Kind, decode_properties, encode_properties
@@ -29,7 +30,6 @@ from timeball.protocols.remoting.codec.send_header import Int32
 from timeball.protocols.remoting.site import Site
 
 HAS_TIMES_MAX_VERSION = 121  # MQVersion.V3_4_9: older clients send no maxReconsumeTimes
-PERM_WRITE = 2
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
 # The largest messages all fit into one request: or a turn would be refused, with whoever else is in it.
 RETURNS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
@@ -137,7 +137,7 @@ class Retries:
 
     def _make_topic(self, then: retry.Next, queues: int) -> None:
         topic = self._site.broker.parts.topics.ensure(then.topic, 1 if then.is_dead_letter else queues)
-        if not topic.perm & PERM_WRITE:
+        if not topic.perm & WRITE:
             raise Refused(ResponseCode.NO_PERMISSION, f"the topic[{then.topic}] sending message is forbidden")
 
     async def _read(self, seqs: list[int]) -> pa.RecordBatch:

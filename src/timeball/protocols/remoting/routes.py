@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from timeball import limits
+from timeball.broker.topic_config import INHERIT, READ, WRITE
 from timeball.broker.topics import check_name
 from timeball.errors import InvalidMessage
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
@@ -19,7 +20,6 @@ from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.key_values import order_conf
 from timeball.protocols.remoting.site import Site
 
-PERM_READ_WRITE = 6
 MASTER_ID = "0"
 
 
@@ -57,7 +57,7 @@ class Routes:
     def _queues(self, topic: str) -> dict[str, object]:
         site, settings = self._site, self._site.broker.parts.settings
         read = write = settings.queues_per_topic
-        perm, sys_flag = PERM_READ_WRITE, 0
+        perm, sys_flag = READ | WRITE, 0
         known = site.broker.parts.topics.find(topic)
         if known is not None:
             read, write, perm = known.read_queues, known.write_queues, known.perm
@@ -67,7 +67,7 @@ class Routes:
             _check(topic)
             read = write = 1
         elif topic == AUTO_CREATE_TOPIC and settings.auto_create_topics:
-            perm |= 1  # "inherit": what tells a producer that a topic may be made from it
+            perm |= INHERIT  # what tells a producer that a topic may be made from it
         elif topic not in (site.cluster_name, site.broker_name):
             _check(topic)
             raise Refused(

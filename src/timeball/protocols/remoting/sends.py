@@ -12,6 +12,7 @@ import os
 import msgspec
 
 from timeball import limits
+from timeball.broker.topic_config import WRITE
 from timeball.broker.topics import Topic, check_name
 from timeball.errors import InvalidMessage, TimeballError
 from timeball.message import decode_properties, encode_properties
@@ -32,7 +33,6 @@ from timeball.protocols.remoting.retries import Retries
 from timeball.protocols.remoting.site import Site
 from timeball.protocols.remoting.transactions import prepared
 
-PERM_WRITE = 2
 BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
 # Plain numbers: an IntFlag makes an object of every result.
 TRANSACTION_BITS = int(MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT)
@@ -120,7 +120,7 @@ class Sends:
         topic = self._topics.find(fields.topic) or self._make_topic(fields.topic, fields.default_queues)
         self._version = self._topics.version
         remark = forbidden(fields.topic)
-        if remark is None and not topic.perm & PERM_WRITE:
+        if remark is None and not topic.perm & WRITE:
             remark = f"the broker[{self._site.broker_name}] sending message is forbidden"
         if remark is not None:
             raise Refused(ResponseCode.NO_PERMISSION, remark)

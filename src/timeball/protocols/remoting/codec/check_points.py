@@ -21,11 +21,11 @@ from collections.abc import Iterable
 import msgspec
 
 from timeball.errors import InvalidMessage
+from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX
 
 NORMAL, RETRY_V1, RETRY_V2 = "0", "1", "2"
 REVIVE_QUEUE, REVIVE_QUEUE_IN_ORDER = 0, 999
 WORDS = 8
-RETRY_PREFIX = "%RETRY%"
 BITS_MAX = 1 << 16  # messages that one entry of a batch may acknowledge
 
 POP_CK = "POP_CK"
