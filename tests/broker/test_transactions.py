@@ -208,18 +208,6 @@ async def test_commits_that_come_together_share_an_append_and_not_their_mistakes
 
 
 @on_node()
-async def test_commits_that_are_too_large_together_are_several_appends(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """END_TRANSACTION is one-way: nobody would hear of a refusal, and after 15 checks the half is rolled back."""
-    first = await prepare(world, 9, body=[b"x" * 1_000] * 9)
-    monkeypatch.setattr(limits, "REQUEST_BYTES_MAX", 4_000)
-    outcomes = await asyncio.gather(*[commit(world, first + n) for n in range(9)])
-    assert outcomes == [Outcome.COMMITTED] * 9
-    assert await visible(world) == [f"A{n}" for n in range(9)]
-
-
-@on_node()
 async def test_a_caller_who_goes_away_leaves_nothing_half_done(world: World) -> None:
     seq = await prepare(world)
     task = asyncio.ensure_future(commit(world, seq))

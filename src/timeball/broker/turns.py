@@ -4,8 +4,7 @@ A look-up in the log and an append cost nearly the same for one row and for a hu
 are not begun one by one: the first begins a turn, and all that come before it ends are the next. Nobody waits
 for others to come.
 
-A turn that is refused as a whole is taken again in halves, so that the one at fault alone is told, and what is too
-large together for one append is several.
+A turn that is refused as a whole is taken again item by item, so that the one at fault alone is told.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from timeball.errors import OverLimit, RequestError, TimeballError
+from timeball.errors import RequestError, TimeballError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,11 +50,10 @@ class Turns(Generic[T, R]):
     async def _turn(self, entries: list[tuple[T, asyncio.Future[R]]]) -> None:
         try:
             results = await self._handle([item for item, _ in entries])
-        except (RequestError, OverLimit) as error:
+        except RequestError as error:
             if len(entries) > 1:
-                middle = len(entries) // 2
-                await self._turn(entries[:middle])
-                await self._turn(entries[middle:])
+                for entry in entries:
+                    await self._turn([entry])
             else:
                 _settle(entries[0][1], error)
         except Exception as error:  # whatever it is, those who wait are told and the next turn comes
