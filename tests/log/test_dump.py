@@ -133,7 +133,7 @@ def test_queues_are_found_by_their_files() -> None:
     files = CrashFiles()
     for topic, queue in ((1, 0), (1, 10), (2, 3)):
         QueueIndex(files, f"queues/{topic}/{queue}").append(*[np.array([1], np.int64)] * 3)
-    QueueIndex(files, "queues/2/4")
+    files.make_dir("queues/2/4")
     assert list(FolderDump(files).queues()) == [
         QueueFound(1, 0, 1, 4096), QueueFound(1, 10, 1, 4096), QueueFound(2, 3, 1, 4096), QueueFound(2, 4, 0, 0),
     ]  # fmt: skip

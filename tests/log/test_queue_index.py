@@ -76,9 +76,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        for file in self.queue.take_dirty():
+        files = self.queue.take_dirty()
+        for file in files:
             file.sync()
-        self.files.sync_dir(FOLDER)
+        if files:
+            self.files.sync_dir(FOLDER)
         self.checkpoint = (self.queue.min_offset, self.queue.max_offset)
 
     @rule(seed=st.integers(0, 2**16))
@@ -257,3 +259,12 @@ def test_entries_by_their_offsets(small: None, offsets: list[int]) -> None:
     append(queue, numbers(100, 25))
     wanted = np.array(offsets, np.int64)
     assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
+
+
+def test_an_empty_queue_costs_nothing_on_the_disk(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    queue = QueueIndex(files, FOLDER)
+    queue.trim(5)
+    assert (queue.take_dirty(), files.exists(FOLDER)) == ([], False)
+    append(queue, numbers(7, 2))
+    assert (seqs_of(queue), files.exists(FOLDER)) == ([7, 8], True)

@@ -113,6 +113,7 @@ class Topics:
         self._files = files
         self._queues_per_topic, self._auto_create = queues_per_topic, auto_create
         self._topics: dict[str, Topic] = {}
+        self._last_number = 0
         self.dirty = False
         self.version = 0  # counts changes since the start, for tools that ask whether anything is new
 
@@ -198,8 +199,9 @@ class Topics:
                 raise OverLimit(
                     f"{limits.TOPICS_MAX} topics exist or have existed; start with another folder"
                 )
-            number = 1 + max((t.number for t in self._topics.values()), default=0)
-            facts = TopicFacts(number, queues or self._queues_per_topic, filter_type or "SINGLE_TAG")
+            facts = TopicFacts(
+                1 + self._last_number, queues or self._queues_per_topic, filter_type or "SINGLE_TAG"
+            )
             topic = self._add(name, facts, {})
             self._changed()
             return topic
@@ -295,6 +297,7 @@ class Topics:
         topic = self._topics[name] = Topic(
             name, facts.number, facts.filter_type, facts.config, facts.deleted, facts.emptied_before_seq
         )
+        self._last_number = max(self._last_number, facts.number)
         self._widen(topic, facts.queues, lengths)
         _empty(topic)
         return topic

@@ -52,9 +52,11 @@ class QueueIndex:
     """Entries of one queue. Positions are dense from `min_offset` to `max_offset` (exclusive)."""
 
     def __init__(self, files: Files, folder: str, *, min_offset: int = 0, max_offset: int = 0) -> None:
-        """Open the queue below `folder`, whose entries in [min_offset, max_offset) are known to be durable."""
+        """Open the queue below `folder`, whose entries in [min_offset, max_offset) are known to be durable.
+
+        The folder is made with its first file: it takes three syncs, and a heartbeat may make a thousand queues.
+        """
         self._files, self.folder = files, folder
-        files.make_dir(folder)
         self.min_offset, self.max_offset = min_offset, max_offset
         self._chunks: dict[int, _Chunk] = {}
         self._dirty: set[int] = set()
@@ -148,11 +150,12 @@ class QueueIndex:
             return chunk.entries
         name = f"{self.folder}/{number:08d}.cq"
         if chunk is None:
-            chunk = _Chunk(
-                self._files.open(name) if self._files.exists(name) else self._files.create(name),
-                np.empty(0, ENTRY),
-            )
-            self._chunks[number] = chunk
+            if self._files.exists(name):
+                file = self._files.open(name)
+            else:
+                self._files.make_dir(self.folder)
+                file = self._files.create(name)
+            chunk = self._chunks[number] = _Chunk(file, np.empty(0, ENTRY))
         size = self._files.size(name) // ENTRY.itemsize
         if size < entries:
             size = min(FILE_ENTRIES, max(FIRST_ALLOCATION, entries, 2 * size))
