@@ -34,6 +34,29 @@ def topic_with(lengths: list[int]) -> Topic:
 
 
 @settings(max_examples=60)
+async def _waits(waiters: Waiters, *places: tuple[str, int | None]) -> list[asyncio.Task[bool]]:
+    tasks = [asyncio.ensure_future(waiters.wait(topic, 60, queue)) for topic, queue in places]
+    await asyncio.sleep(0)
+    return tasks
+
+
+def test_a_queue_wakes_those_who_wait_for_it_and_no_others() -> None:
+    async def scene() -> None:
+        waiters = Waiters()
+        mine, another, any_queue, elsewhere = await _waits(waiters, ("a", 1), ("a", 2), ("a", None), ("b", 1))
+        waiters.wake_queues([("a", 1), ("c", 1)])
+        assert await mine and await any_queue
+        await asyncio.sleep(0)
+        assert not another.done() and not elsewhere.done()
+        waiters.wake(["a"])
+        assert await another
+        waiters.wake_queues([("b", 1)])
+        assert await elsewhere
+        assert not waiters._by_topic and not waiters._count
+
+    asyncio.run(scene())
+
+
 @given(st.data())
 def test_rows_come_from_each_offset_on_in_order_and_as_many_as_asked(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))

@@ -28,10 +28,10 @@ class Delivery:
         parts: Parts,
         schedule: Strategy,
         *,
-        on_visible: Callable[[set[str]], None],
+        on_visible: Callable[[list[tuple[str, int]]], None],
         lateness: Lateness,
     ) -> None:
-        """`on_visible` is told of topics that have got something."""
+        """`on_visible` is told of queues that have got something: topic and number."""
         self._parts, self._schedule = parts, schedule
         self._on_visible, self._lateness = on_visible, lateness
         self.ticker = Ticker(schedule, parts.clock, self._release)
@@ -55,7 +55,7 @@ class Delivery:
         due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         placement.index(first_seq)
         self._schedule.released(due_ms, seq)
-        self._on_visible(placement.topics())
+        self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, self._parts.clock.now_ms() - due_ms))
         was_full = self.ticker.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
         self.ticker.in_flight_rows -= promises.num_rows

@@ -20,23 +20,30 @@ from timeball.message import Int64Array
 
 
 class Waiters:
-    """Consumers that wait, by topic. A cancelled consumer leaves by itself: each has a future of its own."""
+    """Consumers that wait, by topic, and by queue where they say which.
+
+    A consumer of RocketMQ's waits once for each queue it reads, so a topic may have hundreds of pulls waiting, and a
+    message concerns one of them. A cancelled consumer leaves by itself: each has a future of its own.
+    """
 
     def __init__(self) -> None:
-        self._by_topic: dict[str, set[asyncio.Future[None]]] = {}
+        self._by_topic: dict[str, dict[int | None, set[asyncio.Future[None]]]] = {}
         self._count = 0
 
-    async def wait(self, topic: str, timeout_s: float) -> bool:
-        """Wait for something new in `topic`; false when the time is up."""
-        return await self.wait_any((topic,), timeout_s)
+    async def wait(self, topic: str, timeout_s: float, queue: int | None = None) -> bool:
+        """Wait for something new in `topic`, or in one queue of it; false when the time is up."""
+        return await self._wait([(topic, queue)], timeout_s)
 
     async def wait_any(self, topics: Collection[str], timeout_s: float) -> bool:
         """Wait for something new in one of `topics`; false when the time is up."""
+        return await self._wait([(topic, None) for topic in topics], timeout_s)
+
+    async def _wait(self, places: list[tuple[str, int | None]], timeout_s: float) -> bool:
         if self._count >= limits.PULLS_WAITING_MAX:
             raise OverLimit(f"{self._count} consumers wait already; pull without waiting, or try again")
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for topic in topics:
-            self._by_topic.setdefault(topic, set()).add(future)
+        for topic, queue in places:
+            self._by_topic.setdefault(topic, {}).setdefault(queue, set()).add(future)
         self._count += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -46,20 +53,40 @@ class Waiters:
             return False
         finally:
             self._count -= 1
-            for topic in topics:
-                waiting = self._by_topic.get(topic)
-                if waiting is not None:
-                    waiting.discard(future)
-                    if not waiting:
-                        del self._by_topic[topic]
+            for topic, queue in places:
+                self._forget(topic, queue, future)
+
+    def _forget(self, topic: str, queue: int | None, future: asyncio.Future[None]) -> None:
+        queues = self._by_topic.get(topic)
+        waiting = queues.get(queue) if queues is not None else None
+        if queues is not None and waiting is not None:
+            waiting.discard(future)
+            if not waiting:
+                del queues[queue]
+            if not queues:
+                del self._by_topic[topic]
 
     def wake(self, topics: Iterable[str]) -> None:
-        """Something has become visible in these topics."""
-        if self._count:
-            for topic in topics:
-                for future in self._by_topic.pop(topic, ()):
-                    if not future.done():
-                        future.set_result(None)
+        """Something about these topics has changed: whoever waits for them looks again."""
+        for topic in topics if self._count else ():
+            for waiting in self._by_topic.pop(topic, {}).values():
+                _finish(waiting)
+
+    def wake_queues(self, places: Iterable[tuple[str, int]]) -> None:
+        """Something has become visible in these queues."""
+        for topic, queue in places if self._count else ():
+            queues = self._by_topic.get(topic)
+            if queues is not None:
+                _finish(queues.pop(queue, ()))
+                _finish(queues.pop(None, ()))
+                if not queues:
+                    del self._by_topic[topic]
+
+
+def _finish(waiting: Iterable[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)
 
 
 def locate(topic: Topic, offsets: dict[int, int], rows: int) -> Int64Array:

@@ -145,7 +145,7 @@ class Broker:
         """The batch is durable: show what is for now, keep what is for later."""
         if placement is not None:
             placement.index(first_seq, first_seq + has_place)
-            self.waiters.wake(placement.topics())
+            self.waiters.wake_queues(placement.queues())
         kinds = rows.column("kind").to_numpy()
         if (kinds == Kind.MESSAGE).all():
             return
@@ -160,7 +160,7 @@ class Broker:
 
     def _ticker(self, schedule: Strategy) -> Ticker:
         return delivery.Delivery(
-            self.parts, schedule, on_visible=self.waiters.wake, lateness=self.lateness
+            self.parts, schedule, on_visible=self.waiters.wake_queues, lateness=self.lateness
         ).ticker
 
     # -- cancelling --------------------------------------------------------------------------------------

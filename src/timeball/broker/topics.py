@@ -101,9 +101,9 @@ class Placement:
             seqs = first_seq + rows if row_seqs is None else row_seqs[rows]
             topic.queues[queue_id].index.append(seqs, self.sizes[rows], self.tags[rows])
 
-    def topics(self) -> set[str]:
-        """Names of the topics that got something."""
-        return {topic.name for topic, _, _ in self.groups}
+    def queues(self) -> list[tuple[str, int]]:
+        """The queues that got something: topic and number."""
+        return [(topic.name, queue_id) for topic, queue_id, _ in self.groups]
 
 
 class Topics:

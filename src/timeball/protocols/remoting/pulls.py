@@ -27,7 +27,7 @@ from timeball.broker.parts import in_thread
 from timeball.broker.selecting import Selection
 from timeball.broker.topic_config import READ
 from timeball.broker.topics import Queue, Topic
-from timeball.errors import InvalidFilter, TimeballError
+from timeball.errors import InvalidFilter, OutOfRange
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import BROADCASTING
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
@@ -152,7 +152,7 @@ class Pulls:
                     {fields.queue_id: fields.commit_offset},
                     {fields.queue_id: queue.index.max_offset},
                 )
-            except TimeballError:
+            except OutOfRange:
                 # The pull is what was asked for; a client whose offset is wrong hears so from the pull itself.
                 pass
 
@@ -175,7 +175,7 @@ class Pulls:
             if left_s <= 0 or not call.connection.is_open:
                 return _empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
             with call.connection.waits():
-                await self._broker.waiters.wait(topic.name, left_s)
+                await self._broker.waiters.wait(topic.name, left_s, fields.queue_id)
             if self._broker.parts.topics.find(topic.name) is None:
                 raise _no_such_topic(topic.name)
             while fields.queue_offset < queue.index.max_offset:
