@@ -11,6 +11,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.wire import Wire
 
 from timeball.errors import SetupError
+from timeball.protocols.remoting import edge
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.send_header import SEND_CODES
 
@@ -39,6 +40,23 @@ def test_stopping_closes_connections(tmp_path: Path) -> None:
     assert wire.ask(105, topic="TBW102").code == 0
     running.stop()
     assert wire.is_closed()
+    wire.close()
+
+
+def test_a_client_that_takes_nothing_does_not_hold_up_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "LAST_ANSWERS_S", 0.05)
+    running = RunningNode(tmp_path)
+    running.start()
+    wire = Wire.to(running)
+    assert wire.ask(105, topic="TBW102").code == 0
+    remoting = running.node.remoting
+    assert remoting is not None
+    [connection] = remoting._connections
+    # More than the kernel's buffers hold, and nobody reads.
+    running.loop.call_soon_threadsafe(connection.write, bytes(32 * 1024 * 1024))
+    running.stop()
     wire.close()
 
 

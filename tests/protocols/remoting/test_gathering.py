@@ -124,3 +124,17 @@ def test_what_cannot_be_made_a_batch_is_answered_and_does_not_come_up_again(
     assert wire.answer_to(send(wire, b"poison")).code == ResponseCode.SYSTEM_ERROR
     assert wire.answer_to(send(wire, b"sound")).code == 0
     assert [row["body"] for row in rows(node)] == [b"sound"]
+
+
+def test_an_answer_that_fails_leaves_nobody_waiting(
+    node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object) -> bytes:
+        raise ValueError("secret")
+
+    monkeypatch.setattr(module, "encode_reply", broken)
+    with caplog.at_level("ERROR"):
+        answers = [wire.answer_to(opaque) for opaque in [send(wire), send(wire)]]
+    assert [answer.code for answer in answers] == [ResponseCode.SYSTEM_ERROR] * 2
+    assert "secret" in caplog.text and "secret" not in str(answers[0].remark)
+    assert len(rows(node)) == 2, "they are kept: a producer that tries again sends a second one"

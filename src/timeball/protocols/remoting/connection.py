@@ -43,6 +43,7 @@ class Connection(asyncio.Protocol):
         self._heard_s = loop.time()
         self._closed_s: float | None = None
         self.on_close: list[Callable[[], None]] = []
+        self.closed: asyncio.Future[None] = loop.create_future()
         self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
         self.peer = self.local = ("", 0)
@@ -65,6 +66,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._opened.discard(self)
+        if not self.closed.done():
+            self.closed.set_result(None)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(Unavailable(f"{self.name} has gone away"))
@@ -167,3 +170,8 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and self._closed_s is None:
             self._closed_s = self._loop.time()
             self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once, whatever has not left."""
+        if self._transport is not None:
+            self._transport.abort()

@@ -31,6 +31,7 @@ from timeball.protocols.remoting.transactions import Transactions
 
 DEADLINES_LOOK_S = 1.0
 BACKLOG = 1_024
+LAST_ANSWERS_S = 2.0  # at a stop, for clients that are slow to take them
 
 
 class RemotingEdge:
@@ -132,6 +133,14 @@ class RemotingEdge:
         await self._dispatch.close()
         for connection in list(self._connections):
             connection.close()
+        await self._let_go()
         for server in self._servers:
             await server.wait_closed()
         self._servers.clear()
+
+    async def _let_go(self) -> None:
+        """Give the last answers a moment to leave: from Python 3.12 on a server waits for its clients without end."""
+        if self._connections:
+            await asyncio.wait([each.closed for each in self._connections], timeout=LAST_ANSWERS_S)
+        for connection in list(self._connections):
+            connection.abort()

@@ -12,6 +12,7 @@ Invariant: every send taken is answered once, unless it was one-way, whatever ha
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -29,6 +30,8 @@ from timeball.protocols.remoting.codec.send_reply import encode_reply, host_digi
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.site import Site
+
+logger = logging.getLogger(__name__)
 
 GATHER_BYTES_MAX = 32 * 1024 * 1024  # a batch this large does not wait for the commit before it
 GATHER_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
@@ -97,7 +100,13 @@ class Gathering:
         if failure is not None:
             self._refuse(tickets, failure)
         else:
-            self._answer(tickets, accepted)
+            try:
+                self._answer(tickets, accepted)
+            except (
+                Exception
+            ) as error:  # whatever it is: nothing was written yet, and nobody may wait for ever
+                logger.exception("answering %d sends: %s", len(tickets), error)
+                self._refuse(tickets, error)
         if len(self.columns) and not (self._committing or self._scheduled):
             # Not at once: what has arrived while we were at it is read first, and comes along. The loop is what
             # there is too little of, not the disk, and a batch costs it the same for one row as for fifty.
