@@ -144,6 +144,22 @@ def test_a_batch_is_one_answer_and_dense(node: RunningNode, wire: Wire) -> None:
     assert [(row["body"], row["tag"]) for row in found] == [(b"%d" % n, "AB"[n % 2]) for n in range(5)]
 
 
+def test_a_batch_stays_together_wherever_it_goes(node: RunningNode, wire: Wire) -> None:
+    body = encode_batch([BatchRecord(0, b"%d" % n, "") for n in range(6)])
+    answers = [wire.answer_to(send(wire, body, code=BATCH, m=True, e=-1, d=4)) for _ in range(3)]
+    assert [answer.code for answer in answers] == [0, 0, 0]
+    assert len({answer.ext["queueId"] for answer in answers}) == 3, "batches go round"
+    for queue, (low, high) in node.broker.queues("orders").items():
+        here = [answer for answer in answers if answer.ext["queueId"] == str(queue)]
+        assert high - low == 6 * len(here)
+
+
+def test_a_batch_has_a_largest_number_of_messages(wire: Wire) -> None:
+    body = encode_batch([BatchRecord(0, b"", "")] * 8_193)
+    answer = wire.answer_to(send(wire, body, code=BATCH, m=True))
+    assert (answer.code, "8192" in str(answer.remark)) == (ResponseCode.MESSAGE_ILLEGAL, True)
+
+
 @pytest.mark.parametrize("property", [{"DELAY": "1"}, {"TIMER_DELAY_MS": "5000"}])
 def test_a_batch_takes_nothing_for_later(node: RunningNode, wire: Wire, property: dict[str, str]) -> None:
     records = [BatchRecord(0, b"a", ""), BatchRecord(0, b"b", encode_properties(property))]

@@ -7,6 +7,7 @@ own, whose batches the broker keeps and shows to nobody.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import msgspec
@@ -52,6 +53,7 @@ class Sends:
             str, int
         ] = {}  # queues of the topics that may be sent to, at this version of the topics
         self._version = -1
+        self._turn = itertools.count()
 
     def take(self, connection: Connection, frame: Frame, now_ms: int) -> bool:
         """Take a frame if it is a send; raises BadFrame."""
@@ -69,6 +71,8 @@ class Sends:
             queue_id = -1 if fields.queue_id is None or fields.queue_id < 0 else fields.queue_id
             if queue_id >= queues:
                 raise _no_such_queue(fields.topic, queue_id, queues)
+            if queue_id < 0 and (header.code == BATCH or fields.batch):
+                queue_id = next(self._turn) % queues  # the answer names one place for all of a batch
             gathering.columns.feed(
                 connection, header, frame.body, frame.serialisation, connection.name, queue_id, now_ms
             )

@@ -41,6 +41,9 @@ COLUMNS: dict[str, pa.DataType] = {
     "delay_level": pa.int32(),
 }
 
+BATCH_ROWS_MAX = (
+    8_192  # the answer names each message, some 66 characters, in a header that somebody has to read
+)
 _BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
 _ONE_WAY = int(CommandFlag.ONE_WAY)
 _SHORT = 60  # characters: within all limits, whatever they are made of
@@ -155,7 +158,7 @@ class SendColumns:
             raise InvalidMessage(
                 f"the batch size is over the maximum: {len(body)} bytes, at most {limits.BODY_BYTES_MAX}"
             )
-        records = decode_batch(body)
+        records = decode_batch(body, BATCH_ROWS_MAX)
         if not records:
             raise InvalidMessage("a batch without messages")
         rows = [self._row(fields, r.flag, r.body, r.properties, born_host, queue_id, now_ms) for r in records]
