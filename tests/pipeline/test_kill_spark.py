@@ -102,6 +102,8 @@ class SupervisedSpark:
 
     @property
     def pid(self) -> int:
+        """Of the child at work; the first one may not have been started yet."""
+        eventually(lambda: self.pids, "the supervisor has started Spark")
         return self.pids[-1]
 
     def _run(self) -> None:
