@@ -9,14 +9,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.broker.on_node import column
 from tests.crash_files import CrashFiles
 
 from timeball import limits
 from timeball.broker import topics as topics_module
 from timeball.broker.filters import tag_hash, tag_mask
 from timeball.broker.topic_config import TopicConfig
-from timeball.broker.topics import Placement, Topics, check_name, codes_of, stored_sizes
+from timeball.broker.topics import Placement, Topics, check_name, stored_sizes
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log import queue_index
@@ -77,7 +76,9 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
             assert offset == len(model.setdefault((name, queue), []))
             model[name, queue].append(next_seq + i)
         placement.index(next_seq)
-        assert placement.topics() == {name for name, _ in batch}
+        assert set(placement.queues()) == {
+            (name, int(queue)) for (name, _), queue in zip(batch, placement.queue_id, strict=True)
+        }
         replays.append((placed, np.arange(next_seq, next_seq + len(batch))))
         next_seq += len(batch)
         if len(replays) == known:
@@ -235,14 +236,6 @@ def test_a_filter_type_that_there_is_not() -> None:
 def test_a_size_is_that_of_the_stored_message() -> None:
     rows = visible(["ab", "c"], properties=["k\1v\2", None])
     assert stored_sizes(rows).tolist() == [91 + 2 + 4 + 4, 91 + 1 + 4]
-
-
-@given(st.lists(st.sampled_from("abcd"), min_size=1))
-def test_codes_name_distinct_values(values: list[str]) -> None:
-    codes, names = codes_of(pa.array(values))
-    assert [names[code] for code in codes] == values
-    assert len(set(names)) == len(names)
-    assert column(pa.table({"v": values}), "v") == values
 
 
 # ---- configuration and deletion -----------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
-from timeball.broker.topics import check_name, codes_of, filled
+from timeball.broker.grouping import codes_of, filled
+from timeball.broker.topics import check_name
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, byte_lengths
 from timeball.schedule.delay_levels.levels import LevelTable

@@ -20,12 +20,13 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
+from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.topic_config import TopicConfig, at_least, check
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import FOLDER as QUEUES
 from timeball.log.queue_index import QueueIndex
-from timeball.message import SMALL_ROWS, Int64Array, Kind, byte_lengths
+from timeball.message import Int64Array, Kind, byte_lengths
 
 NAME = "topics.json"
 FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
@@ -230,7 +231,7 @@ class Topics:
             self._choose(topic, queue_id, np.flatnonzero(codes == code) if len(topics) > 1 else None)
         queue_offset = np.empty(len(queue_id), dtype=np.int64)
         groups = []
-        for group in _alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
+        for group in alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
             topic, at = topics[int(codes[group[0]])], int(queue_id[group[0]])
             queue = topic.queues[at]
             queue_offset[group] = queue.next_offset + np.arange(len(group))
@@ -342,36 +343,6 @@ def check_name(name: str, bytes_max: int, what: str) -> None:
     """Raise InvalidMessage unless `name` is one that RocketMQ's clients and our folders can live with."""
     if not name or len(name) > bytes_max or not limits.NAME.fullmatch(name):
         raise InvalidMessage(f"{what} {name[:80]!r}: 1 to {bytes_max} of the characters % | a-z A-Z 0-9 _ -")
-
-
-def codes_of(column: pa.Array) -> tuple[Int64Array, list[str]]:
-    """Each row's number in the list of distinct values, and that list."""
-    if len(column) <= SMALL_ROWS:
-        # A kernel's fixed cost is that of a hundred rows in Python, and most commits have fewer.
-        values = column.to_pylist()
-        if values.count(values[0] if values else None) == len(values):
-            return np.zeros(len(values), dtype=np.int64), values[:1]
-        numbers: dict[str, int] = {}
-        codes = [numbers.setdefault(value, len(numbers)) for value in values]
-        return np.array(codes, dtype=np.int64), list(numbers)
-    encoded = column.dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
-
-
-def _alike(values: Int64Array) -> list[Int64Array]:
-    """The positions of each distinct value, in order."""
-    if len(values) == 1:
-        return [np.zeros(1, dtype=np.int64)]
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(values)]
-    return [order[begin:end] for begin, end in zip(begins, ends, strict=True)]
-
-
-def filled(column: pa.Array, value: str | int) -> pa.Array:
-    """The column with this value for nulls; itself when it has none, which is what a kernel would cost most for."""
-    return column.fill_null(value) if column.null_count else column
 
 
 def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
