@@ -102,9 +102,8 @@ class Gathering:
         else:
             try:
                 self._answer(tickets, accepted)
-            except (
-                Exception
-            ) as error:  # whatever it is: nothing was written yet, and nobody may wait for ever
+            except Exception as error:
+                # Whatever it is: nothing has been written yet, and nobody may wait for ever.
                 logger.exception("answering %d sends: %s", len(tickets), error)
                 self._refuse(tickets, error)
         if len(self.columns) and not (self._committing or self._scheduled):
