@@ -37,6 +37,16 @@ def test_what_is_due_is_told_once_unless_it_is_done(pops: list[tuple[int, bool]]
     assert deadlines.due(now_ms) == []
 
 
+def test_a_time_that_was_changed_to_what_it_had_been_is_told_once() -> None:
+    w = window()
+    deadlines = Deadlines(w.count)
+    take(w, [0, 1], 1)
+    deadlines.add(w, [0, 1], 1, 11)
+    deadlines.add(w, [0], 1, 11)
+    assert [(of is w, offsets) for of, offsets in deadlines.due(11)] == [(True, [0, 1])]
+    assert deadlines.due(11) == []
+
+
 def test_more_time_makes_the_earlier_deadline_void() -> None:
     w = window()
     deadlines = Deadlines(w.count)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import InTurn
 from tests.crash.lives import run
@@ -148,6 +148,8 @@ class Life:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEPS, max_size=40), st.booleans())
+@example([("send", 2), ("pop", 2), ("less time", 0), ("less time", 1)], True)
+@example([("send", 2), ("pop", 2), ("less time", 0), ("less time", 1)], False)
 def test_nothing_is_lost_and_nothing_is_in_two_hands(steps: list[tuple[str, int]], in_order: bool) -> None:
     run(Life(in_order=in_order).live(steps))
 

@@ -44,11 +44,15 @@ class Deadlines:
     def due(self, now_ms: int) -> list[tuple[Window, list[int]]]:
         """Positions whose time is over and whose receipts have not come back; each is told once."""
         found = []
+        told: set[tuple[int, int]] = set()
         while self._heap and self._heap[0][0] <= now_ms:
             entry = heapq.heappop(self._heap)
-            offsets = list(_live(entry))
+            window = entry[4]
+            # A time that was changed to what it had been has two entries, and both are right about it.
+            offsets = [offset for offset in _live(entry) if (id(window), offset) not in told]
+            told.update((id(window), offset) for offset in offsets)
             if offsets:
-                found.append((entry[4], offsets))
+                found.append((window, offsets))
         return found
 
 
