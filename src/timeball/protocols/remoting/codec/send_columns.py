@@ -24,6 +24,8 @@ from timeball.protocols.remoting.codec.records import decode_batch
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 
+# Those of the broker's admission that a RocketMQ client fills; a codec may not import a room that does I/O, so a test
+# holds the two together.
 COLUMNS: dict[str, pa.DataType] = {
     "topic": pa.string(),
     "body": pa.binary(),
