@@ -36,6 +36,7 @@ class Kind(IntEnum):
     LEVEL_PROMISE = 7  # as PROMISE, waiting in the queue of a delay level: it has a place there
     HALF = 8  # a transaction's message, which nobody sees before a row whose `prepared_seq` names it
     ROLLBACK = 9  # the half message named by `prepared_seq` will not be published
+    MOVED = 10  # the promise named by `source_seq`, written again so that it can go on waiting
 
 
 LOG_SCHEMA = pa.schema(
@@ -58,8 +59,8 @@ LOG_SCHEMA = pa.schema(
         ("reconsume_times", pa.int32()),
         ("prepared_seq", pa.int64()),  # transactions: the half message that this row commits or rolls back
         ("due_ms", pa.int64()),  # null for an ordinary message
-        ("accepted_ms", pa.int64()),  # releases and cancels: when the promise was appended
-        ("source_seq", pa.int64()),  # releases and cancels: the promise settled
+        ("accepted_ms", pa.int64()),  # releases, cancels, moves: when the promise was appended
+        ("source_seq", pa.int64()),  # releases and cancels: the promise settled; moves: the promise
     ]
 )
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tests.node_fixture import eventually, running_node
 
 from timeball import limits
-from timeball.broker.delivery import Lateness, in_frames, release_rows
+from timeball.broker.delivery import Lateness, in_frames, moved_rows, release_rows
 from timeball.clock import ManualClock
 from timeball.errors import OverLimit
 from timeball.log.format import with_seq
 from timeball.message import Kind, build_rows
+from timeball.schedule.places import as_promises
 
 
 def promises(sizes: list[int]) -> pa.RecordBatch:
@@ -44,6 +45,16 @@ def test_a_release_is_the_message_and_names_its_promise() -> None:
     assert rows.column("accepted_ms").to_pylist() == [5, 5, 5]
     assert rows.column("store_ms").to_pylist() == [1_000] * 3
     assert rows.column("body").equals(promises([1, 2, 3]).column("body"))
+
+
+def test_a_promise_written_again_names_itself_and_keeps_its_age() -> None:
+    rows = moved_rows(promises([1, 2, 3]), now_ms=1_000)
+    assert set(rows.column("kind").to_pylist()) == {int(Kind.MOVED)}
+    assert rows.column("source_seq").to_pylist() == [17, 18, 19]
+    assert rows.column("accepted_ms").to_pylist() == [5, 5, 5]
+    assert rows.column("store_ms").to_pylist() == [1_000] * 3
+    assert rows.column("queue_offset").null_count == 3
+    assert as_promises(with_seq(rows, 90)).equals(promises([1, 2, 3]))
 
 
 def test_never_early_is_asserted_here_once_more() -> None:

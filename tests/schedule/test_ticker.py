@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from tests.schedule.rigs import HourLogRig
@@ -13,6 +14,7 @@ from tests.schedule.world import World
 
 from timeball import limits
 from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.places import take_promises
 from timeball.schedule.ticker import Ticker
 
 BOUND_S = 30  # for what takes a second at most
@@ -20,13 +22,18 @@ TURNS = 50
 
 
 class Counted(HourLog):
-    """Counts how often it is asked."""
+    """Counts how often it is asked, and has things to move when told so."""
 
     calls = 0
+    to_move: pa.RecordBatch | None = None
 
     def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         self.calls += 1
         return super().due(now_ms, limit)
+
+    def moving(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        rows, self.to_move = self.to_move, None
+        return None if rows is None else rows.slice(0, limit)
 
 
 class TickedWorld(World):
@@ -35,11 +42,16 @@ class TickedWorld(World):
     def __init__(self) -> None:
         super().__init__(HourLogRig(Counted, gather_bytes=1 << 30))
         self.kept: list[tuple[int, int]] = []
-        self.ticker = Ticker(self.strategy, self.clock, self.keep)
+        self.moved: list[int] = []
+        self.ticker = Ticker(self.strategy, self.clock, self.keep, self.move)
 
     def keep(self, promises: pa.RecordBatch, now_ms: int) -> None:
         assert now_ms == self.now_ms
         self.kept += self.model.hand_out(promises, now_ms, limits.FRAME_ROWS_MAX)
+        self.ticker.in_flight_rows += promises.num_rows
+
+    def move(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        self.moved += promises["seq"].to_pylist()
         self.ticker.in_flight_rows += promises.num_rows
 
     def wake(self) -> None:
@@ -93,6 +105,19 @@ def test_a_tick_says_how_long_to_sleep(world: TickedWorld) -> None:
     world.advance(1)
     assert world.ticker.tick() == 0
     assert len(world.kept) == 1
+
+
+def test_what_is_to_be_written_again_waits_for_what_is_due(world: TickedWorld) -> None:
+    world.drain()
+    seqs = world.admit([world.now_ms] * 3)
+    assert isinstance(world.strategy, Counted)
+    world.strategy.to_move = take_promises(world.reader, np.array(seqs[:2]))
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == 3 and world.moved == []
+    assert world.ticker.tick() == 0
+    assert world.moved == seqs[:2]
+    assert world.ticker.tick() is None
+    assert world.ticker.in_flight_rows == 5
 
 
 def test_releases_on_their_way_are_bounded(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Delivery:
         """`on_visible` is told of queues that have got something: topic and number."""
         self._parts, self._schedule = parts, schedule
         self._on_visible, self._lateness = on_visible, lateness
-        self.ticker = Ticker(schedule, parts.clock, self._release)
+        self.ticker = Ticker(schedule, parts.clock, self._release, self._move)
 
     def _release(self, promises: pa.RecordBatch, now_ms: int) -> None:
         """What is due goes to its queue (called by the ticker)."""
@@ -51,14 +51,32 @@ class Delivery:
         self.ticker.in_flight_rows += rows.num_rows
         parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))
 
+    def _move(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        """What must be written again to go on waiting (called by the ticker)."""
+        for part in in_frames(promises):
+            self._move_frame(part, now_ms)
+
+    def _move_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        first_seq, rows = self._parts.writer.next_seq, promises.num_rows
+        self.ticker.in_flight_rows += rows
+
+        def on_durable() -> None:
+            self._schedule.moved(int64(promises.column("seq")), np.arange(first_seq, first_seq + rows))
+            self._landed(rows)
+
+        self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
+
     def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement) -> None:
         due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         placement.index(first_seq)
         self._schedule.released(due_ms, seq)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, self._parts.clock.now_ms() - due_ms))
+        self._landed(promises.num_rows)
+
+    def _landed(self, rows: int) -> None:
         was_full = self.ticker.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
-        self.ticker.in_flight_rows -= promises.num_rows
+        self.ticker.in_flight_rows -= rows
         if was_full:
             self.ticker.wake()
 
@@ -84,6 +102,20 @@ def release_rows(
         "queue_id": pa.array(queue_id.astype(np.int32)),
         "queue_offset": pa.array(queue_offset),
         "store_ms": pa.array(np.full(len(due_ms), now_ms, dtype=np.int64)),
+        "accepted_ms": promises.column("store_ms"),
+        "source_seq": promises.column("seq"),
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def moved_rows(promises: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
+    """LOG_SCHEMA rows that hold READ_SCHEMA promises from now on, in the same order."""
+    count = promises.num_rows
+    changed = {
+        "kind": pa.array(np.full(count, Kind.MOVED, dtype=np.int8)),
+        "store_ms": pa.array(np.full(count, now_ms, dtype=np.int64)),
         "accepted_ms": promises.column("store_ms"),
         "source_seq": promises.column("seq"),
     }

@@ -3,12 +3,17 @@
     admit      these promises are durable: keep them until they are due or cancelled
     due        hand out what is due, in (due_ms, seq) order; each promise once, never before its instant
     released   what was handed out is in the log now
+    moving     these must be written again to go on waiting: a wheel's roll, a cascade's hop
+    moved      they stand in the log again, here
     next_due_ms  sleep until then (None: until something is admitted)
     cancel     settle it here and now: true for those that were waiting and are not any more
 
 All methods run on the event loop, in the order in which the log gives out sequence numbers; that order decides
 every race, so that a promise handed out cannot be cancelled and a cancelled one is never handed out. What needs
 the disk runs in a reader thread behind the strategy's back and shows only in `next_due_ms`.
+
+A promise is known by its instant and the number of its first row, for ever. Written again it waits on, may be
+cancelled meanwhile, and is written no third time before `moved` has said where it stands.
 
 How a strategy is built, given files, and what it saves for a restart is its own affair: the composition root knows
 which it chose.
@@ -67,6 +72,15 @@ class Strategy(Protocol):
 
     def released(self, due_ms: Int64Array, seq: Int64Array) -> None:
         """The release records of these promises, handed out before, are durable."""
+
+    def moving(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        """Up to `limit` promises to be written again, as their new rows are to say; None when none.
+
+        They keep their numbers and the time they were accepted at (`store_ms`).
+        """
+
+    def moved(self, seq: Int64Array, at_seq: Int64Array) -> None:
+        """Promises handed out by `moving`, in that order, perhaps in parts, are durable as these rows."""
 
     def next_due_ms(self) -> int | None:
         """When `due` will next have something, or the schedule wants to be called to load more."""

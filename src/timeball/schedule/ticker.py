@@ -1,6 +1,7 @@
 """The heartbeat that is not one: sleep until the schedule's next instant, hand out what is due, sleep again.
 
-Three steps, as in beanstalkd's loop: hand out, ask for the next instant, wait that long or until woken. There
+Three steps, as in beanstalkd's loop: hand out, ask for the next instant, wait that long or until woken. With
+nothing to hand out, what a strategy wants written again is. There
 is no polling for due work. The one bound on the wait is `CLOCK_LOOK_MS`: a wall clock that is set forward
 announces nothing, so somebody has to look at it, once a second.
 """
@@ -19,18 +20,19 @@ from timeball.schedule.strategy import Strategy
 CLOCK_LOOK_MS = 1_000
 
 
-class Release(Protocol):
-    """Takes what is due into the log; see broker/delivery.py."""
+class Append(Protocol):
+    """Takes what is due, or is to be written again, into the log; see broker/delivery.py."""
 
     def __call__(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        """Append release records for these promises."""
+        """Append records for these promises."""
 
 
 class Ticker:
     """Drives one schedule. `wake` when something earlier has arrived, or when releases have become durable."""
 
-    def __init__(self, schedule: Strategy, clock: SchedulerClock, release: Release) -> None:
-        self._schedule, self._clock, self._release = schedule, clock, release
+    def __init__(self, schedule: Strategy, clock: SchedulerClock, release: Append, move: Append) -> None:
+        self._schedule, self._clock = schedule, clock
+        self._release, self._move = release, move
         self._wake = asyncio.Event()
         self.in_flight_rows = 0
 
@@ -47,6 +49,11 @@ class Ticker:
         promises = self._schedule.due(now_ms, min(room, limits.FRAME_ROWS_MAX))
         if promises is not None:
             self._release(promises, now_ms)
+            return 0
+        # Only now: what is due must not wait behind what is not.
+        promises = self._schedule.moving(now_ms, min(room, limits.FRAME_ROWS_MAX))
+        if promises is not None:
+            self._move(promises, now_ms)
             return 0
         next_ms = self._schedule.next_due_ms()
         return None if next_ms is None else max(0, next_ms - now_ms)

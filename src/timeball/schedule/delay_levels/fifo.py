@@ -132,6 +132,14 @@ class DelayLevels:
             self._in_flight.appendleft((due[count:], handed[count:], places[count:]))
         self._settled.release(places[:count])
 
+    def moving(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        """See Strategy. A promise stays where it is until it is due."""
+        return None
+
+    def moved(self, seq: Int64Array, at_seq: Int64Array) -> None:
+        """See Strategy."""
+        raise AssertionError("nothing was to be moved")
+
     def next_due_ms(self) -> int | None:
         """See Strategy. For what is on disk it is the instant at which to gather, half the lead ahead."""
         near = self._wheel.next_due_ms()

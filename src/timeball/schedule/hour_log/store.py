@@ -119,6 +119,14 @@ class HourLog:
             self._in_flight.appendleft((handed_due[count:], handed[count:]))
         self._released.add(due_ms, seq)
 
+    def moving(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        """See Strategy. What moves a promise to the table is an attach."""
+        return None
+
+    def moved(self, seq: Int64Array, at_seq: Int64Array) -> None:
+        """See Strategy."""
+        raise AssertionError("nothing was to be moved")
+
     def next_due_ms(self) -> int | None:
         """See Strategy. Above the horizon it is the instant at which to gather, half the lead ahead."""
         near = self._wheel.next_due_ms()

@@ -1,0 +1,38 @@
+"""Where a promise lies: the row of the log that holds its body now, and the promise in that row.
+
+A promise is known by its first row's number. Its *place* is that row until the promise is written again, and then
+the row of kind MOVED that says so. Whoever reads a place gets the promise, under its own number and with the time
+it was accepted at, so that nobody further on has to know how often it has moved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.log.reader import LogReader
+from timeball.message import READ_SCHEMA, Int64Array, Kind
+
+
+def take_promises(reader: LogReader, at: Int64Array) -> pa.RecordBatch:
+    """The promises at these places, in the order given, in READ_SCHEMA; raises OutOfRange (reader thread)."""
+    return as_promises(reader.take(at))
+
+
+def as_promises(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """READ_SCHEMA rows of kinds PROMISE and MOVED as the promises they hold."""
+    moved = rows.column("kind").to_numpy() == Kind.MOVED
+    if not moved.any():
+        return rows
+    mask, count = pa.array(moved), rows.num_rows
+    nothing = pa.nulls(count, pa.int64())
+    changed = {
+        "seq": pc.if_else(mask, rows.column("source_seq"), rows.column("seq")),
+        "kind": pa.array(np.full(count, Kind.PROMISE, dtype=np.int8)),
+        "store_ms": pc.if_else(mask, rows.column("accepted_ms"), rows.column("store_ms")),
+        "accepted_ms": nothing,
+        "source_seq": nothing,
+    }
+    columns = [changed.get(name, rows.column(name)) for name in READ_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=READ_SCHEMA)
