@@ -65,10 +65,7 @@ class HourLogRig:
 
     def rows_in_memory(self, strategy: Strategy) -> int:
         assert isinstance(strategy, HourLog)
-        flight = sum(len(seq) for _, seq in strategy._in_flight)
-        return flight + sum(
-            map(len, (strategy._tail, strategy._wheel, strategy._cancelled, strategy._released))
-        )
+        return len(strategy._tail) + len(strategy._wheel) + len(strategy._settling)
 
     async def ready_to_cancel(self, strategy: Strategy) -> None:
         assert isinstance(strategy, HourLog)
@@ -130,7 +127,7 @@ class DeafToCancels(HourLog):
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         answers = super().cancel(due_ms, seq)
-        self._cancelled.remove(due_ms, seq)
+        self._settling._cancelled.remove(due_ms, seq)
         return answers
 
 
@@ -177,9 +174,10 @@ class KeepsTheCancelled(HourLog):
     """Remembers what is cancelled, and hands it out all the same."""
 
     def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        cancelled, self._cancelled = self._cancelled, DueIndex()
+        settling = self._settling
+        cancelled, settling._cancelled = settling._cancelled, DueIndex()
         rows = super().due(now_ms, limit)
-        self._cancelled = cancelled
+        settling._cancelled = cancelled
         return rows
 
 

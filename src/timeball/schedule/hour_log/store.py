@@ -6,17 +6,14 @@ thread: while it runs, the old horizon stays the bound of what may be handed out
 promises are already sorted by the new one (`_horizon`). An attach replaces tail rows by file rows *above* H
 only; rows of a bulk attach below H go straight into the wheel.
 
-Cancelled promises stay where they are and are filtered when they are handed out. `_cancelled` and `_released`
-hold just those that the *mark* does not cover: (S, N) says that all promises numbered below N and due before S
-are settled. "All is settled up to T" steps back whenever a promise comes whose instant has passed; the mark does
-not, so what it covers may be forgotten. It moves on when T has caught up with it.
+Cancelled promises stay where they are and are filtered when they are handed out; what has become of each is
+`settling.Settling`'s to remember.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -30,6 +27,7 @@ from timeball.message import Int64Array, int64
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log.pending import PendingFiles, bounded_window, load, positions
 from timeball.schedule.hour_log.placement import FIRST, cut_to_budget, next_horizon
+from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
 from timeball.schedule.wheel import Run, SecondWheel
 from timeball.table.attachment import Attachment, FileEntry
@@ -63,11 +61,7 @@ class HourLog:
         self.pending = PendingFiles(files, entries)
         self._tail = DueIndex()
         self._wheel = SecondWheel()
-        self._cancelled = DueIndex()
-        self._released = DueIndex()
-        self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
-        self._mark_ms, self._mark_seq = FIRST[0], 0
-        self._late: list[tuple[int, int]] = []  # (first_seq, rows) of bulk attaches since the mark has moved
+        self._settling = Settling()
         self._horizon: Position = FIRST
         self._loaded: Position = FIRST
         self._gathering: asyncio.Task[None] | None = None
@@ -100,24 +94,17 @@ class HourLog:
         self._gather_if_needed(now_ms)
         high = min((now_ms + 1, 0), self._loaded)
         while (run := self._wheel.take_due(high, limit)) is not None:
-            keep = ~self._cancelled.contains(run.due, run.seq)
+            keep = ~self._settling.was_cancelled(run.due, run.seq)
             if not keep.any():
                 continue
             rows = run.rows if keep.all() else run.rows.filter(pa.array(keep))
-            self._in_flight.append((run.due[keep], run.seq[keep]))
+            self._settling.hand_out(run.due[keep], run.seq[keep])
             return rows
         return None
 
     def released(self, due_ms: Int64Array, seq: Int64Array) -> None:
         """See Strategy."""
-        handed_due, handed = self._in_flight.popleft()
-        count = len(seq)
-        assert np.array_equal(handed[:count], seq), (
-            "releases become durable in the order in which they were handed out"
-        )
-        if count < len(handed):  # large bodies: one run was several frames
-            self._in_flight.appendleft((handed_due[count:], handed[count:]))
-        self._released.add(due_ms, seq)
+        self._settling.released(due_ms, seq)
 
     def moving(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         """See Strategy. What moves a promise to the table is an attach."""
@@ -144,31 +131,20 @@ class HourLog:
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy."""
-        waiting = ~self._cancelled.contains(due_ms, seq)
-        waiting &= ~self._released.contains(due_ms, seq)
-        for _, handed_out in self._in_flight:
-            waiting &= ~np.isin(seq, handed_out)
-        below = _before(due_ms, seq, self._loaded)
-        if below.any():
-            waiting[below] &= self._wheel.contains(due_ms[below], seq[below])
-        self._cancelled.add(due_ms[waiting], seq[waiting])
-        return waiting
+        here = ~_before(due_ms, seq, self._loaded)
+        if not here.all():
+            here[~here] = self._wheel.contains(due_ms[~here], seq[~here])
+        here[here] = self._settling.cancel(due_ms[here], seq[here])
+        return here
 
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy."""
-        return self._cancelled.contains(due_ms, seq)
+        return self._settling.was_cancelled(due_ms, seq)
 
     def settled(self) -> Settled:
         """See Strategy."""
         self._move_mark()
-        pairs = [index.pairs() for index in (self._cancelled, self._released)]
-        return Settled(
-            self._mark_ms,
-            np.concatenate([d for d, _ in pairs]),
-            np.concatenate([s for _, s in pairs]),
-            self._mark_seq,
-            tuple(self._late),
-        )
+        return self._settling.settled()
 
     def statistics(self) -> dict[str, int]:
         """See Strategy."""
@@ -177,7 +153,7 @@ class HourLog:
             "wheel_rows": len(self._wheel),
             "table_rows": self.pending.rows,
             "table_files": len(self.pending),
-            "cancelled_rows": len(self._cancelled),
+            "cancelled_rows": self._settling.cancelled_rows,
         }
 
     # -- moving what waits ---------------------------------------------------------------------------------
@@ -198,7 +174,7 @@ class HourLog:
         if attachment.job == "compact":
             self._tail.drop_seqs_below(attachment.to_seq)
         elif attachment.job == "bulk":
-            self._late += attachment.ranges
+            self._settling.add_late(attachment.ranges)
             self._load_behind_horizon(fresh)
         self._on_change()
 
@@ -209,9 +185,8 @@ class HourLog:
 
     def restore(self, settled: Settled, due_ms: Int64Array, seq: Int64Array) -> None:
         """Recovery: what the log and the checkpoint say is settled, and the tail's other promises."""
-        self._mark_ms, self._mark_seq, self._late = settled.before_ms, settled.before_seq, list(settled.late)
+        self._settling.restore(settled)
         self._horizon = self._loaded = (settled.before_ms, 0)
-        self._cancelled.add(settled.due_ms, settled.seq)
         late = _before(due_ms, seq, self._horizon)
         if late.any():
             self._wheel.add(self._reader.take(np.sort(seq[late])))
@@ -226,18 +201,14 @@ class HourLog:
     def _settled_before_ms(self) -> int:
         candidates = [
             self._loaded[0],
-            *(int(due[0]) for due, _ in self._in_flight),
+            self._settling.first_in_flight_ms,
             self._wheel.next_due_ms(),
             *self._behind.values(),
         ]
         return min(ms for ms in candidates if ms is not None)
 
     def _move_mark(self) -> None:
-        before_ms = self._settled_before_ms()
-        if before_ms >= self._mark_ms:
-            self._mark_ms, self._mark_seq, self._late = before_ms, self._reader.next_seq, []
-            self._cancelled.pop_before(before_ms, 0)
-            self._released.pop_before(before_ms, 0)
+        self._settling.move_mark(self._settled_before_ms(), self._reader.next_seq)
 
     def _gather_if_needed(self, now_ms: int) -> None:
         if now_ms - self._purged_ms >= PURGE_EVERY_MS:
