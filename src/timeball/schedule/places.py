@@ -36,3 +36,33 @@ def as_promises(rows: pa.RecordBatch) -> pa.RecordBatch:
     }
     columns = [changed.get(name, rows.column(name)) for name in READ_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=READ_SCHEMA)
+
+
+class Places:
+    """Where promises lie that do not lie in their first row: number -> place, two int64 each."""
+
+    def __init__(self) -> None:
+        self._seq = self._at = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._seq)
+
+    def add(self, seq: Int64Array, at: Int64Array) -> None:
+        """These promises lie at these places; what lies in its first row is not remembered."""
+        elsewhere = seq != at
+        if elsewhere.any():
+            seqs, ats = (np.concatenate(c) for c in ((self._seq, seq[elsewhere]), (self._at, at[elsewhere])))
+            order = np.argsort(seqs, kind="stable")
+            self._seq, self._at = seqs[order], ats[order]
+
+    def pop(self, seq: Int64Array) -> Int64Array:
+        """The places of these promises, which need not be known any longer."""
+        if not len(self._seq):
+            return seq
+        found = np.minimum(np.searchsorted(self._seq, seq), len(self._seq) - 1)
+        known = self._seq[found] == seq
+        at = np.where(known, self._at[found], seq)
+        left = np.ones(len(self._seq), dtype=np.bool_)
+        left[found[known]] = False
+        self._seq, self._at = self._seq[left], self._at[left]
+        return at
