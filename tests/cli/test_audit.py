@@ -20,7 +20,7 @@ pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 from timeball.pipeline.jobs.audit import AuditReport, Scope
 from timeball.pipeline.jobs.ledger import ledger_uri
 
-SCOPE = Scope(since=1, end=9_000, ledger_end=50, watermark=20, version=3, now_ms=10_000)
+SCOPE = Scope(since=1, first=1, end=9_000, ledger_end=50, watermark=20, version=3, now_ms=10_000)
 COUNTS = {"accepted": 5_000, "released": 4_000, "cancelled": 700, "expired": 0, "pending": 300}
 NO_BREACH = dict.fromkeys(("lost", "early", "duplicate", "unknown", "overdue", "queue_gaps"), 0)
 EQUATION = "accepted 5,000 = released 4,000 + cancelled 700 + expired 0 + pending 300"

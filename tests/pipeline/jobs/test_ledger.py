@@ -57,6 +57,11 @@ def test_a_row_of_each_kind(spark: SparkSession) -> None:
     assert (cancelled.event, cancelled.first_seq, cancelled.at_ms) == ("cancelled", 77, 50)
 
 
+@pytest.mark.parametrize("kind", [Kind.MOVED, Kind.MESSAGE, Kind.RESERVE, Kind.HALF])
+def test_a_row_of_another_kind_is_no_event(spark: SparkSession, kind: Kind) -> None:
+    assert events_of(spark, log_rows(kind, 1, source_seq=77, due_ms=100, topic="t", store_ms=40)) == []
+
+
 def test_only_a_bulk_attach_accepts(spark: SparkSession) -> None:
     bulk = encode(Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (100, 2)]))
     rows = events_of(spark, log_rows(Kind.ATTACH, 1, body=bulk, store_ms=9))

@@ -3,10 +3,10 @@
     accepted = released + cancelled + expired + pending
 
 Three witnesses that do not trust each other: the ledger (what happened), the log after the ledger's end, and the
-pending table with the log's tail and its promises of delay levels (what waits). Events are those of rows
-since <= seq < E, with E the end of the log.
+pending table with the log's tail, its promises of delay levels and those that were written again (what waits). Events
+are those of rows since <= seq < E, with E the end of the log.
 
-    lost        accepted, not settled, and neither in the pending table nor in the tail
+    lost        accepted, not settled, and neither in the pending table nor in a row of the log that holds promises
     early       released before its due instant; not so one of a delay level that counted as due because the
                 clock had been set back behind its acceptance (its release names the instant)
     duplicate   accepted or settled more than once
@@ -15,7 +15,9 @@ since <= seq < E, with E the end of the log.
     overdue     not settled although due more than `overdue_ms` ago: reported, since a broker may have been down
 
 Order of looking matters on a broker that works: first the table's version, then E. Whatever has left the table by
-that version was settled before, so its settlement is below E. Rows both in table and tail are the same promise once.
+that version was settled before, so its settlement is below E. Rows in several places (the table and the tail; a
+promise and the rows that moved it) are the same promise once. A promise may be written again behind E and its older row
+be let go by retention meanwhile: then the audit looks again, because it could take that for a loss.
 """
 
 from __future__ import annotations
@@ -41,15 +43,20 @@ LOG = logging.getLogger("timeball.pipeline")
 OVERDUE_MS = 10_000
 OFFENDERS_MAX = 100
 BREACHES = ("lost", "early", "duplicate", "unknown")
+LOOKS_MAX = 3  # retention takes seconds or minutes from one segment to the next; an audit may take as long
 _TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the ATTACH row a version stands for
 _TABLE_TRIES = 50
 _TABLE_PAUSE_S = 0.1
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit looks at: events of rows since..end, the table at `version`, the tail from `watermark` on."""
+    """What an audit looks at: events of rows since..end, the table at `version`, the tail from `watermark` on.
+
+    `first`: where the log began when it ended at `end`.
+    """
 
     since: int
+    first: int
     end: int
     ledger_end: int
     watermark: int
@@ -80,15 +87,36 @@ def run(
     spark: SparkSession, endpoint: str, *, ledger_uri: str | None = None, overdue_ms: int = OVERDUE_MS
 ) -> AuditReport:
     """Audit the broker at `endpoint`. A ledger is used where there is one; else the log alone must reach back."""
-    with spark_errors():
-        scope, history = look(spark, endpoint, ledger_uri)
-        witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
-        judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
-        judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
+    for tries_left in reversed(range(LOOKS_MAX)):
         try:
-            return balance(judged, queue_gaps(spark, endpoint, scope), scope)
-        finally:
-            judged.unpersist()
+            with spark_errors():
+                report = _look_and_judge(spark, endpoint, ledger_uri, overdue_ms)
+        except OutOfRange as error:
+            if not tries_left:
+                raise
+            LOG.info("job=audit looking again: %s", error)
+            continue
+        if not report.lost or not tries_left or not _has_let_go(endpoint, report.scope):
+            break
+        LOG.info("job=audit lost=%d, or let go by retention meanwhile: looking again", report.lost)
+    return report
+
+
+def _look_and_judge(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms: int) -> AuditReport:
+    scope, history = look(spark, endpoint, uri)
+    witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
+    judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
+    judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        return balance(judged, queue_gaps(spark, endpoint, scope), scope)
+    finally:
+        judged.unpersist()
+
+
+def _has_let_go(endpoint: str, scope: Scope) -> bool:
+    """Whether the log begins later than it did when the audit looked."""
+    with Endpoint(endpoint) as broker:
+        return broker.status().log.first_seq > scope.first
 
 
 # ---- the witnesses ----------------------------------------------------------------------------------------
@@ -101,6 +129,7 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
         end = broker.status()
     scope = Scope(
         since=end.log.first_seq,
+        first=end.log.first_seq,
         end=end.log.durable_seq,
         ledger_end=end.log.first_seq,
         watermark=status.watermark,
@@ -139,17 +168,26 @@ def settled_table(broker: Endpoint) -> tuple[Status, int]:
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Promises at rest: rows of the table, PROMISE rows of the tail, all LEVEL_PROMISE rows; as the event 'waiting'."""
+    """Promises at rest, as the event 'waiting', more than once where they lie in several places.
+
+    Rows of the table, PROMISE rows of the tail; and of the whole log LEVEL_PROMISE rows, which retention leaves there
+    until they are settled, and MOVED rows under the number of the promise they hold, whose own row may be gone.
+    """
     columns = "seq,due_ms,topic,unique_key"
+
+    def log(kinds: str, from_seq: int | str, columns: str) -> DataFrame:
+        source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
+        source = source.option("kinds", kinds).option("from_seq", str(from_seq))
+        return source.option("to_seq", str(scope.end)).load()
+
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
     table = source.option("read", "pending").option("version", str(scope.version)).load()
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-    source = source.option("kinds", "promise").option("to_seq", str(scope.end))
-    tail = source.option("from_seq", str(min(scope.watermark, scope.end))).load()
-    # These never move: retention leaves them in the log until they are settled.
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-    levels = source.option("kinds", "level_promise").option("to_seq", str(scope.end)).load()
-    return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
+    is_all_tail = scope.watermark <= scope.first
+    tail = log("promise", "first" if is_all_tail else min(scope.watermark, scope.end), columns)
+    elsewhere = log("level_promise,moved", "first", f"kind,source_seq,{columns}")
+    number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
+    elsewhere = elsewhere.withColumn("seq", number).drop("kind", "source_seq")
+    return table.unionByName(tail).unionByName(elsewhere).withColumn("event", f.lit("waiting"))
 
 
 def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:

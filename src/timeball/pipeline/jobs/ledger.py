@@ -6,6 +6,8 @@
     released    a RELEASE row                                        the promise it keeps, 1
     cancelled   a CANCEL row                                         the promise it ends, 1
 
+A promise that is written again (a MOVED row) is the same promise and has no event: it was accepted once, and waits.
+
 A promise's number is its sequence number in the log. Rows of a bulk attach never pass through the log one by one,
 so their topic and due instant are known here only once they are released; until then the pending table has them.
 
@@ -77,7 +79,10 @@ def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) 
 
 
 def events(log: DataFrame) -> DataFrame:
-    """Rows of the log as events. One pass: an ATTACH row explodes into its ranges, every other row into itself."""
+    """Rows of the log as events. One pass: an ATTACH row explodes into its ranges, every other row into itself.
+
+    Rows of other kinds are no events.
+    """
     kind = f.col("kind")
     attach = f.from_json(f.col("body").cast("string"), _ATTACH_JSON)
     ranges = f.when(attach["job"] == "bulk", f.transform(attach["ranges"], _span))
@@ -92,6 +97,7 @@ def events(log: DataFrame) -> DataFrame:
         .otherwise("accepted")
     )
     released = kind == int(Kind.RELEASE)
+    log = log.where(kind.isin(*[int(each) for each in EVENT_KINDS]))
     exploded = log.select("*", event.alias("event"), f.inline(spans))
     return exploded.select(
         "event",
