@@ -30,6 +30,7 @@ CALL_TIMEOUT_S = 60.0
 PATIENCE_S = 20.0  # a broker that restarts with a million rows in its tail is back within seconds
 PAUSE_S = (0.1, 2.0)  # first and longest pause between two tries
 COALESCE_ROWS = 65_536
+COMPACTED = "hour_log"  # the strategy whose promises move to the pending table
 
 
 class LogStatus(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class Status(msgspec.Struct, frozen=True):
     table: TableStatus
     watermark: int
     settled_before_ms: int
+    strategy: str = COMPACTED  # who keeps promises
 
 
 class Endpoint:

@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import BOUND_S, RunningNode, eventually
 from tests.pipeline.traffic import attached_seqs, send
 
-from timeball.errors import SetupError, StorageError, Unavailable
+from timeball.errors import InvalidMessage, RequestError, SetupError, StorageError, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import runner
 from timeball.pipeline.jobs.runner import Job, progress_line
@@ -56,6 +56,22 @@ def failing(error: Exception) -> Job:
     return Job("compact", start)  # type: ignore[arg-type]
 
 
+class Refused:
+    """A query that has ended because the broker refused its work, as Spark shows one."""
+
+    isActive, lastProgress = False, None  # noqa: N815 - Spark's names
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def exception(self) -> Exception:
+        return self.error
+
+
+def refused(error: Exception) -> Job:
+    return Job("compact", failing(error).start, query=Refused(error))  # type: ignore[arg-type]
+
+
 def test_what_passes_is_tried_again_with_growing_pauses() -> None:
     job = failing(Unavailable("away"))
     pauses, now_ns = [], 0
@@ -80,6 +96,38 @@ def test_once_gives_up_in_the_end() -> None:
         for tries in range(100):
             job.tick(tries * 100 * SECOND_NS, once=True)
     assert job.failures == runner.TRIES_ONCE
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_job_that_has_nothing_to_do_ends_and_says_why(once: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Before it starts; nothing is tried again."""
+    job = failing(AssertionError("it was started"))
+    job.superfluous = lambda: "nothing to compact"
+    job.tick(0, once=once)
+    assert job.done and not job.running
+    assert caplog.messages == ["job=compact ended: nothing to compact"]
+
+
+@pytest.mark.parametrize("error", [RequestError("not here"), InvalidMessage("a row")])
+def test_a_refusal_ends_a_job_only_where_it_has_nothing_to_do(error: RequestError) -> None:
+    """The broker may have another schedule since the query was started."""
+    job = refused(error)
+    job.superfluous = lambda: "nothing to compact"
+    job.tick(0, once=False)
+    assert job.done and not job.running
+    with pytest.raises(type(error), match=str(error)):
+        refused(error).tick(0, once=False)
+
+
+def test_a_broker_that_cannot_be_asked_does_not_end_a_job_that_was_refused() -> None:
+    def ask() -> str | None:
+        raise Unavailable("away")
+
+    job = refused(RequestError("not here"))
+    job.superfluous = ask
+    with pytest.raises(RequestError, match="not here"):
+        job.tick(0, once=False)
+    assert not job.done
 
 
 @pytest.mark.spark

@@ -3,6 +3,9 @@
 The broker does the same by itself when nobody else does; a lease, renewed while the query lives, keeps it from doing
 so at the same time. Should both do it after all, the watermark settles it (see pipeline/compaction.py).
 
+Only promises that an `hour_log` keeps are compacted. What a `timer_wheel` or a `level_cascade` keeps waits in the log;
+then there is no such stream to run, whatever a caller asks for.
+
 Compaction costs one table version and some files each time, and itself appends a row to the log. So an epoch waits for
 `compact_rows` new rows, or for `compact_interval_ms` with at least `compact_rows_min`: the broker's own settings.
 """
@@ -17,7 +20,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.errors import TimeballError
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import COMPACTED, Endpoint
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -50,6 +53,18 @@ def start(
     writer = writer.option("checkpointLocation", checkpoint)
     writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=TRIGGER)
     return writer.start()
+
+
+def superfluous(endpoint: str) -> str | None:
+    """Why there is nothing to compact for this broker; None when there is."""
+    with Endpoint(endpoint) as broker:
+        strategy = broker.status().strategy
+    return None if strategy == COMPACTED else nothing_to_compact(strategy)
+
+
+def nothing_to_compact(strategy: str) -> str:
+    """The sentence for people."""
+    return f"nothing to compact: with the schedule {strategy} promises wait in the log"
 
 
 class Lease:

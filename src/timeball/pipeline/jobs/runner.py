@@ -3,6 +3,7 @@
     start     each job from its checkpoint; its sink's own mark decides what is still to do
     watch     one log line an epoch: rows of the log, rows/s, how far it lags behind the log's end
     restart   after a failure that may pass (broker away, epoch to be planned again), with growing pauses
+    end       a job that has nothing to do for this broker, before it starts or when the broker refuses its work
     give up   on anything else: the disk, the set-up, an unknown failure; all jobs are stopped first
     stop      on SIGTERM or SIGINT; queries end after the epoch at hand, or after 20 s in the midst of it: both are safe
 
@@ -26,7 +27,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.clock import Clock, SystemClock
-from timeball.errors import OutOfRange, OverLimit, SetupError, TimeballError, Unavailable
+from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import plain, spark_errors
 from timeball.pipeline.jobs import compact, ledger
@@ -46,11 +47,12 @@ STOP_LOOK_S = 0.02
 
 StartJob = Callable[..., StreamingQuery]
 JOBS: dict[str, StartJob] = {compact.NAME: compact.start, ledger.NAME: ledger.start}
+SUPERFLUOUS = {compact.NAME: compact.superfluous}
 
 
 @dataclass
 class Job:
-    """One streaming job over its restarts."""
+    """One streaming job over its restarts. `superfluous` says why it has nothing to do, if that is so."""
 
     name: str
     start: Callable[[], StreamingQuery]
@@ -61,6 +63,7 @@ class Job:
     wake_ns: int = 0
     done: bool = False
     report: Callable[[str], None] = field(default=LOG.info)
+    superfluous: Callable[[], str | None] = lambda: None
 
     @property
     def running(self) -> bool:
@@ -91,7 +94,8 @@ class Job:
         self.last_epoch, self.started_ns = -1, now_ns
         try:
             with spark_errors():
-                self.query = self.start()
+                if not self._end_if_superfluous():
+                    self.query = self.start()
         except PASSING as error:
             self._failed(error, error, now_ns, once)
 
@@ -99,11 +103,23 @@ class Job:
         if now_ns - self.started_ns > HEALTHY_S * 1e9:
             self.failures = 0
         self.failures += 1
+        if isinstance(error, RequestError) and not isinstance(error, PASSING):
+            # The broker may have been started again with another schedule since.
+            with contextlib.suppress(TimeballError):
+                if self._end_if_superfluous():
+                    return
         if not isinstance(error, PASSING) or (once and self.failures >= TRIES_ONCE):
             raise error from cause
         pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
         self.wake_ns = now_ns + int(pause_s * 1e9)
         LOG.warning("job=%s failed=%d restart_s=%.0f reason=%s", self.name, self.failures, pause_s, error)
+
+    def _end_if_superfluous(self) -> bool:
+        reason = self.superfluous()
+        if reason is not None:
+            self.done = True
+            LOG.warning("job=%s ended: %s", self.name, reason)
+        return self.done
 
     def _tell(self) -> None:
         assert self.query is not None
@@ -196,7 +212,12 @@ def _job(
     name: str, spark: SparkSession, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
 ) -> Job:
     place = f"{folder.rstrip('/')}/{name}"
-    return Job(name, lambda: JOBS[name](spark, endpoint, place, once=once, options=dict(options or {})))
+    reason = SUPERFLUOUS.get(name, lambda _: None)
+    return Job(
+        name,
+        lambda: JOBS[name](spark, endpoint, place, once=once, options=dict(options or {})),
+        superfluous=lambda: reason(endpoint),
+    )
 
 
 def _watch(jobs: list[Job], endpoint: str, stop: threading.Event, once: bool, clock: Clock) -> None:
