@@ -1,0 +1,124 @@
+"""TIMING-LIST: the numbers that are left, once, and everything else in the properties as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import limits
+from timeball.limits import DAY_MS, HOUR_MS
+from timeball.log.format import with_seq
+from timeball.message import Kind, build_rows, decode_properties, encode_properties
+from timeball.schedule.level_cascade import timing_list
+from timeball.schedule.level_cascade.levels import NAMES, plan, rest
+from timeball.schedule.level_cascade.timing_list import NAME, dress, moved_on, texts, with_list, without_list
+
+NOW = 1_700_000_000_000
+OTHERS = ["TIMING", "TIMING-LIST2", "X-TIMING-LIST", "KEYS"]
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x01\x02"), max_size=12)
+NAMES_OF = st.one_of(st.sampled_from([NAME, NAME, *OTHERS]), TEXT.filter(bool))
+ENTRIES = st.lists(st.tuples(NAMES_OF, TEXT), max_size=6)
+HOPS = st.integers(0, 2 * DAY_MS).map(lambda ms: int(plan(np.array([ms]))[0]))
+
+
+def text_of(entries: list[tuple[str, str]], *, ends: bool) -> str:
+    text = "".join(f"{name}\x01{value}\x02" for name, value in entries)
+    return text if ends else text.removesuffix("\x02")
+
+
+def packed(text: str) -> int:
+    """Back from the text, as a tool would do it."""
+    return sum(int(number) << (6 * place) for place, number in enumerate(text.split(","))) if text else 0
+
+
+@given(st.lists(HOPS, max_size=20))
+def test_texts_come_round(hops: list[int]) -> None:
+    found = texts(np.array(hops, dtype=np.int64)).to_pylist()
+    assert [packed(text) for text in found] == hops
+
+
+def test_a_list_reads_as_its_numbers() -> None:
+    (text,) = texts(plan(np.array([18 * HOUR_MS + 31 * 60_000 + 36_000]))).to_pylist()
+    assert [NAMES[int(number) - 1] for number in text.split(",")] == [
+        "10h", "7h", "1h", "30m", "1m", "30s", "5s", "1s",
+    ]  # fmt: skip
+
+
+@given(rows=st.lists(st.tuples(ENTRIES, st.booleans(), HOPS), min_size=1, max_size=5))
+def test_there_is_one_list_and_the_rest_is_as_it_was(
+    rows: list[tuple[list[tuple[str, str]], bool, int]],
+) -> None:
+    properties = pa.array([text_of(entries, ends=ends) for entries, ends, _ in rows], pa.string())
+    hops = np.array([h for _, _, h in rows], dtype=np.int64)
+    dressed = with_list(properties, hops).to_pylist()
+    for (entries, _, left), text in zip(rows, dressed, strict=True):
+        found = [entry.split("\x01", 1) for entry in text.split("\x02") if entry]
+        others = [[name, value] for name, value in entries if name != NAME]
+        assert [pair for pair in found if pair[0] != NAME] == others
+        assert [packed(value) for name, value in found if name == NAME] == ([left] if left else [])
+    bare = without_list(properties).to_pylist()
+    for (entries, _, _), text in zip(rows, bare, strict=True):
+        kept = [(name, value) for name, value in entries if name != NAME]
+        assert text.removesuffix("\x02") == text_of(kept, ends=False)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "a\x01b", "a\x01b\x02", "TIMING-LISTS\x01TIMING-LIST\x02", "\x02\x02"]
+)
+def test_what_has_no_list_stays_to_the_byte(text: str | None) -> None:
+    assert without_list(pa.array([text], pa.string())).to_pylist() == [text]
+    assert with_list(pa.array([text], pa.string()), np.array([0])).to_pylist() == [text]
+
+
+def test_a_text_that_is_full_already_goes_without() -> None:
+    room = len(f"{NAME}\x0132,19\x02")
+    full = [
+        encode_properties({"k": "v" * (limits.PROPERTIES_BYTES_MAX - 3 - room + more)}) for more in (0, 1)
+    ]
+    fits, fits_not = with_list(pa.array(full), np.array([packed("32,19")] * 2)).to_pylist()
+    assert decode_properties(fits)[NAME] == "32,19"
+    assert len(fits.encode()) == limits.PROPERTIES_BYTES_MAX
+    assert fits_not == full[1]
+
+
+def rows_of(kinds: list[Kind], dues: list[int | None], properties: list[str | None]) -> pa.RecordBatch:
+    return build_rows(
+        len(kinds), kind=np.array(kinds, dtype=np.int8), topic="t", body=[b"b"] * len(kinds), store_ms=NOW,
+        due_ms=dues, properties=properties,
+    )  # fmt: skip
+
+
+def test_promises_are_dressed_and_messages_left_alone() -> None:
+    theirs = encode_properties({NAME: "1,1,1", "TIMING": "08:00:00"})
+    rows = rows_of(
+        [Kind.PROMISE, Kind.MESSAGE, Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.PROMISE],
+        [NOW + 61_000, None, NOW + 5_000, NOW + 61_000, NOW - 1],
+        [theirs, theirs, theirs, theirs, None],
+    )
+    dressed = dress(rows, NOW)
+    said = [decode_properties(text or "").get(NAME) for text in dressed["properties"].to_pylist()]
+    assert said == ["1", "1,1,1", None, "1,1,1", None]
+    assert dressed.schema == rows.schema
+    for name in (n for n in rows.schema.names if n != "properties"):
+        assert dressed[name].equals(rows[name]), name
+    kept = decode_properties(dressed["properties"][2].as_py())
+    assert kept == {"TIMING": "08:00:00"}
+
+
+def test_rows_with_numbers_are_dressed_too_and_nothing_is_nothing() -> None:
+    rows = rows_of([Kind.PROMISE], [NOW + 90_000], [None])
+    assert decode_properties(dress(with_seq(rows, 7), NOW)["properties"][0].as_py()) == {NAME: "4"}
+    messages = rows_of([Kind.MESSAGE], [None], [f"{NAME}\x01x\x02"])
+    assert dress(messages, NOW) is messages
+
+
+@given(st.integers(1_000, 2 * DAY_MS))
+def test_moving_on_takes_the_first_off(remaining_ms: int) -> None:
+    hops = plan(np.array([remaining_ms]))
+    rows = with_seq(rows_of([Kind.PROMISE], [NOW + remaining_ms], ["a\x01b"]), 1)
+    found = decode_properties(moved_on(rows, hops)["properties"][0].as_py())
+    assert found.pop("a") == "b"
+    assert packed(found.get(timing_list.NAME, "")) == int(rest(hops)[0])
