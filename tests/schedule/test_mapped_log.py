@@ -1,0 +1,296 @@
+"""The mapped log: what was appended between `begin` and `end`, across files, growths, cuts and restarts."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.crash_files import CrashFiles
+
+from timeball.errors import OutOfRange
+from timeball.files import RealFiles
+from timeball.schedule import mapped_log
+from timeball.schedule.mapped_log import MappedLog, RecordArray, is_whole
+
+FOLDER = "some/log"
+RECORD = np.dtype([("value", "<i8"), ("twice", "<i4"), ("mark", "<i4")])
+SMALL = 10  # records a file
+
+
+@pytest.fixture(autouse=True)
+def small_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_log, "FIRST_ALLOCATION", 3)
+
+
+def records(values: list[int]) -> RecordArray:
+    made = np.zeros(len(values), RECORD)
+    made["value"] = values
+    made["twice"] = made["value"] * 2
+    return made
+
+
+def open_log(files: CrashFiles | RealFiles, begin: int = 0, end: int = 0) -> MappedLog:
+    return MappedLog(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL)
+
+
+def save(log: MappedLog, files: CrashFiles) -> tuple[int, int]:
+    """As a checkpoint: what it says is returned."""
+    begin, end = log.begin, log.end
+    dirty = log.take_dirty()
+    for file in dirty:
+        file.sync()
+    if dirty:
+        files.sync_dir(FOLDER)
+    return begin, end
+
+
+def values_of(log: MappedLog) -> list[int]:
+    found = log.read(log.begin, log.end)
+    assert (found["twice"] == found["value"] * 2).all()
+    return [int(value) for value in found["value"]]
+
+
+def names(files: CrashFiles) -> list[str]:
+    return files.list_dir(FOLDER)
+
+
+# ---- the invariant ---------------------------------------------------------------------------------------
+
+
+class Machine(RuleBasedStateMachine):
+    """A log beside a list. Whatever happens between two checkpoints, the last one can be returned to."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.files = CrashFiles()
+        self.log = open_log(self.files)
+        self.values: list[int] = []  # all there ever were
+        self.next_value = 0
+        self.checkpoint = (0, 0)
+        self.kept: list[int] = []
+
+    @rule(count=st.integers(0, 35))
+    def append(self, count: int) -> None:
+        fresh = list(range(self.next_value, self.next_value + count))
+        self.next_value += count
+        assert self.log.append(records(fresh)) == len(self.values)
+        self.values += fresh
+
+    @rule(share=st.floats(0, 1))
+    def drop(self, share: float) -> None:
+        self.log.drop_below(int(len(self.values) * share))
+
+    @rule()
+    def save(self) -> None:
+        self.checkpoint = save(self.log, self.files)
+        self.kept = list(self.values)
+
+    @rule(synced=st.booleans())
+    def fail_to_save(self, synced: bool) -> None:
+        """The files may have been synced, the checkpoint was not saved."""
+        if synced:
+            save(self.log, self.files)
+        else:
+            self.log.take_dirty()
+        self.log.unsynced()
+
+    @rule(synced=st.booleans(), seed=st.integers(0, 2**16))
+    def crash_in_a_checkpoint(self, synced: bool, seed: int) -> None:
+        """Nobody is left to say that it was not saved."""
+        if synced:
+            save(self.log, self.files)
+        else:
+            self.log.take_dirty()
+        self.crash(seed)
+
+    @rule(seed=st.none() | st.integers(0, 2**16))
+    def crash(self, seed: int | None) -> None:
+        begin, end = self.checkpoint
+        self.log.close()
+        if seed is not None:
+            self.files = self.files.crash(seed)
+        assert is_whole(self.files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL)
+        self.log = open_log(self.files, begin, end)
+        self.values = list(self.kept)
+
+    @invariant()
+    def holds_what_was_appended(self) -> None:
+        if hasattr(self, "log"):
+            assert self.log.end == len(self.values)
+            assert values_of(self.log) == self.values[self.log.begin :]
+
+    @rule()
+    def files_do_not_pile_up(self) -> None:
+        self.save()
+        self.save()
+        begin, end = self.checkpoint
+        assert len(names(self.files)) <= -(-end // SMALL) - begin // SMALL
+
+
+def test_it_holds_what_was_appended_less_what_was_let_go() -> None:
+    machine = Machine.TestCase
+    machine.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+    machine().runTest()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 30), max_size=6),
+    begin=st.integers(0, 80),
+    end=st.integers(0, 80),
+    chosen=st.lists(st.integers(0, 79), max_size=20),
+)
+def test_any_part_can_be_read(counts: list[int], begin: int, end: int, chosen: list[int]) -> None:
+    log = open_log(CrashFiles())
+    for count in counts:
+        log.append(records(list(range(log.end, log.end + count))))
+    total = sum(counts)
+    if begin <= end <= total:
+        assert log.read(begin, end)["value"].tolist() == list(range(begin, end))
+    else:
+        with pytest.raises(OutOfRange, match=f"keeps 0 to {total}"):
+            log.read(begin, end)
+    there = np.array([index for index in chosen if index < total], dtype=np.int64)
+    assert log.at(there)["value"].tolist() == there.tolist()
+
+
+# ---- one by one --------------------------------------------------------------------------------------------
+
+
+def test_what_stands_behind_the_end_is_written_again() -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records([1, 2, 3, 4, 5]))
+    log.close()
+    log = open_log(files, 0, 3)
+    assert log.append(records([9])) == 3
+    assert values_of(log) == [1, 2, 3, 9]
+
+
+def test_files_outside_are_removed_at_once() -> None:
+    files = CrashFiles()
+    open_log(files).append(records(list(range(50))))
+    assert len(names(files)) == 5
+    log = open_log(files, 12, 25)
+    assert names(files) == ["00000001.log", "00000002.log"]
+    assert values_of(log) == list(range(12, 25))
+
+
+def test_a_file_is_removed_once_a_checkpoint_without_it_is_saved() -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records(list(range(25))))
+    save(log, files)
+    log.drop_below(21)
+    save(log, files)
+    assert len(names(files)) == 3, "were this checkpoint not saved, the one before it would need them"
+    save(log, files)
+    assert names(files) == ["00000002.log"]
+
+
+def test_a_failed_checkpoint_frees_nothing() -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records(list(range(25))))
+    save(log, files)
+    log.drop_below(21)
+    for _ in range(3):
+        assert log.take_dirty() is not None
+        log.unsynced()
+    assert len(names(files)) == 3
+
+
+def test_only_what_was_written_is_synced() -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records(list(range(25))))
+    assert len(log.take_dirty()) == 3
+    log.append(records([25]))
+    assert len(log.take_dirty()) == 1
+    assert log.take_dirty() == []
+    log.unsynced()
+    assert len(log.take_dirty()) == 3
+
+
+def test_without_the_sync_a_power_cut_loses_it() -> None:
+    """The control of the crash tests above."""
+    lost = 0
+    for seed in range(20):
+        files = CrashFiles(forget_sync=True)
+        log = open_log(files)
+        log.append(records(list(range(1, 26))))
+        begin, end = save(log, files)
+        files = files.crash(seed)
+        whole = is_whole(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL)
+        kept = whole and open_log(files, begin, end).read(begin, end)["value"].tolist() == list(range(1, 26))
+        lost += not kept
+    assert lost
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_damaged_file_is_found(damage: str, number: int) -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records(list(range(25))))
+    save(log, files)
+    assert is_whole(files, FOLDER, RECORD, begin=0, end=25, file_records=SMALL)
+    name = f"{FOLDER}/{number:08d}.log"
+    if damage == "missing":
+        files.remove(name)
+    else:
+        files.open(name).allocate(RECORD.itemsize)
+    assert not is_whole(files, FOLDER, RECORD, begin=0, end=25, file_records=SMALL)
+    after = (number + 1) * SMALL
+    if after < 25:
+        assert is_whole(files, FOLDER, RECORD, begin=after, end=25, file_records=SMALL)
+
+
+def test_nothing_is_whole_without_any_file() -> None:
+    assert is_whole(CrashFiles(), FOLDER, RECORD, begin=0, end=0, file_records=SMALL)
+    assert is_whole(CrashFiles(), FOLDER, RECORD, begin=10, end=10, file_records=SMALL)
+
+
+def test_one_field_is_set_in_place() -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records(list(range(25))))
+    save(log, files)
+    log.put(np.array([24, 3, 11]), "mark", 7)
+    assert np.flatnonzero(log.read(0, 25)["mark"] == 7).tolist() == [3, 11, 24]
+    assert values_of(log) == list(range(25))
+    assert len(log.take_dirty()) == 3
+
+
+def test_a_log_nobody_uses_makes_no_folder() -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    assert (log.take_dirty(), len(log.read(0, 0)), files.exists(FOLDER)) == ([], 0, False)
+
+
+def test_readers_read_while_it_grows(tmp_path: Path) -> None:
+    log = open_log(RealFiles(tmp_path))
+    log.append(records([0]))
+
+    def read_all() -> int:
+        end = log.end
+        assert values_of_range(log, end) == list(range(end))
+        assert log.at(np.arange(end))["value"].tolist() == list(range(end))
+        return end
+
+    with ThreadPoolExecutor(2) as threads:
+        readings = []
+        for value in range(1, 400):
+            log.append(records([value]))
+            readings.append(threads.submit(read_all))
+        assert max(reading.result() for reading in readings) == 400
+    log.close()
+
+
+def values_of_range(log: MappedLog, end: int) -> list[int]:
+    return [int(value) for value in log.read(0, end)["value"]]
