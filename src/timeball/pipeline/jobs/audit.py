@@ -3,10 +3,10 @@
     accepted = released + cancelled + expired + pending
 
 Three witnesses that do not trust each other: the ledger (what happened), the log after the ledger's end, and the
-pending table with the log's tail, its promises of delay levels and those that were written again (what waits). Events
-are those of rows since <= seq < E, with E the end of the log.
+pending table with the log's tail and its promises of delay levels (what waits). Events are those of rows
+since <= seq < E, with E the end of the log.
 
-    lost        accepted, not settled, and neither in the pending table nor in a row of the log that holds promises
+    lost        accepted, not settled, and neither in the pending table nor in the tail, there or written again
     early       released before its due instant; not so one of a delay level that counted as due because the
                 clock had been set back behind its acceptance (its release names the instant)
     duplicate   accepted or settled more than once
@@ -170,24 +170,22 @@ def settled_table(broker: Endpoint) -> tuple[Status, int]:
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     """Promises at rest, as the event 'waiting', more than once where they lie in several places.
 
-    Rows of the table, PROMISE rows of the tail; and of the whole log LEVEL_PROMISE rows, which retention leaves there
-    until they are settled, and MOVED rows under the number of the promise they hold, whose own row may be gone.
+    Rows of the table, PROMISE rows of the tail, and its MOVED rows under the number of the promise they hold, whose
+    own row may be gone. LEVEL_PROMISE rows of the whole log: retention leaves them there until they are settled.
     """
     columns = "seq,due_ms,topic,unique_key"
-
-    def log(kinds: str, from_seq: int | str, columns: str) -> DataFrame:
-        source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-        source = source.option("kinds", kinds).option("from_seq", str(from_seq))
-        return source.option("to_seq", str(scope.end)).load()
-
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
     table = source.option("read", "pending").option("version", str(scope.version)).load()
-    is_all_tail = scope.watermark <= scope.first
-    tail = log("promise", "first" if is_all_tail else min(scope.watermark, scope.end), columns)
-    elsewhere = log("level_promise,moved", "first", f"kind,source_seq,{columns}")
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
+    # Where nobody compacts, the tail is the whole log, whatever retention has let go of it since.
+    begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
+    tail = source.option("kinds", "promise,moved").option("from_seq", str(begin))
+    tail = tail.option("columns", f"kind,source_seq,{columns}").load()
     number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
-    elsewhere = elsewhere.withColumn("seq", number).drop("kind", "source_seq")
-    return table.unionByName(tail).unionByName(elsewhere).withColumn("event", f.lit("waiting"))
+    tail = tail.withColumn("seq", number).drop("kind", "source_seq")
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
+    levels = source.option("kinds", "level_promise").option("to_seq", str(scope.end)).load()
+    return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
 
 
 def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
