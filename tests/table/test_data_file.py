@@ -95,6 +95,39 @@ def test_search_counts_what_lies_before(dues: list[int], position: Position) -> 
     assert data_file.search(due, seq, position) == sum(1 for one in every if one < position)
 
 
+@given(DUES, st.lists(st.integers(BEGIN_MS - 2, BEGIN_MS + 14), min_size=1, max_size=5))
+def test_the_first_instant_from_anywhere_on(dues: list[int], asked: list[int]) -> None:
+    file = one_file(table_rows(dues))
+    for from_ms in asked:
+        assert file.first_due_from(from_ms) == min((due for due in dues if due >= from_ms), default=None)
+
+
+def test_who_walks_leaves_it_open_and_who_looks_up_leaves_it_as_it_was() -> None:
+    file = one_file(table_rows([BEGIN_MS + i for i in range(3 * GROUP_ROWS)]))
+    walks = [
+        lambda: file.positions_between(*EVERYTHING), lambda: file.rows_between(*EVERYTHING),
+        lambda: file.row_count_up_to(BEGIN_MS, BEGIN_MS), lambda: file.first_due_from(BEGIN_MS), file.check,
+    ]  # fmt: skip
+    look_ups = [file.ensure_keys, lambda: file.find(hashes("id7")), lambda: file.find_seqs(np.array([7]))]
+    assert not file.is_open
+    for call, stays_open in [*((walk, True) for walk in walks), *((look_up, False) for look_up in look_ups)]:
+        file.close()
+        call()
+        assert file.is_open == stays_open
+    file.check()
+    for look_up in look_ups:
+        look_up()
+        assert file.is_open, "somebody walks through it"
+
+
+def test_a_look_up_that_fails_leaves_it_closed(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+    entry, data, _ = whole
+    file = DataFile(OneFile(damaged(data, len(data) // 3, 0)), entry)
+    with pytest.raises(Corrupt):
+        file.find_seqs(np.array([9]))
+    assert not file.is_open
+
+
 # ---- keys ---------------------------------------------------------------------------------------------------
 
 WORDS = st.sampled_from(["a", "b", "ab", "key", "k" * 40, "é"])

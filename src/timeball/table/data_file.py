@@ -1,11 +1,17 @@
 """One data file of the pending table: rows between two positions of (due_ms, seq), and rows by key.
 
 The file is sorted, so a window is one contiguous run of rows; row-group statistics say which groups may hold
-it and only those are read. Nothing is held between calls but the parsed footer, which `close` drops again:
-the memory of a waiting promise is its share of a `FileEntry`.
+it and only those are read. Nothing is held between calls but the parsed footer and its mapping, which `close` drops
+again: the memory of a waiting promise is its share of a `FileEntry`. Whoever walks through a file leaves it open and
+closes it when it is not near any more; a look-up by key or number leaves it as it found it, because it may ask
+thousands of files, whose footers would weigh more than the promises they speak of. A key sidecar stays mapped:
+each look-up asks every one, and a mapping costs no memory of ours.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +30,7 @@ Position = tuple[int, int]  # (due_ms, seq)
 
 _CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
 _ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
+_NO_GROUPS: Int64Array = np.empty(0, np.int64)
 _NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in _ID_COLUMNS]).empty_table()
 
 
@@ -34,11 +41,14 @@ class DataFile:
         self._files = files
         self.entry = entry
         self._parquet: pq.ParquetFile | None = None
-        self._group_starts: Int64Array = np.empty(0, np.int64)
-        self._group_min: Int64Array = np.empty(0, np.int64)
-        self._group_max: Int64Array = np.empty(0, np.int64)
+        self._group_starts = self._group_min = self._group_max = _NO_GROUPS
         self._keys: KeySidecar | None = None
         self.keys_tried = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its footer is in memory, and the file mapped."""
+        return self._parquet is not None
 
     def positions_between(self, low: Position, high: Position) -> tuple[Int64Array, Int64Array]:
         """(due_ms, seq) of the rows with low <= (due_ms, seq) < high, in that order."""
@@ -67,26 +77,37 @@ class DataFile:
             for g in self._groups(low_due_ms, high_due_ms)
         )
 
+    def first_due_from(self, due_ms: int) -> int | None:
+        """The instant of the first row due at or after `due_ms`; None when there is none."""
+        self._open()
+        group = int(np.searchsorted(self._group_max, due_ms, side="left"))
+        if group == len(self._group_max):
+            return None
+        first = int(self._group_min[group])
+        if first < due_ms:
+            due = self._read([group], ["due_ms"]).column("due_ms").to_numpy()
+            first = int(due[np.searchsorted(due, due_ms, side="left")])
+        return first
+
     def find(self, hashes: UInt64Array) -> pa.Table:
         """The identifying columns of the rows with a key that may be one of those hashed."""
         rows = self._sidecar().find(hashes)
         if len(rows) == 0:
             return _NO_ROWS
-        self._open()
-        groups = np.unique(np.searchsorted(self._group_starts, rows, side="right") - 1)
-        parts = []
-        for group in groups:
-            inside = rows[(rows >= self._group_starts[group]) & (rows < self._group_starts[group + 1])]
-            parts.append(
-                self._read([int(group)], _ID_COLUMNS).take(
-                    pa.array(np.sort(inside) - self._group_starts[group])
-                )
-            )
-        return pa.concat_tables(parts)
+        with self._briefly():
+            self._open()
+            groups = np.unique(np.searchsorted(self._group_starts, rows, side="right") - 1)
+            parts = []
+            for group in groups:
+                start = self._group_starts[group]
+                inside = rows[(rows >= start) & (rows < self._group_starts[group + 1])]
+                parts.append(self._read([int(group)], _ID_COLUMNS).take(pa.array(np.sort(inside) - start)))
+            return pa.concat_tables(parts)
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
         """As `find`, for sequence numbers; reads the whole seq column, so it is for rare use."""
-        rows = self._read(list(range(self._open().num_row_groups)), _ID_COLUMNS)
+        with self._briefly():
+            rows = self._read(list(range(self._open().num_row_groups)), _ID_COLUMNS)
         return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seqs)))
 
     def ensure_keys(self) -> None:
@@ -103,8 +124,19 @@ class DataFile:
         self._open()
 
     def close(self) -> None:
-        """Drop the footer; the next read parses it again."""
+        """Drop the footer and its mapping; the next read parses it again."""
         self._parquet = None
+        self._group_starts = self._group_min = self._group_max = _NO_GROUPS
+
+    @contextmanager
+    def _briefly(self) -> Iterator[None]:
+        """What was closed is closed again."""
+        was_open = self.is_open
+        try:
+            yield
+        finally:
+            if not was_open:
+                self.close()
 
     def _sidecar(self) -> KeySidecar:
         if self._keys is not None:
@@ -116,12 +148,9 @@ class DataFile:
                 return self._keys
             except Corrupt:
                 pass  # a cache: built again from the data file, which has its own checksums
-        was_open = self._parquet is not None
-        columns = self._read(
-            list(range(self._open().num_row_groups)), ["unique_key", "keys"]
-        ).combine_chunks()
-        if not was_open:
-            self.close()  # thousands of footers would weigh more than the promises they speak of
+        with self._briefly():
+            groups = list(range(self._open().num_row_groups))
+            columns = self._read(groups, ["unique_key", "keys"]).combine_chunks()
         hashes, rows = hash_keys(*(columns.column(c).chunk(0) for c in ("unique_key", "keys")))
         self._files.replace(name, KeySidecar.build(hashes, rows).encode())
         self._keys = KeySidecar.parse(self._files.map_readonly(name))

@@ -13,7 +13,15 @@ from timeball import limits
 from timeball.broker.compacting import write_files
 from timeball.message import READ_SCHEMA, Int64Array, Kind
 from timeball.schedule.hour_log import pending
-from timeball.schedule.hour_log.pending import PendingFiles, bounded_window, load, positions
+from timeball.schedule.hour_log.pending import (
+    OPEN_MS,
+    PendingFiles,
+    bounded_window,
+    close_far,
+    is_far,
+    load,
+    survey,
+)
 from timeball.schedule.hour_log.placement import FIRST
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
@@ -55,14 +63,15 @@ def test_what_is_near_holds_every_row_of_the_window(batches: list[list[int]], lo
     low, high = sorted((low, high))
     live, pairs = table(batches)
     wanted = [pair for pair in pairs if low <= pair < high]
-    near = live.near(low[0], high[0])
-    assert listed(positions(near, low, high)) == wanted
+    near, bound = live.near(low, high)
+    assert bound == high, "few files are not too many"
+    found = survey(near, low, high)
+    assert (found.high, listed((found.due_ms, found.seq))) == (high, wanted)
     rows = load(near, low, high)
     if rows is None:
         assert not wanted
     else:
-        found = zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True)
-        assert sorted(found) == wanted
+        assert sorted(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True)) == wanted
 
 
 @given(BATCHES, st.integers(NOW_MS - 1, NOW_MS + 101 * limits.DAY_MS))
@@ -97,11 +106,80 @@ def test_a_window_is_bounded_and_moves(batches: list[list[int]], rows_max: int) 
         for _ in range(1_000):
             high = bounded_window(live.all(), low, LAST)
             assert low < high <= LAST
-            seen += listed(positions(live.all(), low, high))
+            found = survey(live.all(), low, LAST)
+            assert found.high == high
+            seen += listed((found.due_ms, found.seq))
             if high == LAST:
                 break
             low = high
     assert seen == pairs
+
+
+@given(BATCHES, st.integers(1, 6), st.integers(1, 40 * limits.DAY_MS))
+def test_a_walk_through_a_few_files_at_a_time_finds_every_row(
+    batches: list[list[int]], files_max: int, step_ms: int
+) -> None:
+    """And what has been learnt on the way hides nothing: it says when to look again, exactly."""
+    live, pairs = table(batches)
+    seen: list[Pair] = []
+    low = FIRST
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending, "WINDOW_FILES_MAX", files_max)
+        while (upcoming := live.next_due_ms(low[0])) is not None:
+            left = [pair for pair in pairs if pair >= low]
+            assert not left or upcoming <= left[0][0]
+            near, high = live.near(low, (upcoming + step_ms, 0))
+            assert low < high <= (upcoming + step_ms, 0)
+            assert len(near) <= files_max or high[0] == upcoming + 1, "only those of one instant are more"
+            found = survey(near, low, high)
+            here = listed((found.due_ms, found.seq))
+            assert here == [pair for pair in pairs if low <= pair < found.high]
+            live.learn(found.next_due_ms)
+            seen, low = seen + here, found.high
+    assert seen == pairs
+
+
+def test_a_file_with_few_rows_is_looked_into_for_each_and_no_more() -> None:
+    """A month with a row a week: an hour at a time, whatever lies in between is skipped."""
+    dues = [NOW_MS + 100 * limits.DAY_MS + week * 7 * limits.DAY_MS for week in range(4)]
+    files = CrashFiles()
+    live = PendingFiles(files, write(files, dues))
+    looks, low = 0, FIRST
+    while (upcoming := live.next_due_ms(low[0])) is not None:
+        near, high = live.near(low, (upcoming + limits.HOUR_MS, 0))
+        live.learn(survey(near, low, high).next_due_ms)
+        looks, low = looks + 1, high
+    assert looks <= 2 * len(dues) + len(live)
+
+
+def test_what_was_learnt_is_forgotten_with_its_file() -> None:
+    files = CrashFiles()
+    (entry,) = write(files, [NOW_MS, NOW_MS + limits.HOUR_MS - NOW_MS % limits.HOUR_MS - 1])
+    live = PendingFiles(files, [entry])
+    live.learn({entry.path: entry.max_due_ms, "unknown": 0})
+    assert live.next_due_ms(NOW_MS) == entry.max_due_ms
+    assert live.near((NOW_MS, 0), (entry.max_due_ms - 1, 0))[0] == []
+    attachment = Attachment(job="rewrite", job_id="j", epoch=1, files=[], removes=[entry.path])
+    live.apply(attachment)
+    live.apply(Attachment(job="bulk", job_id="k", epoch=1, files=[entry], removes=[]))
+    assert live.next_due_ms(NOW_MS) == NOW_MS
+
+
+def test_what_is_two_hours_away_is_closed() -> None:
+    files = CrashFiles()
+    hour = limits.HOUR_MS
+    entries = write(files, [NOW_MS - NOW_MS % hour + n * hour for n in range(10)])
+    live = PendingFiles(files, entries)
+    for file in live.all():
+        file.check()
+    assert live.open_files == 10
+    horizon_ms = entries[5].min_due_ms
+    assert live.any_far(horizon_ms)
+    close_far(live.all(), horizon_ms)
+    assert [file.is_open for file in live.all()] == [3 <= n <= 7 for n in range(10)]
+    assert not live.any_far(horizon_ms)
+    assert not is_far(live.all()[5], entries[5].max_due_ms + OPEN_MS)
+    assert is_far(live.all()[5], entries[5].max_due_ms + OPEN_MS + 1)
 
 
 def test_an_attach_replaces_files_at_once() -> None:
@@ -135,7 +213,7 @@ def test_rows_of_the_table_look_like_rows_of_the_log() -> None:
 def test_an_empty_table_answers() -> None:
     live = PendingFiles(CrashFiles(), [])
     assert live.next_due_ms(0) is None
-    assert live.near(0, 1 << 62) == []
-    assert listed(positions([], FIRST, LAST)) == []
+    assert live.near(FIRST, LAST) == ([], LAST)
+    assert len(survey([], FIRST, LAST).seq) == 0
     assert load([], FIRST, LAST) is None
     assert bounded_window([], FIRST, LAST) == LAST

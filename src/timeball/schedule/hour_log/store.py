@@ -25,7 +25,7 @@ from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, int64
 from timeball.schedule.due_index import DueIndex
-from timeball.schedule.hour_log.pending import PendingFiles, bounded_window, load, positions
+from timeball.schedule.hour_log.pending import PendingFiles, close_far, load, survey
 from timeball.schedule.hour_log.placement import FIRST, cut_to_budget, next_horizon
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
@@ -153,6 +153,7 @@ class HourLog:
             "wheel_rows": len(self._wheel),
             "table_rows": self.pending.rows,
             "table_files": len(self.pending),
+            "open_files": self.pending.open_files,
             "cancelled_rows": self._settling.cancelled_rows,
         }
 
@@ -229,8 +230,9 @@ class HourLog:
         return max(1, self._gather_bytes // self._row_bytes)
 
     def _start_gather(self, target: Position) -> None:
-        near = self.pending.near(self._horizon[0], target[0])
-        if not near and self._tail.count_before(target[0]) == 0:
+        near, target = self.pending.near(self._horizon, target)
+        nothing = not near and self._tail.count_before(target[0]) == 0
+        if nothing and not self.pending.any_far(target[0]):
             self._horizon = self._loaded = target
             return
         self._gathering = asyncio.get_running_loop().create_task(self._gather(near, self._horizon, target))
@@ -242,7 +244,9 @@ class HourLog:
         # The horizon must not move before it is known how far it may; promises admitted meanwhile go to the
         # tail, which is only read when the bound is fixed, on this loop and without a pause in between.
         if near:
-            target, file_due, file_seq = await loop.run_in_executor(self._thread, _survey, near, low, target)
+            window = await loop.run_in_executor(self._thread, survey, near, low, target)
+            self.pending.learn(window.next_due_ms)
+            target, file_due, file_seq = window.high, window.due_ms, window.seq
         else:
             file_due = file_seq = np.empty(0, np.int64)
         tail_due, tail_seq = self._tail.between(low, target)
@@ -262,6 +266,7 @@ class HourLog:
         if len(tail_seqs):
             batches.append(self._reader.take(np.sort(tail_seqs)))
         rows = load(near, low, high)
+        close_far(self.pending.all(), high[0])
         if rows is not None:
             batches.append(rows)
         if not batches:
@@ -281,7 +286,8 @@ class HourLog:
         task = asyncio.current_task()
         assert task is not None
         try:
-            rows = await asyncio.get_running_loop().run_in_executor(self._thread, load, files, FIRST, horizon)
+            loop = asyncio.get_running_loop()
+            rows = await loop.run_in_executor(self._thread, _load_below, files, horizon)
             if rows is not None:
                 if settled is not None:
                     rows = rows.filter(pa.array(settled.may_wait(int64(rows.column("seq")))))
@@ -311,11 +317,11 @@ class HourLog:
         await self.quiet()
 
 
-def _survey(near: list[DataFile], low: Position, target: Position) -> tuple[Position, Int64Array, Int64Array]:
-    """How far one gather may go, and the positions in the files up to there (reader thread)."""
-    target = bounded_window(near, low, target)
-    due, seq = positions(near, low, target)
-    return target, due, seq
+def _load_below(files: list[DataFile], horizon: Position) -> pa.RecordBatch | None:
+    """Rows below the horizon of files that have just come (reader thread)."""
+    rows = load(files, FIRST, horizon)
+    close_far(files, horizon[0])
+    return rows
 
 
 def _before(due: Int64Array, seq: Int64Array, position: Position) -> npt.NDArray[np.bool_]:
