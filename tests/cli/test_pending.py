@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.processes import serving, timeball
+from tests.node_fixture import running_node
+from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
-from timeball.cli.pending import BARS_MAX, Unit, Waiting
+from timeball.cli.pending import BARS_MAX, Unit, Waiting, count_waiting
+from timeball.config import MIB
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -46,6 +49,30 @@ def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -
         assert list(found["due"].values()) == [24, 24, 25, 25]
         shown = timeball("pending", "--endpoint", endpoint)
         assert "98 waiting" in shown.stdout and "█" in shown.stdout
+
+
+def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_path: Path) -> None:
+    """In two rows, in three, and in the last alone when retention has let the others go."""
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
+        ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
+        places = write_again(node, 1, 2, 3)
+        write_again(node, places[2])
+        assert [v.verdict for v in node.run(node.broker.cancel(seqs=[2, 9]))] == ["cancelled"] * 2
+        assert (count_waiting(ball).tail_rows, count_waiting(ball).table_rows) == (8, 0)
+        fill_segment(node)
+        write_again(node, 1, 3, 4, 5, 6, 7)
+        assert let_go(node) > 10
+        # The control: the eighth and the tenth were not written again.
+        found = count_waiting(ball)
+        assert (found.tail_rows, sum(found.hours.values())) == (6, 6)
+
+
+def test_what_moved_a_promise_says_nothing_once_it_lies_in_the_table(tmp_path: Path) -> None:
+    with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
+        ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(4)])
+        write_again(node, 1, 2)
+        ball.compact()
+        assert (count_waiting(ball).tail_rows, count_waiting(ball).table_rows) == (0, 4)
 
 
 def test_a_promise_due_now_no_longer_waits() -> None:

@@ -3,12 +3,13 @@
 Counts are taken by the reader of tables, not by the broker: what waits in the pending table is read from its
 Parquet files, the log's tail over Flight, both as of one answer of `status`, so that a compaction in between
 can neither hide a promise nor count it twice. A promise due after the broker's "now" cannot have been
-released; those due earlier are counted as being delivered.
+released; those due earlier are counted as being delivered. A promise that was written again lies in several rows
+of the tail, of which retention may have let the first ones go: it is counted once, by its own number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -115,19 +116,38 @@ def pending(
 
 def count_waiting(ball: Timeball) -> Waiting:
     """All promises due after the broker's now that nobody has cancelled."""
+    import numpy as np
+
     from timeball.message import Kind
 
     status = ball.status()
-    watermark, durable = status["watermark"], status["log"]["durable_seq"]
+    durable = status["log"]["durable_seq"]
+    watermark = max(status["watermark"], status["log"]["first_seq"])
     found = Waiting(now_ms=status["now_ms"])
     cancelled = _seqs(ball.read_log(status["log"]["first_seq"], durable, kinds=[Kind.CANCEL]), "source_seq")
-    for rows in ball.read_log(watermark, durable, kinds=[Kind.PROMISE]):
-        found.tail_rows += found.add(_due_of_kept(rows, cancelled))
+    due_ms, seq = _promises(ball.read_log(watermark, durable, kinds=[Kind.PROMISE, Kind.MOVED]))
+    found.tail_rows = found.add(due_ms[~np.isin(seq, cancelled)])
     for rows in ball.read_log(status["log"]["first_seq"], durable, kinds=[Kind.LEVEL_PROMISE]):
         found.level_rows += found.add(_due_of_kept(rows, cancelled))
     for rows in _table_rows(status["table"], found.now_ms):
         found.table_rows += found.add(_due_of_kept(rows, cancelled))
     return found
+
+
+def _promises(batches: Iterable[Any]) -> tuple[Int64Array, Int64Array]:
+    """(due_ms, seq) of the promises in PROMISE and MOVED rows, each once."""
+    import numpy as np
+
+    from timeball.message import Kind
+
+    due_ms, seq = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for rows in batches:
+        own, source = (rows.column(name).to_numpy(zero_copy_only=False) for name in ("seq", "source_seq"))
+        is_moved = rows.column("kind").to_numpy() == Kind.MOVED
+        seq.append(np.where(is_moved, source, own).astype(np.int64))
+        due_ms.append(rows.column("due_ms").to_numpy())
+    numbers, first = np.unique(np.concatenate(seq), return_index=True)
+    return np.concatenate(due_ms)[first], numbers
 
 
 def _seqs(batches: Any, column: str) -> Int64Array:

@@ -11,7 +11,8 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.pipeline.traffic import fill_segment, let_go, send, send_due_now, visible, write_again
+from tests.pipeline.traffic import send, send_due_now, visible
+from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
 from timeball.config import MIB

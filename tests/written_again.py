@@ -1,0 +1,53 @@
+"""Promises that were written again, and rows that retention has let go, on a running node.
+
+What a wheel's roll and a cascade's hop write, without the days that they take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from tests.node_fixture import RunningNode
+
+from timeball import Timeball
+from timeball.broker.delivery import moved_rows
+from timeball.log import retention
+from timeball.schedule.places import as_promises
+
+
+def write_again(node: RunningNode, *places: int) -> list[int]:
+    """Promises at these places once more, as a wheel's roll and a cascade's hop do; the places of the MOVED rows."""
+
+    async def write() -> int:
+        parts = node.broker.parts
+        promises = as_promises(parts.reader.take(np.array(places, np.int64)))
+        _, durable = parts.writer.append(moved_rows(promises, now_ms=parts.clock.now_ms()))
+        return await durable
+
+    first_seq = node.run(write())
+    return list(range(first_seq, first_seq + len(places)))
+
+
+def fill_segment(node: RunningNode) -> None:
+    """Messages, until the log has begun another segment: retention takes whole ones."""
+    parts = node.broker.parts
+    ordinal, body = parts.reader.segments.last.ordinal, b"." * 1_000_000
+    with Timeball(node.endpoint) as ball:
+        for _ in range(2 + node.settings.segment_bytes // len(body)):
+            ball.send("filler", body)
+    assert parts.reader.segments.last.ordinal > ordinal
+
+
+def let_go(node: RunningNode) -> int:
+    """All segments but the newest, as retention lets them go; the first row that is kept."""
+
+    async def remove() -> int:
+        parts = node.broker.parts
+        gone = parts.reader.segments.all[:-1]
+        await asyncio.get_running_loop().run_in_executor(
+            parts.reader_thread, retention.remove, parts.files, parts.reader.segments, gone
+        )
+        return parts.reader.first_seq
+
+    return node.run(remove())
