@@ -74,6 +74,7 @@ def test_units_stand_last_in_the_names() -> None:
         "queues_per_topic",
         "compact_rows",
         "compact_rows_min",
+        "timer_congest_num_each_slot",  # RocketMQ's name
     }
     # A number that comes to the settings later says its unit, or is a count and listed here.
     known_units = ("_ms", "_bytes", "_ms_max", "_rows", "_rows_min")

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from timeball import limits
 from timeball.errors import SetupError
 
 Durability = Literal["sync", "async"]
+Schedule = Literal["hour_log", "timer_wheel", "level_cascade"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 MIB = 1024 * 1024
+TIMER_WHEEL_MS_MAX = 30 * limits.DAY_MS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,11 @@ class Settings:
     delay_levels: str = (  # RocketMQ's messageDelayLevel: level n is the nth item
         "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
     )
+    schedule: Schedule = "hour_log"  # who keeps promises for an instant (docs/designs.md)
+    timer_precision_ms: int = 1_000  # RocketMQ's timerPrecisionMs: a slot's width; nothing is late by it
+    timer_wheel_ms: int = 3 * limits.DAY_MS  # how far the ring reaches; what is due later rolls
+    timer_congest_num_each_slot: int = 0  # refuse more promises than this for one slot; 0: never
+    timing_zone: str = "UTC"  # of a TIMING property that names none
     gather_ahead_ms: int = 10_000  # bodies due within this time are in memory
     gather_bytes: int = 512 * MIB  # and never more than about this much of them
 
@@ -84,5 +93,29 @@ class Settings:
             raise SetupError(
                 f"--delay-ms-max {self.delay_ms_max}: between 1 and {limits.DELAY_MS_MAX} (ten years)"
             )
+        self._check_waiting()
         if self.gather_ahead_ms < 1_000:
             raise SetupError(f"--gather-ahead-ms {self.gather_ahead_ms}: at least 1000")
+
+    def _check_waiting(self) -> None:
+        if self.schedule not in SCHEDULES:
+            # Said because somebody will try it.
+            levels = "delay levels are always there, beside it"
+            raise SetupError(f"--schedule {self.schedule}: one of {', '.join(SCHEDULES)}; {levels}")
+        if not 1 <= self.timer_precision_ms <= limits.SECOND_MS:
+            raise SetupError(
+                f"--timer-precision-ms {self.timer_precision_ms}: between 1 and {limits.SECOND_MS}"
+            )
+        least_ms = limits.MINUTE_MS
+        if not least_ms <= self.timer_wheel_ms <= TIMER_WHEEL_MS_MAX:
+            raise SetupError(
+                f"--timer-wheel-ms {self.timer_wheel_ms}: between {least_ms} and {TIMER_WHEEL_MS_MAX} (30 days)"
+            )
+        if self.timer_congest_num_each_slot < 0:
+            raise SetupError(f"--timer-congest-num-each-slot {self.timer_congest_num_each_slot}: 0 is none")
+        try:
+            ZoneInfo(self.timing_zone)
+        except (ZoneInfoNotFoundError, ValueError) as error:
+            raise SetupError(
+                f"--timing-zone {self.timing_zone!r}: no IANA time zone, such as Europe/Berlin"
+            ) from error

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import psutil
 
 from timeball import __version__
@@ -41,9 +42,11 @@ from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.remoting.edge import RemotingEdge
+from timeball.schedule import keepers
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.settling import Settling
 from timeball.table.catalog import Catalog
 
 logger = logging.getLogger(__name__)
@@ -113,7 +116,7 @@ class Node:
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
-        for ticker in (self.broker.ticker, self.broker.level_ticker):
+        for ticker in {self.broker.ticker, self.broker.table_ticker, self.broker.level_ticker}:
             task = asyncio.create_task(ticker.run())
             task.add_done_callback(self._ticker_ended)
             self._ticker_tasks.append(task)
@@ -147,10 +150,17 @@ class Node:
             files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics
         )
         ledger = Ledger(watermark=opened.segments.first_seq)
+        kept = keepers.kept(settings, saved)
         found = await loop.run_in_executor(
-            reader_thread, recover, saved, reader, topics, ledger, catalog, clock.now_ms()
+            reader_thread,
+            lambda: recover(saved, reader, topics, ledger, catalog, clock.now_ms(), resumes=kept is not None),
         )
-        schedule, levels = self._schedule(reader, found), self._levels(reader, topics)
+        settling = Settling()
+        settling.restore(found.settled)
+        hour_log, levels = self._hour_log(reader, found, settling), self._levels(reader, topics)
+        keeper = keepers.build(
+            settings, files, reader, reader_thread, settling, on_change=self._wake, on_failure=self._fail
+        )
         parts = Parts(
             settings=settings,
             files=files,
@@ -161,8 +171,11 @@ class Node:
             topics=topics,
             offsets=Offsets(files),
             groups=Groups(files),
-            schedule=schedule,
+            schedule=keeper or hour_log,
+            keeper=keeper,
+            hour_log=hour_log,
             levels=levels,
+            settling=settling,
             catalog=catalog,
             ledger=ledger,
             reader_thread=reader_thread,
@@ -172,9 +185,20 @@ class Node:
         self.broker = Broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
-        schedule.restore(found.settled, found.tail_due_ms, found.tail_seq)
+        await self._restore(found, kept)
         levels.restore(found.levels, found.levels_settled_seq)
         self.upkeep = Upkeep(self.broker)
+
+    async def _restore(self, found: Recovered, kept: msgspec.Struct | None) -> None:
+        parts, waiting = self.broker.parts, found.waiting
+        if parts.keeper is not None:
+            parts.hour_log.restore(found.settled, waiting.part(np.zeros(len(waiting), np.bool_)))
+            parts.keeper.restore(kept, found.settled, waiting, parts.clock.now_ms())
+            return
+        parts.hour_log.restore(found.settled, waiting)
+        if not np.array_equal(waiting.at, waiting.seq):
+            logger.info("%d promises of another --schedule are moved to the pending table", len(waiting))
+            await self.broker.mover.adopt(waiting)
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
         return await asyncio.get_running_loop().run_in_executor(
@@ -187,15 +211,16 @@ class Node:
             ),
         )
 
-    def _schedule(self, reader: LogReader, found: Recovered) -> HourLog:
+    def _hour_log(self, reader: LogReader, found: Recovered, settling: Settling) -> HourLog:
         return HourLog(
             self.files,
             reader,
             self._threads[1],
             found.files,
+            settling,
             ahead_ms=self.settings.gather_ahead_ms,
             gather_bytes=self.settings.gather_bytes,
-            on_change=self._wake,
+            on_change=self._wake_table,
             on_failure=self._fail,
         )
 
@@ -237,7 +262,9 @@ class Node:
             task.cancel()
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.popper.close()
-        await self.broker.parts.schedule.close()
+        await self.broker.parts.hour_log.close()
+        if self.broker.parts.keeper is not None:
+            await self.broker.parts.keeper.close()
         await self.broker.parts.levels.close()
         if self.broker.parts.writer.failed is None:
             await self.broker.parts.writer.flushed()
@@ -290,6 +317,10 @@ class Node:
     def _wake(self) -> None:
         if hasattr(self, "broker"):
             self.broker.ticker.wake()
+
+    def _wake_table(self) -> None:
+        if hasattr(self, "broker"):
+            self.broker.table_ticker.wake()
 
     def _wake_levels(self) -> None:
         if hasattr(self, "broker"):

@@ -49,11 +49,11 @@ async def state(world: World, files: CrashFiles) -> dict[str, Any]:
     left = World(files, replace(world.clock), deepcopy(world.observed))
     await left.start()
     await left.settled()
-    ledger, schedule = left.broker.parts.ledger, left.broker.parts.schedule
+    ledger, hour_log = left.broker.parts.ledger, left.broker.parts.hour_log
     known = {
         "watermark": ledger.watermark, "epochs": ledger.epochs, "reserved": ledger.reserved,
         "queues": {topic: left.broker.queues(topic) for topic in left.broker.topics()},
-        "files": sorted(entry.path for entry in schedule.pending.live_entries()),
+        "files": sorted(entry.path for entry in hour_log.pending.live_entries()),
         "waiting": left.broker.status()["schedule"]["tail_rows"],
     }  # fmt: skip
     await left.advance(AFTER_MS)

@@ -237,7 +237,7 @@ async def test_files_whose_promises_are_all_settled_leave_the_table(world: World
 
 def _sidecars(world: World) -> list[bool]:
     """For each data file, whether its key sidecar is there."""
-    files = world.broker.parts.schedule.pending.all()
+    files = world.broker.parts.hour_log.pending.all()
     return [world.files.exists(sidecar_name(file.entry.path)) for file in files]
 
 
@@ -257,7 +257,7 @@ async def test_one_damaged_data_file_does_not_keep_the_others_from_it(world: Wor
     assert world.node is not None
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()
-    first = world.broker.parts.schedule.pending.all()[0]
+    first = world.broker.parts.hour_log.pending.all()[0]
     world.files.replace(f"{FOLDER}/{first.entry.path}", b"PAR1 is not all there is to it")
     await world.node.upkeep.index_keys()
     assert _sidecars(world) == [False, True]

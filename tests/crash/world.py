@@ -231,7 +231,7 @@ class World:
 
     async def rewrite(self, epoch: int) -> None:
         """Put a live file's rows into a new file in its place."""
-        file: DataFile = self.broker.parts.schedule.pending.all()[0]
+        file: DataFile = self.broker.parts.hour_log.pending.all()[0]
         rows = file.rows_between((0, 0), (1 << 62, 0))
         attachment = Attachment(
             job="rewrite",

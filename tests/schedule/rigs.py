@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,8 @@ from tests.schedule.world import World
 from timeball.message import Int64Array, Kind
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.places import Placed
+from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled, Strategy
 from timeball.schedule.wheel import Run
 from timeball.table.attachment import Attachment
@@ -34,12 +35,14 @@ class HourLogRig:
         self._class, self._gather_bytes = strategy, gather_bytes
 
     def start(self, world: World, restart: Restart) -> HourLog:
+        settling = Settling()
+        settling.restore(restart.settled)
         strategy = self._class(
-            world.files, world.reader, world.reader_thread, restart.entries,
+            world.files, world.reader, world.reader_thread, restart.entries, settling,
             ahead_ms=AHEAD_MS, gather_bytes=self._gather_bytes,
             on_change=world.wake, on_failure=world.failures.append,
         )  # fmt: skip
-        strategy.restore(restart.settled, restart.tail_due_ms, restart.tail_seq)
+        strategy.restore(restart.settled, Placed(restart.tail_due_ms, restart.tail_seq, restart.tail_seq))
         return strategy
 
     def dress(self, rows: pa.RecordBatch) -> pa.RecordBatch:
@@ -66,6 +69,9 @@ class HourLogRig:
     def rows_in_memory(self, strategy: Strategy) -> int:
         assert isinstance(strategy, HourLog)
         return len(strategy._tail) + len(strategy._wheel) + len(strategy._settling)
+
+    def first_needed_seq(self, strategy: Strategy) -> int | None:
+        return None
 
     async def ready_to_cancel(self, strategy: Strategy) -> None:
         assert isinstance(strategy, HourLog)
@@ -184,8 +190,8 @@ class KeepsTheCancelled(HourLog):
 class LosesOnTheWay(HourLog):
     """Loses the last of many rows that a gather loads."""
 
-    def _load(self, near: list[DataFile], tail_seqs: Int64Array, low: Position, high: Position) -> list[Run]:
-        runs = super()._load(near, tail_seqs, low, high)
+    def _load(self, near: list[DataFile], tail_at: Int64Array, low: Position, high: Position) -> list[Run]:
+        runs = super()._load(near, tail_at, low, high)
         return [run.part(0, len(run.due) - 1) if len(run.due) > 5 else run for run in runs]
 
 
@@ -208,9 +214,9 @@ class AttachesInAGather(HourLog):
 class ForgetsAtARestart(HourLog):
     """Starts from the mark alone, and not from the pairs that are settled besides."""
 
-    def restore(self, settled: Settled, due_ms: Int64Array, seq: Int64Array) -> None:
-        none = np.empty(0, np.int64)
-        super().restore(replace(settled, due_ms=none, seq=none), due_ms, seq)
+    def restore(self, settled: Settled, waiting: Placed) -> None:
+        self._settling._cancelled = DueIndex()
+        super().restore(settled, waiting)
 
 
 WRONG: list[type[HourLog]] = [

@@ -18,9 +18,10 @@ from timeball import limits
 from timeball.broker.grouping import codes_of, filled
 from timeball.broker.topics import check_name
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, byte_lengths
+from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, byte_lengths, int64
 from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.delay_levels.rows import disguised_properties
+from timeball.schedule.strategy import Keeper
 
 SEND_COLUMNS: dict[str, pa.DataType] = {
     "topic": pa.string(),
@@ -114,6 +115,21 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
     }
     columns = [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
+
+
+def kept_by(keeper: Keeper, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    """Admitted rows, the promises among them as their keeper wants them; raises OverLimit when it is full."""
+    mine = rows.column("kind").to_numpy() == Kind.PROMISE
+    if not mine.any():
+        return rows
+    promises = rows if mine.all() else rows.filter(pa.array(mine))
+    keeper.refuse(int64(promises.column("due_ms")))
+    dressed = keeper.dress(promises, now_ms)
+    if dressed is promises or mine.all():
+        return rows if dressed is promises else dressed
+    properties = pc.replace_with_mask(rows.column("properties"), pa.array(mine), dressed.column("properties"))
+    at = LOG_SCHEMA.get_field_index("properties")
+    return rows.set_column(at, LOG_SCHEMA.field(at), properties)
 
 
 def topic_names(rows: pa.RecordBatch) -> list[str]:

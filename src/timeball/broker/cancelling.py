@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from timeball.table.data_file import DataFile
 _COLUMNS = [
     "seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq", "properties",
 ]  # fmt: skip
-_PROMISES = (Kind.PROMISE, Kind.LEVEL_PROMISE)
+_PROMISES = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.MOVED)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -55,6 +55,7 @@ class Candidate:
     keys: str | None
     accepted_ms: int
     is_level: bool = False  # waits in the queue of a delay level
+    in_table: bool = False  # lies in a file of the pending table
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class Found:
 
     candidates: list[Candidate] = field(default_factory=list)
     settled: dict[int, tuple[str, int | None]] = field(default_factory=dict)
+    in_table: set[int] = field(default_factory=set)  # numbers of those that lie in a file
     _seen: set[tuple[str, int]] = field(default_factory=set)
 
     def add(self, subject: str, row: dict[str, Any], accepted_ms: int | None) -> None:
@@ -105,7 +107,7 @@ def look_up(
     hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
     for row in reader.take(key_index.find(hashes)).select(_COLUMNS).to_pylist():
         if row["kind"] in _PROMISES:
-            _add(found, row, row["store_ms"], by_id, by_key)
+            _add(found, *_promise(row), by_id, by_key)
         elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
             verdict = "released" if row["kind"] == Kind.RELEASE else "already_cancelled"
             found.settled[row["source_seq"]] = (verdict, row["store_ms"])
@@ -116,7 +118,9 @@ def look_up(
             rows = file.find(hashes)
             # Nearly always none: cancels ask every file.
             for row in rows.to_pylist() if rows.num_rows else ():
+                found.in_table.add(row["seq"])
                 _add(found, row, row["accepted_ms"], by_id, by_key)
+    found.candidates = [replace(c, in_table=c.seq in found.in_table) for c in found.candidates]
     return found
 
 
@@ -125,12 +129,26 @@ def _find_seqs(found: Found, reader: LogReader, files: list[DataFile], seqs: Seq
         wanted = [seq for seq in seqs if file.entry.min_seq <= seq <= file.entry.max_seq]
         if wanted:
             for row in file.find_seqs(np.array(wanted, dtype=np.int64)).to_pylist():
+                found.in_table.add(row["seq"])
                 found.add(str(row["seq"]), row, row["accepted_ms"])
     for seq in seqs:
         if reader.first_seq <= seq < reader.next_seq:
-            for rows in reader.rows(seq, seq + 1, _PROMISES):
+            for rows in reader.rows(seq, seq + 1, (Kind.PROMISE, Kind.LEVEL_PROMISE)):
                 for row in rows.select(_COLUMNS).to_pylist():
                     found.add(str(seq), row, row["store_ms"])
+    gone = [seq for seq in seqs if seq < reader.first_seq and seq not in found.in_table]
+    for rows in reader.coalesced(reader.first_seq, reader.next_seq, [Kind.MOVED], 65_536) if gone else ():
+        # No index knows where such a promise has moved to; it was accepted days ago, and nobody asks often.
+        mine = np.isin(rows.column("source_seq").to_numpy(), gone)
+        for row in rows.filter(pa.array(mine)).select(_COLUMNS).to_pylist():
+            found.add(str(row["source_seq"]), *_promise(row))
+
+
+def _promise(row: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """A row of the log as the promise it holds, and when that was accepted."""
+    if row["kind"] == Kind.MOVED:
+        return {**row, "seq": row["source_seq"]}, row["accepted_ms"]
+    return row, row["store_ms"]
 
 
 def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:

@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import numpy as np
+import pyarrow as pa
+
 from timeball import limits
 from timeball.broker import attaching, compacting, rewriting
 from timeball.broker.memory import give_back
 from timeball.broker.parts import Parts, in_thread
+from timeball.errors import RequestError
 from timeball.message import Kind, build_rows
+from timeball.schedule.places import Placed, take_promises
 from timeball.table import attachment as att
-from timeball.table.attachment import Attached, Attachment
+from timeball.table.attachment import Attached, Attachment, FileEntry
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,8 @@ class Mover:
     async def attach(self, attachment: Attachment) -> Attached:
         """Make files part of the pending table, atomically; see table/catalog.py for the order of steps."""
         attaching.check_count(attachment)
+        if attachment.job == "compact":
+            self._check_compacts()
         # A task of its own: a caller who goes away must not leave an attach half done and unlocked.
         return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
 
@@ -57,7 +64,7 @@ class Mover:
             if ledger.is_repeated(attachment):
                 version = await in_thread(self.parts.reader_thread, lambda: parts.catalog.version)
                 return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
-            live = {file.entry.path for file in parts.schedule.pending.all()}
+            live = {file.entry.path for file in parts.hour_log.pending.all()}
             ledger.check(attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__)
             now_ms = parts.clock.now_ms()
             await in_thread(self.parts.reader_thread,
@@ -69,13 +76,13 @@ class Mover:
 
     async def _attach_checked(self, attachment: Attachment, now_ms: int) -> Attached:
         parts = self.parts
-        removed = parts.schedule.pending.entries(attachment.removes)
+        removed = parts.hour_log.pending.entries(attachment.removes)
         row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
         seq, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment))
         await durable
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
         try:
-            await parts.schedule.attach(attachment)
+            await parts.hour_log.attach(attachment)
             version = await in_thread(
                 self.parts.reader_thread, parts.catalog.commit, attachment, seq, removed, now_ms
             )
@@ -87,11 +94,45 @@ class Mover:
             self.tail_count.drop_below(attachment.to_seq)
         return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
 
+    def _check_compacts(self) -> None:
+        schedule = self.parts.settings.schedule
+        if schedule != "hour_log":
+            raise RequestError(
+                f"nothing is compacted with --schedule {schedule}: it keeps promises in files of its own"
+            )
+
+    async def adopt(self, waiting: Placed) -> None:
+        """Move promises that another schedule kept, and may have written again, to the pending table.
+
+        Afterwards every promise is a row of the table, or one of the log behind the watermark, as `hour_log` has it.
+        """
+        parts, now_ms = self.parts, self.parts.clock.now_ms()
+        from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
+
+        def write() -> list[FileEntry]:
+            rows = take_promises(parts.reader, np.sort(waiting.at))
+            return compacting.write_files(
+                parts.files, pa.Table.from_batches([compacting.as_table_rows(rows)]), now_ms
+            )
+
+        entries = await self._loop.run_in_executor(parts.background, write)
+        await self.attach(
+            Attachment(
+                job="compact",
+                job_id=compacting.JOB_ID,
+                epoch=to_seq,
+                files=entries,
+                from_seq=from_seq,
+                to_seq=to_seq,
+            )
+        )
+
     async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
         """Move the tail's promises to the pending table; None when there is nothing to move.
 
         `even_without_promises` moves the watermark all the same, so that retention may let the rows before it go.
         """
+        self._check_compacts()
         async with self._compact_lock:
             parts = self.parts
             from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
@@ -99,7 +140,7 @@ class Mover:
             if to_seq <= from_seq:
                 return None
             # Read after `to_seq` was durable: only then does it speak of every promise before it.
-            settled_before_ms, now_ms = parts.schedule.settled_before_ms, parts.clock.now_ms()
+            settled_before_ms, now_ms = parts.hour_log.settled_before_ms, parts.clock.now_ms()
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: compacting.compact(
@@ -118,11 +159,11 @@ class Mover:
         """Merge or split files of the pending table where that is worth it; None when it is not."""
         async with self._compact_lock:
             parts, now_ms = self.parts, self.parts.clock.now_ms()
-            chosen = {entry.path for entry in rewriting.choose(parts.schedule.pending.live_entries(), now_ms)}
+            chosen = {entry.path for entry in rewriting.choose(parts.hour_log.pending.live_entries(), now_ms)}
             if not chosen:
                 return None
-            entries = [f.entry for f in parts.schedule.pending.all() if f.entry.path in chosen]
-            settled, settled_before_ms = parts.schedule.settled(), parts.schedule.settled_before_ms
+            entries = [f.entry for f in parts.hour_log.pending.all() if f.entry.path in chosen]
+            settled, settled_before_ms = parts.settling.settled(), parts.hour_log.settled_before_ms
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: rewriting.rewrite(

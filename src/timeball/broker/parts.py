@@ -22,6 +22,8 @@ from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.settling import Settling
+from timeball.schedule.strategy import Keeper, Strategy
 from timeball.table.catalog import Catalog
 
 P = ParamSpec("P")
@@ -41,8 +43,11 @@ class Parts:
     topics: Topics
     offsets: Offsets
     groups: Groups
-    schedule: HourLog  # for any instant
+    schedule: Strategy  # for any instant: the keeper, or the hour log itself
+    keeper: Keeper | None
+    hour_log: HourLog  # keeps the pending table, whoever keeps what is sent here
     levels: DelayLevels
+    settling: Settling  # of the promises of both
     catalog: Catalog
     ledger: Ledger
     reader_thread: Executor

@@ -4,7 +4,8 @@
     2. rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of
        what is settled, ATTACH and RESERVE rows into the ledger
     3. ATTACH rows the Delta table has not got are committed to it again
-    4. promises from the watermark W on that are not settled are what waits in the tail
+    4. promises from the watermark W on that are not settled are what waits in the tail, each in the last of its
+       rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
     5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
     6. half messages of the checkpoint's list and from C on, named by no row from C on, are open
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 
 from timeball.broker.attaching import Ledger
 from timeball.broker.topics import Topics
@@ -28,6 +30,8 @@ from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
 from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind
+from timeball.schedule import places
+from timeball.schedule.places import Placed
 from timeball.schedule.strategy import Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
@@ -43,7 +47,7 @@ _HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
 class Replayed:
     """What the rows behind the checkpoint say."""
 
-    promises: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)  # (due_ms, seq)
+    promises: list[Placed] = field(default_factory=list)
     settled: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
     attaches: list[tuple[int, Attachment]] = field(default_factory=list)
     halves: list[Int64Array] = field(default_factory=list)
@@ -55,8 +59,7 @@ class Recovered:
     """State for the schedule."""
 
     settled: Settled
-    tail_due_ms: Int64Array
-    tail_seq: Int64Array
+    waiting: Placed
     files: list[FileEntry]
     promises_since_watermark: int
     halves: list[Half]
@@ -71,8 +74,13 @@ def recover(
     ledger: Ledger,
     catalog: Catalog,
     now_ms: int,
+    *,
+    resumes: bool = False,
 ) -> Recovered:
-    """Fill `topics` and `ledger`, bring the table up to the log, and say what waits. Blocking."""
+    """Fill `topics` and `ledger`, bring the table up to the log, and say what waits. Blocking.
+
+    `resumes`: whoever keeps the promises knows those before the checkpoint by itself.
+    """
     known = checkpoint or cp.Checkpoint(cp.Facts(seq=reader.first_seq), _EMPTY, _EMPTY)
     if checkpoint is None and reader.first_seq > 1:
         raise Corrupt(
@@ -90,21 +98,19 @@ def recover(
     files = _bring_up(catalog, replayed.attaches, now_ms)
     in_levels = _in_levels(topics, facts.levels)
     of_level, of_instant = _split(replayed.settled, in_levels)
-    due, seq = _concat([*replayed.promises, *_promises(reader, ledger.watermark, facts.seq)])
+    earlier = [] if resumes else _promises(reader, ledger.watermark, facts.seq)
+    tail = places.latest([*earlier, *replayed.promises], ledger.watermark)
     settled = Settled(
         facts.settled_before_ms,
         *_unique(_concat([(known.settled_due, known.settled_seq), of_instant])),
         before_seq=min(facts.seq, facts.settled_before_seq),
         late=(*facts.late, *(reserved for _, a in replayed.attaches for reserved in a.ranges)),
     )
-    inside = seq >= ledger.watermark
-    waiting = inside & ~np.isin(seq, settled.seq)
-    waiting &= (due >= settled.before_ms) | settled.may_wait(seq)
+    waiting = ~np.isin(tail.seq, settled.seq)
+    waiting &= (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
     opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
     halves = load(reader, facts.halves, opened, ended)
-    return Recovered(
-        settled, due[waiting], seq[waiting], files, int(inside.sum()), halves, facts.levels, of_level[1]
-    )
+    return Recovered(settled, tail.part(waiting), files, len(tail), halves, facts.levels, of_level[1])
 
 
 def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
@@ -115,9 +121,8 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
         if present & _HAVE_PLACES:
             visible = np.flatnonzero(np.isin(kinds, list(_HAVE_PLACES)))
             topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
-        if Kind.PROMISE in present:
-            mine = np.flatnonzero(kinds == Kind.PROMISE)
-            replayed.promises.append((rows.column("due_ms").take(mine).to_numpy(), seqs[mine]))
+        if present & places.KINDS:
+            replayed.promises.append(places.placed(rows.filter(pa.array(np.isin(kinds, list(places.KINDS))))))
         if present & {Kind.RELEASE, Kind.CANCEL}:
             mine = np.flatnonzero(np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]))
             pair = (
@@ -155,13 +160,10 @@ def _bring_up(catalog: Catalog, attaches: list[tuple[int, Attachment]], now_ms: 
     return list(live.values())
 
 
-def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[tuple[Int64Array, Int64Array]]:
-    """(due_ms, seq) of promises between the watermark and the checkpoint."""
+def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Placed]:
+    """Promises between the watermark and the checkpoint."""
     begin = max(watermark, reader.first_seq)
-    return [
-        (rows.column("due_ms").to_numpy(), rows.column("seq").to_numpy())
-        for rows in reader.coalesced(begin, to_seq, [Kind.PROMISE], BATCH_ROWS)
-    ]
+    return [places.placed(rows) for rows in reader.coalesced(begin, to_seq, places.KINDS, BATCH_ROWS)]
 
 
 def _in_levels(topics: Topics, facts: dict[int, cp.LevelFacts]) -> Int64Array:

@@ -54,6 +54,7 @@ class Broker:
         self.waiters = pulling.Waiters()
         self.lateness = delivery.Lateness()
         self.ticker, self.level_ticker = (self._ticker(each) for each in (parts.schedule, parts.levels))
+        self.table_ticker = self.ticker if parts.keeper is None else self._ticker(parts.hour_log)
         self.popper = Popper(self)
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
         self.transactions = Transactions(parts, self._publish, halves)
@@ -85,6 +86,8 @@ class Broker:
         if level is not None:
             parts.topics.ensure(SCHEDULE_TOPIC, parts.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
+        if parts.keeper is not None:
+            rows = admission.kept_by(parts.keeper, rows, now_ms)
         has_place = np.flatnonzero(kinds != Kind.PROMISE)
         placement = None
         if len(has_place):
@@ -155,7 +158,7 @@ class Broker:
             later = int(mine.sum())
             if later:
                 schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(mine)))
-            if later and kind == Kind.PROMISE:
+            if later and kind == Kind.PROMISE and self.parts.keeper is None:
                 self.mover.tail_count.add(first_seq + rows.num_rows, later)
 
     def _ticker(self, schedule: Strategy) -> Ticker:
@@ -182,12 +185,12 @@ class Broker:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} cancels in one request; split it")
 
         def look_up() -> cancelling.Found:
-            files = parts.schedule.pending.all()
+            files = parts.hour_log.pending.all()
             return cancelling.look_up(parts.reader, parts.key_index, files, ids=ids, keys=keys, seqs=seqs)
 
         found = await in_thread(self.parts.reader_thread, look_up)
         found.candidates = [c for c in found.candidates if topic is None or c.topic == topic]
-        await parts.schedule.quiet()
+        await parts.hour_log.quiet()
         cancelled, now_ms = await self._cancel_waiting(found)
         unknown = [c for c in found.candidates if c.seq not in cancelled and c.seq not in found.settled]
         if unknown:
@@ -210,11 +213,12 @@ class Broker:
         self, candidates: Iterable[cancelling.Candidate]
     ) -> list[tuple[Strategy, list[cancelling.Candidate]]]:
         """Who keeps which of these promises."""
-        found: tuple[list[cancelling.Candidate], list[cancelling.Candidate]] = ([], [])
+        parts = self.parts
+        found: dict[Strategy, list[cancelling.Candidate]] = {}
         for candidate in candidates:
-            found[candidate.is_level].append(candidate)
-        schedules: tuple[Strategy, Strategy] = (self.parts.schedule, self.parts.levels)
-        return [(one, mine) for one, mine in zip(schedules, found, strict=True) if mine]
+            schedule: Strategy = parts.hour_log if candidate.in_table else parts.schedule
+            found.setdefault(parts.levels if candidate.is_level else schedule, []).append(candidate)
+        return list(found.items())
 
     async def _cancel_waiting(self, found: cancelling.Found) -> tuple[set[int], int]:
         """Settle the candidates that still wait; returns when the CANCEL rows are durable."""
@@ -321,14 +325,31 @@ class Broker:
                 "rows": parts.writer.statistics.rows,
             },
             "watermark": parts.ledger.watermark,
-            "settled_before_ms": parts.schedule.settled_before_ms,
-            "schedule": parts.schedule.statistics(),
+            "settled_before_ms": self.settled_before_ms,
+            "strategy": parts.settings.schedule,
+            "schedule": self.schedule_statistics(),
             "levels": parts.levels.statistics(),
             "transactions": self.transactions.statistics(),
             "table": {"uri": parts.catalog.uri, "version": parts.catalog.version},
             "lateness": self.lateness.summary(),
             "clock_suspect": parts.clock.suspect,
         }
+
+    @property
+    def settled_before_ms(self) -> int:
+        """Every durable promise due before this instant is settled, durably; levels aside."""
+        parts = self.parts
+        kept = [] if parts.keeper is None else [parts.keeper.settled_before_ms]
+        return min((parts.hour_log.settled_before_ms, *kept))
+
+    def schedule_statistics(self) -> dict[str, int]:
+        """The keeper's own counts, and what lies in the table."""
+        parts = self.parts
+        counts = parts.hour_log.statistics()
+        if parts.keeper is not None:
+            counts = {name: count for name, count in counts.items() if name.startswith("table_")}
+            counts = {"tail_rows": 0, **counts, **parts.keeper.statistics()}
+        return counts
 
     async def save_topics(self) -> None:
         """Write the list of topics when it has changed."""

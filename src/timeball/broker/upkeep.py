@@ -11,6 +11,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from timeball import limits
 from timeball.broker.memory import give_back
 from timeball.broker.parts import in_thread, undone
@@ -94,9 +96,10 @@ class Upkeep:
             seq = parts.reader.next_seq
             if seq == self._checkpoint_seq:
                 return
-            settled = parts.schedule.settled()
+            settled = parts.settling.settled()
             indexes = parts.topics.indexes()
             dirty = [(index.folder, index.take_dirty()) for index in indexes]
+            dirty += parts.keeper.take_dirty() if parts.keeper is not None else []
             topics = parts.topics.save()
             facts = checkpoint.Facts(
                 seq=seq,
@@ -109,7 +112,10 @@ class Upkeep:
                 queues=parts.topics.lengths(),
                 halves=self._broker.transactions.open(),
                 levels=parts.levels.state(),
+                schedule=parts.settings.schedule,
+                kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
             )
+            kept_unsynced = [] if parts.keeper is None else [parts.keeper.unsynced]
 
             def save() -> None:
                 if topics is not None:
@@ -122,14 +128,14 @@ class Upkeep:
                 checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
-            with undone(parts.topics.unsaved, *(index.unsynced for index in indexes)):
+            with undone(parts.topics.unsaved, *kept_unsynced, *(index.unsynced for index in indexes)):
                 await parts.writer.synced()
                 await in_thread(self._parts.reader_thread, save)
             self._checkpoint_seq = seq
 
     async def index_keys(self) -> None:
         """Key sidecars of new data files. The first cancel would build them all, with consumers waiting behind it."""
-        fresh = [file for file in self._parts.schedule.pending.all() if not file.keys_tried]
+        fresh = [file for file in self._parts.hour_log.pending.all() if not file.keys_tried]
         for file in fresh:
             try:
                 # One file at a time, so that pulls and gathers come between.
@@ -145,8 +151,10 @@ class Upkeep:
         now_ms, rows = self._parts.clock.now_ms(), self._broker.mover.tail_count.rows
         ours = now_ms >= self._broker.mover.outside_compactor_until_ms
         waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
-        if ours and (
-            rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min)
+        if (
+            self._parts.keeper is None
+            and ours
+            and (rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min))
         ):
             await self._broker.compact()
             self._compacted_ms = now_ms
@@ -157,12 +165,13 @@ class Upkeep:
         parts = self._parts
         oldest = parts.reader.segments.all[0]
         old = oldest.last_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
-        if old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
+        if parts.keeper is None and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
             # Too little waits for anybody to have compacted it, but it keeps a segment from going.
             await self._broker.mover.compact(even_without_promises=True)
             await self.checkpoint()
-        needed = min(parts.ledger.watermark, max(0, self._checkpoint_seq))
-        for seq in (self._broker.transactions.oldest_seq, parts.levels.first_waiting_seq):
+        kept_from = parts.ledger.watermark if parts.keeper is None else parts.keeper.first_needed_seq
+        needed = max(0, self._checkpoint_seq)
+        for seq in (kept_from, self._broker.transactions.oldest_seq, parts.levels.first_waiting_seq):
             needed = needed if seq is None else min(needed, seq)
         gone = retention.expired(
             parts.reader.segments,
@@ -177,7 +186,9 @@ class Upkeep:
             )
             for index in parts.topics.indexes():
                 index.trim(parts.reader.first_seq)
-        behind = parts.schedule.pending.behind(parts.schedule.settled_before_ms)
+            # A keeper compacts nothing: what still waits lies behind what has gone.
+            parts.ledger.watermark = max(parts.ledger.watermark, parts.reader.first_seq)
+        behind = parts.hour_log.pending.behind(parts.hour_log.settled_before_ms)
         if len(behind) >= BEHIND_FILES_MIN:
             epoch = parts.reader.next_seq
             removes = [entry.path for entry in behind[: limits.ATTACH_FILES_MAX]]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from typing import Any
 
 import google_crc32c
 import msgspec
@@ -50,6 +51,8 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
     halves: list[tuple[int, int]] = []  # (seq, times its producer was asked) of every open half message
     levels: dict[int, LevelFacts] = {}  # queue of the schedule topic, a level's number less one
+    schedule: str = "hour_log"  # who kept promises for an instant
+    kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

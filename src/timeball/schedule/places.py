@@ -7,12 +7,57 @@ it was accepted at, so that nobody further on has to know how often it has moved
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.log.reader import LogReader
-from timeball.message import READ_SCHEMA, Int64Array, Kind
+from timeball.message import READ_SCHEMA, Int64Array, Kind, int64
+
+_NONE = np.empty(0, np.int64)
+
+
+KINDS = frozenset({Kind.PROMISE, Kind.MOVED})
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Promises and where they lie, as columns: instant, number, place."""
+
+    due_ms: Int64Array
+    seq: Int64Array
+    at: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+    def part(self, chosen: npt.NDArray[np.bool_]) -> Placed:
+        """Some of them."""
+        return Placed(self.due_ms[chosen], self.seq[chosen], self.at[chosen])
+
+
+def placed(rows: pa.RecordBatch) -> Placed:
+    """What READ_SCHEMA rows of these `KINDS` hold."""
+    at = int64(rows.column("seq"))
+    seq = rows.column("source_seq").fill_null(0).to_numpy()
+    moved = rows.column("kind").to_numpy() == Kind.MOVED
+    return Placed(int64(rows.column("due_ms")), np.where(moved, seq, at), at)
+
+
+def latest(found: Iterable[Placed], from_seq: int) -> Placed:
+    """Of each promise the last of its places, from `from_seq` on, sorted by number; `found` is in the log's order."""
+    parts = list(found)
+    if not parts:
+        return Placed(_NONE, _NONE, _NONE)
+    due, seq, at = (np.concatenate([getattr(p, name) for p in parts]) for name in ("due_ms", "seq", "at"))
+    inside = at >= from_seq
+    due, seq, at = due[inside][::-1], seq[inside][::-1], at[inside][::-1]
+    seq, last = np.unique(seq, return_index=True)
+    return Placed(due[last], seq, at[last])
 
 
 def take_promises(reader: LogReader, at: Int64Array) -> pa.RecordBatch:
@@ -42,7 +87,7 @@ class Places:
     """Where promises lie that do not lie in their first row: number -> place, two int64 each."""
 
     def __init__(self) -> None:
-        self._seq = self._at = np.empty(0, np.int64)
+        self._seq = self._at = _NONE
 
     def __len__(self) -> int:
         return len(self._seq)

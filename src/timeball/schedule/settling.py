@@ -16,7 +16,7 @@ which they were handed out: there is a mistake, and to go on would be to lose on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +37,8 @@ class Settling:
         self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
         self._released, self._cancelled = DueIndex(), DueIndex()
         self._mark = _NOTHING  # without pairs
+        # Of each strategy that shares this, before which instant all it keeps is settled: the mark speaks for all.
+        self.bounds: list[Callable[[], int]] = []
 
     def __len__(self) -> int:
         return sum(len(seq) for _, seq in self._in_flight) + len(self._released) + len(self._cancelled)
@@ -97,6 +99,7 @@ class Settling:
 
     def move_mark(self, before_ms: int, next_seq: int) -> None:
         """All promises due before `before_ms` and numbered below `next_seq` are settled. It never moves back."""
+        before_ms = min((before_ms, *(bound() for bound in self.bounds)))
         if before_ms >= self._mark.before_ms:
             self._mark = Settled(before_ms, _NONE, _NONE, next_seq)
             self._cancelled.pop_before(before_ms, 0)

@@ -27,11 +27,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from timeball.files import File
 from timeball.message import Int64Array
+from timeball.schedule.places import Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +96,42 @@ class Strategy(Protocol):
 
     def statistics(self) -> dict[str, int]:
         """Counts for people, by name."""
+
+
+class Keeper(Strategy, Protocol):
+    """A strategy that keeps what waits in files of its own, in place of the pending table.
+
+    Its files are caches: what a checkpoint did not sync is not believed.
+    """
+
+    def refuse(self, due_ms: Int64Array) -> None:
+        """Raise OverLimit when promises for these instants, not yet in the log, would be too many."""
+
+    def dress(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+        """LOG_SCHEMA promises as they are to stand in the log."""
+
+    @property
+    def settled_before_ms(self) -> int:
+        """Every durable promise kept here and due before this instant is settled, durably."""
+
+    @property
+    def first_needed_seq(self) -> int | None:
+        """The oldest row of the log in which a promise that waits lies; retention must leave it."""
+
+    def restore(self, state: msgspec.Struct | None, settled: Settled, waiting: Placed, now_ms: int) -> None:
+        """Recovery, with what `state` had returned, and the promises that came, or moved, since; blocking.
+
+        Without a state `waiting` is all that waits. What is settled is known to the shared `Settling` already.
+        """
+
+    def state(self) -> msgspec.Struct:
+        """What a restart needs besides the files, for the checkpoint."""
+
+    def take_dirty(self) -> list[tuple[str, list[File]]]:
+        """(folder, files) written since the last call: to be synced before `state` is saved."""
+
+    def unsynced(self) -> None:
+        """What `take_dirty` gave out was not synced."""
+
+    async def close(self) -> None:
+        """Wait for the reader thread, and let go of the files."""

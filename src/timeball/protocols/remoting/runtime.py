@@ -110,8 +110,9 @@ class Runtime:
         return {name: str(value) for name, value in sorted(found.items())}
 
     def _waiting_rows(self) -> int:
-        counts = self._broker.parts.schedule.statistics()
-        return counts["tail_rows"] + counts["table_rows"] - counts["cancelled_rows"]
+        counts = self._broker.schedule_statistics()
+        waiting = counts["tail_rows"] + counts["table_rows"] + counts.get("waiting_rows", 0)
+        return waiting - counts["cancelled_rows"]
 
     def _put_tps(self, rows: int) -> str:
         now_ms, rates = self._site.monotonic_ms(), []

@@ -27,6 +27,7 @@ from timeball.message import Int64Array, int64
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.hour_log.pending import PendingFiles, close_far, load, survey
 from timeball.schedule.hour_log.placement import FIRST, cut_to_budget, next_horizon
+from timeball.schedule.places import Placed, Places, take_promises
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
 from timeball.schedule.wheel import Run, SecondWheel
@@ -48,20 +49,26 @@ class HourLog:
         reader: LogReader,
         reader_thread: Executor,
         entries: list[FileEntry],
+        settling: Settling,
         *,
         ahead_ms: int,
         gather_bytes: int,
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`on_change` is called when `next_due_ms` may have become earlier; `on_failure` when a gather fails."""
+        """`settling` knows what recovery found settled, and is shared by all who keep promises for an instant.
+
+        `on_change` is called when `next_due_ms` may have become earlier; `on_failure` when a gather fails.
+        """
         self._reader, self._thread = reader, reader_thread
         self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
         self._on_change, self._on_failure = on_change, on_failure
         self.pending = PendingFiles(files, entries)
         self._tail = DueIndex()
         self._wheel = SecondWheel()
-        self._settling = Settling()
+        self._settling = settling
+        settling.bounds.append(self._settled_before_ms)
+        self._places = Places()  # of promises in the tail that do not lie in their first row
         self._horizon: Position = FIRST
         self._loaded: Position = FIRST
         self._gathering: asyncio.Task[None] | None = None
@@ -184,14 +191,15 @@ class HourLog:
         while self._behind:
             await asyncio.wait(list(self._behind))
 
-    def restore(self, settled: Settled, due_ms: Int64Array, seq: Int64Array) -> None:
+    def restore(self, settled: Settled, waiting: Placed) -> None:
         """Recovery: what the log and the checkpoint say is settled, and the tail's other promises."""
-        self._settling.restore(settled)
+        due_ms, seq = waiting.due_ms, waiting.seq
         self._horizon = self._loaded = (settled.before_ms, 0)
         late = _before(due_ms, seq, self._horizon)
         if late.any():
-            self._wheel.add(self._reader.take(np.sort(seq[late])))
+            self._wheel.add(take_promises(self._reader, np.sort(waiting.at[late])))
         self._tail.add(due_ms[~late], seq[~late])
+        self._places.add(seq[~late], waiting.at[~late])
         # A file attached since the mark was set may hold rows below the horizon that nobody has looked at.
         self._load_behind_horizon(
             [f for f in self.pending.all() if settled.may_touch(f.entry.min_seq, f.entry.max_seq)], settled
@@ -255,16 +263,17 @@ class HourLog:
         target = cut_to_budget(due[order], seq[order], target, self._rows_max)
         _, tail_seqs = self._tail.pop_before(*target)
         self._horizon = target
-        runs = await loop.run_in_executor(self._thread, self._load, near, tail_seqs, low, target)
+        tail_at = self._places.pop(tail_seqs)
+        runs = await loop.run_in_executor(self._thread, self._load, near, tail_at, low, target)
         for run in runs:
             self._wheel.add_run(run)
         self._loaded = target
 
-    def _load(self, near: list[DataFile], tail_seqs: Int64Array, low: Position, high: Position) -> list[Run]:
+    def _load(self, near: list[DataFile], tail_at: Int64Array, low: Position, high: Position) -> list[Run]:
         """Bodies of the window (reader thread), sorted."""
         batches = []
-        if len(tail_seqs):
-            batches.append(self._reader.take(np.sort(tail_seqs)))
+        if len(tail_at):
+            batches.append(take_promises(self._reader, np.sort(tail_at)))
         rows = load(near, low, high)
         close_far(self.pending.all(), high[0])
         if rows is not None:
