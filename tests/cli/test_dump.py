@@ -12,6 +12,7 @@ import pytest
 from tests.cli.in_process import run_here
 from tests.cli.processes import serving, timeball
 from tests.node_fixture import running_node
+from tests.written_again import fill_segment, write_again
 
 from timeball import Timeball
 from timeball.config import MIB
@@ -108,6 +109,26 @@ def test_rows_by_kind_and_range(data: Path) -> None:
     assert documents(data, "--rows", "--from-seq", "100") == []
     shown = run_here("dump", "--data", str(data), "--rows", "--kind", "promise").stdout.splitlines()
     assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
+
+
+def test_a_promise_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:
+    """A kind like any other, in the log and in its caches."""
+    folder = tmp_path / "data"
+    with running_node(folder, segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
+        promised = ball.send("orders", b"later", after="1d", keys="order-17")
+        fill_segment(node)
+        first, second = write_again(node, promised.seq), write_again(node, promised.seq)
+        assert ball.cancel(key="order-17")[0].verdict == "cancelled"  # makes the sidecars of keys
+    [report] = documents(folder, "--verify")
+    assert sum(segment["kinds"].get("MOVED", 0) for segment in report["segments"]) == 2
+    assert report["damage"] == []
+    moved = documents(folder, "--rows", "--kind", "moved")
+    assert [row["seq"] for row in moved] == [*first, *second]
+    for row in moved:
+        told = (row["source_seq"], row["due_ms"], row["accepted_ms"], row["body"])
+        assert told == (promised.seq, promised.due_ms, promised.store_ms, "later")
+    shown = run_here("dump", "--data", str(folder), "--rows", "--kind", "moved").stdout.splitlines()
+    assert all("MOVED" in line and f"source_seq {promised.seq}" in line for line in shown)
 
 
 def test_beside_a_running_broker(tmp_path: Path) -> None:
