@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from timeball.message import Int64Array
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
+from timeball.schedule.tick import Tick
 
 Pair = tuple[int, int]
 
@@ -47,6 +48,7 @@ class Machine(RuleBasedStateMachine):
         self.state: dict[Pair, str] = {}
         self.flights: list[list[Pair]] = []
         self.before_restart: set[Pair] = set()
+        self.sent: list[int] = []  # instants of all that was ever released
 
     def those(self, *states: str) -> list[Pair]:
         return sorted(pair for pair, state in self.state.items() if state in states)
@@ -84,6 +86,7 @@ class Machine(RuleBasedStateMachine):
             flight = self.flights.pop(0)
             done, left = flight[:count], flight[count:]
             self.settling.released(*columns(done))
+            self.sent += [due for due, _ in done]
             self.state.update(dict.fromkeys(done, "released"))
             if left:
                 self.flights.insert(0, left)
@@ -110,9 +113,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        saved = self.settling.settled()
+        saved, tick = self.settling.settled(), self.settling.tick
         self.settling = type(self).new()
-        self.settling.restore(saved)
+        self.settling.restore(saved, tick)
         self.before_restart = set(self.those("released", "cancelled"))
         for flight in self.flights:
             self.state.update(dict.fromkeys(flight, "waits"))
@@ -140,6 +143,10 @@ class Machine(RuleBasedStateMachine):
         assert self.settling.first_in_flight_ms == (in_flight[0][0] if in_flight else None)
         assert len(in_flight) <= len(self.settling) <= len(self.state)
         assert self.settling.cancelled_rows <= len(self.those("cancelled")) + len(self.before_restart)
+
+    @invariant()
+    def knows_how_far_it_has_come(self) -> None:
+        assert self.settling.tick == Tick().after(np.array(self.sent, np.int64))
 
 
 def run(new: type[Settling], settings: hypothesis.settings) -> None:
@@ -183,6 +190,14 @@ class CancelsWhatIsInFlight(Settling):
         return answers
 
 
+class CountsWhatIsNotDurable(Settling):
+    """Says that a message is sent when it is handed out."""
+
+    def hand_out(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        super().hand_out(due_ms, seq)
+        self.tick = self.tick.after(due_ms)
+
+
 class SavesTheMarkAlone(Settling):
     """Leaves out of a checkpoint what is settled behind the mark."""
 
@@ -190,7 +205,14 @@ class SavesTheMarkAlone(Settling):
         return Settled(self._mark.before_ms, NONE, NONE, self._mark.before_seq, self._mark.late)
 
 
-WRONG = [ForgetsBulk, MarksAllNumbers, MovesBack, CancelsWhatIsInFlight, SavesTheMarkAlone]
+WRONG = [
+    ForgetsBulk,
+    MarksAllNumbers,
+    MovesBack,
+    CancelsWhatIsInFlight,
+    CountsWhatIsNotDurable,
+    SavesTheMarkAlone,
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)

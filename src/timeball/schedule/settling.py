@@ -25,6 +25,7 @@ import numpy.typing as npt
 from timeball.message import Int64Array
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.strategy import Settled
+from timeball.schedule.tick import NOTHING_SENT, Tick
 
 _NONE = np.empty(0, np.int64)
 _NOTHING = Settled(-(1 << 62), _NONE, _NONE, 0)
@@ -37,6 +38,7 @@ class Settling:
         self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
         self._released, self._cancelled = DueIndex(), DueIndex()
         self._mark = _NOTHING  # without pairs
+        self.tick = NOTHING_SENT  # how far the sending has come, durably
         # Of each strategy that shares this, before which instant all it keeps is settled: the mark speaks for all.
         self.bounds: list[Callable[[], int]] = []
 
@@ -69,6 +71,7 @@ class Settling:
         if count < len(handed):  # large bodies: one run was several frames
             self._in_flight.appendleft((handed_due[count:], handed[count:]))
         self._released.add(due_ms, seq)
+        self.tick = self.tick.after(due_ms)
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Which of these promises waited until now: they are cancelled, and remembered as that."""
@@ -115,7 +118,8 @@ class Settling:
         due, seq = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
         return replace(self._mark, due_ms=due, seq=seq)
 
-    def restore(self, settled: Settled) -> None:
-        """Recovery: begin with what a checkpoint and the log behind it say is settled."""
+    def restore(self, settled: Settled, tick: Tick = NOTHING_SENT) -> None:
+        """Recovery: begin with what a checkpoint and the log behind it say is settled, and how far it has come."""
+        self.tick = tick
         self._mark = replace(settled, due_ms=_NONE, seq=_NONE)
         self._cancelled.add(settled.due_ms, settled.seq)

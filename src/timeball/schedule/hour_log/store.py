@@ -30,6 +30,7 @@ from timeball.schedule.hour_log.placement import FIRST, cut_to_budget, next_hori
 from timeball.schedule.places import Placed, Places, take_promises
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
+from timeball.schedule.tick import Tick
 from timeball.schedule.wheel import Run, SecondWheel
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile, Position
@@ -162,7 +163,14 @@ class HourLog:
             "table_files": len(self.pending),
             "open_files": self.pending.open_files,
             "cancelled_rows": self._settling.cancelled_rows,
+            "tick_ms": self.tick.tick_ms,
+            "local_index": self.tick.local_index,
         }
+
+    @property
+    def tick(self) -> Tick:
+        """The state that a successor starts from: see `schedule.tick`."""
+        return self._settling.tick
 
     # -- moving what waits ---------------------------------------------------------------------------------
 
