@@ -52,9 +52,11 @@ def test_a_child_that_ends_is_started_again_after_a_pause(tmp_path: Path) -> Non
 def test_a_child_that_cannot_run_here_is_given_up(code: ExitCode) -> None:
     """Set-up and usage are not mended by another start."""
     said: list[str] = []
-    supervisor = Supervisor(_python(f"raise SystemExit({int(code)})"), lambda state, _: said.append(state))
+    command = _python(f"raise SystemExit({int(code)})")
+    supervisor = Supervisor(command, lambda *both: said.extend(both), alone="stays by itself")
     asyncio.run(asyncio.wait_for(supervisor.run(), BOUND_S))
-    assert said == ["started", "given_up"]
+    assert said[::2] == ["started", "given_up"]
+    assert said[-1] == "the pipeline cannot run here; the broker stays by itself"
 
 
 def test_stopping_ends_the_child(tmp_path: Path) -> None:

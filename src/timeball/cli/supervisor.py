@@ -2,7 +2,7 @@
 
 Spark is never in the way of a promise. So it runs in a process of its own, is started once the broker serves,
 is started again with a growing pause when it ends, and is never a reason for the broker to end. What a new
-start cannot mend (no Java, no pyspark) is said once, and the broker goes on compacting by itself. The child
+start cannot mend (no Java, no pyspark) is said once, and the broker goes on alone. The child
 holds the read end of a pipe whose other end is ours: should this process be killed, it ends as well.
 """
 
@@ -21,14 +21,18 @@ PAUSE_S_MAX = 60.0
 STEADY_S = 60.0  # a child that has lived this long starts with the shortest pause again
 STOP_S = 20.0  # Spark's own shutdown takes about a second; beyond this it is killed
 
-Say = Callable[[str, str], None]  # (state, sentence); states: started, ended, given_up, stopped
+# (state, sentence); states: started, ended, given_up, stopped
+Say = Callable[[str, str], None]
 
 
 class Supervisor:
-    """Keeps one child process running."""
+    """Keeps one child process running. `alone`: what the broker does when there is none."""
 
-    def __init__(self, command: list[str], say: Say, clock: Clock | None = None) -> None:
+    def __init__(
+        self, command: list[str], say: Say, clock: Clock | None = None, *, alone: str = "goes on"
+    ) -> None:
         self._command = command
+        self._alone = alone
         self._say = say
         self._clock = clock or SystemClock()
         self._child: asyncio.subprocess.Process | None = None
@@ -43,9 +47,7 @@ class Supervisor:
             if self._stopping.is_set():
                 break
             if code in (ExitCode.SETUP, ExitCode.USAGE):
-                self._say(
-                    "given_up", "the pipeline cannot run here; the broker goes on and compacts by itself"
-                )
+                self._say("given_up", f"the pipeline cannot run here; the broker {self._alone}")
                 return
             if self._clock.monotonic_ns() - begun_ns >= STEADY_S * 1e9:
                 pause_s = PAUSE_S_MIN

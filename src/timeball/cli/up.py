@@ -1,7 +1,8 @@
 """`timeball up`: a broker and its pipeline, started and stopped together.
 
 The broker serves first; Spark starts behind it and needs some seconds, in which nothing waits for it. On
-SIGTERM or Ctrl-C the pipeline goes first, because it is a client of the broker.
+SIGTERM or Ctrl-C the pipeline goes first, because it is a client of the broker. Only what an `hour_log` keeps is
+compacted: with another schedule the pipeline is the ledger alone.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ def up(
     """Run the broker with its Spark pipeline (jobs compact and ledger), until Ctrl-C.
 
     The broker serves at once; the pipeline follows some seconds later in a process of its own. If it dies it
-    is started again; without Java or pyspark the broker says so, goes on, and compacts by itself.
+    is started again; without Java or pyspark the broker says so, goes on, and compacts by itself. With another
+    --schedule than hour_log there is nothing to compact.
 
     \b
     Examples:
       timeball up
       timeball up --data /var/lib/timeball --durability sync
+      timeball up --schedule timer_wheel
       timeball up --port 0 --json | jq -c .
       timeball up --master spark://head:7077
     """
@@ -51,7 +54,12 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
     await node.start()
     announce(node, as_json)
     endpoint = local_endpoint(settings.host, node.port)
-    pipeline = Supervisor(pipeline_command(settings, endpoint, master), _speaker(as_json))
+    say, compacts = _speaker(as_json), settings.schedule == "hour_log"
+    if not compacts:
+        why = f"with the schedule {settings.schedule} promises wait in the log"
+        say("ledger_only", f"nothing to compact: {why}; the pipeline keeps the ledger")
+    alone = "goes on and compacts by itself" if compacts else "goes on"
+    pipeline = Supervisor(pipeline_command(settings, endpoint, master), say, alone=alone)
     supervising = asyncio.create_task(pipeline.run())
 
     async def stop_pipeline() -> None:
@@ -62,15 +70,17 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
 
 
 def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str]:
-    """The child's command line: compaction by the broker's own settings."""
+    """The child's command line: compaction, where there is any, by the broker's own settings."""
+    compacts = settings.schedule == "hour_log"
     compact = {
         "min_rows_per_batch": settings.compact_rows,
         "max_trigger_delay_ms": settings.compact_interval_ms,
         "few_rows": settings.compact_rows_min,
     }
-    command = [sys.executable, "-m", "timeball", "pipeline", "run", "compact", "ledger", "--quiet"]
+    jobs = ["compact", "ledger"] if compacts else ["ledger"]
+    command = [sys.executable, "-m", "timeball", "pipeline", "run", *jobs, "--quiet"]
     command += ["--endpoint", endpoint, "--master", master, "--stop-on-eof"]
-    for name, value in compact.items():
+    for name, value in compact.items() if compacts else ():
         command += ["--option", f"compact.{name}={value}"]
     return command
 
