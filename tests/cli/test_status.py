@@ -29,6 +29,7 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
         "broker",
         "log",
         "on disk up to",
+        "schedule",
         "waiting",
         "of them cancelled",
         "pending table",
@@ -53,13 +54,29 @@ def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
     assert timeball("status", "--endpoint", uri).returncode == 2
 
 
-def test_what_waits_for_delay_levels_has_a_line_when_there_is_any() -> None:
-    status: dict[str, Any] = {
+@pytest.fixture
+def status() -> dict[str, Any]:
+    return {
         "version": "1", "pid": 1, "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0, "wheel_rows": 0},
         "log": {"first_seq": 1, "next_seq": 2, "durable_seq": 2, "bytes": 3}, "table": {"version": 1},
-        "schedule": {"wheel_rows": 0, "tail_rows": 0, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},
+        "strategy": "hour_log",
+        "schedule": {"wheel_rows": 3, "tail_rows": 20, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},
         "lateness": {"released": 0, "max_ms": 0, "buckets": {}},
     }  # fmt: skip
+
+
+def test_what_waits_in_the_log_is_what_its_schedule_says(status: dict[str, Any]) -> None:
+    told = dict(_rows("e", status))
+    assert told["schedule"] == "hour_log"
+    assert told["waiting"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
+    status["strategy"], status["schedule"]["tail_rows"] = "timer_wheel", 0
+    status["schedule"]["waiting_rows"] = 4_321
+    told = dict(_rows("e", status))
+    assert told["schedule"] == "timer_wheel"
+    assert told["waiting"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
+
+
+def test_what_waits_for_delay_levels_has_a_line_when_there_is_any(status: dict[str, Any]) -> None:
     assert "for delay levels" not in dict(_rows("e", status))
     status["levels"] = {"waiting_rows": 1_234, "wheel_rows": 5}
     assert dict(_rows("e", status))["for delay levels"] == "1,234, 5 near their instant"

@@ -36,17 +36,19 @@ def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fa
 
 def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     log, waiting = found["log"], found["schedule"]
-    wheel, tail, stored = waiting["wheel_rows"], waiting["tail_rows"], waiting["table_rows"]
+    strategy, wheel, stored = found["strategy"], waiting["wheel_rows"], waiting["table_rows"]
+    # With another schedule the log is the tail, and the schedule's own files say what of it waits.
+    kept = f"{waiting['tail_rows']:,} in the log's tail"
+    if strategy != "hour_log":
+        kept = f"{waiting['waiting_rows']:,} in the log"
     for_levels = found["levels"]["waiting_rows"]
     levels = [("for delay levels", f"{for_levels:,}, {found['levels']['wheel_rows']:,} near their instant")]
     return [
         ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
         ("on disk up to", f"row {log['durable_seq']:,}"),
-        (
-            "waiting",
-            f"{tail:,} in the log's tail, {stored:,} in the pending table, {wheel:,} near their instant",
-        ),
+        ("schedule", strategy),
+        ("waiting", f"{kept}, {stored:,} in the pending table, {wheel:,} near their instant"),
         *(levels if for_levels else []),
         ("of them cancelled", f"{waiting['cancelled_rows']:,}"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
