@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
+
 import pytest
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.wire import Wire
@@ -105,6 +107,7 @@ def test_one_way_is_kept_and_not_answered(node: RunningNode, wire: Wire) -> None
         ({"properties": {"DELAY": "soon"}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"TIMER_DELIVER_MS": "99999999999999"}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"TIMER_DELAY_SEC": "1x"}}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"TIMING": "8:00"}}, ResponseCode.MESSAGE_ILLEGAL),
     ],
 )
 def test_a_bad_send_is_told_why_and_harms_nobody(
@@ -160,7 +163,7 @@ def test_a_batch_has_a_largest_number_of_messages(wire: Wire) -> None:
     assert (answer.code, "8192" in str(answer.remark)) == (ResponseCode.MESSAGE_ILLEGAL, True)
 
 
-@pytest.mark.parametrize("property", [{"DELAY": "1"}, {"TIMER_DELAY_MS": "5000"}])
+@pytest.mark.parametrize("property", [{"DELAY": "1"}, {"TIMER_DELAY_MS": "5000"}, {"TIMING": "08:00:00"}])
 def test_a_batch_takes_nothing_for_later(node: RunningNode, wire: Wire, property: dict[str, str]) -> None:
     records = [BatchRecord(0, b"a", ""), BatchRecord(0, b"b", encode_properties(property))]
     answer = wire.answer_to(send(wire, encode_batch(records), code=BATCH, m=True))
@@ -182,6 +185,19 @@ def test_an_instant_waits_and_can_be_recalled_by_its_handle(node: RunningNode, w
     assert rows(node) == []
     [promise] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
     assert promise["due_ms"] == due_ms
+
+
+@pytest.mark.parametrize(("hours", "zone"), [(0, ""), (9, " Asia/Tokyo"), (9, "+09:00")])
+def test_a_time_of_day_waits_for_its_next_instant(
+    node: RunningNode, wire: Wire, hours: int, zone: str
+) -> None:
+    clock_there = timezone(timedelta(hours=hours))  # the broker's own is UTC
+    wall = datetime.fromtimestamp(node.broker.parts.clock.now_ms() // 1000 + 3_600, clock_there)
+    text = f"{wall:%H:%M:%S}{zone}"
+    assert sent(wire, properties={"TIMING": text}).ext["recallHandle"]
+    [promise] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
+    assert promise["due_ms"] == round(wall.timestamp() * 1000)
+    assert f"TIMING\x01{text}\x02" in promise["properties"]
 
 
 def test_an_instant_that_has_passed_is_an_ordinary_message(node: RunningNode, wire: Wire) -> None:

@@ -97,7 +97,13 @@ async def test_what_is_not_there_or_anothers(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("properties", "wait_ms"),
-    [({"DELAY": "2"}, 5_000), ({"TIMER_DELAY_MS": "700"}, 700), ({"TIMER_DELAY_SEC": "3"}, 3_000)],
+    [
+        ({"DELAY": "2"}, 5_000),
+        ({"TIMER_DELAY_MS": "700"}, 700),
+        ({"TIMER_DELAY_SEC": "3"}, 3_000),
+        # A second after it was prepared, at 22:13:20; that is over when it is committed.
+        ({"TIMING": "22:13:21"}, 23 * limits.HOUR_MS + 1_000),
+    ],
 )
 @on_node()
 async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str, str], wait_ms: int) -> None:

@@ -44,7 +44,8 @@ class Gathering:
 
     def __init__(self, site: Site, keys: UniqueKeys, accept: Accept, *, recallable: bool = True) -> None:
         self._site, self._accept, self._recallable = site, accept, recallable
-        self.columns = SendColumns(keys, site.broker.parts.settings.delay_ms_max)
+        settings = site.broker.parts.settings
+        self.columns = SendColumns(keys, settings.delay_ms_max, settings.timing_zone)
         self._loop = asyncio.get_running_loop()
         self._committing = 0
         self._scheduled = False

@@ -105,7 +105,10 @@ class Transactions:
 
     def _delay(self, properties: dict[str, str]) -> dict[str, int]:
         parts = self._site.broker.parts
-        level, due_ms = delays.plan(properties, parts.clock.now_ms(), parts.settings.delay_ms_max)
+        settings = parts.settings
+        level, due_ms = delays.plan(
+            properties, parts.clock.now_ms(), settings.delay_ms_max, settings.timing_zone
+        )
         if level:
             return {"delay_level": level}
         return {} if due_ms is None else {"due_ms": due_ms}

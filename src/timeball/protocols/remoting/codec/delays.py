@@ -5,6 +5,7 @@
                TIMER_DELAY_SEC     seconds from the broker's now
                TIMER_DELAY_MS      milliseconds from the broker's now
                TIMER_DELIVER_MS    an instant
+               TIMING              the next 08:00:00, in a zone (timing.py)
     weakest    __STARTDELIVERTIME  an instant; Aliyun's clients send it, open-source RocketMQ does not act on it
 
 Numbers are Java's: an optional sign and ASCII digits within the type's range, no blanks. What is no number is
@@ -18,6 +19,7 @@ import re
 from typing import NamedTuple
 
 from timeball.errors import InvalidDelay
+from timeball.protocols.remoting.codec import timing
 
 LEVEL = "DELAY"
 TIMER_DONE = "TIMER_OUT_MS"
@@ -27,8 +29,11 @@ START_DELIVER_TIME = "__STARTDELIVERTIME"
 
 # A message with none of these is for now.
 NAMES = frozenset(
-    {LEVEL, TIMER_DONE, TIMER_DELETES, TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, START_DELIVER_TIME}
-)
+    {
+        LEVEL, TIMER_DONE, TIMER_DELETES, TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, timing.NAME,
+        START_DELIVER_TIME,
+    }
+)  # fmt: skip
 
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 _INT_BITS, _LONG_BITS = 31, 63
@@ -44,8 +49,10 @@ class Plan(NamedTuple):
 AT_ONCE = Plan(0, None)
 
 
-def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int) -> Plan:
+def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str) -> Plan:
     """When a message with these properties is due; raises InvalidDelay with the remark of a MESSAGE_ILLEGAL answer.
+
+    `timing_zone` is that of a TIMING which names none.
 
     A level above the table's last is not known here: the broker clamps it.
     """
@@ -54,7 +61,7 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int) -> Plan:
         return Plan(level, None)
     if TIMER_DONE in properties:
         return AT_ONCE
-    due_ms = _due_ms(properties, now_ms, delay_ms_max)
+    due_ms = _due_ms(properties, now_ms, delay_ms_max, timing_zone)
     if due_ms is None:
         return AT_ONCE
     if TIMER_DELETES in properties:
@@ -80,19 +87,23 @@ def _level(text: str | None) -> int:
     return level
 
 
-def _due_ms(properties: dict[str, str], now_ms: int, delay_ms_max: int) -> int | None:
+def _due_ms(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str) -> int | None:
     for name, base_ms, unit_ms in (
         (TIMER_SECONDS, now_ms, 1000),
         (TIMER_MS, now_ms, 1),
         (TIMER_INSTANT, 0, 1),
+        (timing.NAME, 0, 0),
         (START_DELIVER_TIME, 0, 1),
     ):
         text = properties.get(name)
-        if text is not None:
-            value = _number(text, _LONG_BITS)
-            if value is None:
-                raise InvalidDelay(_illegal(delay_ms_max))
-            return base_ms + value * unit_ms
+        if text is None:
+            continue
+        if name == timing.NAME:
+            return timing.next_instant_ms(text, now_ms, timing_zone)
+        value = _number(text, _LONG_BITS)
+        if value is None:
+            raise InvalidDelay(_illegal(delay_ms_max))
+        return base_ms + value * unit_ms
     return None
 
 

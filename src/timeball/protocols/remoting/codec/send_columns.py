@@ -72,8 +72,8 @@ class Ticket(msgspec.Struct, gc=False):
 class SendColumns:
     """See the module."""
 
-    def __init__(self, keys: UniqueKeys, delay_ms_max: int) -> None:
-        self._keys, self._delay_ms_max = keys, delay_ms_max
+    def __init__(self, keys: UniqueKeys, delay_ms_max: int, timing_zone: str) -> None:
+        self._keys, self._delay_ms_max, self._timing_zone = keys, delay_ms_max, timing_zone
         self._rows: list[Row] = []
         self.tickets: list[Ticket] = []
         self.size_bytes = 0
@@ -141,7 +141,7 @@ class SendColumns:
         found = decode_properties(properties)
         level, due_ms = 0, None
         if not delays.NAMES.isdisjoint(found):
-            level, due_ms = delays.plan(found, now_ms, self._delay_ms_max)
+            level, due_ms = delays.plan(found, now_ms, self._delay_ms_max, self._timing_zone)
         tag, keys, unique_key = found.get("TAGS"), found.get("KEYS"), found.get("UNIQ_KEY")
         if not unique_key:
             unique_key = self._keys.next(now_ms)
