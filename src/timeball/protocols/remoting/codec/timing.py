@@ -59,7 +59,7 @@ def next_instant_ms(text: str, now_ms: int, default_zone: str) -> int:
 
 @cache
 def _names() -> frozenset[str]:
-    with (resources.files("tzdata") / "zones").open("r", encoding="ascii") as listed:
+    with resources.files("tzdata").joinpath("zones").open("r", encoding="ascii") as listed:
         return frozenset(listed.read().split())
 
 
