@@ -46,6 +46,13 @@ def test_a_day_of_another_length_is_refused_by_name(seconds: str) -> None:
     assert "--seconds" in refused.stderr
 
 
+@pytest.mark.parametrize("schedule", ["delay_levels", "hour-log", ""])
+def test_a_schedule_that_is_none_is_refused_by_name(schedule: str) -> None:
+    refused = run_here("demo", "--schedule", schedule)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"timeball: --schedule {schedule}: one of hour_log, timer_wheel, level_cascade\n"
+
+
 def test_a_folder_that_is_named_stays_and_another_goes(tmp_path: Path) -> None:
     """The data's folder itself is made by the broker, which wants it new or its own."""
     with _folder(tmp_path / "kept") as kept:
@@ -110,7 +117,7 @@ def test_a_small_demo_is_faultless(tmp_path: Path, signals: None) -> None:
     ended = run_here("demo", "--json", *options, "--data", str(data), "--out", str(out))
     assert ended.returncode == 0, ended.stderr
     [report] = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert (report["day"], report["balanced"]) == ("2013-12-25", True)
+    assert (report["day"], report["schedule"], report["balanced"]) == ("2013-12-25", "hour_log", True)
     assert (report["bulk_rows"], report["sent_rows"], report["waiting"]) == (12_000, 12_000, 24_000)
     assert [Path(picture).parent for picture in report["pictures"]] == [out] * len(report["pictures"])
     assert all(Path(picture).stat().st_size > 0 for picture in report["pictures"])

@@ -8,7 +8,7 @@ import pytest
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.cli.demo.show import Steps, _held_at_rest
+from timeball.cli.demo.show import Steps, _held_at_rest, _waiting_rows
 from timeball.clock import ManualClock
 
 
@@ -32,6 +32,22 @@ def test_quiet_steps_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with steps.busy("at work"):
         steps.done("one")
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_left_out_is_said_and_takes_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    Steps(ManualClock(), quiet=False).left_out("nothing is compacted")
+    Steps(ManualClock(), quiet=True).left_out("nothing is compacted")
+    assert capsys.readouterr().err == "– nothing is compacted\n"
+
+
+def test_what_waits_is_counted_wherever_it_is(tmp_path: Path) -> None:
+    """In the tail, near its instant, in the table."""
+    with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
+        ball.send_many([{"body": "x", "after": 86_400} for _ in range(7)], topic="t")
+        assert _waiting_rows(ball) == 7
+        ball.compact()
+        ball.send_many([{"body": "x", "after": 3_600} for _ in range(2)], topic="t")
+        assert _waiting_rows(ball) == 9
 
 
 def test_memory_at_rest_is_what_the_process_holds(tmp_path: Path) -> None:

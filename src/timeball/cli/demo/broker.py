@@ -15,6 +15,7 @@ from typing import IO, Any
 import msgspec
 
 from timeball.cli.children import no_child_left_behind
+from timeball.config import Schedule
 from timeball.errors import SetupError
 
 READY_S = 60.0
@@ -27,9 +28,9 @@ class Broker:
 
     endpoint: str
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, schedule: Schedule = "hour_log") -> None:
         command = [sys.executable, "-m", "timeball", "up", "--json", "--data", str(data)]
-        command += ["--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
+        command += ["--schedule", schedule, "--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
         # What malloc keeps for each thread would hide what a promise costs: tens of megabytes, at random.
@@ -47,7 +48,7 @@ class Broker:
         self._follow(self._process.stderr, self._note_line)
 
     def pipeline_state(self) -> str:
-        """The last thing said about the pipeline: started, ended, given_up, stopped; '' before the first."""
+        """The last thing said about the pipeline (see cli/supervisor.py, cli/up.py); '' before the first."""
         with self._changed:
             states = [event["state"] for event in self._events if event["event"] == "pipeline"]
         return states[-1] if states else ""
@@ -104,10 +105,10 @@ class Broker:
 
 
 @contextmanager
-def broker_in(data: Path) -> Iterator[Broker]:
+def broker_in(data: Path, schedule: Schedule = "hour_log") -> Iterator[Broker]:
     """A broker for the length of a block."""
     with no_child_left_behind():  # Ctrl-C while the process is made: nobody has a handle on it yet
-        broker = Broker(data)
+        broker = Broker(data, schedule)
     try:
         broker.await_ready()
         yield broker

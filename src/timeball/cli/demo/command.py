@@ -3,7 +3,8 @@
 In order, each step printed as it ends:
 
     1  `timeball up` in an empty folder: the broker, and Spark behind it
-    2  a year of check-in reminders sent through the client; the job `compact` moves them out of the log
+    2  a year of check-in reminders sent through the client; the job `compact` moves them out of the log, where the
+       schedule lets it (`hour_log`)
     3  a year of departures written from a Spark DataFrame straight into the pending table
     4  one real day, lived in a minute: scheduled, cancelled where it was cancelled, received
     5  the audit on Spark: accepted = released + cancelled + expired + pending
@@ -26,6 +27,7 @@ import typer
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import JsonOption
 from timeball.cli.output import note
+from timeball.config import SCHEDULES, Schedule
 from timeball.errors import RequestError
 
 
@@ -39,6 +41,9 @@ def demo(
     out_folder: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="Where the pictures go.")
     ] = Path("timeball-demo"),
+    schedule: Annotated[
+        str, typer.Option("--schedule", metavar="NAME", help=f"Who keeps what waits: {', '.join(SCHEDULES)}.")
+    ] = "hour_log",
     data: Annotated[
         Path | None, typer.Option("--data", metavar="FOLDER", help="Keep the data in this folder.")
     ] = None,
@@ -55,17 +60,19 @@ def demo(
     Examples:
       timeball demo
       timeball demo --day 12-25 --seconds 30
+      timeball demo --schedule timer_wheel
       timeball demo --data ./demo-data      # keeps the data, for 'timeball dump' and 'timeball up'
     """
-    chosen = _date(day)
-    from timeball.cli.demo.show import run_demo
+    chosen, keeper = _date(day), _schedule(schedule)
+    from timeball.cli.demo.show import Work, run_demo
 
     # Whoever asks it to end, a terminal that closes included, finds no broker and no Java left behind.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
         with _folder(data) as folder:
-            report = run_demo(folder, chosen, seconds * 1_000, out_folder, flights_max, quiet=as_json)
+            work = Work(chosen, seconds * 1_000, flights_max, keeper)
+            report = run_demo(folder, work, out_folder, quiet=as_json)
     except KeyboardInterrupt:
         note("timeball: interrupted; the broker and Spark have stopped")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
@@ -82,6 +89,12 @@ def _date(text: str) -> date:
         return date.fromisoformat(f"2013-{text}")
     except ValueError as error:
         raise RequestError(f"--day {text}: write a day of 2013 as MM-DD, such as 02-08") from error
+
+
+def _schedule(text: str) -> Schedule:
+    if text not in SCHEDULES:
+        raise RequestError(f"--schedule {text}: one of {', '.join(SCHEDULES)}")
+    return text
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from timeball.cli.demo.spark import Spark
 from timeball.cli.output import err, out, progress_bar
 from timeball.client import Timeball
 from timeball.clock import Clock, SystemClock
+from timeball.config import Schedule
 from timeball.errors import SetupError
 
 HEAD_START_MS = 1_500  # between scheduling the day and its midnight
@@ -34,16 +35,27 @@ REST_S, LOOK_S = 5.0, 0.2
 
 
 @dataclass(frozen=True)
+class Work:
+    """What the demo is asked to do. `flights_max`: of the year."""
+
+    day: date
+    length_ms: int
+    flights_max: int
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
 class DemoReport:
-    """All that --json prints."""
+    """All that --json prints. `compacted_s` is null where nothing is compacted."""
 
     day: str
+    schedule: str
     outcome: Outcome
     bulk_rows: int
     bulk_s: float
     sent_rows: int
     sent_s: float
-    compacted_s: float
+    compacted_s: float | None
     waiting: int
     ram_bytes_per_promise: float
     audit: dict[str, Any]
@@ -73,6 +85,11 @@ class Steps:
             err.print(f"[green]✓[/green] {text} [dim]({took_s:.1f} s)[/dim]")
         return took_s
 
+    def left_out(self, text: str) -> None:
+        """Say that there is no such step here, and why."""
+        if not self.quiet:
+            err.print(f"[dim]– {text}[/dim]")
+
     def busy(self, text: str) -> AbstractContextManager[object]:
         """A sign of life on a terminal, for a step that shows nothing by itself."""
         return err.status(text) if err.is_terminal and not self.quiet else nullcontext()
@@ -83,24 +100,22 @@ class Steps:
         return (self.clock.monotonic_ns() - self._began_ns) / 1e9
 
 
-def run_demo(
-    data: Path, chosen: date, length_ms: int, out_folder: Path, flights_max: int, *, quiet: bool
-) -> DemoReport:
+def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoReport:
     """Run all steps; returns what was measured."""
-    steps = Steps(SystemClock(), quiet)
+    steps, chosen = Steps(SystemClock(), quiet), work.day
     year = read_year()
     flights = year.on(chosen.month, chosen.day)
     day_name = f"{chosen:%A}, {chosen.day} {chosen:%B %Y}"
     steps.done(f"{len(year):,} flights of 2013 read; {day_name}: {len(flights)} departures")
-    with broker_in(data) as broker, Timeball(broker.endpoint) as ball:
-        steps.done(f"broker serves {broker.endpoint}; its Spark pipeline starts behind it")
+    with broker_in(data, work.schedule) as broker, Timeball(broker.endpoint) as ball:
+        steps.done(f"broker ({work.schedule}) serves {broker.endpoint}; its Spark pipeline starts behind it")
         out_folder.mkdir(parents=True, exist_ok=True)
         with steps.busy("the demo's own Spark session starts"):
             session = Spark(broker.endpoint, out_folder / "spark.log")
         with session as spark:
             steps.done("the demo's own Spark session is ready")
-            waits = _fill_year(ball, broker, spark, year.head(flights_max), steps)
-            run = _live(broker, flights, length_ms, steps, day_name)
+            waits = _fill_year(ball, broker, spark, year.head(work.flights_max), steps)
+            run = _live(broker, flights, work.length_ms, steps, day_name)
             with steps.busy("Spark audits the log, the table and the ledger"):
                 books = spark.audit()
             steps.done(f"audit on Spark: {books.summary}")
@@ -113,6 +128,7 @@ def run_demo(
         out.print(f"the whole took {steps.total_s:.0f} s", markup=False)
     return DemoReport(
         day=chosen.isoformat(),
+        schedule=work.schedule,
         outcome=outcome,
         bulk_rows=waits.bulk_rows,
         bulk_s=waits.bulk_s,
@@ -136,21 +152,20 @@ class _Waiting:
     bulk_s: float
     sent_rows: int
     sent_s: float
-    compacted_s: float
+    compacted_s: float | None
     rows: int
     ram_bytes: float
 
 
 def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, steps: Steps) -> _Waiting:
     """Steps 2 and 3: promises through the client and compaction, promises from a DataFrame."""
-    begun, now_ms = ball.status(), steps.clock.wall_ms()
+    begun, now_ms = _waiting_rows(ball), steps.clock.wall_ms()
     opens = coming_year(year.departs_ms - CHECK_IN_MS, now_ms)
     ball.send_many(year.messages("check-in-year", opens, "check-in-"))
     sent_s = steps.done(
         f"{len(year):,} check-in reminders of the coming year sent into the log by the client"
     )
-    _await_compaction(ball, broker, steps)
-    compacted_s = steps.done(f"Spark's compact has moved them: {_table_rows(ball):,} in the pending table")
+    compacted_s = _compacted(ball, broker, steps)
     before_bytes = _held_at_rest(ball)
     departures = year.messages("departures-year", coming_year(year.departs_ms, now_ms), "year-")
     with steps.busy("Spark writes the departures of the coming year"):
@@ -159,7 +174,7 @@ def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, step
         f"{len(year):,} departures of the coming year written from a Spark DataFrame: "
         f"{_table_rows(ball):,} in the pending table"
     )
-    rows = _table_rows(ball) - begun["schedule"]["table_rows"]
+    rows = _waiting_rows(ball) - begun
     grown = max(0, _held_at_rest(ball) - before_bytes) / max(1, len(year))
     return _Waiting(len(year), bulk_s, len(year), sent_s, compacted_s, rows, grown)
 
@@ -177,6 +192,23 @@ def _held_at_rest(ball: Timeball) -> int:
 
 def _table_rows(ball: Timeball) -> int:
     return int(ball.status()["schedule"]["table_rows"])
+
+
+def _waiting_rows(ball: Timeball) -> int:
+    """Promises in the pending table, in the log's tail and near their instant, or as their schedule counts them."""
+    rows = ball.status()["schedule"]
+    kept = rows["waiting_rows"] if "waiting_rows" in rows else rows["tail_rows"] + rows["wheel_rows"]
+    return int(rows["table_rows"] + kept)
+
+
+def _compacted(ball: Timeball, broker: Broker, steps: Steps) -> float | None:
+    """The end of step 2; None where promises stay in the log until they are due."""
+    strategy = ball.status()["strategy"]
+    if strategy != "hour_log":
+        steps.left_out(f"nothing is compacted: with the schedule {strategy} they wait in the log")
+        return None
+    _await_compaction(ball, broker, steps)
+    return steps.done(f"Spark's compact has moved them: {_table_rows(ball):,} in the pending table")
 
 
 def _await_compaction(ball: Timeball, broker: Broker, steps: Steps) -> None:

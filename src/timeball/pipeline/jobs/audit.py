@@ -179,8 +179,8 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
     # Where nobody compacts, the tail is the whole log, whatever retention has let go of it since.
     begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
-    tail = source.option("kinds", "promise,moved").option("from_seq", str(begin))
-    tail = tail.option("columns", f"kind,source_seq,{columns}").load()
+    source = source.option("kinds", "promise,moved").option("from_seq", str(begin))
+    tail = source.option("columns", f"kind,source_seq,{columns}").load()
     number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
     tail = tail.withColumn("seq", number).drop("kind", "source_seq")
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
