@@ -50,6 +50,13 @@ def test_a_lost_or_foreign_checkpoint_does_no_harm(
     assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 700
 
 
+@pytest.mark.parametrize("schedule", ["hour_log", "timer_wheel", "level_cascade"])
+def test_only_what_an_hour_log_keeps_is_compacted(tmp_path: Path, schedule: str) -> None:
+    with running_node(tmp_path / "data", schedule=schedule) as node:
+        reason = compact.superfluous(node.endpoint)
+    assert reason is None if schedule == "hour_log" else schedule in str(reason)
+
+
 def test_the_lease_keeps_the_broker_from_compacting(tmp_path: Path) -> None:
     with running_node(
         tmp_path / "data", compact_rows=10, compact_rows_min=1, compact_interval_ms=100

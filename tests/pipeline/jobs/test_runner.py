@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from tests.node_fixture import BOUND_S, RunningNode, eventually
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import attached_seqs, send
 
 from timeball.errors import InvalidMessage, RequestError, SetupError, StorageError, Unavailable
@@ -175,6 +176,50 @@ def test_a_broker_restart_is_survived(
         thread.join(BOUND_S)
     assert not failed
     assert not thread.is_alive()
+
+
+@pytest.mark.spark
+def test_where_nothing_is_compacted_the_other_jobs_work(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_node(tmp_path / "data", schedule="timer_wheel") as node, Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 10)
+        for once in (True, False):  # with nothing else to do it does not wait to be stopped
+            jobs = ["compact", "ledger"] if once else ["compact"]
+            runner.run(jobs, endpoint=node.endpoint, once=once, spark=spark)
+        assert attached_seqs(broker) == []
+    ended = "job=compact ended: nothing to compact: with the schedule timer_wheel promises wait in the log"
+    assert caplog.messages.count(ended) == 2
+    assert (tmp_path / "data/ledger/_delta_log").is_dir()
+    assert not (tmp_path / "data/pipeline/compact").exists()
+
+
+@pytest.mark.spark
+def test_a_broker_that_comes_back_with_another_schedule_ends_the_job(
+    spark: SparkSession, node: RunningNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"compact": {"min_rows_per_batch": "1", "few_rows": "1"}}
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            runner.run(["compact"], endpoint=node.endpoint, spark=spark, options=options)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 50)
+        eventually(lambda: broker.status().watermark > 50, "compacted before the restart")
+        node.stop()
+        node.settings = dataclasses.replace(node.settings, schedule="level_cascade")
+        node.start()
+        send(node.endpoint, 50)
+        thread.join(BOUND_S)
+        assert not thread.is_alive() and not failed
+        assert "job=compact ended: nothing to compact" in caplog.text
+        assert len(attached_seqs(broker)) == 50
 
 
 PROGRAM = """
