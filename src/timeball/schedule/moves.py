@@ -92,7 +92,17 @@ class Moves:
     @property
     def busy(self) -> bool:
         """Whether the reader thread works for us, or `take` has something."""
-        return self._loading is not None or bool(self._ready)
+        return self.loading or self.ready
+
+    @property
+    def loading(self) -> bool:
+        """Whether the reader thread works for us."""
+        return self._loading is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` has something."""
+        return bool(self._ready)
 
     @property
     def first_due_ms(self) -> int | None:
