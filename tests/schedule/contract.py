@@ -4,6 +4,8 @@
     hand-outs of one instant · a cancelled promise is never handed out, one handed out is never cancelled ·
     `next_due_ms` never sleeps past a promise and never turns in place · `settled` says what is settled
 
+and of promises that are written again while they wait, what stands in `moves.py`.
+
 The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive a
 `World`, which compares every answer with a model. A strategy joins with one class:
 
@@ -20,6 +22,7 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 from tests.schedule.machine import machine
+from tests.schedule.moves import Moves, sleep_through
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
@@ -28,11 +31,24 @@ from timeball import limits
 FAST = hypothesis.settings(
     max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
+# Nothing is shrunk: that it fails is all we want to know.
+UNTIL_CAUGHT = hypothesis.settings(
+    FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
+    phases=[hypothesis.Phase.generate],
+)  # fmt: skip
 SLOW_FACTOR = 10
 MANY = 5_000
 
 
-class Contract:
+def assert_caught(new_rig: Callable[[], Rig]) -> None:
+    """The machine notices that a strategy is wrong."""
+    with pytest.raises(AssertionError) as caught:
+        run_state_machine_as_test(machine(new_rig), settings=UNTIL_CAUGHT)
+    # It is the suite that noticed, not an assert in the strategy itself.
+    assert caught.traceback[-1].path.name in ("stage.py", "world.py")
+
+
+class Contract(Moves):
     """See the module."""
 
     new_rig: ClassVar[Callable[[], Rig]]
@@ -357,16 +373,3 @@ class Contract:
         assert world.memory() < MANY // 10
         world.restart()
         assert world.memory() < MANY // 10
-
-
-def sleep_through(world: World) -> list[tuple[int, int]]:
-    """As a ticker: take what is due, sleep until the next instant, until there is none."""
-    taken = []
-    for _ in range(1_000):
-        taken += world.drain()
-        world.check_sleep()
-        upcoming = world.strategy.next_due_ms()
-        if upcoming is None:
-            return taken
-        world.advance(upcoming - world.now_ms)
-    raise AssertionError("there is always something next")

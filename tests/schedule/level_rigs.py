@@ -46,8 +46,10 @@ class LevelsRig:
 
     def start(self, world: World, restart: Restart) -> DelayLevels:
         self._starts += 1
+        facts, lengths = restart.state or ({}, [0] * LEVELS)  # type: ignore[misc]
         self.indexes = [QueueIndex(world.files, f"queues/{self._starts}/{n}") for n in range(LEVELS)]
-        for rows in world.reader.rows(1, world.reader.next_seq, [self.kind]):
+        self._begin(world, lengths)
+        for rows in world.reader.rows(world.reader.first_seq, world.reader.next_seq, [self.kind]):
             self._index(rows)
         self._next = [index.max_offset for index in self.indexes]
         strategy = self._class(
@@ -55,10 +57,17 @@ class LevelsRig:
             ahead_ms=AHEAD_MS, gather_bytes=self._gather_bytes,
             on_change=world.wake, on_failure=world.failures.append,
         )  # fmt: skip
-        state = restart.state or {}
-        assert isinstance(state, dict)
-        strategy.restore(state, restart.settled_since)
+        strategy.restore(facts, restart.settled_since)
         return strategy
+
+    def _begin(self, world: World, lengths: list[int]) -> None:
+        """Queues whose first rows the log has let go begin with the first that is left."""
+        kept = [*world.reader.rows(world.reader.first_seq, world.reader.next_seq, [self.kind])]
+        for number, (index, length) in enumerate(zip(self.indexes, lengths, strict=True)):
+            offsets = [
+                rows.column("queue_offset").to_numpy()[rows["queue_id"].to_numpy() == number] for rows in kept
+            ]
+            index.start_at(int(np.concatenate([*offsets, [length]])[0]))
 
     def dress(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         queue = (self._turn + np.arange(rows.num_rows)) % LEVELS
@@ -90,15 +99,19 @@ class LevelsRig:
 
     def state(self, strategy: Strategy) -> object:
         assert isinstance(strategy, DelayLevels)
-        return strategy.state()
+        return strategy.state(), [index.max_offset for index in self.indexes]
 
     def settled(self, strategy: Strategy) -> Settled:
         """What its state says, promise by promise."""
         assert isinstance(strategy, DelayLevels)
         parts = []
         for number, facts in strategy.state().items():
-            offsets = [np.arange(facts.offset), *(np.arange(a, a + n) for a, n in facts.settled)]
-            parts.append(self.indexes[number].at(np.concatenate(offsets)))
+            index = self.indexes[number]
+            offsets = [
+                np.arange(index.min_offset, facts.offset),
+                *(np.arange(a, a + n) for a, n in facts.settled),
+            ]
+            parts.append(index.at(np.concatenate(offsets)))
         due, seq = (
             np.concatenate([np.empty(0, np.int64), *(part[name].astype(np.int64) for part in parts)])
             for name in ("tag", "seq")
@@ -117,6 +130,10 @@ class LevelsRig:
         assert isinstance(strategy, DelayLevels)
         flight = sum(len(seq) for _, seq, _ in strategy._in_flight)
         return flight + sum(map(len, (strategy._wheel, strategy._settled)))
+
+    def first_needed_seq(self, strategy: Strategy) -> int | None:
+        assert isinstance(strategy, DelayLevels)
+        return strategy.first_waiting_seq
 
     async def ready_to_cancel(self, strategy: Strategy) -> None:
         pass

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.schedule.moves import sleep_until_moving
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
@@ -44,8 +45,9 @@ class Machine(RuleBasedStateMachine):
     @initialize(reader_is_open=st.booleans())
     def open(self, reader_is_open: bool) -> None:
         self.world = World(type(self).new_rig(), reader_is_open=reader_is_open)
-        self.moving: Attachment | None = None  # files that are written and not attached yet
+        self.written: Attachment | None = None  # files that are written and not attached yet
         self.bulk: Attachment | None = None
+        self.saving = False
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -77,6 +79,26 @@ class Machine(RuleBasedStateMachine):
     @rule(rows=st.sampled_from([1, 2, 50]))
     def release_part(self, rows: int) -> None:
         self.world.release_part(rows)
+
+    @precondition(lambda self: self.world.model.moving)
+    @rule(batches=st.integers(1, 5))
+    def land(self, batches: int) -> None:
+        self.world.land(batches)
+
+    @precondition(lambda self: self.world.model.moving)
+    @rule(rows=st.sampled_from([1, 2, 50]))
+    def land_part(self, rows: int) -> None:
+        self.world.land_part(rows)
+
+    @precondition(lambda self: self.world.model.moving)
+    @rule(data=st.data())
+    def cancel_on_the_move(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from(sorted(self.world.model.on_the_move)))
+        self.world.cancel([chosen])
+
+    @rule(limit=st.sampled_from([1, 3, 1_000]))
+    def sleep_until_moving(self, limit: int) -> None:
+        sleep_until_moving(self.world, limit)
 
     @rule(data=st.data(), count=st.integers(1, 5))
     def cancel(self, data: st.DataObject, count: int) -> None:
@@ -125,17 +147,17 @@ class Machine(RuleBasedStateMachine):
 
     # -- moving what waits ---------------------------------------------------------------------------------
 
-    @precondition(lambda self: type(self).new_rig().has_table and self.moving is None)
+    @precondition(lambda self: type(self).new_rig().has_table and self.written is None)
     @rule(share=st.sampled_from([0.3, 1.0]), rewrite=st.booleans())
     def write_files(self, share: float, rewrite: bool) -> None:
-        self.moving = self.world.prepare_rewrite() if rewrite else self.world.prepare_compact(share)
+        self.written = self.world.prepare_rewrite() if rewrite else self.world.prepare_compact(share)
 
-    @precondition(lambda self: self.moving is not None)
+    @precondition(lambda self: self.written is not None)
     @rule()
     def attach(self) -> None:
-        assert self.moving is not None
-        self.world.attach(self.moving)
-        self.moving = None
+        assert self.written is not None
+        self.world.attach(self.written)
+        self.written = None
 
     @precondition(lambda self: type(self).new_rig().has_table and self.bulk is None)
     @rule(distances=st.lists(DISTANCES_MS, min_size=1, max_size=30))
@@ -150,7 +172,7 @@ class Machine(RuleBasedStateMachine):
         self.world.attach(self.bulk)
         self.bulk = None
 
-    @precondition(lambda self: type(self).new_rig().has_table and self.moving is None)
+    @precondition(lambda self: type(self).new_rig().has_table and self.written is None)
     @rule(distances=st.lists(st.integers(0, 15_000), min_size=2, max_size=20), steps=st.integers(0, 3))
     def attach_in_a_gather(self, distances: list[int], steps: int) -> None:
         """Rows that are about to come near change place while the reader looks for what is near."""
@@ -175,11 +197,26 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self.world.save()
+        self.saving = False
 
-    @rule(back=st.integers(0, 2), power_cut=st.none() | st.integers(0, 1_000))
-    def restart(self, back: int, power_cut: int | None) -> None:
-        self.moving = None  # written by a process that is no more
-        self.world.restart(back=back, power_cut=power_cut)
+    @rule()
+    def save_by_halves(self) -> None:
+        """The first half now, the second when this comes again, whatever happens meanwhile."""
+        if self.saving:
+            self.world.end_save()
+        else:
+            self.world.begin_save()
+        self.saving = not self.saving
+
+    @rule()
+    def let_go(self) -> None:
+        self.world.let_go()
+        self.saving = False
+
+    @rule(back=st.integers(0, 2), power_cut=st.none() | st.integers(0, 1_000), unheard=st.booleans())
+    def restart(self, back: int, power_cut: int | None, unheard: bool) -> None:
+        self.written, self.saving = None, False  # by a process that is no more
+        self.world.restart(back=back, power_cut=power_cut, unheard=unheard)
 
     # -- what holds between any two steps ------------------------------------------------------------------
 

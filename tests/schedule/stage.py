@@ -2,6 +2,8 @@
 
 The reader thread is a queue of jobs (`StepExecutor`) that run when the test says so: each interleaving of a
 gather with everything else can be had on purpose, and none by luck.
+
+A strategy joins with a `Rig`. What the broker knows at a start is a `Restart`.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
 
 from timeball.message import Int64Array, Kind
-from timeball.schedule.strategy import Settled, Strategy
+from timeball.schedule.places import Placed
+from timeball.schedule.strategy import Keeper, Settled, Strategy
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
 
@@ -27,6 +30,7 @@ T = TypeVar("T")
 
 BEGINNING = -(1 << 62)
 NONE = np.empty(0, np.int64)
+NOWHERE = Placed(NONE, NONE, NONE)
 NOTHING_SETTLED = Settled(BEGINNING, NONE, NONE, 0)
 
 
@@ -66,14 +70,24 @@ class StepExecutor(Executor):
 
 @dataclass(frozen=True)
 class Restart:
-    """What a strategy starts from: `settled` is complete, the tail holds promises that are not settled."""
+    """What a strategy starts from; each takes of it what it needs.
 
-    settled: Settled = NOTHING_SETTLED
-    tail_due_ms: Int64Array = field(default_factory=lambda: NONE)
+    A strategy with a state of its own takes `state` and `since`. With no state, or with one it cannot use, it takes
+    `waiting`; with `state` None both are the same.
+    """
+
+    settled: Settled = NOTHING_SETTLED  # complete: the checkpoint's, and all that was settled since
+    tail_due_ms: Int64Array = field(default_factory=lambda: NONE)  # not settled, and in no file of the table
     tail_seq: Int64Array = field(default_factory=lambda: NONE)
-    entries: list[FileEntry] = field(default_factory=list)
-    state: object = None  # what the strategy saved for itself
-    settled_since: Int64Array = field(default_factory=lambda: NONE)  # sequence numbers
+    entries: list[FileEntry] = field(default_factory=list)  # files of the table
+    state: object = None  # what the strategy saved for itself in the checkpoint
+    settled_since: Int64Array = field(default_factory=lambda: NONE)  # sequence numbers, since the checkpoint
+    since: Placed = field(
+        default_factory=lambda: Placed(NONE, NONE, NONE)
+    )  # came, or were written again, since the checkpoint
+    waiting: Placed = field(
+        default_factory=lambda: Placed(NONE, NONE, NONE)
+    )  # all, those in files of the table aside
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,11 @@ class Saved:
     seq: int
     settled: Settled
     state: object = None
+
+
+def keeper_of(strategy: Strategy) -> Keeper | None:
+    """The strategy, when it keeps files of its own."""
+    return cast(Keeper, strategy) if hasattr(strategy, "take_dirty") else None
 
 
 class Rig(Protocol):
@@ -108,13 +127,16 @@ class Rig(Protocol):
         """What a checkpoint would say is settled, with all durable releases and cancels accounted for."""
 
     def is_busy(self, strategy: Strategy) -> bool:
-        """Whether something runs behind the strategy's back."""
+        """Whether the reader thread still works for it; not, that it waits to be called."""
 
     def settled_before_ms(self, strategy: Strategy) -> int:
         """All durable promises due before this instant are settled, durably."""
 
     def rows_in_memory(self, strategy: Strategy) -> int:
         """Promises that cost memory now, pairs and bodies alike."""
+
+    def first_needed_seq(self, strategy: Strategy) -> int | None:
+        """The oldest row of the log that it may still read; None when there is none, or none below the watermark."""
 
     async def ready_to_cancel(self, strategy: Strategy) -> None:
         """What the broker awaits before it cancels."""
@@ -131,19 +153,36 @@ class Model:
     """What is true, seq -> (due_ms, body) of what waits, and every comparison with what a strategy says."""
 
     waiting: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    moving: deque[list[int]] = field(
+        default_factory=deque
+    )  # of the waiting: being written again, oldest first
     in_flight: deque[dict[int, tuple[int, bytes]]] = field(default_factory=deque)  # hand-outs, oldest first
     released: dict[int, int] = field(default_factory=dict)  # seq -> due_ms
     cancelled: dict[int, int] = field(default_factory=dict)
 
+    accepted: dict[int, int] = field(default_factory=dict)  # seq -> when, of all of these
+    at: dict[int, int] = field(
+        default_factory=dict
+    )  # seq -> the row of the log it lies in, of those that came by it
+    forgotten: set[int] = field(default_factory=set)
+    moved_rows: int = 0
+
     @property
     def first_due_ms(self) -> int | None:
-        return min((due for due, _ in self.waiting.values()), default=None)
+        """Of those that can be handed out: what is being written again waits for that first."""
+        on_the_move = self.on_the_move
+        return min((due for s, (due, _) in self.waiting.items() if s not in on_the_move), default=None)
+
+    @property
+    def on_the_move(self) -> set[int]:
+        """What is being written again."""
+        return {seq for batch in self.moving for seq in batch}
 
     @property
     def known(self) -> list[int]:
-        """All promises there ever were."""
+        """All promises there ever were, and that may be asked for."""
         handed_out = (seq for batch in self.in_flight for seq in batch)
-        return sorted({*self.waiting, *self.released, *self.cancelled, *handed_out})
+        return sorted({*self.waiting, *self.released, *self.cancelled, *handed_out} - self.forgotten)
 
     def state_of(self, seq: int) -> str:
         if any(seq in batch for batch in self.in_flight):
@@ -164,13 +203,47 @@ class Model:
         assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
         pairs = list(zip(batch["due_ms"].to_pylist(), batch["seq"].to_pylist(), strict=True))
         assert pairs == sorted(set(pairs)), f"out of order, or twice: {pairs}"
-        for (due_ms, seq), body in zip(pairs, batch["body"].to_pylist(), strict=True):
-            state = self.state_of(seq)
+        on_the_move = self.on_the_move
+        for due_ms, seq in pairs:
+            state = "being written again" if seq in on_the_move else self.state_of(seq)
             assert state == "waiting", f"seq {seq} handed out while {state}"
             assert due_ms <= now_ms, f"seq {seq} handed out {due_ms - now_ms} ms early"
-            assert self.waiting[seq] == (due_ms, body), f"seq {seq} has changed: {due_ms}, {body!r}"
+        self.check_unchanged(batch)
         self.in_flight.append({seq: self.waiting.pop(seq) for _, seq in pairs})
         return pairs
+
+    def move(self, batch: pa.RecordBatch, limit: int) -> None:
+        """Check what is to be written again; it still waits."""
+        assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
+        seqs, on_the_move = batch["seq"].to_pylist(), self.on_the_move
+        assert len(set(seqs)) == len(seqs), f"written again twice in one go: {seqs}"
+        for seq in seqs:
+            state = "being written again" if seq in on_the_move else self.state_of(seq)
+            assert state == "waiting", f"seq {seq} to be written again while {state}"
+        self.check_unchanged(batch)
+        self.moving.append(seqs)
+
+    def land(self, at: list[int]) -> None:
+        """The oldest of what was being written again is durable, in these rows."""
+        batch = self.moving[0]
+        self.at.update(zip(batch, at, strict=False))
+        del batch[: len(at)]
+        self.moved_rows += len(at)
+        if not batch:
+            self.moving.popleft()
+
+    def let_go(self, first_seq: int) -> None:
+        """The log begins here now: what was settled before need not be known any more."""
+        self.forgotten |= {seq for seq, at in self.at.items() if at < first_seq}
+
+    def check_unchanged(self, batch: pa.RecordBatch) -> None:
+        """These waiting promises are what was admitted, and say when."""
+        columns = (batch[name].to_pylist() for name in ("seq", "due_ms", "body", "store_ms", "kind"))
+        for seq, due_ms, body, accepted_ms, kind in zip(*columns, strict=True):
+            assert self.waiting[seq] == (due_ms, body), f"seq {seq} has changed: {due_ms}, {body!r}"
+            expected_ms = self.accepted[seq]
+            assert accepted_ms == expected_ms, f"seq {seq} accepted at {expected_ms}, not {accepted_ms}"
+            assert kind != Kind.MOVED, f"seq {seq} is given out as a row, not as a promise"
 
     def cancel(self, seqs: list[int], answers: list[bool]) -> list[int]:
         """Check the answers to a cancel and believe them; returns the cancelled."""
@@ -188,6 +261,7 @@ class Model:
         done = {(due, seq) for index in (self.released, self.cancelled) for seq, due in index.items()}
         assert pairs <= done, f"said to be settled, but is not: {sorted(pairs - done)}"
         left_out = {pair for pair in done - pairs if not is_covered(settled, *pair)}
+        left_out = {(due, seq) for due, seq in left_out if seq not in self.forgotten}
         assert not left_out, f"settled, but left out: {sorted(left_out)}"
         for batch in (self.waiting, *self.in_flight):
             for seq, (due, _) in batch.items():
@@ -200,6 +274,7 @@ class Model:
                 assert due >= before_ms, f"seq {seq} due {due} is open, yet all is settled before {before_ms}"
 
     def check_nothing_overdue(self, now_ms: int) -> None:
+        """Nothing due is left; nothing of it is on the move either."""
         lost = sorted((due, seq) for seq, (due, _) in self.waiting.items() if due <= now_ms)
         assert not lost, f"due at {now_ms} and not handed out: {lost}"
 

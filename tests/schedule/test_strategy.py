@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
-from tests.schedule.contract import FAST
+from tests.schedule.contract import assert_caught
 from tests.schedule.level_rigs import WRONG_LEVELS, LevelsRig
-from tests.schedule.machine import machine
 from tests.schedule.rigs import WRONG, HourLogRig
-from tests.schedule.stage import Rig
 
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.hour_log.store import HourLog
 from timeball.schedule.strategy import Settled
 
-# Nothing is shrunk: that it fails is all we want to know.
-UNTIL_CAUGHT = hypothesis.settings(
-    FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
-    phases=[hypothesis.Phase.generate],
-)  # fmt: skip
 NONE = np.empty(0, np.int64)
-
-
-def assert_caught(new_rig: Callable[[], Rig]) -> None:
-    with pytest.raises(AssertionError) as caught:
-        run_state_machine_as_test(machine(new_rig), settings=UNTIL_CAUGHT)
-    # It is the suite that noticed, not an assert in the strategy itself.
-    assert caught.traceback[-1].path.name in ("stage.py", "world.py")
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)

@@ -1,61 +1,72 @@
 """The broker around one strategy: a real log, real files, clocks that move when told, and a model that knows better.
 
-`World` writes promises, releases, cancels and attaches to the log, takes what is due, restarts from checkpoints,
-and compares every answer with `stage.Model`. Any difference is an AssertionError. It does in their order the
-steps of the broker's verbs, and none of what the edges add to them.
+`World` writes promises, releases, moves, cancels and attaches to the log, takes what is due, restarts from
+checkpoints, and compares every answer with `stage.Model`. Any difference is an AssertionError. It does in their
+order the steps of the broker's verbs, and none of what the edges add to them.
+
+What is handed out, and what is to be written again, stays in memory until the test lets it become durable
+(`release`, `land`); what the disk makes durable and nobody hears of is `restart(unheard=True)`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import copy
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from tests.crash_files import CrashFiles
+from tests.schedule.attaching import Attaching
+from tests.schedule.readback import column, read_back
 from tests.schedule.stage import (
-    BEGINNING,
     NOTHING_SETTLED,
     Model,
     Restart,
     Rig,
     Saved,
     StepExecutor,
-    is_covered,
+    keeper_of,
 )
-from tests.schedule.table_files import table_rows
 
-from timeball.broker import compacting, rewriting
+from timeball.broker.delivery import moved_rows
 from timeball.clock import ManualClock, SchedulerClock
-from timeball.files import Files
+from timeball.files import File, Files
+from timeball.log import retention
 from timeball.log.format import with_seq
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.writer import LogWriter
-from timeball.message import Int64Array, Kind, build_rows
-from timeball.schedule.strategy import Settled, Strategy
-from timeball.table import attachment as att
-from timeball.table import layout
-from timeball.table.attachment import Attachment, FileEntry
-from timeball.table.data_file import DataFile
+from timeball.message import Int64Array, Kind, build_rows, int64
+from timeball.schedule.strategy import Strategy
+from timeball.table.attachment import Attachment
 
 T = TypeVar("T")
 
 TURNS_MAX = 100_000  # of the loop; a strategy that is not quiet after so many never will be
-SEGMENT_BYTES = 256 * 1024
+SEGMENT_BYTES = 32 * 1024  # some tens of frames
 ALL = 1_000_000
 IDLE_CALLS_MAX = 3  # calls in a row, at one instant, that hand out nothing: room may have to be made first
 
 
-class World:
+class World(Attaching):
     """One strategy in its surroundings; see the module. All methods are called from outside the loop."""
 
-    def __init__(self, rig: Rig, files: Files | None = None, *, reader_is_open: bool = True) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        files: Files | None = None,
+        *,
+        reader_is_open: bool = True,
+        wall_ms: int = ManualClock.wall,
+    ) -> None:
+        """`wall_ms` is what the clocks show first."""
         self.rig = rig
         self.files: Files = CrashFiles() if files is None else files
         self.loop = asyncio.new_event_loop()
-        self.manual = ManualClock()
+        self.manual = ManualClock(wall_ms)
         self.clock = SchedulerClock(self.manual)
         self.reader_thread = StepExecutor(is_open=reader_is_open)
         self.model = Model()
@@ -64,6 +75,8 @@ class World:
         self.failures: list[BaseException] = []
         self.watermark = 1
         self._counter = 0
+        self._moves: deque[pa.RecordBatch] = deque()  # to be written again, not durable yet, oldest first
+        self._saving: tuple[Saved, list[tuple[str, list[File]]]] | None = None
         # What a ticker would sleep until (None: until woken), and whether it has been woken since.
         self._asleep_until: int | None = None
         self._woken = True
@@ -84,10 +97,12 @@ class World:
             unique_key=[body.decode() for body in bodies], store_ms=self.now_ms, due_ms=dues,
         )  # fmt: skip
         rows = self.rig.dress(rows)
-        first_seq = self.writer.next_seq
+        first_seq, now_ms = self.writer.next_seq, rows["store_ms"][0].as_py()
         seqs = list(range(first_seq, first_seq + len(dues)))
 
         def on_durable() -> None:
+            self.model.accepted.update(dict.fromkeys(seqs, now_ms))
+            self.model.at.update(zip(seqs, seqs, strict=True))
             self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
             self.rig.kept(rows, first_seq)
             self.strategy.admit(with_seq(rows, first_seq))
@@ -96,16 +111,25 @@ class World:
         return seqs
 
     def take(self, limit: int = ALL) -> list[tuple[int, int]] | None:
-        """One hand-out, checked: its (due_ms, seq); None when there is none."""
+        """One hand-out, checked: its (due_ms, seq); None when there is none.
+
+        As a ticker: when nothing is due, what is to be written again is taken as well, and stays in memory.
+        """
         return self.run(self._take(limit))
 
     async def _take(self, limit: int) -> list[tuple[int, int]] | None:
-        now_ms = self.now_ms
-        for _ in range(IDLE_CALLS_MAX):
+        now_ms, idle_calls = self.now_ms, 0
+        while idle_calls < IDLE_CALLS_MAX:
             batch = self.strategy.due(now_ms, limit)
             if batch is not None:
                 self._woken = True
                 return self.model.hand_out(batch, now_ms, limit)
+            batch = self.strategy.moving(now_ms, limit)
+            if batch is not None:
+                self.model.move(batch, limit)
+                self._moves.append(batch)
+                continue
+            idle_calls += 1
             until = self._asleep_until = self.strategy.next_due_ms()
             self._woken = False
             if until is None or until > now_ms or self.rig.is_busy(self.strategy):
@@ -125,12 +149,36 @@ class World:
 
     async def _release(self, seqs: list[int]) -> None:
         handed_out = self.model.in_flight[0]
-        seq = _column(seqs)
-        due = _column(handed_out[s][0] for s in seqs)
+        seq = column(seqs)
+        due = column(handed_out[s][0] for s in seqs)
         await self._settle_rows(Kind.RELEASE, due, seq, lambda: self.strategy.released(due, seq))
         self.model.released.update((s, handed_out.pop(s)[0]) for s in seqs)
         if not handed_out:
             self.model.in_flight.popleft()
+
+    def land(self, batches: int = ALL) -> None:
+        """The rows of what was to be written again become durable, the oldest first."""
+        while self._moves and batches > 0:
+            batches -= 1
+            self.land_part(self._moves[0].num_rows)
+
+    def land_part(self, rows: int) -> None:
+        """A frame with the first `rows` rows of the oldest of them becomes durable."""
+        if self._moves:
+            self.run(self._land(rows))
+
+    async def _land(self, count: int) -> None:
+        batch = self._moves.popleft()
+        if batch.num_rows > count:
+            self._moves.appendleft(batch.slice(count))
+        rows, seq = moved_rows(batch.slice(0, count), now_ms=self.now_ms), int64(batch["seq"])[:count]
+        at = np.arange(self.writer.next_seq, self.writer.next_seq + len(seq))
+
+        def on_durable() -> None:
+            self.model.land(at.tolist())
+            self.strategy.moved(seq, at)
+
+        await self.writer.append(rows, on_durable=on_durable)[1]
 
     def cancel(self, seqs: Sequence[int]) -> list[bool]:
         """Cancel these, each known to the log; the answer is checked against the model."""
@@ -138,17 +186,17 @@ class World:
 
     async def _cancel(self, seqs: list[int]) -> list[bool]:
         await self._pump(self.loop.create_task(self.rig.ready_to_cancel(self.strategy)))
-        due = _column(self.model.due_of(seq) for seq in seqs)
-        answers = self.strategy.cancel(due, _column(seqs)).tolist()
+        due = column(self.model.due_of(seq) for seq in seqs)
+        answers = self.strategy.cancel(due, column(seqs)).tolist()
         chosen = self.model.cancel(seqs, answers)
         if chosen:
-            await self._settle_rows(Kind.CANCEL, _column(map(self.model.due_of, chosen)), _column(chosen))
+            await self._settle_rows(Kind.CANCEL, column(map(self.model.due_of, chosen)), column(chosen))
         return answers
 
     def was_cancelled(self, seqs: Sequence[int]) -> list[bool]:
         """What the strategy remembers."""
-        due = _column(map(self.model.due_of, seqs))
-        return [bool(answer) for answer in self.strategy.was_cancelled(due, _column(seqs))]
+        due = column(map(self.model.due_of, seqs))
+        return [bool(answer) for answer in self.strategy.was_cancelled(due, column(seqs))]
 
     async def _settle_rows(
         self, kind: Kind, due: Int64Array, seq: Int64Array, on_durable: Callable[[], None] = lambda: None
@@ -157,81 +205,6 @@ class World:
             len(seq), kind=int(kind), topic="t", queue_id=0, store_ms=self.now_ms, due_ms=due, source_seq=seq
         )
         await self.writer.append(rows, on_durable=on_durable)[1]
-
-    # -- moving what waits ---------------------------------------------------------------------------------
-
-    def prepare_compact(self, share: float = 1.0) -> Attachment | None:
-        """Write the files for the first `share` of the tail; nothing is attached yet."""
-        high = self.reader.next_seq
-        to_seq = self.watermark + round((high - self.watermark) * share)
-        if to_seq <= self.watermark:
-            return None
-        attachment = compacting.compact(
-            self.files, self.reader, from_seq=self.watermark, to_seq=to_seq,
-            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms,
-        )  # fmt: skip
-        return self._synced(attachment)
-
-    def prepare_rewrite(self) -> Attachment | None:
-        """Write the live files anew, without what is settled; nothing is attached yet."""
-        chosen = self.live_files()
-        if not chosen:
-            return None
-        settled = self.rig.settled(self.strategy)
-        attachment = rewriting.rewrite(
-            self.files, [file.entry for file in chosen], settled.seq,
-            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms, epoch=self.reader.next_seq,
-        )  # fmt: skip
-        return self._synced(attachment)
-
-    def prepare_bulk(self, dues: Sequence[int]) -> Attachment:
-        """Write the files of a bulk job; its promises wait from the attach on."""
-        first_seq = self.run(self._reserve(len(dues)))
-        ordered = np.sort(np.array(dues, dtype=np.int64))
-        seqs = np.arange(first_seq, first_seq + len(dues), dtype=np.int64)
-        rows = table_rows(ordered.tolist(), seqs.tolist(), self.now_ms)
-        return self._synced(
-            Attachment(
-                job="bulk", job_id=f"bulk-{first_seq}", epoch=0, ranges=[(first_seq, len(dues))],
-                files=compacting.write_files(self.files, rows, self.now_ms),
-            )
-        )  # fmt: skip
-
-    async def _reserve(self, rows: int) -> int:
-        row = build_rows(1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.now_ms)
-        seq, durable = self.writer.append(row, span=1 + rows)
-        await durable
-        return seq + 1
-
-    def _synced(self, attachment: Attachment) -> Attachment:
-        for entry in attachment.files:
-            self.files.sync_file(f"{layout.FOLDER}/{entry.path}")
-            self.files.sync_dir(f"{layout.FOLDER}/{entry.path.rpartition('/')[0]}")
-        return attachment
-
-    def attach_now(self, attachment: Attachment | None) -> None:
-        """As `attach`, of something that is there."""
-        assert attachment is not None
-        self.attach(attachment)
-
-    def attach(self, attachment: Attachment) -> None:
-        """The ATTACH row becomes durable and the strategy takes the files over."""
-        self.run(self._attach(attachment))
-
-    async def _attach(self, attachment: Attachment) -> None:
-        bulk = {}
-        for entry in attachment.files if attachment.job == "bulk" else ():
-            rows = rows_of(self.files, entry)
-            for seq, due, body in zip(*(rows[c].to_pylist() for c in ("seq", "due_ms", "body")), strict=True):
-                bulk[seq] = (due, body)
-        row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=self.now_ms)
-        seq, durable = self.writer.append(row)
-        await durable
-        self.attached.append((seq, attachment))
-        self.model.waiting.update(bulk)
-        if attachment.job == "compact":
-            self.watermark = attachment.to_seq
-        await self._pump(self.loop.create_task(self.rig.attach(self.strategy, attachment)))
 
     # -- time, and dying -----------------------------------------------------------------------------------
 
@@ -244,31 +217,83 @@ class World:
         """Real time passes."""
         self.manual.advance(ms)
 
-    def save(self) -> Saved:
+    def save(self) -> None:
         """A checkpoint; what it says is checked."""
+        self.begin_save()
+        self.end_save()
+
+    def begin_save(self) -> None:
+        """The first half, on the loop: what is true now."""
         settled = self.rig.settled(self.strategy)
         self.model.check_settled(settled)
         self.model.check_settled_before(self.rig.settled_before_ms(self.strategy))
-        saved = Saved(self.reader.next_seq, settled, self.rig.state(self.strategy))
-        self.checkpoints.append(saved)
-        return saved
+        # A copy: in a file it would not change any more either.
+        state = copy.deepcopy(self.rig.state(self.strategy))
+        keeper = keeper_of(self.strategy)
+        dirty = [] if keeper is None else keeper.take_dirty()
+        self._saving = (Saved(self.reader.next_seq, settled, state), dirty)
 
-    def restart(self, *, back: int = 0, power_cut: int | None = None) -> None:
+    def end_save(self) -> None:
+        """The second half, in a thread of its own: what it vouches for is synced, then it is there."""
+        assert self._saving is not None
+        (saved, dirty), self._saving = self._saving, None
+        for folder, files in dirty:
+            for file in files:
+                file.sync()
+            if files:
+                self.files.sync_dir(folder)
+        self.checkpoints.append(saved)
+
+    def let_go(self) -> None:
+        """Segments of the log that nobody needs are removed, after a checkpoint that says so."""
+        self.save()
+        needed = [self.reader.next_seq, self.rig.first_needed_seq(self.strategy)]
+        needed += [self.watermark] if self.rig.has_table else []
+        segments = self.reader.segments
+        gone = retention.expired(
+            segments, now_ms=1 << 62, retention_ms=0, needed_from_seq=min(s for s in needed if s is not None)
+        )
+        retention.remove(self.files, segments, gone)
+        if not self.rig.has_table:  # which keeps rows of what was settled for longer
+            self.model.let_go(self.reader.first_seq)
+
+    def restart(self, *, back: int = 0, power_cut: int | None = None, unheard: bool = False) -> None:
         """Start again from the checkpoint `back` before the last one, or from the log's beginning.
 
-        Hand-outs whose release records were not durable wait again. `power_cut` is a seed for what the disk lost.
+        Hand-outs whose release records were not durable wait again, and what was on the move lies where it lay.
+        `unheard`: they were durable, but nobody was told. `power_cut` is a seed for what the disk lost.
+        A keeper has let go of files that only older checkpoints need: for it, going back means to begin without any.
+        Without the log's beginning there is no going back.
         """
         self.reader_thread.is_open, was_open = True, self.reader_thread.is_open
         self.settle()
+        if unheard:
+            self.run(self._write_unheard())
         self.run(self.writer.close())
         if power_cut is not None:
             assert isinstance(self.files, CrashFiles)
             self.files = self.files.crash(power_cut)
         while self.model.in_flight:
             self.model.waiting.update(self.model.in_flight.popleft())
-        self.checkpoints = self.checkpoints[: max(0, len(self.checkpoints) - back)]
+        self.model.moving.clear()
+        self._moves.clear()
+        self._saving = None
+        if back and self.reader.first_seq == 1:
+            kept = 0 if keeper_of(self.strategy) else max(0, len(self.checkpoints) - back)
+            self.checkpoints = self.checkpoints[:kept]
+        self.clock = SchedulerClock(self.manual)  # a new process believes the wall
         self.run(self._open(None))
         self.reader_thread.is_open = was_open
+
+    async def _write_unheard(self) -> None:
+        for batch in self._moves:
+            at = list(range(self.writer.next_seq, self.writer.next_seq + batch.num_rows))
+            await self.writer.append(moved_rows(batch, now_ms=self.now_ms))[1]
+            self.model.land(at)
+        while self.model.in_flight:
+            handed_out = {seq: due for seq, (due, _) in self.model.in_flight.popleft().items()}
+            await self._settle_rows(Kind.RELEASE, column(handed_out.values()), column(handed_out))
+            self.model.released |= handed_out
 
     async def _open(self, restart: Restart | None) -> None:
         opened = open_log(self.files, segment_bytes=SEGMENT_BYTES, now_ms=self.manual.wall_ms())
@@ -281,37 +306,8 @@ class World:
         self._asleep_until, self._woken = None, True
 
     def _read_back(self) -> Restart:
-        """What the broker's recovery would find (broker/recovery.py has tests of its own)."""
         saved = self.checkpoints[-1] if self.checkpoints else Saved(1, NOTHING_SETTLED)
-        pairs = dict(zip(saved.settled.seq.tolist(), saved.settled.due_ms.tolist(), strict=True))
-        promises: dict[int, int] = {}
-        settled_since: list[int] = []
-        for rows in self.reader.rows(1, self.reader.next_seq):
-            for row in rows.select(["seq", "kind", "due_ms", "source_seq"]).to_pylist():
-                if row["kind"] == self.rig.kind and row["seq"] >= self.watermark:
-                    promises[row["seq"]] = row["due_ms"]
-                elif row["kind"] in (Kind.RELEASE, Kind.CANCEL) and row["seq"] >= saved.seq:
-                    pairs[row["source_seq"]] = row["due_ms"]
-                    settled_since.append(row["source_seq"])
-        live: dict[str, FileEntry] = {}
-        for _, attachment in self.attached:
-            live = {path: e for path, e in live.items() if path not in attachment.removes}
-            live |= {entry.path: entry for entry in attachment.files}
-        since = [a for seq, a in self.attached if seq >= saved.seq]
-        settled = Settled(
-            saved.settled.before_ms, _column(pairs.values()), _column(pairs),
-            before_seq=min(saved.seq, saved.settled.before_seq),
-            late=(*saved.settled.late, *(given for a in since for given in a.ranges)),
-        )  # fmt: skip
-        tail = {s: due for s, due in promises.items() if s not in pairs and not is_covered(settled, due, s)}
-        return Restart(
-            settled,
-            _column(tail.values()),
-            _column(tail),
-            list(live.values()),
-            saved.state,
-            _column(settled_since),
-        )
+        return read_back(self.reader, self.rig.kind, saved, self.attached, self.watermark)
 
     # -- waiting for what runs behind the strategy's back --------------------------------------------------
 
@@ -336,15 +332,21 @@ class World:
         raise AssertionError("the strategy never came to rest")
 
     def drain(self, limit: int = ALL) -> list[tuple[int, int]]:
-        """All that is due now, as the ticker would take it; afterwards nothing due may be left."""
+        """All that is due now, as the ticker would take it; afterwards nothing due may be left.
+
+        What is to be written again becomes durable at once.
+        """
         taken: list[tuple[int, int]] = []
         for _ in range(TURNS_MAX):
             self.settle()
+            if self._moves:
+                self.land()
+                continue
             pairs = self.take(limit)
             if pairs is not None:
                 assert not taken or taken[-1] < pairs[0], f"{pairs[0]} handed out after {taken[-1]}"
                 taken += pairs
-            elif not self.rig.is_busy(self.strategy):
+            elif not self._moves and not self.rig.is_busy(self.strategy):
                 break
         self.model.check_nothing_overdue(self.now_ms)
         return taken
@@ -367,10 +369,6 @@ class World:
         """What is ready on the loop runs; nothing is waited for."""
         self.run(asyncio.sleep(0))
 
-    def live_files(self) -> list[DataFile]:
-        """The files of the table."""
-        return self.rig.live_files(self.strategy)
-
     def memory(self) -> int:
         """Promises that cost memory now."""
         return self.rig.rows_in_memory(self.strategy)
@@ -382,15 +380,8 @@ class World:
     def close(self) -> None:
         """Let go of everything."""
         self.reader_thread.is_open = True
-        self.settle()
-        self.run(self.writer.close())
-        self.loop.close()
-
-
-def rows_of(files: Files, entry: FileEntry) -> pa.Table:
-    """All rows of a data file."""
-    return DataFile(files, entry).rows_between((BEGINNING, 0), (1 << 62, 0))
-
-
-def _column(values: Iterable[int]) -> Int64Array:
-    return np.array(list(values), dtype=np.int64)
+        try:
+            self.settle()
+            self.run(self.writer.close())
+        finally:
+            self.loop.close()

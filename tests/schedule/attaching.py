@@ -1,0 +1,137 @@
+"""The part of a `World` that writes files of the pending table and attaches them: compaction, rewriting, bulk jobs.
+
+What is prepared is files nobody knows of; an attach makes them part of the table, and what they hold waits there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from tests.schedule.stage import BEGINNING, Model, Rig
+from tests.schedule.table_files import table_rows
+
+from timeball.broker import compacting, rewriting
+from timeball.files import Files
+from timeball.log.reader import LogReader
+from timeball.log.writer import LogWriter
+from timeball.message import Kind, build_rows
+from timeball.schedule.strategy import Strategy
+from timeball.table import attachment as att
+from timeball.table import layout
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.data_file import DataFile
+
+T = TypeVar("T")
+
+
+class Attaching:
+    """See the module; the attributes are the world's."""
+
+    rig: Rig
+    files: Files
+    loop: asyncio.AbstractEventLoop
+    model: Model
+    strategy: Strategy
+    reader: LogReader
+    writer: LogWriter
+    attached: list[tuple[int, Attachment]]
+    watermark: int
+
+    @property
+    def now_ms(self) -> int:
+        """See World."""
+        raise NotImplementedError
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """See World."""
+        raise NotImplementedError
+
+    async def _pump(self, task: asyncio.Task[None] | None) -> None:
+        raise NotImplementedError
+
+    def live_files(self) -> list[DataFile]:
+        """The files of the table."""
+        return self.rig.live_files(self.strategy)
+
+    def prepare_compact(self, share: float = 1.0) -> Attachment | None:
+        """Write the files for the first `share` of the tail; nothing is attached yet."""
+        high = self.reader.next_seq
+        to_seq = self.watermark + round((high - self.watermark) * share)
+        if to_seq <= self.watermark:
+            return None
+        attachment = compacting.compact(
+            self.files, self.reader, from_seq=self.watermark, to_seq=to_seq,
+            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms,
+        )  # fmt: skip
+        return self._synced(attachment)
+
+    def prepare_rewrite(self) -> Attachment | None:
+        """Write the live files anew, without what is settled; nothing is attached yet."""
+        chosen = self.live_files()
+        if not chosen:
+            return None
+        settled = self.rig.settled(self.strategy)
+        attachment = rewriting.rewrite(
+            self.files, [file.entry for file in chosen], settled.seq,
+            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms, epoch=self.reader.next_seq,
+        )  # fmt: skip
+        return self._synced(attachment)
+
+    def prepare_bulk(self, dues: Sequence[int]) -> Attachment:
+        """Write the files of a bulk job; its promises wait from the attach on."""
+        first_seq = self.run(self._reserve(len(dues)))
+        ordered = np.sort(np.array(dues, dtype=np.int64))
+        seqs = np.arange(first_seq, first_seq + len(dues), dtype=np.int64)
+        rows = table_rows(ordered.tolist(), seqs.tolist(), self.now_ms)
+        return self._synced(
+            Attachment(
+                job="bulk", job_id=f"bulk-{first_seq}", epoch=0, ranges=[(first_seq, len(dues))],
+                files=compacting.write_files(self.files, rows, self.now_ms),
+            )
+        )  # fmt: skip
+
+    async def _reserve(self, rows: int) -> int:
+        row = build_rows(1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.now_ms)
+        seq, durable = self.writer.append(row, span=1 + rows)
+        await durable
+        return seq + 1
+
+    def _synced(self, attachment: Attachment) -> Attachment:
+        for entry in attachment.files:
+            self.files.sync_file(f"{layout.FOLDER}/{entry.path}")
+            self.files.sync_dir(f"{layout.FOLDER}/{entry.path.rpartition('/')[0]}")
+        return attachment
+
+    def attach_now(self, attachment: Attachment | None) -> None:
+        """As `attach`, of something that is there."""
+        assert attachment is not None
+        self.attach(attachment)
+
+    def attach(self, attachment: Attachment) -> None:
+        """The ATTACH row becomes durable and the strategy takes the files over."""
+        self.run(self._attach(attachment))
+
+    async def _attach(self, attachment: Attachment) -> None:
+        bulk, accepted = {}, {}
+        for entry in attachment.files if attachment.job == "bulk" else ():
+            columns = rows_of(self.files, entry).select(["seq", "due_ms", "body", "accepted_ms"])
+            for seq, due, body, accepted_ms in zip(*(c.to_pylist() for c in columns), strict=True):
+                bulk[seq], accepted[seq] = (due, body), accepted_ms
+        row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=self.now_ms)
+        seq, durable = self.writer.append(row)
+        await durable
+        self.attached.append((seq, attachment))
+        self.model.waiting.update(bulk)
+        self.model.accepted.update(accepted)
+        if attachment.job == "compact":
+            self.watermark = attachment.to_seq
+        await self._pump(self.loop.create_task(self.rig.attach(self.strategy, attachment)))
+
+
+def rows_of(files: Files, entry: FileEntry) -> pa.Table:
+    """All rows of a data file."""
+    return DataFile(files, entry).rows_between((BEGINNING, 0), (1 << 62, 0))
