@@ -66,7 +66,7 @@ async def in_table_and_wheel(world: World) -> str:
     """Its row lies in a file, and it has been loaded from there."""
     key = await in_table(world)
     await world.advance(FAR_MS - SOON_MS)
-    assert world.broker.status()["schedule"]["wheel_rows"] == 1
+    await world.until(lambda: world.broker.status()["schedule"]["wheel_rows"] == 1, "it is near")
     return key
 
 

@@ -68,7 +68,8 @@ class HourLogRig:
 
     def rows_in_memory(self, strategy: Strategy) -> int:
         assert isinstance(strategy, HourLog)
-        return len(strategy._tail) + len(strategy._wheel) + len(strategy._settling)
+        kept = (strategy._tail, strategy._wheel, strategy._parking, strategy._settling)
+        return sum(map(len, kept))
 
     def first_needed_seq(self, strategy: Strategy) -> int | None:
         return None

@@ -242,6 +242,19 @@ def test_what_the_mark_covers_costs_nothing() -> None:
     assert settling.is_settled(*columns(pairs)).all()
 
 
+def test_the_mark_speaks_for_all_who_share_it() -> None:
+    settling = Settling()
+    first_open = [700, 900]
+    settling.bounds += [lambda: first_open[0], lambda: first_open[1]]
+    settling.move_mark(800, 5)
+    assert settling.settled().before_ms == 700
+    first_open[0] = 1 << 62  # keeps nothing any more
+    settling.move_mark(800, 5)
+    assert settling.settled().before_ms == 800
+    settling.move_mark(1_000, 5)
+    assert settling.settled().before_ms == 900
+
+
 def test_at_first_nothing_is_settled() -> None:
     settling = Settling()
     assert not settling.is_settled(*columns([(0, 1), (-(1 << 40), 2)])).any()

@@ -75,13 +75,18 @@ class Settling:
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Which of these promises waited until now: they are cancelled, and remembered as that."""
-        waiting = ~self.is_settled(due_ms, seq)
-        for _, handed_out in self._in_flight:
-            waiting &= ~np.isin(seq, handed_out)
+        waiting = self.waits(due_ms, seq)
         self._cancelled.add(due_ms[waiting], seq[waiting])
         return waiting
 
     # -- what is known of them -----------------------------------------------------------------------------
+
+    def waits(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Which of these are neither settled nor in flight."""
+        waiting = ~self.is_settled(due_ms, seq)
+        for _, handed_out in self._in_flight:
+            waiting &= ~np.isin(seq, handed_out)
+        return waiting
 
     def is_settled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Which of these are cancelled, or released durably."""

@@ -33,13 +33,13 @@ _NONE = np.empty(0, np.int64)
 class PendingFiles:
     """The set of live files; replaced, never changed in place. Belongs to the event loop.
 
-    `from_ms`, where one is asked for, is the horizon: it moves ahead, or `look_again` is called.
+    `from_ms`, where one is asked for, is the horizon.
     """
 
     def __init__(self, files: Files, entries: list[FileEntry]) -> None:
         self._files = files
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
-        self._next: dict[str, int] = {}  # of some files: nothing is due between the horizon and this instant
+        self._next: dict[str, int] = {}  # of some files: before this instant there is nothing to gather
 
     def __len__(self) -> int:
         return len(self._live)
@@ -98,14 +98,17 @@ class PendingFiles:
         return min((first_ms for first_ms in found if first_ms is not None), default=None)
 
     def learn(self, next_due_ms: dict[str, int]) -> None:
-        """Nothing in these files, by path, is due between the horizon and these instants."""
+        """There is nothing to gather in these files, by path, before these instants."""
         self._next |= {path: due_ms for path, due_ms in next_due_ms.items() if path in self._live}
+
+    def passed(self, due_ms: int) -> None:
+        """What these files hold before `due_ms` is settled, or somewhere else, wherever the horizon is."""
+        self.learn({path: max(due_ms, self._next.get(path, due_ms)) for path in self._live})
 
     def _first_ms(self, file: DataFile, from_ms: int) -> int | None:
         """A lower bound of its first instant at or after `from_ms`; None when there is none."""
-        if file.entry.max_due_ms < from_ms:
-            return None
-        return max(self._next.get(file.entry.path, file.entry.min_due_ms), from_ms)
+        first_ms = max(self._next.get(file.entry.path, file.entry.min_due_ms), from_ms)
+        return first_ms if first_ms <= file.entry.max_due_ms else None
 
     def behind(self, due_ms: int) -> list[FileEntry]:
         """Files that hold nothing due at or after `due_ms`."""

@@ -6,6 +6,7 @@ from timeball.message import Int64Array
 from timeball.table.data_file import Position
 
 FIRST: Position = (-(1 << 62), 0)
+NEVER: Position = (1 << 62, 0)
 
 
 def next_horizon(current: Position, now_ms: int, ahead_ms: int) -> Position:

@@ -6,6 +6,8 @@ thread: while it runs, the old horizon stays the bound of what may be handed out
 promises are already sorted by the new one (`_horizon`). An attach replaces tail rows by file rows *above* H
 only; rows of a bulk attach below H go straight into the wheel.
 
+H moves back only when the clock does, or when a start finds its clock far behind what was sent before: parking.py.
+
 Cancelled promises stay where they are and are filtered when they are handed out; what has become of each is
 `settling.Settling`'s to remember.
 """
@@ -25,8 +27,9 @@ from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, int64
 from timeball.schedule.due_index import DueIndex
+from timeball.schedule.hour_log.parking import Parking
 from timeball.schedule.hour_log.pending import PendingFiles, close_far, load, survey
-from timeball.schedule.hour_log.placement import FIRST, cut_to_budget, next_horizon
+from timeball.schedule.hour_log.placement import FIRST, NEVER, cut_to_budget, next_horizon
 from timeball.schedule.places import Placed, Places, take_promises
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
@@ -67,6 +70,7 @@ class HourLog:
         self.pending = PendingFiles(files, entries)
         self._tail = DueIndex()
         self._wheel = SecondWheel()
+        self._parking = Parking(settling)
         self._settling = settling
         settling.bounds.append(self._settled_before_ms)
         self._places = Places()  # of promises in the tail that do not lie in their first row
@@ -128,13 +132,9 @@ class HourLog:
         if self._gathering is not None:
             # What is at or above the loaded bound must wait for the gather, which calls `on_change`.
             return near if near is not None and near < self._loaded[0] else None
-        far = [
-            ms
-            for ms in (self._tail.min_due_ms(), self.pending.next_due_ms(self._horizon[0]))
-            if ms is not None
-        ]
+        far = self._first_far_ms()
         # Without room for more bodies the wheel's own next instant is what makes room.
-        gather_ms = min(far) - self._ahead_ms // 2 if far and self._has_room() else None
+        gather_ms = far - self._ahead_ms // 2 if far is not None and self._has_room() else None
         return min((ms for ms in (near, gather_ms) if ms is not None), default=None)
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
@@ -158,7 +158,7 @@ class HourLog:
         """See Strategy."""
         return {
             "tail_rows": len(self._tail),
-            "wheel_rows": len(self._wheel),
+            "wheel_rows": len(self._wheel) + len(self._parking),
             "table_rows": self.pending.rows,
             "table_files": len(self.pending),
             "open_files": self.pending.open_files,
@@ -202,7 +202,12 @@ class HourLog:
     def restore(self, settled: Settled, waiting: Placed) -> None:
         """Recovery: what the log and the checkpoint say is settled, and the tail's other promises."""
         due_ms, seq = waiting.due_ms, waiting.seq
-        self._horizon = self._loaded = (settled.before_ms, 0)
+        mark = self._parking.highest = (settled.before_ms, 0)
+        late = _before(due_ms, seq, mark)
+        # What is below the mark came late, or the mark is far ahead of the clock: then not all of it is near.
+        order = np.lexsort((seq[late], due_ms[late]))
+        self._horizon = cut_to_budget(due_ms[late][order], seq[late][order], mark, self._rows_max)
+        self._loaded = self._horizon
         late = _before(due_ms, seq, self._horizon)
         if late.any():
             self._wheel.add(take_promises(self._reader, np.sort(waiting.at[late])))
@@ -217,15 +222,27 @@ class HourLog:
 
     def _settled_before_ms(self) -> int:
         candidates = [
-            self._loaded[0],
+            NEVER[0],
             self._settling.first_in_flight_ms,
             self._wheel.next_due_ms(),
+            self._first_far_ms() if self._gathering is None else self._loaded[0],
             *self._behind.values(),
         ]
         return min(ms for ms in candidates if ms is not None)
 
+    def _first_far_ms(self) -> int | None:
+        """A lower bound of the first instant above the horizon."""
+        far = (
+            self._tail.min_due_ms(),
+            self.pending.next_due_ms(self._horizon[0]),
+            self._parking.next_due_ms(),
+        )
+        return min((ms for ms in far if ms is not None), default=None)
+
     def _move_mark(self) -> None:
-        self._settling.move_mark(self._settled_before_ms(), self._reader.next_seq)
+        # The horizon of the next start is the mark: beyond ours it would take what is not near into memory.
+        before_ms = min(self._settled_before_ms(), self._loaded[0])
+        self._settling.move_mark(before_ms, self._reader.next_seq)
 
     def _gather_if_needed(self, now_ms: int) -> None:
         if now_ms - self._purged_ms >= PURGE_EVERY_MS:
@@ -233,9 +250,26 @@ class HourLog:
             self._move_mark()
         if self._gathering is not None:
             return
+        if self._horizon[0] > now_ms + 2 * self._ahead_ms and not self._behind:
+            self._step_back((now_ms + self._ahead_ms, 0))
         target = next_horizon(self._horizon, now_ms, self._ahead_ms)
         if target > self._horizon and self._has_room():
             self._start_gather(target)
+
+    def _step_back(self, horizon: Position) -> None:
+        """The clock is far behind the horizon: move it back."""
+        behind_ms = self._horizon[0] - horizon[0]
+        logger.warning(
+            "the clock is %d ms behind what has been sent; promises wait until it is there", behind_ms
+        )
+        self._parking.park(self._wheel, horizon, self._horizon)
+        self.pending.passed(self._horizon[0])
+        self._horizon = self._loaded = horizon
+
+    def _reach(self, horizon: Position) -> None:
+        """All before this position is in the wheel, or settled."""
+        self._parking.unpark(self._wheel, horizon)
+        self._loaded = horizon
 
     def _has_room(self) -> bool:
         return len(self._wheel) < max(1, self._rows_max // 2)
@@ -249,7 +283,8 @@ class HourLog:
         near, target = self.pending.near(self._horizon, target)
         nothing = not near and self._tail.count_before(target[0]) == 0
         if nothing and not self.pending.any_far(target[0]):
-            self._horizon = self._loaded = target
+            self._horizon = target
+            self._reach(target)
             return
         self._gathering = asyncio.get_running_loop().create_task(self._gather(near, self._horizon, target))
         self._gathering.add_done_callback(self._gathered)
@@ -274,8 +309,8 @@ class HourLog:
         tail_at = self._places.pop(tail_seqs)
         runs = await loop.run_in_executor(self._thread, self._load, near, tail_at, low, target)
         for run in runs:
-            self._wheel.add_run(run)
-        self._loaded = target
+            self._wheel.add_run(self._parking.not_seen(run, low))
+        self._reach(target)
 
     def _load(self, near: list[DataFile], tail_at: Int64Array, low: Position, high: Position) -> list[Run]:
         """Bodies of the window (reader thread), sorted."""
