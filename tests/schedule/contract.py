@@ -4,7 +4,7 @@
     hand-outs of one instant · a cancelled promise is never handed out, one handed out is never cancelled ·
     `next_due_ms` never sleeps past a promise and never turns in place · `settled` says what is settled
 
-and of promises that are written again while they wait, what stands in `moves.py`.
+and what stands in `moves.py` of promises that are written again while they wait, in `clocks.py` of clocks.
 
 The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive a
 `World`, which compares every answer with a model. A strategy joins with one class:
@@ -21,6 +21,7 @@ from typing import ClassVar
 import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
+from tests.schedule.clocks import Clocks
 from tests.schedule.machine import machine
 from tests.schedule.moves import Moves, sleep_through
 from tests.schedule.stage import Rig
@@ -38,6 +39,7 @@ UNTIL_CAUGHT = hypothesis.settings(
 )  # fmt: skip
 SLOW_FACTOR = 10
 MANY = 5_000
+WORDS_MIN = 5  # of a reason
 
 
 def assert_caught(new_rig: Callable[[], Rig]) -> None:
@@ -48,8 +50,20 @@ def assert_caught(new_rig: Callable[[], Rig]) -> None:
     assert caught.traceback[-1].path.name in ("stage.py", "world.py")
 
 
-class Contract(Moves):
+def unfounded(contract: type[Contract]) -> list[str]:
+    """Exemptions that name no test, or say too little."""
+    return [
+        name
+        for name, reason in contract.exempt.items()
+        if not name.startswith("test_") or not hasattr(contract, name) or len(reason.split()) < WORDS_MIN
+    ]
+
+
+class Contract(Moves, Clocks):
     """See the module."""
+
+    # Tests that a strategy need not pass, each with the reason. There is none.
+    exempt: ClassVar[dict[str, str]] = {}
 
     new_rig: ClassVar[Callable[[], Rig]]
     examples: ClassVar[int] = FAST.max_examples
@@ -59,6 +73,15 @@ class Contract(Moves):
         world = World(type(self).new_rig())
         yield world
         world.close()
+
+    @pytest.fixture(autouse=True)
+    def leave_out_the_exempt(self, request: pytest.FixtureRequest) -> None:
+        reason = self.exempt.get(request.node.originalname)
+        if reason is not None:
+            pytest.skip(reason)
+
+    def test_each_exemption_has_a_test_and_a_reason(self) -> None:
+        assert unfounded(type(self)) == []
 
     @pytest.fixture
     def table_world(self, world: World) -> World:

@@ -90,15 +90,20 @@ class Machine(RuleBasedStateMachine):
     def land_part(self, rows: int) -> None:
         self.world.land_part(rows)
 
-    @precondition(lambda self: self.world.model.moving)
-    @rule(data=st.data())
-    def cancel_on_the_move(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.sampled_from(sorted(self.world.model.on_the_move)))
-        self.world.cancel([chosen])
-
-    @rule(limit=st.sampled_from([1, 3, 1_000]))
-    def sleep_until_moving(self, limit: int) -> None:
+    @rule(limit=st.sampled_from([1, 3, 1_000]), data=st.data())
+    def sleep_until_moving(self, limit: int, data: st.DataObject) -> None:
         sleep_until_moving(self.world, limit)
+        on_the_move = sorted(self.world.model.on_the_move)
+        if on_the_move:
+            what = data.draw(st.sampled_from(["nothing", "cancel", "restart", "come due"]))
+            if what == "cancel":
+                self.world.cancel([data.draw(st.sampled_from(on_the_move))])
+            elif what == "restart":
+                self.restart(0, None, data.draw(st.booleans()))
+            elif what == "come due":
+                due_ms = self.world.model.waiting[on_the_move[0]][0]
+                self.world.advance(max(0, due_ms - self.world.now_ms))
+                self.world.take()
 
     @rule(data=st.data(), count=st.integers(1, 5))
     def cancel(self, data: st.DataObject, count: int) -> None:

@@ -81,7 +81,7 @@ class Moves:
     def test_the_log_behind_what_has_moved_may_go(self, world: World) -> None:
         seqs = world.admit([world.now_ms + FAR_MS])
         for day in range(1, 40):
-            seqs += world.admit([world.now_ms + FAR_MS] * 20)
+            seqs += world.admit([world.now_ms + FAR_MS] * 2)
             world.advance(FAR_MS // 40)
             world.drain()
             world.let_go()

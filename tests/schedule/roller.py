@@ -337,14 +337,32 @@ class TurnsOnTheMove(Roller):
         return 0 if any(self.on_the_move) else super().next_due_ms()
 
 
+class NeverGoesBack(Roller):
+    """What was once the time stays it."""
+
+    _latest_ms = 0
+
+    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        self._latest_ms = max(self._latest_ms, now_ms)
+        return super().due(self._latest_ms, limit)
+
+
+class WaitsForTheClock(Roller):
+    """Does nothing until the clock is where it was before it was set back."""
+
+    _latest_ms = 0
+
+    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        self._latest_ms = max(self._latest_ms, now_ms)
+        return super().due(now_ms, limit) if now_ms >= self._latest_ms else None
+
+    def next_due_ms(self) -> int | None:
+        upcoming = super().next_due_ms()
+        return None if upcoming is None else max(upcoming, self._latest_ms)
+
+
 class MovesTooMuch(Roller):
     """Writes more again than it was asked for."""
 
     def moving(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         return super().moving(now_ms, limit + 1)
-
-
-WRONG_ROLLERS: list[type[Roller]] = [
-    HandsOutOnTheMove, MovesAgain, MovesTheCancelled, MovesRows, LosesBodiesOnTheMove, LetsGoTooMuch,
-    ForgetsThemAtARestart, TakesEachRowForAPromise, SleepsOnTheMove, TurnsOnTheMove, MovesTooMuch,
-]  # fmt: skip

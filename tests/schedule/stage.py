@@ -169,9 +169,14 @@ class Model:
 
     @property
     def first_due_ms(self) -> int | None:
-        """Of those that can be handed out: what is being written again waits for that first."""
-        on_the_move = self.on_the_move
-        return min((due for s, (due, _) in self.waiting.items() if s not in on_the_move), default=None)
+        return min((due for due, _ in self.waiting.values()), default=None)
+
+    @property
+    def wake_by_ms(self) -> int | None:
+        """When a sleeper must wake. What is on the move may hold up what is due with it, or later."""
+        moving_ms = [self.waiting[seq][0] for seq in self.on_the_move if seq in self.waiting]
+        first_ms = self.first_due_ms
+        return None if first_ms is None or first_ms in moving_ms else first_ms
 
     @property
     def on_the_move(self) -> set[int]:

@@ -353,7 +353,7 @@ class World(Attaching):
 
     def check_sleep(self) -> None:
         """A ticker that has gone to sleep and was not woken wakes in time for the first promise."""
-        first = self.model.first_due_ms
+        first = self.model.wake_by_ms
         if first is None or self.rig.is_busy(self.strategy):
             return
         now_ms = self.now_ms

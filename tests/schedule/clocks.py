@@ -1,0 +1,239 @@
+"""The contract, of clocks that somebody sets, that run wrong or are not looked at, and of far instants.
+
+The cases are those of the reliability study behind docs/decisions/0004-clock.md. The verdict is the model's at each
+look: never early by the scheduler's clock, nothing left that it has passed, a sleeper who wakes in time. For steps
+that go away again it is, besides, that of a clock nobody sets: how early and how late a promise may be by it.
+Summer time needs no test here: an instant has none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+from tests.schedule.moves import sleep_through
+from tests.schedule.stage import Rig
+from tests.schedule.world import World
+
+from timeball import limits
+from timeball.clock import PROBATION_MS, STEP_MS
+from timeball.schedule.ticker import CLOCK_LOOK_MS
+
+SECOND, HOUR, DAY = limits.SECOND_MS, limits.HOUR_MS, limits.DAY_MS
+AROUND_2038_MS = (1 << 31) * SECOND  # a second later than a signed 32-bit one can say
+LAST_MS = limits.INSTANT_MS_MAX
+# Distances of promises that wait when a script begins.
+WAITING_MS = [
+    0,
+    1,
+    49,
+    50,
+    51,
+    700,
+    1_000,
+    1_001,
+    4_999,
+    9_000,
+    12_345,
+    29_999,
+    31_000,
+    HOUR,
+    HOUR + 1,
+    DAY,
+    5 * DAY,
+]
+
+Script = list[tuple[int, int]]  # the wall is set by so much, then so much time passes
+
+
+@dataclass(frozen=True)
+class Passing:
+    """A disturbance that is over at the end. By a clock nobody sets, promises are this early or late at most."""
+
+    script: Script
+    early_ms: int
+    late_ms: int
+
+
+PASSING = {
+    # On probation for less than it takes to be believed, again and again.
+    "spikes": Passing([(HOUR, 3_000), (-HOUR, 1_000)] * 8, 0, 0),
+    # In pieces: what is left of a step is no truer for being smaller.
+    "spike in pieces": Passing([(HOUR, 1_000), (-HOUR // 2, 3_000), (-HOUR // 2, 3_000)], 0, 0),
+    "strobe": Passing([(200, 50), *([(-400, 50), (400, 50)] * 300), (-200, 1_000)], 200, 200),
+    # A millisecond in two seconds is 500 ppm.
+    "fast": Passing([(1, 2_000)] * 60, 60, 0),
+    "slow": Passing([(-1, 2_000)] * 60, 0, 60),
+    "second forth and back": Passing([(STEP_MS, 500), (-STEP_MS, 2_000)] * 5, STEP_MS, STEP_MS),
+    "second back and forth": Passing([(-STEP_MS, 500), (STEP_MS, 2_000)] * 5, STEP_MS, STEP_MS),
+}
+
+
+class Clocks:
+    """See the module; a part of `contract.Contract`."""
+
+    new_rig: ClassVar[Callable[[], Rig]]
+
+    @pytest.mark.parametrize("restarts", [False, True])
+    @pytest.mark.parametrize("step_ms", [-400 * DAY, -HOUR, -SECOND, SECOND, HOUR, DAY])
+    def test_the_wall_is_set(self, world: World, step_ms: int, restarts: bool) -> None:
+        """Small steps back are waited for, larger ones followed, and large steps forward believed after a while."""
+        admitted = world.admit([world.now_ms + ms for ms in WAITING_MS])
+        look(world)
+        before_ms = world.now_ms
+        world.manual.step_wall(step_ms)
+        look(world)
+        if step_ms > STEP_MS:
+            assert world.now_ms == before_ms, "a large step forward is not believed at once"
+        if restarts:
+            world.save()
+            world.restart(power_cut=1)
+            assert world.now_ms == world.manual.wall, "a new process knows no other clock"
+        for delay_ms in (1, 100, 2_000):
+            (fresh,) = world.admit([world.now_ms + delay_ms])
+            waited_ms = wait_for(world, fresh)
+            held_ms = -step_ms if -STEP_MS <= step_ms < 0 else 0
+            assert waited_ms <= delay_ms + held_ms, "nobody waits for the length of a large step"
+        passes(world, PROBATION_MS + 2 * CLOCK_LOOK_MS)
+        assert abs(world.now_ms - world.manual.wall) <= STEP_MS, "the wall is believed by now"
+        sleep_through(world)
+        world.release()
+        assert world.model.released.keys() >= set(admitted)
+
+    def test_an_hour_forth_that_stands_and_goes_back(self, world: World) -> None:
+        """What it made due in its thirty seconds is sent; everything else is as if it had not been."""
+        start_ms = world.now_ms
+        dues = [start_ms + ms for ms in (10_000, HOUR - 1, HOUR + 60_000, 2 * HOUR, DAY)]
+        world.admit(dues)
+        look(world)
+        world.manual.step_wall(HOUR)
+        assert passes(world, PROBATION_MS - 1) == []
+        assert passes(world, 30_000 - PROBATION_MS + 1) == dues[:2]
+        world.manual.step_wall(-HOUR)
+        look(world)
+        assert world.now_ms == start_ms + 30_000
+        (fresh,) = world.admit([world.now_ms + 50])
+        assert wait_for(world, fresh) == 50
+        assert [due for due, _ in sleep_through(world)] == dues[2:]
+
+    @pytest.mark.parametrize("name", PASSING)
+    def test_what_goes_away_again(self, world: World, name: str) -> None:
+        passing, start_ms, start_boot = PASSING[name], world.now_ms, world.manual.boot
+        seqs = world.admit([start_ms + ms for ms in WAITING_MS])
+        look(world)
+        at = dict.fromkeys(world.model.released, 0)
+        for step_ms, ms in passing.script:
+            world.manual.step_wall(step_ms)
+            for _ in looks(world, ms):
+                for seq in world.model.released.keys() - at.keys():
+                    at[seq] = world.manual.boot - start_boot
+        for seq, delay_ms in zip(seqs, WAITING_MS, strict=True):
+            if seq in at:
+                late_ms = at[seq] - delay_ms
+                assert -passing.early_ms <= late_ms <= passing.late_ms, (
+                    f"due after {delay_ms} ms: {late_ms} late"
+                )
+        sleep_through(world)
+        world.release()
+        assert world.model.released.keys() == set(seqs)
+
+    @pytest.mark.parametrize("ms", [30_000, 40 * DAY])
+    @pytest.mark.parametrize("asleep", [False, True])
+    def test_nobody_looks_for_a_while(self, world: World, ms: int, asleep: bool) -> None:
+        """A stopped process, or a machine that was suspended: what is overdue leaves at once and in order."""
+        start_ms = world.now_ms
+        dues = sorted(start_ms + 1 + (i * 7_919) % (2 * ms) for i in range(200))
+        world.admit(dues[::-1])
+        look(world)
+        (world.manual.suspend if asleep else world.manual.advance)(ms)
+        overdue = [due for due in dues if due <= start_ms + ms]
+        assert [due for due, _ in world.drain(limit=7)] == overdue
+        assert [due for due, _ in sleep_through(world)] == dues[len(overdue) :]
+
+    @pytest.mark.parametrize("around_ms", [AROUND_2038_MS, LAST_MS - 400 * DAY, LAST_MS - DAY, LAST_MS])
+    def test_far_instants(self, around_ms: int) -> None:
+        distances = [-4 * HOUR, -1_001, -1_000, -1, 0, 1, 999, 1_000, HOUR, 5 * DAY]
+        dues = [around_ms + ms for ms in distances if around_ms + ms <= LAST_MS]
+        with closing(World(type(self).new_rig(), wall_ms=around_ms - 5 * HOUR)) as world:
+            world.admit(dues[::-1])
+            if world.rig.has_table:
+                world.attach_now(world.prepare_compact())
+            world.drain()
+            world.save()
+            world.restart(power_cut=1)
+            assert [due for due, _ in sleep_through(world)] == dues
+
+    def test_ten_years(self, world: World) -> None:
+        ten_years(world, random.Random(1), steps=40)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(1_200)
+    @pytest.mark.parametrize("seed", range(5))
+    def test_ten_years_in_many_steps(self, world: World, seed: int) -> None:
+        ten_years(world, random.Random(seed), steps=800)
+
+
+def ten_years(world: World, chance: random.Random, *, steps: int) -> None:
+    """Time passes in irregular steps, some of them large, with restarts in between; nothing happens until the end."""
+    begin_ms = world.now_ms
+    due_ms = begin_ms + limits.DELAY_MS_MAX
+    first, second, gone, later = world.admit([due_ms - 1, due_ms, due_ms, due_ms])
+    instants = {
+        due_ms - 2,
+        *(begin_ms + int(limits.DELAY_MS_MAX * chance.random() ** 2) for _ in range(steps)),
+    }
+    for number, instant_ms in enumerate(sorted(instants)):
+        world.advance(instant_ms - world.now_ms)
+        assert world.drain() == []
+        if number == steps // 2:
+            assert world.cancel([gone]) == [True]
+        if chance.random() < 0.5:
+            world.save()
+        if chance.random() < 0.5:
+            back = int(chance.random() < 0.2)
+            world.restart(back=back, power_cut=chance.randrange(100), unheard=chance.random() < 0.5)
+    assert world.drain() == []
+    world.advance(1)
+    assert world.drain() == [(due_ms - 1, first)]
+    world.advance(1)
+    assert world.drain() == [(due_ms, second), (due_ms, later)]
+
+
+# -- time, as a ticker spends it -------------------------------------------------------------------------------
+
+
+def look(world: World) -> list[int]:
+    """The instants of what is due now; all of it is released."""
+    taken = world.drain()
+    world.release()
+    world.check_sleep()
+    return [due for due, _ in taken]
+
+
+def passes(world: World, ms: int) -> list[int]:
+    """As much time passes; the instants of what is released meanwhile."""
+    return [due for taken in looks(world, ms) for due in taken]
+
+
+def looks(world: World, ms: int) -> Iterator[list[int]]:
+    """As much time passes; a ticker sleeps until the next instant, for a second at most."""
+    while ms > 0:
+        upcoming = world.strategy.next_due_ms()
+        nap_ms = CLOCK_LOOK_MS if upcoming is None else max(1, min(upcoming - world.now_ms, CLOCK_LOOK_MS))
+        nap_ms = min(nap_ms, ms)
+        world.advance(nap_ms)
+        ms -= nap_ms
+        yield look(world)
+
+
+def wait_for(world: World, seq: int) -> int:
+    """How many milliseconds pass until it is released; two minutes at most."""
+    begin = world.manual.boot
+    for _ in looks(world, 120_000):
+        if seq in world.model.released:
+            return world.manual.boot - begin
+    raise AssertionError(f"seq {seq} was not released")
