@@ -13,6 +13,8 @@ from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
 from timeball import limits
+from timeball.clock import SchedulerClock
+from timeball.schedule import ticker
 from timeball.schedule.hour_log.store import HourLog
 from timeball.schedule.places import take_promises
 from timeball.schedule.ticker import Ticker
@@ -148,8 +150,8 @@ def test_it_wakes_for_what_arrives(world: TickedWorld) -> None:
 def test_it_keeps_a_promise_when_real_time_has_come(world: TickedWorld) -> None:
     async def main() -> None:
         async with world.ticking():
-            await world._admit([world.now_ms + 20])
             calls = world.calls
+            await world._admit([world.now_ms + 20])
             await world.until(lambda: world.calls > calls)
             assert world.kept == []
             world.advance(20)
@@ -165,6 +167,52 @@ def test_a_clock_that_is_set_forward_is_noticed_though_it_announces_nothing(worl
             await world.until(lambda: world.calls > 1)
             world.manual.suspend(limits.HOUR_MS)  # nobody calls wake()
             await world.until(lambda: len(world.kept) == 1)
+
+    world.run(main())
+
+
+class LookedAt(SchedulerClock):
+    """Counts how often it is read."""
+
+    looks = 0
+
+    def now_ms(self) -> int:
+        self.looks += 1
+        return super().now_ms()
+
+
+@pytest.fixture
+def clock(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> LookedAt:
+    """The ticker's, looked at every millisecond."""
+    monkeypatch.setattr(ticker, "CLOCK_LOOK_MS", 1)
+    world.ticker._clock = LookedAt(world.manual)
+    return world.ticker._clock
+
+
+def test_between_two_far_instants_only_the_clock_is_looked_at(world: TickedWorld, clock: LookedAt) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world._admit([world.now_ms + 40 * limits.DAY_MS])
+            await world.until(lambda: clock.looks > TURNS)
+            calls = world.calls
+            for day in range(2, 5):
+                world.advance(limits.DAY_MS)
+                await world.until(lambda day=day: clock.looks > day * TURNS)
+            assert world.calls == calls
+            world.advance(37 * limits.DAY_MS)
+            await world.until(lambda: len(world.kept) == 1)
+
+    world.run(main())
+
+
+def test_a_strategy_hears_of_a_clock_that_is_set_back(world: TickedWorld, clock: LookedAt) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world._admit([world.now_ms + limits.HOUR_MS])
+            await world.until(lambda: clock.looks > TURNS)
+            calls = world.calls
+            world.manual.step_wall(-limits.HOUR_MS)
+            await world.until(lambda: world.calls > calls)
 
     world.run(main())
 

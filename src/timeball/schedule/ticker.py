@@ -1,9 +1,11 @@
 """The heartbeat that is not one: sleep until the schedule's next instant, hand out what is due, sleep again.
 
 Three steps, as in beanstalkd's loop: hand out, ask for the next instant, wait that long or until woken. With
-nothing to hand out, what a strategy wants written again is. There
-is no polling for due work. The one bound on the wait is `CLOCK_LOOK_MS`: a wall clock that is set forward
-announces nothing, so somebody has to look at it, once a second.
+nothing to hand out, what a strategy wants written again is.
+
+There is no polling for due work: between two instants, however far apart, the strategy is not asked. The one bound
+on the wait is `CLOCK_LOOK_MS`: a wall clock that is set announces nothing, so somebody has to look at it, once a
+second. The strategy hears of it when its instant has come, or when time has gone back.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Ticker:
         self._schedule, self._clock = schedule, clock
         self._release, self._move = release, move
         self._wake = asyncio.Event()
+        self._ticked_ms = 0  # what the clock showed at the last tick
         self.in_flight_rows = 0
 
     def wake(self) -> None:
@@ -45,7 +48,7 @@ class Ticker:
         room = limits.RELEASE_ROWS_IN_FLIGHT_MAX - self.in_flight_rows
         if room <= 0:
             return None
-        now_ms = self._clock.now_ms()
+        now_ms = self._ticked_ms = self._clock.now_ms()
         promises = self._schedule.due(now_ms, min(room, limits.FRAME_ROWS_MAX))
         if promises is not None:
             self._release(promises, now_ms)
@@ -65,11 +68,22 @@ class Ticker:
             wait_ms = self.tick()
             if wait_ms == 0:
                 await asyncio.sleep(0)  # sockets and commits get their turn between two hand-outs
-                continue
+            else:
+                await self._sleep(self._ticked_ms, wait_ms)
+
+    async def _sleep(self, seen_ms: int, wait_ms: float | None) -> None:
+        """Until woken, or until the clock, last seen at `seen_ms`, has gone so far, or has gone back."""
+        if wait_ms is None:
             # With nothing to wait for, no step of the clock can matter either.
-            timeout = None if wait_ms is None else min(wait_ms, CLOCK_LOOK_MS) / 1000
+            await self._wake.wait()
+            return
+        until_ms = seen_ms + wait_ms
+        while seen_ms < until_ms:
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(min(until_ms - seen_ms, CLOCK_LOOK_MS) / 1000):
                     await self._wake.wait()
+                return
             except TimeoutError:
-                pass
+                before_ms, seen_ms = seen_ms, self._clock.now_ms()
+                if seen_ms < before_ms:
+                    return
