@@ -63,7 +63,7 @@ def run(small: bool = False) -> Report:
     with serving() as (server, ball):
         ball.create_topic(TOPIC, QUEUES)
         for name, serialisation in (("JSON", JSON), ("binary", BINARY)):
-            ring = Ring([_send(number, serialisation) for number in range(RING)])
+            ring = Ring([send_request(number, serialisation) for number in range(RING)])
             for shape in SEND_CASES:
                 label = f"send {name} {shape[0]}x{shape[1]}"
                 bar = SEND_BARS.get(shape) if serialisation == JSON else None
@@ -91,8 +91,9 @@ def _pulls(report: Report, server: Server, ball: Timeball, small: bool) -> None:
         run_case(report, server, f"pulls of {rows}", ring, shape, rows, small, PULL_BARS.get(rows))
 
 
-def _send(number: int, serialisation: int) -> bytes:
-    fields = _fields(number % QUEUES) | {"i": _properties()}
+def send_request(number: int, serialisation: int, **properties: str) -> bytes:
+    """One message as Java's producer sends it, with these properties besides its own."""
+    fields = _fields(number % QUEUES) | {"i": _properties(**properties)}
     return encode(
         Command(
             code=RequestCode.SEND_MESSAGE_V2, opaque=number + 1, ext=fields, body=os.urandom(BODY_BYTES), version=409,
@@ -127,5 +128,6 @@ def _fields(queue: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _properties() -> str:
-    return encode_properties({"UNIQ_KEY": os.urandom(16).hex().upper(), "WAIT": "true", "TAGS": "TagA"})
+def _properties(**more: str) -> str:
+    own = {"UNIQ_KEY": os.urandom(16).hex().upper(), "WAIT": "true", "TAGS": "TagA"}
+    return encode_properties({**own, **more})

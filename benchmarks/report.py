@@ -64,6 +64,62 @@ class Report:
         return [title, *(f"  {figure.name:<{width}}  {_show(figure)}" for figure in self.figures)]
 
 
+@dataclass
+class Comparison:
+    """The same measures of several: a column each. A measure that makes no sense for one is left out of its report."""
+
+    name: str
+    small: bool
+    columns: list[Report] = field(default_factory=list)
+
+    def value(self, column: str, measure: str) -> float | None:
+        """One cell."""
+        report = next(report for report in self.columns if report.name == column)
+        return next((figure.value for figure in report.figures if figure.name == measure), None)
+
+    def measures(self) -> list[Figure]:
+        """The rows: one figure for each name, in the order in which most columns have them."""
+        rows: dict[str, Figure] = {}
+        for report in sorted(self.columns, key=lambda report: -len(report.figures)):
+            for figure in report.figures:
+                rows.setdefault(figure.name, figure)
+        return list(rows.values())
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json: one document, a row for each that is compared."""
+        rows = [{"name": report.name, "figures": report.as_dict()["figures"]} for report in self.columns]
+        return {"benchmark": self.name, "small": self.small, "rows": rows}
+
+    def lines(self) -> list[str]:
+        """For people: one table. `!` marks a figure that misses its bar."""
+        title = f"{self.name}{'  (small: the figures mean nothing)' if self.small else ''}"
+        head = ["", *(report.name for report in self.columns), "bar"]
+        table = [head, *(self._cells(figure) for figure in self.measures())]
+        widths = [max(len(row[at]) for row in table) for at in range(len(head))]
+        return [title, *("  ".join(_aligned(row, widths)).rstrip() for row in table)]
+
+    def _cells(self, measure: Figure) -> list[str]:
+        cells = [f"  {measure.name}, {measure.unit}"]
+        for report in self.columns:
+            own = next((figure for figure in report.figures if figure.name == measure.name), None)
+            missed = own is not None and own.ratio is not None and own.ratio < 1
+            cells.append("-" if own is None else brief(own.value) + ("!" if missed else ""))
+        sign = ">=" if measure.better == "higher" else "<="
+        return [*cells, "" if measure.bar is None else f"{sign} {measure.bar:,g}"]
+
+
+def brief(value: float) -> str:
+    """Three digits that mean something, or all of a whole number."""
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _aligned(row: list[str], widths: list[int]) -> list[str]:
+    first, *others = zip(row, widths)
+    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+
+
 def _show(figure: Figure) -> str:
     digits = 0 if abs(figure.value) >= 100 or figure.value == int(figure.value) else 2
     text = f"{figure.value:>14,.{digits}f} {figure.unit}"

@@ -71,16 +71,16 @@ def run(address: str, ring: Ring, connections: int, in_flight: int, seconds: flo
     outcome = Outcome()
     begun, cpu = time.perf_counter(), time.process_time()
     for connection in known.values():
-        _send(connection, ring, in_flight)
+        send(connection, ring, in_flight)
     open_requests = connections * in_flight
     while open_requests:
         over = time.perf_counter() - begun >= seconds
         for number, _ in poll.poll(BOUND_S):
             connection = known[number]
-            done = _receive(connection, outcome, in_flight == 1)
+            done = receive(connection, outcome, in_flight == 1)
             open_requests -= done
             if done and not over:
-                _send(connection, ring, done)
+                send(connection, ring, done)
                 open_requests += done
         if over and outcome.seconds == 0.0:
             # What comes after is not counted: it is the end of the load, not the load.
@@ -93,13 +93,14 @@ def run(address: str, ring: Ring, connections: int, in_flight: int, seconds: flo
     return outcome
 
 
-def _send(connection: Connection, ring: Ring, count: int) -> None:
+def send(connection: Connection, ring: Ring, count: int) -> None:
+    """The next `count` requests of the ring."""
     connection.socket.sendall(ring.take(connection.at, count))
     connection.at = (connection.at + count) % ring.count
     connection.sent_ns = time.perf_counter_ns()
 
 
-def _receive(connection: Connection, outcome: Outcome, timed: bool) -> int:
+def receive(connection: Connection, outcome: Outcome, timed: bool) -> int:
     """Answers that have arrived whole."""
     new = connection.socket.recv(READ_BYTES)
     if not new:

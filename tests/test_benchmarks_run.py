@@ -19,6 +19,7 @@ from tests.cli.processes import timeball
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
 SLOW = {"remoting", "burst", "restart", "memory", "compact"}
 SPARK = {"compact"}
+COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
 WANTED = {
     "append": [
@@ -68,14 +69,18 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.{name}")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_marks(name)) for name in NAMES if name not in COMPARED]
+)
 def test_a_benchmark_runs_small_and_its_figures_can_be_true(name: str) -> None:
     """Rates above zero, nothing early, nothing missing or doubled, and a cost for each message."""
     report: Report = module(name).run(small=True)
     assert (report.name, report.small) == (name, True)
     values = {figure.name: figure.value for figure in report.figures}
     assert [wanted for wanted in WANTED[name] if wanted not in values] == []
-    faults = [fault for figure in report.figures for fault in _faults(figure.name, figure.unit, figure.value)]
+    faults = [
+        fault for figure in report.figures for fault in faults_of(figure.name, figure.unit, figure.value)
+    ]
     assert faults == []
     assert any(figure.unit in ("us/msg", "us/promise") for figure in report.figures)
     shown = "\n".join(report.lines())
@@ -85,7 +90,7 @@ def test_a_benchmark_runs_small_and_its_figures_can_be_true(name: str) -> None:
     assert {"name", "value", "unit", "bar", "ratio"} == document["figures"][0].keys()
 
 
-def _faults(name: str, unit: str, value: float) -> list[str]:
+def faults_of(name: str, unit: str, value: float) -> list[str]:
     """What cannot be true of a run without a fault."""
     found = []
     if not math.isfinite(value):
@@ -99,11 +104,11 @@ def _faults(name: str, unit: str, value: float) -> list[str]:
 
 def test_a_faulty_figure_is_noticed() -> None:
     """The negative control of the check above."""
-    assert _faults("early", "messages", 1)
-    assert _faults("spread: missing or doubled", "messages", 2)
-    assert _faults("rate", "msg/s", 0)
-    assert _faults("lateness p50", "ms", float("nan"))
-    assert not _faults("lateness p50", "ms", 0)
+    assert faults_of("early", "messages", 1)
+    assert faults_of("spread: missing or doubled", "messages", 2)
+    assert faults_of("rate", "msg/s", 0)
+    assert faults_of("lateness p50", "ms", float("nan"))
+    assert not faults_of("lateness p50", "ms", 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
