@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from tests.schedule.moves import sleep_through
+from tests.schedule.moves import to_the_end
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
@@ -100,7 +100,7 @@ class Clocks:
             assert waited_ms <= delay_ms + held_ms, "nobody waits for the length of a large step"
         passes(world, PROBATION_MS + 2 * CLOCK_LOOK_MS)
         assert abs(world.now_ms - world.manual.wall) <= STEP_MS, "the wall is believed by now"
-        sleep_through(world)
+        to_the_end(world)
         world.release()
         assert world.model.released.keys() >= set(admitted)
 
@@ -118,7 +118,7 @@ class Clocks:
         assert world.now_ms == start_ms + 30_000
         (fresh,) = world.admit([world.now_ms + 50])
         assert wait_for(world, fresh) == 50
-        assert [due for due, _ in sleep_through(world)] == dues[2:]
+        assert [due for due, _ in to_the_end(world)] == dues[2:]
 
     @pytest.mark.parametrize("name", PASSING)
     def test_what_goes_away_again(self, world: World, name: str) -> None:
@@ -137,7 +137,7 @@ class Clocks:
                 assert -passing.early_ms <= late_ms <= passing.late_ms, (
                     f"due after {delay_ms} ms: {late_ms} late"
                 )
-        sleep_through(world)
+        to_the_end(world)
         world.release()
         assert world.model.released.keys() == set(seqs)
 
@@ -152,7 +152,7 @@ class Clocks:
         (world.manual.suspend if asleep else world.manual.advance)(ms)
         overdue = [due for due in dues if due <= start_ms + ms]
         assert [due for due, _ in world.drain(limit=7)] == overdue
-        assert [due for due, _ in sleep_through(world)] == dues[len(overdue) :]
+        assert [due for due, _ in to_the_end(world)] == dues[len(overdue) :]
 
     @pytest.mark.parametrize("around_ms", [AROUND_2038_MS, LAST_MS - 400 * DAY, LAST_MS - DAY, LAST_MS])
     def test_far_instants(self, around_ms: int) -> None:
@@ -165,7 +165,7 @@ class Clocks:
             world.drain()
             world.save()
             world.restart(power_cut=1)
-            assert [due for due, _ in sleep_through(world)] == dues
+            assert [due for due, _ in to_the_end(world)] == dues
 
     def test_ten_years(self, world: World) -> None:
         ten_years(world, random.Random(1), steps=40)

@@ -25,6 +25,7 @@ DISTANCES_MS = st.one_of(
     st.integers(0, 30_000),
     st.integers(0, 90 * limits.DAY_MS),
 )
+FAR_MS = st.one_of(st.integers(10_000, 120_000), st.integers(10_000, 3 * limits.DAY_MS))
 STEPS_MS = st.one_of(
     st.sampled_from([0, 1, 1, 2, 999, 1_000, 5_000, 10_000, limits.HOUR_MS, 40 * limits.DAY_MS]),
     st.integers(0, 20_000),
@@ -89,6 +90,15 @@ class Machine(RuleBasedStateMachine):
     @rule(rows=st.sampled_from([1, 2, 50]))
     def land_part(self, rows: int) -> None:
         self.world.land_part(rows)
+
+    @rule(distance=FAR_MS, count=st.integers(1, 12), times=st.integers(1, 4), late_ms=st.integers(0, 2_000))
+    def move_again_and_again(self, distance: int, count: int, times: int, late_ms: int) -> None:
+        """Something far, and nothing before it: written again and again, each time a little late; not the last time."""
+        self.world.admit([self.world.now_ms + distance + 100 * n for n in range(count)])
+        for _ in range(times):
+            self.world.drain()
+            sleep_until_moving(self.world)
+            self.world.advance(late_ms)
 
     @rule(limit=st.sampled_from([1, 3, 1_000]), data=st.data())
     def sleep_until_moving(self, limit: int, data: st.DataObject) -> None:
