@@ -157,6 +157,8 @@ def test_any_part_can_be_read(counts: list[int], begin: int, end: int, chosen: l
             log.read(begin, end)
     there = np.array([index for index in chosen if index < total], dtype=np.int64)
     assert log.at(there)["value"].tolist() == there.tolist()
+    with pytest.raises(OutOfRange, match=f"keeps 0 to {total}"):
+        log.at(np.append(there, total))
 
 
 # ---- one by one --------------------------------------------------------------------------------------------

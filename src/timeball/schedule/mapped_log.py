@@ -101,7 +101,11 @@ class MappedLog:
         return np.concatenate(parts) if parts else np.empty(0, self._record)
 
     def at(self, indexes: Int64Array) -> RecordArray:
-        """The records at these indexes, each in [begin, end), copied."""
+        """The records at these indexes, copied; raises OutOfRange when some of them are not here."""
+        if len(indexes) and not self.begin <= int(indexes.min()) <= int(indexes.max()) < self.end:
+            raise OutOfRange(
+                f"records {indexes.min()} to {indexes.max()}: {self.folder} keeps {self.begin} to {self.end}"
+            )
         found = np.empty(len(indexes), self._record)
         for number, here, low in self._by_file(indexes):
             found[here] = self._view(number, int(low.max()) + 1)[low]

@@ -1,0 +1,240 @@
+"""The ring beside a dictionary: ends of chains by slot, the next one in use, and what a restart may believe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.crash_files import CrashFiles
+
+from timeball.errors import OverLimit, SetupError
+from timeball.files import File, RealFiles
+from timeball.schedule.timer_wheel import ring as ring_module
+from timeball.schedule.timer_wheel.ring import RECORD, Heads, Ring, is_whole
+from timeball.schedule.timer_wheel.slots import Slots
+
+SLOTS = Slots(1_000, reach=30, count=41)
+START = 1_000
+ALL = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and scans of a few slots."""
+    monkeypatch.setattr(ring_module, "BLOCK", 8)
+    monkeypatch.setattr(ring_module, "SCAN", 25)
+
+
+def open_ring(files: CrashFiles | RealFiles, bound: int = START) -> Ring:
+    return Ring(files, "ring", SLOTS, bound=bound)
+
+
+def push(ring: Ring, *ends: tuple[int, int, int]) -> None:
+    slots, last, rows = (np.array(column, dtype=np.int64) for column in zip(*sorted(ends), strict=True))
+    ring.push(slots, last, rows)
+
+
+def listed(heads: Heads) -> list[tuple[int, int]]:
+    return list(zip(heads.slot.tolist(), heads.last.tolist(), strict=True))
+
+
+def sync(ring: Ring, files: CrashFiles) -> None:
+    for file in ring.take_dirty():
+        file.sync()
+    files.sync_dir(".")
+
+
+class Machine(RuleBasedStateMachine):
+    """Slots are pushed and opened; the disk is cut at will, and what came after the checkpoint is suspect."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.files = CrashFiles()
+        self.ring = open_ring(self.files)
+        self.ends: dict[int, tuple[int, int]] = {}  # slot -> (last link, rows) of those not opened
+        self.links: list[tuple[int, int]] = []  # (slot, rows) of each
+        self.saved: tuple[int, dict[int, tuple[int, int]], int] | None = None
+
+    @rule(
+        ahead=st.lists(st.integers(0, SLOTS.reach - 1), min_size=1, max_size=6, unique=True),
+        rows=st.integers(1, 9),
+    )
+    def push(self, ahead: list[int], rows: int) -> None:
+        slots = sorted(self.ring.bound + each for each in ahead)
+        ends = []
+        for slot in slots:
+            ends.append((slot, len(self.links), rows))
+            self.ends[slot] = (len(self.links), self.ends.get(slot, (0, 0))[1] + rows)
+            self.links.append((slot, rows))
+        push(self.ring, *ends)
+
+    @rule(slots=st.integers(0, 60), rows_max=st.integers(0, 30))
+    def open(self, slots: int, rows_max: int) -> None:
+        first, to = self.ring.first_used(), self.ring.bound + slots
+        heads = self.ring.open(to, rows_max)
+        passed = sorted(slot for slot in self.ends if slot < self.ring.bound)
+        assert listed(heads) == [(slot, self.ends[slot][0]) for slot in passed]
+        rows = sum(self.ends.pop(slot)[1] for slot in passed)
+        assert self.ring.bound <= to
+        assert rows <= rows_max or len(passed) == 1
+        assert self.ring.bound == to or (first is not None and first < self.ring.bound), (
+            "it moves, or is there"
+        )
+
+    @rule()
+    def save(self) -> None:
+        sync(self.ring, self.files)
+        self.saved = (len(self.links), dict(self.ends), self.ring.bound)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(seed=st.none() | st.integers(0, 1_000))
+    def crash(self, seed: int | None) -> None:
+        """With the links of the checkpoint, the suspects are revised; then it is as it was."""
+        assert self.saved is not None
+        links_end, ends, bound = self.saved
+        self.ring.close()
+        if seed is not None:
+            self.files = self.files.crash(seed)
+        assert is_whole(self.files, "ring", SLOTS)
+        self.ring = open_ring(self.files, bound)
+        suspects = set(self.ring.suspects(links_end).tolist())
+        del self.links[links_end:]
+        for link, (slot, rows) in enumerate(self.links):
+            if slot % SLOTS.count in suspects:
+                push(self.ring, (slot, link, rows))
+        self.ends = dict(ends)
+
+    @invariant()
+    def knows_every_slot(self) -> None:
+        if not hasattr(self, "ring"):
+            return
+        window = np.arange(self.ring.bound, self.ring.bound + SLOTS.reach, dtype=np.int64)
+        last, rows = self.ring.heads(window)
+        expected = [self.ends.get(slot, (-1, 0)) for slot in window.tolist()]
+        assert list(zip(last.tolist(), rows.tolist(), strict=True)) == expected
+        assert self.ring.first_used() == min(self.ends, default=None)
+        assert (self.ring.used, self.ring.rows) == (
+            len(self.ends),
+            sum(rows for _, rows in self.ends.values()),
+        )
+
+
+def test_it_knows_the_end_of_every_chain() -> None:
+    machine = Machine.TestCase
+    machine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    machine().runTest()
+
+
+def test_one_revolution_is_not_taken_for_another() -> None:
+    ring = open_ring(CrashFiles())
+    push(ring, (START, 7, 2))
+    later = START + SLOTS.count
+    assert ring.heads(np.array([later]))[0].tolist() == [-1]
+    ring.open(START + SLOTS.reach, ALL)
+    push(ring, (later, 9, 1))
+    assert ring.heads(np.array([START, later]))[0].tolist() == [-1, 9]
+    assert ring.first_used() == later
+
+
+def test_a_slot_that_lost_its_place_stays_out() -> None:
+    ring = open_ring(CrashFiles())
+    ring.open(START + SLOTS.reach, ALL)
+    later = START + SLOTS.count
+    push(ring, (later, 9, 1))
+    push(ring, (START, 10, 5), (START + 1, 11, 5))
+    assert ring.heads(np.array([START, START + 1, later]))[0].tolist() == [-1, 11, 9]
+    assert (ring.used, ring.rows) == (1, 1), "what has been opened is not counted"
+
+
+def test_few_rows_at_a_time_and_a_slot_at_least() -> None:
+    ring = open_ring(CrashFiles())
+    push(ring, *((START + n, n, 10) for n in range(6)))
+    assert listed(ring.open(START + 30, 25)) == [(START, 0), (START + 1, 1)]
+    assert ring.bound == START + 2
+    assert listed(ring.open(START + 30, 3)) == [(START + 2, 2)]
+    assert listed(ring.open(START + 30, 30)) == [(START + n, n) for n in (3, 4, 5)]
+    assert ring.bound > START + 5
+    assert listed(ring.open(START + 30, 30)) == []
+    assert ring.bound == START + 30
+
+
+def test_nothing_in_use_is_passed_at_once() -> None:
+    ring = open_ring(CrashFiles())
+    push(ring, (START + 29, 1, 1))
+    assert listed(ring.open(START + 29, ALL)) == []
+    assert ring.bound == START + 29
+    assert listed(ring.open(START + 1_000_000, ALL)) == [(START + 29, 1)]
+    assert listed(ring.open(START + 1_000_000, ALL)) == []
+    assert ring.bound == START + 1_000_000
+    assert ring.open(START, ALL).slot.tolist() == []
+    assert ring.bound == START + 1_000_000, "never back"
+
+
+def test_what_points_behind_the_durable_links_is_suspect() -> None:
+    files = CrashFiles()
+    ring = open_ring(files)
+    push(ring, (START, 4, 2), (START + 3, 5, 2))
+    push(ring, (START + 3, 6, 1), (START + 7, 7, 1))
+    ring.close()
+    ring = open_ring(files)
+    assert ring.suspects(6).tolist() == sorted((START + n) % SLOTS.count for n in (3, 7))
+    assert ring.heads(np.array([START, START + 3, START + 7]))[0].tolist() == [4, -1, -1]
+    assert (ring.first_used(), ring.used, ring.rows) == (START, 1, 2)
+    assert open_ring(files).suspects(6).tolist() == [], "they are empty now"
+
+
+def test_a_ring_of_another_size_is_not_whole() -> None:
+    files = CrashFiles()
+    assert not is_whole(files, "ring", SLOTS)
+    open_ring(files)
+    assert is_whole(files, "ring", SLOTS)
+    assert not is_whole(files, "ring", Slots(1_000, 31, 42))
+
+
+def test_only_what_was_written_is_synced() -> None:
+    ring = open_ring(CrashFiles())
+    assert len(ring.take_dirty()) == 1, "it is new"
+    assert ring.take_dirty() == []
+    push(ring, (START, 1, 1))
+    assert len(ring.take_dirty()) == 1
+    ring.unsynced()
+    assert len(ring.take_dirty()) == 1
+
+
+class FullFile:
+    """A file on a disk without room."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def allocate(self, size_bytes: int) -> None:
+        raise OverLimit("disk full while allocating")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class FullDisk(RealFiles):
+    """A disk without room."""
+
+    def create(self, name: str) -> FullFile:  # type: ignore[override]
+        return FullFile(super().create(name))
+
+
+def test_a_disk_without_room_is_said_with_what_to_do(tmp_path: Path) -> None:
+    files = FullDisk(tmp_path)
+    with pytest.raises(
+        SetupError, match=rf"{SLOTS.count * 16} bytes, 41 slots of 1000 ms.*--timer-precision-ms"
+    ):
+        open_ring(files)  # type: ignore[arg-type]
+    assert not files.exists("ring"), "half a ring would be taken for one at the next start"
+
+
+def test_its_blocks_are_reserved(tmp_path: Path) -> None:
+    open_ring(RealFiles(tmp_path)).close()
+    assert (tmp_path / "ring").stat().st_size == SLOTS.count * RECORD.itemsize
+    assert (tmp_path / "ring").stat().st_blocks * 512 >= SLOTS.count * RECORD.itemsize

@@ -1,0 +1,175 @@
+"""The timer log beside lists: chains walked from their ends, marks, spans given back, and links that are wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+
+from timeball.errors import Corrupt
+from timeball.schedule.timer_wheel import timer_log
+from timeball.schedule.timer_wheel.timer_log import LINK, Entries, LogState, TimerLog, entries_of, is_whole
+
+FOLDER = "wheel"
+REACH = 640  # a span ends after ten slots
+
+
+class Chained:
+    """A log, and the end of each slot's chain, as the ring keeps it."""
+
+    def __init__(self, files: CrashFiles | None = None) -> None:
+        self.files = files or CrashFiles()
+        self.log = TimerLog(self.files, FOLDER, REACH, None)
+        self.ends: dict[int, int] = {}
+        self.next_seq = 1
+
+    def append(self, slots: list[int], bound: int = 0) -> list[int]:
+        """A batch: an entry for each of these slots, due within it. Returns their numbers, in the order given."""
+        order = np.argsort(np.array(slots), kind="stable")
+        distinct, rows = np.unique(np.array(slots), return_counts=True)
+        seq = self.next_seq + np.arange(len(slots))
+        self.next_seq += len(slots)
+        due = np.array(slots) * 1_000 + seq % 1_000
+        prev = np.array([self.ends.get(slot, -1) for slot in distinct.tolist()])
+        last = self.log.append(
+            distinct, rows, prev, entries_of(due[order], seq[order], seq[order] + 100), bound
+        )
+        self.ends |= dict(zip(distinct.tolist(), last.tolist(), strict=True))
+        return [int(each) for each in seq]
+
+    def walk(self, slots: list[int]) -> Entries:
+        used = np.array([slot for slot in slots if slot in self.ends], dtype=np.int64)
+        return self.log.walk(used, np.array([self.ends[slot] for slot in used.tolist()], dtype=np.int64))
+
+
+def pairs(found: Entries) -> list[tuple[int, int]]:
+    assert ((found.due_ms // 1_000) == found.slot).all()
+    assert (found.at == found.seq + 100).all()
+    return sorted(zip(found.slot.tolist(), found.seq.tolist(), strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batches=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), max_size=12),
+    wanted=st.lists(st.integers(0, 9), unique=True),
+    gone=st.sets(st.integers(1, 144)),
+)
+def test_a_walk_finds_what_waits_in_the_slots_and_nothing_else(
+    batches: list[list[int]], wanted: list[int], gone: set[int]
+) -> None:
+    chained = Chained()
+    there = [(slot, seq) for batch in batches for slot, seq in zip(batch, chained.append(batch), strict=True)]
+    found = chained.walk(sorted(wanted))
+    assert pairs(found) == sorted((slot, seq) for slot, seq in there if slot in wanted)
+    marked = np.array(
+        [index for index, seq in zip(found.index.tolist(), found.seq.tolist(), strict=True) if seq in gone]
+    )
+    chained.log.gone(marked.astype(np.int64))
+    expected = sorted((slot, seq) for slot, seq in there if slot in wanted and seq not in gone)
+    assert pairs(chained.walk(sorted(wanted))) == expected
+    if wanted:
+        low, high = min(wanted), max(wanted) + 1
+        expected = sorted(
+            (slot, seq) for slot, seq in there if low <= slot < high and not (seq in gone and slot in wanted)
+        )
+        assert pairs(chained.log.in_slots(low, high)) == expected
+
+
+def test_what_stands_elsewhere_is_found_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer_log, "SCAN", 7)
+    chained = Chained()
+    seqs = [seq for _ in range(5) for seq in chained.append([3, 1, 3, 2])]
+    moved = np.array([*seqs[::-3], 9_999])
+    assert chained.log.gone_by_seq(moved) == len(moved) - 1
+    left = {seq for _, seq in pairs(chained.walk([1, 2, 3]))}
+    assert left == set(seqs) - set(moved.tolist())
+    assert chained.log.gone_by_seq(np.empty(0, np.int64)) == 0
+
+
+def test_a_batch_is_a_link_for_each_of_its_slots() -> None:
+    chained = Chained()
+    chained.append([5] * 1_000 + [6] * 10)
+    chained.append([6])
+    assert (chained.log.links.end, chained.log.entries.end) == (3, 1_011)
+    assert chained.log.links.read(0, 3)["rows"].tolist() == [1_000, 10, 1]
+    assert chained.log.links.read(0, 3)["prev"].tolist() == [-1, -1, 1]
+
+
+def test_spans_are_given_back_when_their_last_slot_is_behind() -> None:
+    chained = Chained()
+    log = chained.log
+    chained.append([5, 30])
+    chained.append([12], bound=9)
+    chained.append([25], bound=10)  # a new span
+    chained.append([200], bound=11)
+    assert log.first_at == 101
+    log.forget(30)
+    assert (log.first_at, log.links.begin) == (101, 0), "slot 30 itself is not behind"
+    log.forget(31)
+    assert (log.first_at, log.links.begin, log.entries.begin) == (104, 3, 3)
+    assert pairs(chained.walk([25, 200])) == [(25, 4), (200, 5)]
+    log.forget(201)
+    assert (log.first_at, log.links.begin, log.links.end) == (None, 5, 5)
+    chained.append([300], bound=202)
+    assert (log.first_at, log.links.begin) == (106, 5)
+
+
+def test_a_long_span_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer_log, "SPAN_ENTRIES", 10)
+    chained = Chained()
+    for slot in range(5):
+        chained.append([slot] * 6)
+    assert [span.first_entry for span in chained.log.state().spans] == [0, 12, 24]
+    chained.log.forget(2)
+    assert chained.log.entries.begin == 12
+
+
+def test_a_state_brings_back_what_there_was() -> None:
+    chained = Chained()
+    chained.append([1, 2, 2])
+    chained.append([3], bound=50)
+    log = chained.log
+    state = log.state()
+    for folder, files in log.take_dirty():
+        for file in files:
+            file.sync()
+        chained.files.sync_dir(folder)
+    before = chained.ends.copy()
+    chained.append([2, 4])
+    assert state.spans[-1].last_slot == 3, "a state does not change any more"
+    chained.files = chained.files.crash(1)
+    assert is_whole(chained.files, FOLDER, state)
+    chained.log, chained.ends, chained.next_seq = TimerLog(chained.files, FOLDER, REACH, state), before, 5
+    assert chained.log.state() == state
+    assert pairs(chained.walk([1, 2, 3, 4])) == [(1, 1), (2, 2), (2, 3), (3, 4)]
+    chained.append([2], bound=51)
+    assert pairs(chained.walk([2])) == [(2, 2), (2, 3), (2, 5)]
+
+
+@pytest.mark.parametrize("part", ["links", "entries"])
+def test_a_log_without_one_of_its_files_is_not_whole(part: str) -> None:
+    chained = Chained()
+    chained.append([1])
+    state = chained.log.state()
+    assert is_whole(chained.files, FOLDER, state)
+    chained.files.remove(f"{FOLDER}/{part}/00000000.log")
+    assert not is_whole(chained.files, FOLDER, state)
+    assert is_whole(chained.files, FOLDER, LogState((0, 0), (0, 0), []))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("slot", 8), ("prev", 1), ("prev", 7), ("rows", 0), ("rows", -1)]
+)
+def test_a_broken_chain_is_an_error_that_says_what_to_do(field: str, value: int) -> None:
+    chained = Chained()
+    for _ in range(3):
+        chained.append([7])
+    chained.log.links.put(np.array([1]), field, value)
+    with pytest.raises(Corrupt, match=r"remove the folder and start it again"):
+        chained.walk([7])
+
+
+def test_the_drawing_says_how_large_records_are() -> None:
+    assert (LINK.itemsize, timer_log.ENTRY.itemsize) == (32, 24)
