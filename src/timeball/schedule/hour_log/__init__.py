@@ -5,6 +5,10 @@
     second wheel  what is due before the horizon, bodies loaded, a slot a second
 
 Every promise is in exactly one place: below the *horizon* H = (due_ms, seq) it is in the wheel or settled, at or
-above it in the tail or a file. Moving the horizon is a gather; moving W is an attach; neither copies a
-promise from one place to two.
+above it in the tail, in a file, or parked with its body because the clock went back. Moving the horizon is a gather;
+moving W is an attach; neither copies a promise from one place to two.
+
+It is the two-level wheel over hourly delay logs, with sorted files where that chains messages by the second: files
+are open within two hours of the horizon, a heap of used slots takes the place of turning, and what a successor
+starts from, the tick and the local index, is in the release records (`schedule/tick.py`).
 """

@@ -40,6 +40,8 @@ class PendingFiles:
         self._files = files
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
         self._next: dict[str, int] = {}  # of some files: before this instant there is nothing to gather
+        # The last answer of `next_due_ms`, which is asked at each admit: there may be thousands of files.
+        self._answered: tuple[int, int | None] | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -77,6 +79,7 @@ class PendingFiles:
         kept = {path: file for path, file in self._live.items() if path not in gone}
         self._live = kept | {file.entry.path: file for file in fresh}
         self._next = {path: due_ms for path, due_ms in self._next.items() if path in self._live}
+        self._answered = None
         return fresh
 
     def near(self, low: Position, high: Position) -> tuple[list[DataFile], Position]:
@@ -94,12 +97,15 @@ class PendingFiles:
 
     def next_due_ms(self, from_ms: int) -> int | None:
         """A lower bound of the first instant at or after `from_ms`."""
-        found = [self._first_ms(file, from_ms) for file in self._live.values()]
-        return min((first_ms for first_ms in found if first_ms is not None), default=None)
+        if self._answered is None or self._answered[0] != from_ms:
+            found = [self._first_ms(file, from_ms) for file in self._live.values()]
+            self._answered = from_ms, min((ms for ms in found if ms is not None), default=None)
+        return self._answered[1]
 
     def learn(self, next_due_ms: dict[str, int]) -> None:
         """There is nothing to gather in these files, by path, before these instants."""
         self._next |= {path: due_ms for path, due_ms in next_due_ms.items() if path in self._live}
+        self._answered = None
 
     def passed(self, due_ms: int) -> None:
         """What these files hold before `due_ms` is settled, or somewhere else, wherever the horizon is."""
