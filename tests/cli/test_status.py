@@ -70,7 +70,7 @@ def test_what_waits_in_the_log_is_what_its_schedule_says(status: dict[str, Any])
     assert told["schedule"] == "hour_log"
     assert told["waiting"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
     status["strategy"], status["schedule"]["tail_rows"] = "timer_wheel", 0
-    status["schedule"]["waiting_rows"] = 4_321
+    status["schedule"] |= {"waiting_rows": 4_321, "wheel_rows": 4_318, "near_rows": 3}
     told = dict(_rows("e", status))
     assert told["schedule"] == "timer_wheel"
     assert told["waiting"] == "4,321 in the log, 0 in the pending table, 3 near their instant"

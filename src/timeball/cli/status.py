@@ -36,7 +36,8 @@ def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fa
 
 def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     log, waiting = found["log"], found["schedule"]
-    strategy, wheel, stored = found["strategy"], waiting["wheel_rows"], waiting["table_rows"]
+    strategy, stored = found["strategy"], waiting["table_rows"]
+    near = waiting.get("near_rows", waiting["wheel_rows"])  # a wheel of slots holds more than what is near
     # With another schedule the log is the tail, and the schedule's own files say what of it waits.
     kept = f"{waiting['tail_rows']:,} in the log's tail"
     if strategy != "hour_log":
@@ -48,7 +49,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
         ("on disk up to", f"row {log['durable_seq']:,}"),
         ("schedule", strategy),
-        ("waiting", f"{kept}, {stored:,} in the pending table, {wheel:,} near their instant"),
+        ("waiting", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
         *(levels if for_levels else []),
         ("of them cancelled", f"{waiting['cancelled_rows']:,}"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
