@@ -2,4 +2,5 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.schedule.contract")
+for part in ("contract", "moves", "clocks", "cuts"):
+    pytest.register_assert_rewrite(f"tests.schedule.{part}")

@@ -4,7 +4,8 @@
     hand-outs of one instant · a cancelled promise is never handed out, one handed out is never cancelled ·
     `next_due_ms` never sleeps past a promise and never turns in place · `settled` says what is settled
 
-and what stands in `moves.py` of promises that are written again while they wait, in `clocks.py` of clocks.
+and what stands in `moves.py` of promises that are written again while they wait, in `clocks.py` of clocks,
+and in `cuts.py` of the power.
 
 The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive a
 `World`, which compares every answer with a model. A strategy joins with one class:
@@ -22,6 +23,7 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 from tests.schedule.clocks import Clocks
+from tests.schedule.cuts import Cuts
 from tests.schedule.machine import machine
 from tests.schedule.moves import Moves, sleep_through
 from tests.schedule.stage import Rig
@@ -47,7 +49,7 @@ def assert_caught(new_rig: Callable[[], Rig]) -> None:
     with pytest.raises(AssertionError) as caught:
         run_state_machine_as_test(machine(new_rig), settings=UNTIL_CAUGHT)
     # It is the suite that noticed, not an assert in the strategy itself.
-    assert caught.traceback[-1].path.name in ("stage.py", "world.py")
+    assert caught.traceback[-1].path.name in ("stage.py", "world.py", "moves.py")
 
 
 def unfounded(contract: type[Contract]) -> list[str]:
@@ -59,7 +61,7 @@ def unfounded(contract: type[Contract]) -> list[str]:
     ]
 
 
-class Contract(Moves, Clocks):
+class Contract(Moves, Clocks, Cuts):
     """See the module."""
 
     # How far the suite sleeps from instant to instant; less where a promise is written again every few seconds.

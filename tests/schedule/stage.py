@@ -159,6 +159,7 @@ class Model:
     in_flight: deque[dict[int, tuple[int, bytes]]] = field(default_factory=deque)  # hand-outs, oldest first
     released: dict[int, int] = field(default_factory=dict)  # seq -> due_ms
     cancelled: dict[int, int] = field(default_factory=dict)
+    cancelling: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # of these: not acknowledged yet
 
     accepted: dict[int, int] = field(default_factory=dict)  # seq -> when, of all of these
     at: dict[int, int] = field(
@@ -256,8 +257,8 @@ class Model:
         expected = [states[seq] == "waiting" for seq in seqs]
         assert answers == expected, f"cancel of {states} answered {answers}"
         chosen = [seq for seq, answer in zip(seqs, answers, strict=True) if answer]
-        for seq in chosen:
-            self.cancelled[seq], _ = self.waiting.pop(seq)
+        self.cancelling |= {seq: self.waiting.pop(seq) for seq in chosen}
+        self.cancelled |= {seq: self.cancelling[seq][0] for seq in chosen}
         return chosen
 
     def check_settled(self, settled: Settled) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.schedule.contract import Contract, unfounded
+from tests.schedule.cuts import FAST_IMAGES, calls_of, violations
 from tests.schedule.roller import (
     ForgetsThemAtARestart,
     HandsOutOnTheMove,
@@ -20,6 +21,7 @@ from tests.schedule.roller import (
     MovesTheCancelled,
     MovesTooMuch,
     NeverGoesBack,
+    Place,
     Roller,
     RollerRig,
     SleepsOnTheMove,
@@ -88,6 +90,24 @@ def test_a_clock_that_believes_every_step_is_caught(name: str) -> None:
     world.clock = BelievesTheWall(world.manual)
     with pytest.raises(AssertionError, match="late"), contextlib.closing(world):
         TestRoller().test_what_goes_away_again(world, name)
+
+
+@pytest.mark.parametrize("forget", ["forget_sync", "forget_sync_dir"])
+def test_a_disk_that_forgets_is_noticed(forget: str) -> None:
+    first, last = calls_of(RollerRig)
+    assert violations(RollerRig, range(first, last, 10), FAST_IMAGES, **{forget: True})
+
+
+class SavesTooLittle(Roller):
+    """Its state leaves out what is handed out: a cut before the release loses it."""
+
+    def state(self) -> dict[int, Place]:
+        return self.waiting
+
+
+def test_a_state_that_lacks_something_is_noticed() -> None:
+    first, last = calls_of(lambda: RollerRig(SavesTooLittle))
+    assert violations(lambda: RollerRig(SavesTooLittle), range(first, last, 5), FAST_IMAGES)
 
 
 class ExemptForNothing(Contract):

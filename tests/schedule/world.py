@@ -48,6 +48,7 @@ T = TypeVar("T")
 TURNS_MAX = 100_000  # of the loop; a strategy that is not quiet after so many never will be
 SEGMENT_BYTES = 32 * 1024  # some tens of frames
 ALL = 1_000_000
+CHECKPOINT = "checkpoint"  # which of `World.ever_saved` it is; what is in it stays in memory
 IDLE_CALLS_MAX = 3  # calls in a row, at one instant, that hand out nothing: room may have to be made first
 
 
@@ -61,8 +62,9 @@ class World(Attaching):
         *,
         reader_is_open: bool = True,
         wall_ms: int = ManualClock.wall,
+        checkpoints: Sequence[Saved] = (),
     ) -> None:
-        """`wall_ms` is what the clocks show first."""
+        """`wall_ms` is what the clocks show first; `checkpoints` are what the files hold, the newest last."""
         self.rig = rig
         self.files: Files = CrashFiles() if files is None else files
         self.loop = asyncio.new_event_loop()
@@ -70,7 +72,8 @@ class World(Attaching):
         self.clock = SchedulerClock(self.manual)
         self.reader_thread = StepExecutor(is_open=reader_is_open)
         self.model = Model()
-        self.checkpoints: list[Saved] = []
+        self.checkpoints = list(checkpoints)
+        self.ever_saved = list(checkpoints)
         self.attached: list[tuple[int, Attachment]] = []
         self.failures: list[BaseException] = []
         self.watermark = 1
@@ -81,7 +84,11 @@ class World(Attaching):
         self._asleep_until: int | None = None
         self._woken = True
         self.strategy: Strategy
-        self.run(self._open(Restart()))
+        try:
+            self.run(self._open())
+        except BaseException:  # power cuts too: the loop is nobody's then
+            self.loop.close()
+            raise
 
     # -- the broker's part: deciding, writing, telling the strategy ----------------------------------------
 
@@ -191,6 +198,7 @@ class World(Attaching):
         chosen = self.model.cancel(seqs, answers)
         if chosen:
             await self._settle_rows(Kind.CANCEL, column(map(self.model.due_of, chosen)), column(chosen))
+            self.model.cancelling.clear()
         return answers
 
     def was_cancelled(self, seqs: Sequence[int]) -> list[bool]:
@@ -230,6 +238,8 @@ class World(Attaching):
         # A copy: in a file it would not change any more either.
         state = copy.deepcopy(self.rig.state(self.strategy))
         keeper = keeper_of(self.strategy)
+        if keeper is not None and self._saving is not None:
+            keeper.unsynced()  # the save before this one came to nothing
         dirty = [] if keeper is None else keeper.take_dirty()
         self._saving = (Saved(self.reader.next_seq, settled, state), dirty)
 
@@ -242,6 +252,8 @@ class World(Attaching):
                 file.sync()
             if files:
                 self.files.sync_dir(folder)
+        self.ever_saved.append(saved)
+        self.files.replace(CHECKPOINT, str(len(self.ever_saved) - 1).encode())
         self.checkpoints.append(saved)
 
     def let_go(self) -> None:
@@ -282,7 +294,7 @@ class World(Attaching):
             kept = 0 if keeper_of(self.strategy) else max(0, len(self.checkpoints) - back)
             self.checkpoints = self.checkpoints[:kept]
         self.clock = SchedulerClock(self.manual)  # a new process believes the wall
-        self.run(self._open(None))
+        self.run(self._open())
         self.reader_thread.is_open = was_open
 
     async def _write_unheard(self) -> None:
@@ -295,18 +307,21 @@ class World(Attaching):
             await self._settle_rows(Kind.RELEASE, column(handed_out.values()), column(handed_out))
             self.model.released |= handed_out
 
-    async def _open(self, restart: Restart | None) -> None:
-        opened = open_log(self.files, segment_bytes=SEGMENT_BYTES, now_ms=self.manual.wall_ms())
+    async def _open(self) -> None:
+        saved = self.checkpoints[-1] if self.checkpoints else Saved(1, NOTHING_SETTLED)
+        opened = open_log(
+            self.files, segment_bytes=SEGMENT_BYTES, now_ms=self.manual.wall_ms(),
+            known_durable=saved.seq if self.checkpoints else 0,
+        )  # fmt: skip
         self.reader = LogReader(opened.segments)
         self.writer = LogWriter(
             self.files, opened.segments, opened.file, self.manual, StepExecutor(),
             segment_bytes=SEGMENT_BYTES, on_failure=self.failures.append,
         )  # fmt: skip
-        self.strategy = self.rig.start(self, self._read_back() if restart is None else restart)
+        self.strategy = self.rig.start(self, self._read_back(saved))
         self._asleep_until, self._woken = None, True
 
-    def _read_back(self) -> Restart:
-        saved = self.checkpoints[-1] if self.checkpoints else Saved(1, NOTHING_SETTLED)
+    def _read_back(self, saved: Saved) -> Restart:
         return read_back(self.reader, self.rig.kind, saved, self.attached, self.watermark)
 
     # -- waiting for what runs behind the strategy's back --------------------------------------------------

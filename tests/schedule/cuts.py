@@ -1,0 +1,257 @@
+"""The contract, of the power: cut at each call of the disk, what is left keeps every promise.
+
+    a scenario runs once to count the calls; then it is cut at each of them, and a new world starts from what has
+    survived, several times, as each cut leaves several disks
+
+    nothing acknowledged is lost · what was durably released does not come again · nothing cancelled comes · what
+    nobody was told of is there or is not, whole
+
+The cut world is the witness: its model says what was acknowledged. What else the log holds counts as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+from tests.crash_files import CrashFiles, PowerCut, Survival
+from tests.schedule.attaching import rows_of
+from tests.schedule.moves import sleep_until_moving, to_the_end
+from tests.schedule.stage import Restart, Rig, Saved
+from tests.schedule.world import CHECKPOINT, World
+
+from timeball import limits
+from timeball.errors import TimeballError
+from timeball.message import Kind
+from timeball.table import attachment as att
+
+T = TypeVar("T")
+
+HOUR, DAY = limits.HOUR_MS, limits.DAY_MS
+CUTS_FAST = 12
+Image = tuple[int, Survival]  # a seed, and what survives
+FAST_IMAGES: list[Image] = [(0, "nothing"), (1, "random")]
+ALL_IMAGES: list[Image] = [(0, "nothing"), (0, "everything"), *((seed, "random") for seed in range(2, 6))]
+
+
+class Cuts:
+    """See the module; a part of `contract.Contract`."""
+
+    new_rig: ClassVar[Callable[[], Rig]]
+
+    def test_a_spread_of_power_cuts(self) -> None:
+        first, last = calls_of(type(self).new_rig)
+        # Those who inherit this twice for one strategy look at other cuts.
+        offset = zlib.crc32(type(self).__name__.encode()) % CUTS_FAST
+        cuts = [first + (n * CUTS_FAST + offset) * (last - first) // CUTS_FAST**2 for n in range(CUTS_FAST)]
+        assert violations(type(self).new_rig, cuts, FAST_IMAGES) == []
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(1_800)
+    def test_a_power_cut_at_every_call(self) -> None:
+        first, last = calls_of(type(self).new_rig)
+        assert violations(type(self).new_rig, range(first, last + 1), ALL_IMAGES) == []
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(1_800)
+    def test_a_power_cut_in_the_recovery_from_one(self) -> None:
+        first, last = calls_of(type(self).new_rig)
+        for cut in range(first, last + 1, 3):
+            with cut_world(type(self).new_rig, cut) as dead:
+                for again in (1, 2, 4, 7, 11, 16, 22, 29):
+                    files = dead.files.crash(cut, crash_at=again)
+                    with pytest.raises(PowerCut), closing(Reborn(dead, files)):
+                        raise PowerCut("the recovery was over before")
+                    keeps_all(Reborn(dead, files.crash(again)))
+
+
+def scenario(world: World) -> None:
+    """A life of some weeks, and a second one; everything a strategy does, and leaves undone for a while."""
+    now_ms = world.now_ms
+    near = world.admit([now_ms + ms for ms in (0, 0, 700, 2_000, 2_000)])
+    far = world.admit([now_ms + ms for ms in (HOUR, 5 * DAY, 5 * DAY, 5 * DAY + HOUR, 20 * DAY)])
+    world.save()
+    world.drain()
+    world.cancel([near[3], far[1]])
+    if world.rig.has_table:
+        bulk = world.prepare_bulk([now_ms + ms for ms in (10, 3_000, DAY, 6 * DAY)])
+        world.attach_now(world.prepare_compact(0.7))
+        world.attach_now(bulk)
+    world.release_part(1)
+    world.begin_save()
+    world.admit([now_ms + ms for ms in (1_000, 4_000, 30 * DAY)])
+    world.end_save()
+    world.advance(2_000)
+    world.settle()
+    world.take(2)
+    world.take(1)
+    world.release(1)
+    if world.rig.has_table:
+        world.attach_now(world.prepare_compact())
+        world.attach_now(world.prepare_rewrite())
+    world.advance(HOUR)
+    world.drain()
+    world.release()
+    sleep_until_moving(world, 2)
+    world.cancel(far[2:3])
+    world.land_part(1)
+    world.save()
+    world.take()
+    world.land()
+    world.admit([world.now_ms + ms for ms in (-HOUR, 0, 7 * DAY)] * 20)
+    world.let_go()
+    world.restart()
+    world.drain()
+    world.advance(6 * DAY)
+    world.drain()
+    world.release_part(3)
+    world.let_go()
+    world.release()
+    world.save()
+
+
+# -- cutting ---------------------------------------------------------------------------------------------------
+
+
+class Cut(World):
+    """A world whose power may go at any call of the disk: whatever happens then shows as PowerCut."""
+
+    files: CrashFiles
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = self.loop.create_task(coroutine)
+
+        def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if self.files.cut:
+                task.cancel()  # what it waits for has died in a callback
+            else:
+                loop.default_exception_handler(context)
+
+        self.loop.set_exception_handler(on_error)
+        try:
+            return self.loop.run_until_complete(task)
+        except BaseException as error:
+            if self.files.cut:
+                raise PowerCut(*error.args) from error
+            raise
+
+    def bury(self) -> None:
+        """Nothing of it runs any more."""
+        self.loop.set_exception_handler(lambda loop, context: None)
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        self.loop.close()
+
+
+@contextmanager
+def cut_world(new_rig: Callable[[], Rig], cut: int | None, **forget: bool) -> Iterator[Cut]:
+    """The scenario until its end or until the power goes."""
+    world = Cut(new_rig(), CrashFiles(**forget))
+    begin = world.files.calls
+    world.files.crash_at = cut
+    try:
+        scenario(world)
+    except PowerCut:
+        assert world.files.cut, "only a power cut may end it"
+    world.begun_with = begin
+    try:
+        yield world
+    finally:
+        world.bury()
+
+
+def calls_of(new_rig: Callable[[], Rig]) -> tuple[int, int]:
+    """The first and the last call of the scenario, counted on the disk."""
+    with cut_world(new_rig, None) as world:
+        assert not world.files.cut
+        return world.begun_with + 1, world.files.calls
+
+
+def violations(
+    new_rig: Callable[[], Rig], cuts: Sequence[int], images: Sequence[Image], **forget: bool
+) -> list[str]:
+    """What is wrong after these cuts; empty when all is well. `forget` as for CrashFiles."""
+    found = []
+    for cut in cuts:
+        with cut_world(new_rig, cut, **forget) as dead:
+            for seed, survival in images:
+                try:
+                    keeps_all(Reborn(dead, dead.files.crash(seed, survival)))
+                except (AssertionError, TimeballError) as error:
+                    found.append(f"cut at {cut} ({dead.files.trace[-1]}), {survival} ({seed}): {error!r}")
+    return found
+
+
+# -- what is left ----------------------------------------------------------------------------------------------
+
+
+class Reborn(World):
+    """A world that starts from what a cut has left of another."""
+
+    def __init__(self, dead: World, files: CrashFiles) -> None:
+        self._dead = dead
+        number = files.content(CHECKPOINT) if files.exists(CHECKPOINT) else b""
+        # As the broker does: one that is damaged is none.
+        checkpoints = [dead.ever_saved[int(number)]] if number.isdigit() else []
+        super().__init__(dead.rig, files, wall_ms=dead.manual.wall, checkpoints=checkpoints)
+
+    def _read_back(self, saved: Saved) -> Restart:
+        self._believe()
+        return super()._read_back(saved)
+
+    def _believe(self) -> None:
+        """What was acknowledged is true, and what else the log says."""
+        dead, model = self._dead.model, self.model
+        model.accepted, model.at = dict(dead.accepted), dict(dead.at)
+        model.released = dict(dead.released)
+        model.cancelled = {s: due for s, due in dead.cancelled.items() if s not in dead.cancelling}
+        model.waiting = dead.waiting | dead.cancelling
+        for handed_out in dead.in_flight:
+            model.waiting |= handed_out
+        self.attached = [(seq, a) for seq, a in self._dead.attached if seq < self.reader.first_seq]
+        for rows in self.reader.rows(self.reader.first_seq, self.reader.next_seq):
+            for row in rows.to_pylist():
+                self._believe_row(row)
+        self.watermark = max((a.to_seq for _, a in self.attached if a.job == "compact"), default=1)
+        for seq in (*model.released, *model.cancelled):
+            model.waiting.pop(seq, None)
+        if not self.rig.has_table:
+            model.let_go(self.reader.first_seq)
+
+    def _believe_row(self, row: dict[str, Any]) -> None:
+        model, seq, source_seq = self.model, row["seq"], row["source_seq"]
+        if row["kind"] == self.rig.kind:
+            model.waiting[seq], model.at[seq] = (row["due_ms"], row["body"]), seq
+            model.accepted[seq] = row["store_ms"]
+        elif row["kind"] == Kind.MOVED:
+            model.at[source_seq] = seq
+        elif row["kind"] == Kind.RELEASE:
+            model.released[source_seq] = row["due_ms"]
+        elif row["kind"] == Kind.CANCEL:
+            model.cancelled[source_seq] = row["due_ms"]
+        elif row["kind"] == Kind.ATTACH:
+            attachment = att.decode(row["body"])
+            self.attached.append((seq, attachment))
+            for entry in attachment.files if attachment.job == "bulk" else ():
+                for found in rows_of(self.files, entry).to_pylist():
+                    model.waiting[found["seq"]] = (found["due_ms"], found["body"])
+                    model.accepted[found["seq"]] = found["accepted_ms"]
+
+
+def keeps_all(world: Reborn) -> None:
+    """It goes on, and keeps what was promised before and what is promised now; and repeats nothing of it."""
+    with closing(world):
+        world.check_sleep()
+        world.admit([world.now_ms + ms for ms in (0, 1, HOUR, 3 * DAY)])
+        to_the_end(world)
+        world.release()
+        world.save()
+        world.restart()
+        assert world.drain() == []
