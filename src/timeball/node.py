@@ -150,7 +150,7 @@ class Node:
             files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics
         )
         ledger = Ledger(watermark=opened.segments.first_seq)
-        kept = keepers.kept(settings, saved)
+        kept = keepers.kept(settings, files, saved)
         found = await loop.run_in_executor(
             reader_thread,
             lambda: recover(saved, reader, topics, ledger, catalog, clock.now_ms(), resumes=kept is not None),
@@ -263,12 +263,12 @@ class Node:
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.popper.close()
         await self.broker.parts.hour_log.close()
-        if self.broker.parts.keeper is not None:
-            await self.broker.parts.keeper.close()
         await self.broker.parts.levels.close()
         if self.broker.parts.writer.failed is None:
             await self.broker.parts.writer.flushed()
         await self.upkeep.stop()
+        if self.broker.parts.keeper is not None:
+            await self.broker.parts.keeper.close()  # its files are part of the last checkpoint
         await self.broker.parts.writer.close()
         for index in self.broker.parts.topics.indexes():
             index.close()

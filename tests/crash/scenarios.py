@@ -7,7 +7,9 @@ milliseconds from the moment of the step.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+from tests.crash import kept_scenarios
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 Step = Callable[[World], Awaitable[object]]
@@ -198,6 +200,11 @@ SCENARIOS: dict[str, Scenario] = {
     "compact": COMPACT,
     "bulk": BULK,
     "roll": ROLL,
+    **kept_scenarios.SCENARIOS,
 }
 # Retention keeps nothing that nobody needs, so that these scenarios can see segments go.
-SETTINGS: dict[str, dict[str, int]] = {"roll": {"retention_ms": 1}, "levels": {"retention_ms": 1}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roll": {"retention_ms": 1},
+    "levels": {"retention_ms": 1},
+    **kept_scenarios.SETTINGS,
+}

@@ -112,11 +112,20 @@ class Siege:
     """One data folder over many lives of its broker."""
 
     def __init__(
-        self, data: Path, seed: int, options: dict[str, str] | None = None, pause_ms: int = 0
+        self,
+        data: Path,
+        seed: int,
+        options: dict[str, str] | None = None,
+        pause_ms: int = 0,
+        schedule: str = "hour_log",
     ) -> None:
-        """`pause_ms`: how long each client rests after each step; without a rest they take all there is."""
+        """`schedule` is what the broker keeps its promises with; those without a table compact nothing.
+
+        `pause_ms`: how long each client rests after each step; without a rest they take all there is."""
         self._pause_s = pause_ms / 1_000
-        self.broker = BrokerProcess(data, BUSY if options is None else options)
+        chosen = {**(BUSY if options is None else options), "schedule": schedule}
+        self.broker = BrokerProcess(data, chosen)
+        self._compacts = schedule == "hour_log"
         self.seed = seed
         self.observed = Observed()
         self.moments: list[str] = []
@@ -157,14 +166,16 @@ class Siege:
 
     def clients(self, *steps: Step) -> None:
         """Let clients begin, one for each step; by default one of everything and two that send."""
-        for number, step in enumerate(steps or (send_one, *STEPS)):
+        steps = steps or (send_one, *(step for step in STEPS if self._compacts or step is not compact))
+        for number, step in enumerate(steps):
             thread = threading.Thread(target=self._work, args=(step, number), name=step.__name__)
             self._threads.append(thread)
             thread.start()
 
     def kill(self) -> None:
         """At a moment drawn from the seed; then start again."""
-        event = str(self._rng.choice(list(self.MOMENTS)))
+        events = [event for event in self.MOMENTS if self._compacts or not event.startswith("compact")]
+        event = str(self._rng.choice(events))
         count = int(self._rng.integers(0, self.MOMENTS[event] + 1))
         self.moments.append(f"{count} more {event}")
         wanted = self.counts[event] + count
@@ -202,13 +213,16 @@ class Siege:
                 raise self._broken[0]
             assert true(), f"did not happen in {BOUND_S} s: {what} ({self})"
 
-    def faults(self) -> list[Fault]:
-        """Kill once more, let everything become due, compare."""
+    def faults(self, schedule: str = "hour_log") -> list[Fault]:
+        """Kill once more, let everything become due, compare. `schedule` is who takes over what waits."""
         self.end_clients()
         self.broker.kill()
         self._note_saved_offsets()
         last_due_ms = max((sent.due_ms or 0 for sent in self.observed.sent.values()), default=0)
-        with running_node(self.broker.data, Ahead()) as node, Timeball(node.endpoint) as ball:
+        with (
+            running_node(self.broker.data, Ahead(), schedule=schedule) as node,
+            Timeball(node.endpoint) as ball,
+        ):
             eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "everything is settled")
             eventually(lambda: ball.status()["levels"]["waiting_rows"] == 0, "every level is settled")
             return [*self._moved, *check(self.observed, outcome(ball))]

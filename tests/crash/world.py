@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,10 @@ class World:
         await node.stop()
         self._retrieve(node)
 
-    async def restart(self) -> None:
+    async def restart(self, **settings: Any) -> None:
+        """Stop in order, and start, with other settings when some are given."""
         await self.stop()
+        self.settings = replace(self.settings, **settings)
         await self.start()
 
     async def abandon(self) -> None:
@@ -188,12 +191,12 @@ class World:
     async def advance(self, ms: int) -> None:
         """Let time pass, and wait until all that is due is settled."""
         self.clock.advance(ms)
-        self.broker.ticker.wake()
-        self.broker.level_ticker.wake()
+        for ticker in (self.broker.ticker, self.broker.table_ticker, self.broker.level_ticker):
+            ticker.wake()
         await self.settled()
 
     async def settled(self) -> None:
-        for schedule in (self.broker.parts.schedule, self.broker.parts.levels):
+        for schedule in (self.broker, self.broker.parts.levels):
             await self.until(
                 lambda s=schedule: s.settled_before_ms > self.clock.wall, "all that is due is settled"
             )

@@ -78,6 +78,13 @@ def moved_on(rows: pa.RecordBatch, hops: Int64Array) -> pa.RecordBatch:
     return with_properties(rows, with_list(rows.column("properties"), rest(hops)))
 
 
+def undressed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Promises that are due, without a list."""
+    properties = rows.column("properties")
+    without = without_list(properties)
+    return rows if without is properties else with_properties(rows, without)
+
+
 def with_properties(rows: pa.RecordBatch, properties: pa.Array) -> pa.RecordBatch:
     """The rows with another column of properties."""
     return rows.set_column(

@@ -1,0 +1,77 @@
+"""Where a promise waits next: the pure arithmetic between an instant, a list of levels and a queue.
+
+    queue 0            its turn is near: no hop any more
+    queue 2·level - 1  this hop, and more behind it
+    queue 2·level      this hop is the last that matters: what is left when it is over is near
+
+A hop begins when the promise is entered and is over one level's duration later, so that each queue is sorted by
+itself. Whatever makes hops begin late - a scan every tenth of a second, a commit, a restart - adds up, and is not
+made good on the way: the list stays what it was as long as its next level ends at most `DRIFT_MS` behind the
+instant. Otherwise the list is made anew of what remains. The last hop is opened `lead_ms` early, so that no drift is
+ever seen in a delivery.
+
+    more behind it:  end of the hop <  due - lead          opened at its end
+    last:            end of the hop <= due + DRIFT_MS      opened lead_ms before its end
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from timeball.limits import SECOND_MS
+from timeball.message import Int64Array
+from timeball.schedule.level_cascade.levels import DURATION_MS, LEVELS, first, plan, rest
+
+DRIFT_MS = SECOND_MS  # eight hops, each a scan and a commit late
+LEAD_MS_MIN = 4 * DRIFT_MS  # half of it, when queues are opened at the latest, is still twice the drift
+NEAR = 0
+QUEUES = 1 + 2 * LEVELS
+FAR_MS = 1 << 62
+
+
+def lead_ms_of(ahead_ms: int) -> int:
+    """How long before its instant a promise is near, for bodies loaded this long ahead."""
+    return max(ahead_ms, LEAD_MS_MIN)
+
+
+def level_of(queue: int) -> int:
+    """The level of a queue; 0 for the one of the near."""
+    return (queue + 1) // 2
+
+
+def is_last(queue: int) -> bool:
+    """Whether a hop in this queue is the last."""
+    return queue % 2 == 0
+
+
+def earliest_due_ms(queue: int, hop_end_ms: int) -> int:
+    """No promise in this queue whose hop ends then, or later, is due before this; true for every lead."""
+    return hop_end_ms - DRIFT_MS if is_last(queue) else hop_end_ms + LEAD_MS_MIN
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Where promises have been entered: queue, end of the hop, and the levels left when it is over."""
+
+    queue: Int64Array
+    hop_end_ms: Int64Array
+    left: Int64Array
+
+
+def following(due_ms: Int64Array, left: Int64Array, now_ms: int) -> Int64Array:
+    """The list to go on with when a hop is over: what is left of it, or a new one where that does not fit."""
+    level = first(left)
+    fits = (level > 0) & (now_ms + DURATION_MS[level] <= due_ms + DRIFT_MS)
+    return left if fits.all() else np.where(fits, left, plan(due_ms - now_ms))
+
+
+def enter(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> Entered:
+    """Begin with the first level of each list, or of a new one where it does not fit; what is near has no hop."""
+    near = due_ms - entry_ms <= lead_ms
+    hops = following(due_ms, hops, entry_ms)
+    level = np.where(near, 0, first(hops))
+    hop_end = entry_ms + DURATION_MS[level]
+    last = hop_end >= due_ms - lead_ms
+    return Entered(np.where(near, NEAR, 2 * level - 1 + last), hop_end, rest(hops))

@@ -1,0 +1,190 @@
+"""The broker's verbs when another strategy than the hour log keeps what is sent, and when that changes."""
+
+from __future__ import annotations
+
+import pytest
+from tests.broker.on_node import batch, column, on_node
+from tests.crash.checker import check
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.errors import OverLimit, RequestError
+from timeball.message import Kind
+
+KEEPERS = ["timer_wheel", "level_cascade"]
+MINUTE_MS = 60 * SECOND_MS
+BODY_BYTES = 100_000  # ten to a segment
+
+kept_by = pytest.mark.parametrize("schedule", KEEPERS)
+
+
+async def begin(world: World, schedule: str, **settings: object) -> None:
+    await world.restart(schedule=schedule, timer_wheel_ms=MINUTE_MS, retention_ms=1, **settings)
+
+
+async def rows_of(world: World, kind: Kind) -> int:
+    """How many rows of a kind the log has."""
+    reader = world.broker.parts.reader
+    return sum(rows.num_rows for rows in reader.coalesced(reader.first_seq, reader.next_seq, [kind], 1_000))
+
+
+async def move_on(world: World, minutes: int) -> None:
+    """Let time pass a few seconds at a time, as it does."""
+    for _ in range(minutes * 10):
+        await world.advance(6 * SECOND_MS)
+
+
+async def fill_a_segment(world: World) -> None:
+    """Messages of no interest, so that older segments may go."""
+    await world.send("filler", [None] * 12, BODY_BYTES)
+
+
+async def delivered(world: World) -> list[str]:
+    rows = (await world.outcome()).rows
+    return sorted(row.key for row in rows if row.place.topic != "filler")
+
+
+# ---- what waits -----------------------------------------------------------------------------------------------
+
+
+@kept_by
+@on_node()
+async def test_who_keeps_is_told_and_nothing_is_compacted(world: World, schedule: str) -> None:
+    await begin(world, schedule)
+    await world.send("a", [None, 500, HOUR_MS])
+    status = world.broker.status()
+    assert status["strategy"] == schedule
+    assert (status["schedule"]["waiting_rows"], status["schedule"]["tail_rows"]) == (2, 0)
+    with pytest.raises(RequestError, match=f"--schedule {schedule}"):
+        await world.broker.compact()
+    assert world.node is not None
+    await world.node.upkeep.compact_if_worth()
+    assert world.broker.status()["schedule"]["table_files"] == 0
+
+
+@kept_by
+@on_node()
+async def test_files_of_a_bulk_job_wait_beside(world: World, schedule: str) -> None:
+    await begin(world, schedule)
+    sent = await world.send("a", [40 * SECOND_MS])
+    bulk = await world.bulk("a", [20 * SECOND_MS, 50 * SECOND_MS], 1)
+    await world.cancel([bulk[1]])
+    await move_on(world, 1)
+    assert await delivered(world) == sorted([sent[0], bulk[0]])
+    assert check(world.observed, await world.outcome()) == []
+
+
+# ---- retention, and names for what it has let go ----------------------------------------------------------------
+
+
+@kept_by
+@on_node()
+async def test_old_segments_go_though_a_promise_of_theirs_still_waits(world: World, schedule: str) -> None:
+    await begin(world, schedule)
+    keys = await world.send("a", [12 * MINUTE_MS, 12 * MINUTE_MS])  # a cascade's levels of ten and of two
+    seq = (await world.broker.send(batch(1, delay_ms=[12 * MINUTE_MS], topic=["a"]))).first_seq
+    for _ in range(11):
+        await fill_a_segment(world)
+        await move_on(world, 1)
+        await world.checkpoint()
+        await world.let_go()
+    reader = world.broker.parts.reader
+    assert reader.first_seq > seq, "nothing was let go"
+    assert world.broker.status()["watermark"] >= reader.first_seq
+    assert await rows_of(world, Kind.MOVED) > 0
+    by_id = (await world.broker.cancel(ids=[keys[0]]))[0]
+    by_number = (await world.broker.cancel(seqs=[seq]))[0]
+    assert (by_id.verdict, by_number.verdict, by_number.seq) == ("cancelled", "cancelled", seq)
+    assert (await world.broker.cancel(seqs=[seq]))[0].verdict == "already_cancelled"
+    await world.restart()
+    await move_on(world, 4)
+    assert await delivered(world) == [keys[1]]
+
+
+@kept_by
+@on_node()
+async def test_retention_leaves_what_a_promise_lies_in(world: World, schedule: str) -> None:
+    await begin(world, schedule)
+    await world.send("a", [30 * SECOND_MS])
+    await fill_a_segment(world)
+    await fill_a_segment(world)
+    await world.advance(SECOND_MS)
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq == 1
+    await world.advance(40 * SECOND_MS)
+    await world.checkpoint()
+    await world.let_go()
+    await world.advance(MINUTE_MS)
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > 1
+
+
+# ---- flow control -------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_slot_takes_no_more_than_it_may(world: World) -> None:
+    await begin(world, "timer_wheel", timer_congest_num_each_slot=3)
+    at_ms = world.clock.wall // 1_000 * 1_000 + 30 * SECOND_MS
+    await world.broker.send(batch(3, due_ms=[at_ms, at_ms + 1, at_ms + 999]))
+    before = world.broker.parts.reader.next_seq
+    with pytest.raises(OverLimit, match="timer-congest-num-each-slot"):
+        await world.broker.send(batch(2, due_ms=[at_ms + 5, at_ms + 2_000]))
+    assert world.broker.parts.reader.next_seq == before, "a batch is taken whole or not at all"
+    await world.broker.send(batch(4, due_ms=[None, None, at_ms + 1_000, at_ms + 1_001]))
+    await world.advance(MINUTE_MS)
+    assert len((await world.outcome()).rows) == 7
+
+
+# ---- what a cascade writes ----------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_only_promises_are_dressed_and_only_while_they_wait(world: World) -> None:
+    await begin(world, "level_cascade")
+    await world.broker.send(
+        batch(
+            3,
+            properties=["a\x01b\x02", "c\x01d\x02", None],
+            due_ms=[None, world.clock.wall + HOUR_MS + MINUTE_MS, None],
+        )
+    )
+    texts: dict[int, str | None] = {}
+    for rows in world.broker.read_log(1, 10):
+        texts |= dict(zip(column(rows, "kind"), column(rows, "properties"), strict=True))
+    promise = texts[Kind.PROMISE]
+    assert promise is not None and "TIMING-LIST" in promise and "c\x01d" in promise
+    assert "TIMING-LIST" not in (texts[Kind.MESSAGE] or "")
+    await move_on(world, 62)
+    rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
+    assert sorted(text.strip("\x02") for text in column(rows, "properties") if text) == ["a\x01b", "c\x01d"]
+
+
+# ---- a change of strategy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
+@kept_by
+@on_node()
+async def test_another_takes_over_what_waits_and_what_is_late(world: World, schedule: str, heir: str) -> None:
+    await begin(world, schedule)
+    keys = await world.send("a", [5 * SECOND_MS, 50 * SECOND_MS, 5 * MINUTE_MS, HOUR_MS, 5 * MINUTE_MS])
+    await move_on(world, 2)
+    await world.cancel([keys[4]])
+    late = await world.send("a", [-HOUR_MS, 5 * SECOND_MS])
+    await world.stop()
+    world.clock.advance(10 * SECOND_MS)
+    await world.start()
+    await world.restart(schedule=heir)
+    await world.settled()
+    assert await delivered(world) == sorted([*keys[:2], *late])
+    await world.cancel([keys[3]])
+    await move_on(world, 4)
+    await world.restart()
+    await world.advance(2 * HOUR_MS)
+    await world.consume()
+    assert await delivered(world) == sorted([*keys[:3], *late])
+    assert check(world.observed, await world.outcome()) == []
+    if schedule == "timer_wheel" and heir == "hour_log":
+        assert world.broker.status()["watermark"] > 1, "what had been moved was compacted"

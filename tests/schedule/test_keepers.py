@@ -1,0 +1,94 @@
+"""From the settings to the strategy they name, and to a saved state that it can begin with, or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tests.schedule.rigs import HourLogRig
+from tests.schedule.world import World
+
+from timeball import limits
+from timeball.config import Settings
+from timeball.log.checkpoint import Checkpoint, Facts
+from timeball.schedule import keepers
+from timeball.schedule.level_cascade.store import LevelCascade
+from timeball.schedule.places import Placed
+from timeball.schedule.settling import Settling
+from timeball.schedule.strategy import Keeper
+from timeball.schedule.timer_wheel.store import TimerWheel
+
+NONE = np.empty(0, np.int64)
+SETTINGS = Settings(data=Path("in-memory"), timer_wheel_ms=limits.HOUR_MS)
+WHEEL, CASCADE = (replace(SETTINGS, schedule=name) for name in ("timer_wheel", "level_cascade"))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(HourLogRig())
+    yield world
+    world.close()
+
+
+def build(world: World, settings: Settings) -> Keeper | None:
+    async def built() -> Keeper | None:
+        return keepers.build(
+            settings, world.files, world.reader, world.reader_thread, Settling(),
+            on_change=lambda: None, on_failure=world.failures.append,
+        )  # fmt: skip
+
+    return world.run(built())
+
+
+def saved(world: World, settings: Settings) -> Checkpoint:
+    """A checkpoint of a broker that has just begun with these settings."""
+    keeper = build(world, settings)
+    assert keeper is not None
+    keeper.restore(None, Settling().settled(), Placed(NONE, NONE, NONE), world.now_ms)
+    for _, files in keeper.take_dirty():
+        for file in files:
+            file.sync()
+    facts = Facts(schedule=settings.schedule, kept=msgspec.to_builtins(keeper.state()))
+    world.run(asyncio.wait_for(keeper.close(), 10))
+    # As it comes back from the disk.
+    return Checkpoint(msgspec.json.decode(msgspec.json.encode(facts), type=Facts), NONE, NONE)
+
+
+def test_the_settings_name_one(world: World) -> None:
+    assert build(world, SETTINGS) is None, "the hour log keeps what no other does"
+    assert isinstance(build(world, WHEEL), TimerWheel)
+    assert isinstance(build(world, CASCADE), LevelCascade)
+
+
+@pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.schedule)
+def test_what_it_saved_is_used_again(world: World, settings: Settings) -> None:
+    checkpoint = saved(world, settings)
+    state = keepers.kept(settings, world.files, checkpoint)
+    assert msgspec.json.encode(state) == msgspec.json.encode(checkpoint.facts.kept)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [SETTINGS, CASCADE, replace(WHEEL, timer_precision_ms=100), replace(WHEEL, timer_wheel_ms=limits.DAY_MS)],
+    ids=["hour log", "cascade", "another precision", "another reach"],
+)
+def test_what_another_saved_is_not(world: World, other: Settings) -> None:
+    assert keepers.kept(other, world.files, saved(world, WHEEL)) is None
+
+
+def test_nothing_saved_and_nonsense_are_no_state(world: World) -> None:
+    assert keepers.kept(WHEEL, world.files, None) is None
+    for facts in (Facts(), Facts(schedule="timer_wheel"), Facts(schedule="timer_wheel", kept={"low": "x"})):
+        assert keepers.kept(WHEEL, world.files, Checkpoint(facts, NONE, NONE)) is None
+
+
+def test_a_state_without_its_files_is_not(world: World) -> None:
+    checkpoint = saved(world, WHEEL)
+    folder = next(iter(world.files.list_dir("timer_wheel")))
+    world.files.remove(f"timer_wheel/{folder}/ring")
+    assert keepers.kept(WHEEL, world.files, checkpoint) is None
