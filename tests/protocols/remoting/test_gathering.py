@@ -47,15 +47,24 @@ def test_what_arrives_meanwhile_shares_a_commit(node: RunningNode, wire: Wire) -
     assert sum(seen) == 500 and len(seen) < 250
 
 
-def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(node: RunningNode, wire: Wire) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidMessage("poison"), ResponseCode.MESSAGE_ILLEGAL),
+        (OverLimit("slot"), ResponseCode.SYSTEM_BUSY),
+    ],
+)
+def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(
+    node: RunningNode, wire: Wire, error: Exception, code: int
+) -> None:
     def accept(real: Any, batch: pa.RecordBatch) -> Any:
         if b"poison" in batch.column("body").to_pylist():
-            raise InvalidMessage("poison")
+            raise error
         return real(batch)
 
     accepted_by(node, accept)
     opaques = [send(wire, body) for body in (b"a", b"poison", b"b", b"c")]
-    assert [wire.answer_to(opaque).code for opaque in opaques] == [0, ResponseCode.MESSAGE_ILLEGAL, 0, 0]
+    assert [wire.answer_to(opaque).code for opaque in opaques] == [0, code, 0, 0]
     assert [row["body"] for row in rows(node)] == [b"a", b"b", b"c"]
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.service import Accepted
-from timeball.errors import RequestError, TimeballError, Unavailable
+from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.protocols.remoting.calls import response_code
 from timeball.protocols.remoting.codec import recall
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag
@@ -81,7 +81,7 @@ class Gathering:
     def _hand_over(self, batch: pa.RecordBatch, tickets: list[Ticket]) -> None:
         try:
             accepted, durable = self._accept(batch)
-        except RequestError as error:
+        except (RequestError, OverLimit) as error:  # of one send, it may be
             if len(tickets) == 1:
                 self._refuse(tickets, error)
                 return
