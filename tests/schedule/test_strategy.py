@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from tests.schedule.contract import assert_caught
 from tests.schedule.level_rigs import WRONG_LEVELS, LevelsRig
 from tests.schedule.rigs import WRONG, HourLogRig
+from tests.schedule.wheel_rigs import WRONG_WHEELS, WheelRig
 
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.hour_log.store import HourLog
 from timeball.schedule.strategy import Settled
+from timeball.schedule.timer_wheel.store import TimerWheel
 
 NONE = np.empty(0, np.int64)
 
@@ -25,6 +27,12 @@ def test_a_wrong_strategy_is_caught(wrong: type[HourLog]) -> None:
 @pytest.mark.parametrize("wrong", WRONG_LEVELS, ids=lambda wrong: wrong.__name__)
 def test_wrong_delay_levels_are_caught(wrong: type[DelayLevels]) -> None:
     assert_caught(lambda: LevelsRig(wrong))
+
+
+@pytest.mark.parametrize("wrong", WRONG_WHEELS, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_wheel_is_caught(wrong: type[TimerWheel]) -> None:
+    # Each batch is written at once: what only memory holds, no restart can find in the wrong place.
+    assert_caught(lambda: WheelRig(wrong, WRONG_WHEELS[wrong], arrivals_max=1))
 
 
 def test_below_the_mark_only_late_ranges_may_wait() -> None:

@@ -21,7 +21,6 @@ from tests.crash_files import CrashFiles
 from timeball.errors import Corrupt, OutOfRange
 from timeball.files import RealFiles
 from timeball.message import Int64Array
-from timeball.schedule.timer_wheel import wheel as wheel_module
 from timeball.schedule.timer_wheel.slots import Slots
 from timeball.schedule.timer_wheel.timer_log import Entries
 from timeball.schedule.timer_wheel.wheel import FOLDER, Wheel, WheelState, folder_of, is_usable
@@ -52,10 +51,9 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(arrivals_max=st.sampled_from([1, 5, 1_000]))
     def begin(self, arrivals_max: int) -> None:
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(wheel_module, "ARRIVALS_MAX", arrivals_max)
         self.files = CrashFiles()
-        self.wheel = Wheel(self.files, SLOTS, None, first_slot=START)
+        self.arrivals_max = arrivals_max
+        self.wheel = self._open(None)
         self.waiting: dict[int, tuple[int, int]] = {}  # seq -> (due_ms, at): in slots that are not open
         self.near: dict[int, tuple[int, int, int]] = {}  # seq -> (due_ms, at, slot that is held)
         self.settled: set[int] = set()
@@ -63,9 +61,8 @@ class Machine(RuleBasedStateMachine):
         self.saved: WheelState | None = None
         self.saved_at = 1
 
-    def teardown(self) -> None:
-        if hasattr(self, "patch"):
-            self.patch.undo()
+    def _open(self, state: WheelState | None) -> Wheel:
+        return Wheel(self.files, SLOTS, state, first_slot=START, arrivals_max=self.arrivals_max)
 
     @rule(ahead=st.lists(st.one_of(st.integers(-50, 400), st.integers(0, 5_000)), min_size=1, max_size=12))
     def admit(self, ahead: list[int]) -> None:
@@ -144,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         if seed is not None:
             self.files = self.files.crash(seed)
         assert is_usable(self.files, SLOTS, self.saved)
-        self.wheel = Wheel(self.files, SLOTS, self.saved, first_slot=START)
+        self.wheel = self._open(self.saved)
         open_ = self.waiting | {seq: (due, at) for seq, (due, at, _) in self.near.items()}
         since = {seq: place for seq, place in open_.items() if place[1] >= self.saved_at}
         self.wheel.gone_by_seq(ints([seq for seq, (_, at) in since.items() if at != seq]))
@@ -167,7 +164,7 @@ class Machine(RuleBasedStateMachine):
         """As with another precision: all that waits is told, and the old files are gone."""
         self.wheel.close()
         open_ = self.waiting | {seq: (due, at) for seq, (due, at, _) in self.near.items()}
-        self.wheel = Wheel(self.files, SLOTS, None, first_slot=START)
+        self.wheel = self._open(None)
         self.waiting, self.near, self.saved = {}, {}, None
         self._keep([(due, seq, at) for seq, (due, at) in sorted(open_.items(), key=lambda item: item[1][1])])
 

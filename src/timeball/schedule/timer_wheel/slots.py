@@ -39,7 +39,10 @@ class Slots:
     def of(cls, precision_ms: int, wheel_ms: int, ahead_ms: int) -> Slots:
         """For a ring that reaches `wheel_ms` from what is opened `ahead_ms` ahead of its time."""
         reach = max(4, -(-wheel_ms // precision_ms) + 1)
-        return cls(precision_ms, reach, reach + -(-(ahead_ms + MARGIN_MS) // precision_ms) + 1)
+        count = reach + -(-(ahead_ms + MARGIN_MS) // precision_ms) + 1
+        # A record has 32 bits for its lap: with a ring of a minute they last until the year 9999.
+        assert limits.INSTANT_MS_MAX // precision_ms // count < 1 << 32
+        return cls(precision_ms, reach, count)
 
     @property
     def margin(self) -> int:

@@ -44,7 +44,7 @@ from timeball.schedule.strategy import Settled
 from timeball.schedule.timer_wheel.ring import Heads
 from timeball.schedule.timer_wheel.slots import Slots
 from timeball.schedule.timer_wheel.timer_log import Entries
-from timeball.schedule.timer_wheel.wheel import Wheel, WheelState
+from timeball.schedule.timer_wheel.wheel import ARRIVALS_MAX, Wheel, WheelState
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class Latch:
 class TimerWheel:
     """See the module's docstring; implements `strategy.Keeper`."""
 
+    new_wheel = Wheel
+
     def __init__(
         self,
         files: Files,
@@ -77,10 +79,12 @@ class TimerWheel:
         gather_bytes: int,
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
+        arrivals_max: int = ARRIVALS_MAX,
     ) -> None:
         """`congest_rows`: how many a slot takes, 0 for any number. `restore` comes before anything else."""
         self._files, self._reader, self._thread, self._settling = files, reader, reader_thread, settling
         self._slots, self._congest_rows, self._ahead_ms = slots, congest_rows, ahead_ms
+        self._arrivals_max = arrivals_max
         self._on_change, self._on_failure = on_change, on_failure
         self._near = Near(
             reader, reader_thread, settling,
@@ -231,7 +235,9 @@ class TimerWheel:
         assert state is None or isinstance(state, WheelState)
         self._now_ms = now_ms
         first_slot = self._slots.of_instant(now_ms)
-        self._wheel = Wheel(self._files, self._slots, state, first_slot=first_slot)
+        self._wheel = self.new_wheel(
+            self._files, self._slots, state, first_slot=first_slot, arrivals_max=self._arrivals_max
+        )
         if state is not None:
             self._wheel.gone_by_seq(waiting.seq[waiting.at != waiting.seq])
             self._sort_out(self._wheel.reopen())

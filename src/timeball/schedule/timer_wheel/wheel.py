@@ -45,15 +45,24 @@ class WheelState(msgspec.Struct, frozen=True):
     reach: int
     count: int
     low: int  # slots before it are delivered, durably
-    bound: int  # slots before it have been opened
+    bound: int  # slots before it have been opened, by this run or one before it
     log: LogState
 
 
 class Wheel:
     """See the module. `walk` is for the reader thread, the rest for the event loop."""
 
-    def __init__(self, files: Files, slots: Slots, state: WheelState | None, *, first_slot: int) -> None:
+    def __init__(
+        self,
+        files: Files,
+        slots: Slots,
+        state: WheelState | None,
+        *,
+        first_slot: int,
+        arrivals_max: int = ARRIVALS_MAX,
+    ) -> None:
         """Open what `state` says, or begin anew with `first_slot`. Reads the ring, and what must be revised."""
+        self._arrivals_max = arrivals_max
         generations = [int(name) for name in files.list_dir(FOLDER) if name.isdigit()]
         self._generation = max(generations, default=0) + 1 if state is None else state.generation
         for generation in generations:
@@ -61,8 +70,9 @@ class Wheel:
                 _remove(files, generation)
         self.slots, self._folder = slots, folder_of(self._generation)
         files.make_dir(self._folder)
-        # Slots before it may have lost their records to later ones.
+        # Slots before it may have lost their records to later ones, placed when `bound` stood where it had ever been.
         bound = first_slot if state is None else max(state.low, state.bound - slots.margin)
+        self._furthest = bound if state is None else state.bound
         self._log = TimerLog(files, self._folder, slots.reach, None if state is None else state.log)
         self._ring = Ring(files, f"{self._folder}/ring", slots, bound=bound)
         self._low = bound - 1 if state is None else state.low
@@ -124,7 +134,7 @@ class Wheel:
             first = int(slots.min())
             if self._arrivals_first is None or first < self._arrivals_first:
                 self._arrivals_first = first
-        if self._arrival_rows >= ARRIVALS_MAX:
+        if self._arrival_rows >= self._arrivals_max:
             self.flush()
 
     def first_slot(self) -> int | None:
@@ -195,7 +205,7 @@ class Wheel:
             reach=slots.reach,
             count=slots.count,
             low=self._low,
-            bound=self.bound,
+            bound=max(self._furthest, self.bound),
             log=self._log.state(),
         )
 
