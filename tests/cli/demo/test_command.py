@@ -14,6 +14,7 @@ from tests.cli.processes import running
 from tests.node_fixture import eventually
 
 from timeball.cli.demo.command import _folder
+from timeball.config import SCHEDULES
 
 needs_the_extra = pytest.mark.usefixtures("extra")
 
@@ -110,14 +111,16 @@ def test_whoever_interrupts_it_finds_nothing_left_behind(tmp_path: Path, number:
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(400)
-def test_a_small_demo_is_faultless(tmp_path: Path, signals: None) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_small_demo_is_faultless(tmp_path: Path, signals: None, schedule: str) -> None:
     """A day of five seconds; fewer than 10,000 flights would not be worth compacting."""
     data, out = tmp_path / "data", tmp_path / "out"
-    options = ["--day", "12-25", "--seconds", "5", "--flights-max", "12000"]
+    options = ["--day", "12-25", "--seconds", "5", "--flights-max", "12000", "--schedule", schedule]
     ended = run_here("demo", "--json", *options, "--data", str(data), "--out", str(out))
     assert ended.returncode == 0, ended.stderr
     [report] = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert (report["day"], report["schedule"], report["balanced"]) == ("2013-12-25", "hour_log", True)
+    assert (report["day"], report["schedule"], report["balanced"]) == ("2013-12-25", schedule, True)
+    assert (report["compacted_s"] is None) == (schedule != "hour_log")
     assert (report["bulk_rows"], report["sent_rows"], report["waiting"]) == (12_000, 12_000, 24_000)
     assert [Path(picture).parent for picture in report["pictures"]] == [out] * len(report["pictures"])
     assert all(Path(picture).stat().st_size > 0 for picture in report["pictures"])
