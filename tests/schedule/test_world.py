@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.schedule.contract import Contract, unfounded
-from tests.schedule.cuts import FAST_IMAGES, calls_of, violations
+from tests.schedule.cuts import FEW, calls_of, violations
 from tests.schedule.roller import (
     ForgetsThemAtARestart,
     HandsOutOnTheMove,
@@ -95,7 +95,7 @@ def test_a_clock_that_believes_every_step_is_caught(name: str) -> None:
 @pytest.mark.parametrize("forget", ["forget_sync", "forget_sync_dir"])
 def test_a_disk_that_forgets_is_noticed(forget: str) -> None:
     first, last = calls_of(RollerRig)
-    assert violations(RollerRig, range(first, last, 10), FAST_IMAGES, **{forget: True})
+    assert violations(RollerRig, range(first, last, 10), FEW, **{forget: True})
 
 
 class SavesTooLittle(Roller):
@@ -107,7 +107,7 @@ class SavesTooLittle(Roller):
 
 def test_a_state_that_lacks_something_is_noticed() -> None:
     first, last = calls_of(lambda: RollerRig(SavesTooLittle))
-    assert violations(lambda: RollerRig(SavesTooLittle), range(first, last, 5), FAST_IMAGES)
+    assert violations(lambda: RollerRig(SavesTooLittle), range(first, last, 5), FEW)
 
 
 class ExemptForNothing(Contract):
