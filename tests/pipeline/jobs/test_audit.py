@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
-from tests.node_fixture import RunningNode, eventually, running_node
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
+from timeball.cli.pending import count_waiting
+from timeball.clock import ManualClock
 from timeball.config import MIB
+from timeball.limits import MINUTE_MS, SECOND_MS
 from timeball.message import SCHEDULE_TOPIC
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
@@ -176,6 +180,44 @@ def test_promises_whose_own_rows_are_gone_balance(spark: SparkSession, small: Ru
     # Without a ledger nothing is known of what retention has let go: neither accepted nor unknown.
     report = audit.run(spark, small.endpoint, ledger_uri=str(small.settings.data / "elsewhere"))
     assert report.ok and counts(report) == (0, 0, 0, 0), report
+
+
+async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
+    """Let time pass, and retention do its work."""
+    for _ in range(seconds // 5):
+        clock.advance(5 * SECOND_MS)
+        node.broker.ticker.wake()
+        async with asyncio.timeout(BOUND_S):
+            while node.broker.settled_before_ms <= clock.wall:
+                await asyncio.sleep(0.005)
+    await node.node.upkeep.checkpoint()
+    await node.node.upkeep.let_go()
+
+
+@pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
+def test_what_others_keep_balances_when_they_have_moved_it(
+    spark: SparkSession, tmp_path: Path, schedule: str
+) -> None:
+    """A ring of a minute and a level of a minute are over, and what they held in the beginning is gone."""
+    clock = ManualClock()
+    settings = {"schedule": schedule, "timer_wheel_ms": MINUTE_MS, "retention_ms": 1, "segment_bytes": MIB}
+    with running_node(tmp_path / "data", clock, **settings) as node, Timeball(node.endpoint) as ball:
+        for after_ms in (30 * SECOND_MS, 100 * SECOND_MS):
+            send_at(ball, [clock.wall + after_ms] * 10)
+        fill_segment(node)
+        extend_ledger(spark, node)
+        node.run(move_on(node, clock, 75))
+        report = audit.run(spark, node.endpoint)
+        assert report.ok and counts(report) == (20, 0, 10, 0), report
+        assert report.released == 10 and report.scope.first > 20
+        assert count_waiting(ball).tail_rows == 10
+        node.run(move_on(node, clock, 30))
+        report = audit.run(spark, node.endpoint)
+        assert report.ok and report.released == 20 and counts(report) == (20, 0, 0, 0), report
+
+
+def send_at(ball: Timeball, due_ms: list[int]) -> None:
+    ball.send_many([{"topic": "orders", "body": b"x", "due_ms": instant} for instant in due_ms])
 
 
 @pytest.mark.parametrize("looks", [1, 3])
