@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedule.cascade_rigs import WRONG_CASCADES, CascadeRig
 from tests.schedule.contract import assert_caught
 from tests.schedule.level_rigs import WRONG_LEVELS, LevelsRig
 from tests.schedule.rigs import WRONG, HourLogRig
@@ -13,6 +14,7 @@ from tests.schedule.wheel_rigs import WRONG_WHEELS, WheelRig
 
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.level_cascade.store import LevelCascade
 from timeball.schedule.strategy import Settled
 from timeball.schedule.timer_wheel.store import TimerWheel
 
@@ -33,6 +35,11 @@ def test_wrong_delay_levels_are_caught(wrong: type[DelayLevels]) -> None:
 def test_a_wrong_wheel_is_caught(wrong: type[TimerWheel]) -> None:
     # Each batch is written at once: what only memory holds, no restart can find in the wrong place.
     assert_caught(lambda: WheelRig(wrong, WRONG_WHEELS[wrong], arrivals_max=1))
+
+
+@pytest.mark.parametrize("wrong", WRONG_CASCADES, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_cascade_is_caught(wrong: type[LevelCascade]) -> None:
+    assert_caught(lambda: CascadeRig(wrong))
 
 
 def test_below_the_mark_only_late_ranges_may_wait() -> None:

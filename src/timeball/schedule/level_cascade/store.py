@@ -72,7 +72,7 @@ class LevelCascade:
     """See the module's docstring; implements `strategy.Keeper`."""
 
     open_rows = 65_536  # entries opened in one go
-    moving_rows_max = 131_072  # on the move at once; 40 bytes each, and some of the bodies
+    moving_rows_max = 131_072  # opened and not written yet; 40 bytes each, and some of the bodies
     near_rows_max = 1 << 20  # near at once, unless it must be; 40 bytes each
 
     def __init__(
@@ -103,7 +103,7 @@ class LevelCascade:
         self._now_ms = self._entry_ms = -FAR_MS
         self._marked_ms = -FAR_MS
         self._moved_from: list[Int64Array] = []  # places left since queues were last asked to let go of them
-        self.moved_rows = 0
+        self.moved_rows = self._in_flight_rows = 0
         settling.bounds.append(lambda: self.settled_before_ms)
 
     # -- the contract ------------------------------------------------------------------------------------
@@ -136,13 +136,16 @@ class LevelCascade:
         """See Strategy. The rows say what will be left when the next hop is over."""
         self._now_ms = now_ms
         self._open(now_ms)
-        return self._moves.take(limit)
+        rows = self._moves.take(limit)
+        self._in_flight_rows += 0 if rows is None else rows.num_rows
+        return rows
 
     def moved(self, seq: Int64Array, at_seq: Int64Array) -> None:
         """See Strategy. The next hop begins."""
         before = self.next_due_ms()
         movers, at = self._moves.moved(seq, at_seq)
         self._moved_from.append(movers.at)
+        self._in_flight_rows -= len(seq)
         self.moved_rows += len(seq)
         waits = ~self._settling.is_settled(movers.due_ms, seq)
         entry_ms = self._enter_at(self._now_ms)
@@ -286,7 +289,7 @@ class LevelCascade:
         if queue.head_ms is None:
             return False
         if not is_last(queue.number):
-            return len(self._moves) < self.moving_rows_max
+            return len(self._moves) - self._in_flight_rows < self.moving_rows_max
         if len(self._near) < self.near_rows_max:
             return True
         first_ms = self._near.first_due_ms

@@ -1,0 +1,215 @@
+"""A queue of hops: what is taken, what is let go, and that a restart finds each promise once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+
+from timeball.message import Int64Array
+from timeball.schedule.level_cascade.queue import RECORD, HopQueue, is_there
+
+NONE = np.empty(0, np.int64)
+FAR = 1 << 62
+
+
+def nothing(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+    return np.zeros(len(seq), dtype=np.bool_)
+
+
+def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np.ndarray:
+    """Promises due a second after the hop, with their own number as the list that is left."""
+    found = np.empty(len(seqs), RECORD)
+    found["hop_end_ms"], found["due_ms"] = hop_end_ms, hop_end_ms + 1_000
+    found["seq"], found["at"], found["hops"] = seqs, at or seqs, seqs
+    return found
+
+
+def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
+    """The queue as a start finds it after a checkpoint and a power cut."""
+    state = queue.state()
+    for file in queue.log.take_dirty():
+        file.sync()
+    if state.end:
+        files.sync_dir(queue.log.folder)
+    fresh = files.crash(1)
+    assert is_there(fresh, state)
+    return HopQueue(fresh, queue.number, state)
+
+
+def test_what_is_over_is_taken_in_order() -> None:
+    queue = HopQueue(CrashFiles(), 3)
+    assert queue.head_ms is None
+    for hop_end_ms, seqs in ((100, [1, 2]), (100, [3]), (250, [4, 5, 6])):
+        queue.append(records(hop_end_ms, seqs))
+    assert (queue.head_ms, queue.rows, queue.first_at) == (100, 6, 1)
+    assert len(queue.take(99, 10)) == 0
+    assert queue.take(100, 2).seq.tolist() == [1, 2]
+    taken = queue.take(249, 10)
+    assert (taken.seq.tolist(), taken.index.tolist(), taken.hops.tolist()) == ([3], [2], [3])
+    assert (queue.head_ms, queue.rows, queue.first_at) == (250, 3, 4)
+    assert queue.take(250, 10).due_ms.tolist() == [1_250] * 3
+    assert (queue.head_ms, queue.rows, queue.first_at) == (None, 0, None)
+
+
+def test_thousands_are_taken_in_a_few_reads() -> None:
+    queue = HopQueue(CrashFiles(), 1)
+    for n in range(10):
+        queue.append(records(n, list(range(1 + 10_000 * n, 10_001 + 10_000 * n))))
+    assert len(queue.take(4, 1 << 20)) == 50_000
+    assert len(queue.take(9, 7)) == 7
+    assert queue.head_ms == 5
+    assert len(queue.take(9, 1 << 20)) == 49_993
+
+
+def test_what_was_entered_by_another_clock_does_not_block() -> None:
+    queue = HopQueue(CrashFiles(), 1)
+    queue.append(records(9_000, [1, 2]))
+    queue.append(records(500, [3]))
+    queue.append(records(600, [4]))
+    queue.append(records(9_500, [5]))
+    assert queue.head_ms == 500
+    assert queue.take(8_000, 10).seq.tolist() == [3, 4]
+    assert queue.head_ms == 9_000
+    assert [queue.take(9_999, 10).seq.tolist() for _ in range(2)] == [[1, 2], [5]]
+
+
+def test_what_lies_elsewhere_than_in_the_order_of_the_log_is_still_needed() -> None:
+    queue = HopQueue(CrashFiles(), 1)
+    queue.append(records(100, [50, 60]))
+    queue.append(records(100, [7, 8], at=[3, 4]))
+    assert queue.first_at == 3
+    queue.hold(queue.take(100, 10))
+    assert queue.first_at == 3
+    queue.hold(queue.take(100, 10))
+    queue.advance(nothing, np.array([3, 4]))
+    assert queue.first_at == 50
+
+
+def test_low_waits_for_the_oldest() -> None:
+    queue = HopQueue(CrashFiles(), 1)
+    queue.append(records(100, [1, 2, 3, 4]))
+    queue.hold(queue.take(100, 10))
+    queue.advance(lambda due, seq: seq == 2, np.array([3]))
+    assert (queue.low, queue.rows, queue.opened_rows, queue.state().gone) == (0, 2, 2, [(2, 1)])
+    queue.advance(lambda due, seq: seq == 1, NONE)
+    assert (queue.low, queue.rows, queue.state().gone) == (3, 1, [])
+    queue.advance(nothing, np.array([4]))
+    state = queue.state()
+    assert (queue.low, queue.rows, state.low, state.end, state.cuts, state.gone) == (4, 0, 4, 4, [], [])
+
+
+def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None:
+    files = CrashFiles()
+    queue = HopQueue(files, 5)
+    queue.append(records(100, [1, 2, 3, 4]))
+    queue.append(records(50, [5]))
+    queue.hold(queue.take(100, 10))
+    queue.hold(queue.take(100, 10))
+    queue.advance(nothing, np.array([2, 3]))
+    queue = save(files, queue)
+    queue.append(records(100, [6]))
+    assert queue.rows == 4
+    assert [queue.take(100, 10).seq.tolist() for _ in range(2)] == [[5, 6], [1, 4]]
+
+
+def test_what_was_not_saved_is_cut() -> None:
+    files = CrashFiles()
+    queue = HopQueue(files, 5)
+    queue.append(records(100, [1]))
+    again = save(files, queue)
+    queue.append(records(100, [2]))
+    assert again.take(FAR, 10).seq.tolist() == [1]
+    again.append(records(100, [3]))
+    assert again.take(FAR, 10).seq.tolist() == [3]
+
+
+def test_old_places_are_found_once() -> None:
+    queue = HopQueue(CrashFiles(), 1)
+    queue.append(records(100, [1, 2, 3, 4]))
+    queue.hold(queue.take(100, 2))
+    queue.advance(nothing, np.array([2]))
+    found, end = queue.find(np.array([2, 3, 9]), queue.low)
+    assert (found.tolist(), end) == ([2], 4)
+    queue.forget(found)
+    assert queue.take(FAR, 10).seq.tolist() == [4]
+
+
+def test_a_missing_file_is_noticed() -> None:
+    files = CrashFiles()
+    queue = HopQueue(files, 5)
+    queue.append(records(100, [1]))
+    state = queue.state()
+    assert is_there(files, state)
+    files.remove(f"{queue.log.folder}/{files.list_dir(queue.log.folder)[0]}")
+    assert not is_there(files, state)
+    assert is_there(files, HopQueue(files, 6).state())
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("append"), st.integers(0, 500), st.integers(1, 5)),
+    st.tuples(st.just("take"), st.integers(0, 500), st.integers(1, 7)),
+    st.tuples(st.just("settle"), st.integers(0, 200), st.integers(0, 40)),
+    st.tuples(st.just("move"), st.integers(0, 200), st.integers(0, 40)),
+    st.tuples(st.just("restart"), st.just(0), st.just(0)),
+)
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_each_promise_is_taken_once_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
+    """The model: who waits on disk, who is held, who is done; promises are moved by their places, 1000 + number."""
+    files = CrashFiles()
+    queue = HopQueue(files, 2)
+    waiting: dict[int, int] = {}
+    held: set[int] = set()
+    settled: set[int] = set()
+    made = 0
+
+    def is_settled(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        return np.isin(seq, list(settled))
+
+    for what, first, count in steps:
+        if what == "append":
+            seqs = list(range(made + 1, made + count + 1))
+            made += count
+            queue.append(records(first, seqs, at=[1_000 + seq for seq in seqs]))
+            waiting |= dict.fromkeys(seqs, first)
+        elif what == "take" and queue.head_ms is not None:
+            assert queue.head_ms == min(waiting.values())
+            entries = queue.take(first, count)
+            taken = set(entries.seq.tolist())
+            assert len(taken) == len(entries) <= count
+            assert all(waiting.pop(seq) <= first for seq in taken)
+            if not taken:
+                assert min(waiting.values()) > first
+            queue.hold(entries.part(~is_settled(entries.due_ms, entries.seq)))
+            held |= taken - settled
+        elif what == "settle":
+            settled |= held & set(range(first, first + count))
+            held -= settled
+        elif what == "move":
+            moved = held & set(range(first, first + count))
+            held -= moved
+            queue.advance(is_settled, np.array([1_000 + seq for seq in sorted(moved)], dtype=np.int64))
+            assert queue.rows == len(waiting) + len(held)
+            assert queue.first_at == min((1_000 + seq for seq in (*waiting, *held)), default=None)
+        else:
+            queue.advance(is_settled, NONE)
+            queue = save(files, queue)
+            files = queue.log._files  # type: ignore[assignment]
+            # What is settled may be found again: whoever takes it knows.
+            found = {seq for seq in range(1, made + 1) if seq in waiting or seq in held or seq in settled}
+            ends = {seq: waiting.get(seq) for seq in found}
+            waiting = {}
+            held = set()
+            while queue.head_ms is not None:
+                entries = queue.take(FAR, 1 << 20)
+                taken = set(entries.seq.tolist())
+                assert len(taken) == len(entries) and taken <= found
+                found -= taken
+                queue.hold(entries.part(~is_settled(entries.due_ms, entries.seq)))
+                held |= taken - settled
+            assert found <= settled, f"lost: {found - settled}"
+            assert set(ends) >= held
