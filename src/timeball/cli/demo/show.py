@@ -1,6 +1,6 @@
 """The demo itself: the steps of `command.py`, with what they measured.
 
-RAM per waiting promise is the growth of the memory that the broker's process holds at rest (mapped files are page
+RAM per promise in the table is the growth of the memory that the broker's process holds at rest (mapped files are page
 cache and not counted) while the second half of the promises is added, over their number. The first half brings the
 process to its working size, with buffers that it keeps. A megabyte of noise is three bytes a promise here;
 `timeball bench memory` measures this at millions.
