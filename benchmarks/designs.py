@@ -1,7 +1,7 @@
 """The designs of waiting, side by side: the same work for each, one table.
 
 Columns: `hour_log`, `timer_wheel` with slots of 1 s and of 1 ms, `level_cascade`, `delay_levels`. The work, on a
-real broker (designs_served.py): a million promises of 128 bytes admitted, and what they take while they wait; a
+real broker (designs_served.py): two million promises of 128 bytes admitted, and what they take while they wait; a
 million due in one second; a million overdue at once; 10,000 a second due at random milliseconds; kill -9 with a
 million waiting. And in virtual time (designs_lives.py) the bytes written for a promise that waits 10 s, 1 h, 3 d and
 40 d. In each piece of work every promise is accounted for: the last rows of the table. All of it takes half an hour.
@@ -18,6 +18,7 @@ due alone, which cost every design a page more each time.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ def run(small: bool = False, designs: Sequence[Design] = tuple(DESIGNS)) -> Comp
     comparison = Comparison("designs", small)
     for design in designs:
         report, tally = Report(design.name, small), Tally()
+        if sys.stderr.isatty():
+            sys.stderr.write(f"{design.name}: some minutes\n")  # or half an hour would pass without a word
         Bench(design, report, tally).all()
         _lives(design, report, tally)
         report.add("kept once", tally.kept_once, "messages")

@@ -80,6 +80,7 @@ SAID = (
     "The same work for each design of waiting. "
     "The longer bar is the better one in the first two panels, and the worse one in all others."
 )
+PICTURE = "![Nine measures of the five columns below, a panel each](pictures/designs.png)\n"
 LIVES_TITLE = "Written for each byte of a message\nthat waits so long (logarithmic)"
 
 
@@ -106,13 +107,13 @@ def markdown(document: Document) -> str:
     return "\n".join(lines) + "\n"
 
 
-def into_page(page: str, table: str) -> str:
-    """The page with this table between its marks; ValueError when it has none."""
+def into_page(page: str, figures: str) -> str:
+    """The page with this between its marks; ValueError when it has none."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"no {BEGIN.strip()} … {END.strip()} in the page")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return f"{before}{BEGIN}\n{figures}\n{END}{after}"
 
 
 def draw(document: Document, file: Path) -> None:
@@ -193,10 +194,12 @@ def main(arguments: list[str]) -> None:
     if document["small"]:
         raise SystemExit(f"{name} is of --size small: its figures mean nothing")
     page = DOCS / "designs.md"
-    page.write_text(into_page(page.read_text("utf-8"), markdown(document)), "utf-8")
+    text = page.read_text("utf-8")
     if find_spec("matplotlib") is None:
+        page.write_text(into_page(text, markdown(document)), "utf-8")
         raise SystemExit("the table is written; no matplotlib for the picture: pip install 'timeball[demo]'")
     draw(document, DOCS / "pictures" / "designs.png")
+    page.write_text(into_page(text, f"{PICTURE}\n{markdown(document)}"), "utf-8")
 
 
 if __name__ == "__main__":

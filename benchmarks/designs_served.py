@@ -38,6 +38,12 @@ class Bench:
     def __init__(self, design: Design, report: Report, tally: Tally) -> None:
         self._design, self._report, self._tally, self._small = design, report, tally, report.small
 
+    @property
+    def _ahead_ms(self) -> int:
+        """Time enough to send everything before any of it is due; a level that there is."""
+        by_level = self._design.by_level
+        return (5_000 if by_level else 3_000) if self._small else (60_000 if by_level else 30_000)
+
     def all(self) -> None:
         """All five."""
         self.admission()
@@ -49,8 +55,8 @@ class Bench:
     # -- the pieces of work ----------------------------------------------------------------------------------
 
     def admission(self) -> None:
-        """Half a million promises of the next day, then a million more; what they take while they wait."""
-        rows, more = (2_000, 4_000) if self._small else (500_000, 1_000_000)
+        """A million promises of the next day, then two million more; what these take while they wait."""
+        rows, more = (2_000, 4_000) if self._small else (1_000_000, 2_000_000)
         with self._broker("--no-compact-self", MALLOC_ARENA_MAX="1") as (server, ball, work):
             work.far(WARM_ROWS)  # every path once, so that the base contains its code and buffers
             self._set_aside(ball)
@@ -76,7 +82,7 @@ class Bench:
 
     def burst(self) -> None:
         """All due in one second, at random milliseconds of it; levels: as fast as they came."""
-        rows, delay_ms = (5_000, 5_000) if self._small else (1_000_000, 30_000)
+        rows, delay_ms = 5_000 if self._small else 1_000_000, self._ahead_ms
         with self._broker("--no-compact-self") as (server, ball, work):
             second_ms = (now_ms() + delay_ms) // 1_000 * 1_000
             due = second_ms + np.random.default_rng(3).integers(0, 1_000, rows)
@@ -98,7 +104,7 @@ class Bench:
 
     def overdue(self) -> None:
         """All have fallen due while the broker was stopped."""
-        rows, delay_ms = (5_000, 5_000) if self._small else (1_000_000, 30_000)
+        rows, delay_ms = 5_000 if self._small else 1_000_000, self._ahead_ms
         with self._broker("--no-compact-self") as (server, _, work):
             first_ms = now_ms() + delay_ms
             due = first_ms + np.random.default_rng(4).integers(0, delay_ms // 3, rows)
