@@ -59,7 +59,7 @@ class CrashFile:
         with self._files.running():
             self._files.allocate(self._open(), self.name, size_bytes)
 
-    def map(self) -> memoryview:
+    def map(self, *, at_random: bool = False) -> memoryview:
         """See File. Stores through it are not counted and may reach the disk at any time."""
         with self._files.running():
             return self._open().map()

@@ -91,10 +91,11 @@ def test_allocate_sets_the_size_and_reads_as_zeros(files: Files) -> None:
     assert files.size("a") == 5000
 
 
-def test_a_mapping_and_the_file_are_the_same_bytes(files: Files) -> None:
+@pytest.mark.parametrize("at_random", [False, True])
+def test_a_mapping_and_the_file_are_the_same_bytes(files: Files, at_random: bool) -> None:
     file = files.create("a")
     file.allocate(4096)
-    writable = file.map()
+    writable = file.map(at_random=at_random)
     readable = files.map_readonly("a")
     file.write_at(100, b"by write")
     assert bytes(writable[100:108]) == b"by write"

@@ -40,8 +40,11 @@ class File(Protocol):
     def allocate(self, size_bytes: int) -> None:
         """Make the file `size_bytes` long, the new part reading as zeros."""
 
-    def map(self) -> memoryview:
-        """The whole file, writable and shared; valid until the file is closed and all views are gone."""
+    def map(self, *, at_random: bool = False) -> memoryview:
+        """The whole file, writable and shared; valid until the file is closed and all views are gone.
+
+        `at_random`: it is touched here and there, so that reading ahead would only fill memory.
+        """
 
     def sync(self) -> None:
         """Content and size are durable once this returns. A failure is final: never retry on this file."""
@@ -131,12 +134,15 @@ class RealFile:
             elif size_bytes > 0:  # posix_fallocate takes no empty range
                 os.posix_fallocate(self._fd, 0, size_bytes)
 
-    def map(self) -> memoryview:
+    def map(self, *, at_random: bool = False) -> memoryview:
         """See File."""
         with _typed(f"mapping {self.path.name}"):
             if os.fstat(self._fd).st_size == 0:  # mmap takes no empty range
                 return memoryview(bytearray())
-            return memoryview(mmap.mmap(self._fd, 0, mmap.MAP_SHARED))
+            mapped = mmap.mmap(self._fd, 0, mmap.MAP_SHARED)
+            if at_random:
+                mapped.madvise(mmap.MADV_RANDOM)
+            return memoryview(mapped)
 
     def sync(self) -> None:
         """See File. ENOSPC is no OverLimit here: what was written is lost, freeing space does not help."""
