@@ -18,12 +18,21 @@ from hypothesis.stateful import (
 )
 from tests.crash_files import CrashFiles
 
+from timeball import limits
 from timeball.errors import Corrupt, OutOfRange
 from timeball.files import RealFiles
 from timeball.message import Int64Array
+from timeball.schedule.timer_wheel import wheel as wheel_module
 from timeball.schedule.timer_wheel.slots import Slots
-from timeball.schedule.timer_wheel.timer_log import Entries
-from timeball.schedule.timer_wheel.wheel import FOLDER, Wheel, WheelState, folder_of, is_usable
+from timeball.schedule.timer_wheel.timer_log import Entries, LogState
+from timeball.schedule.timer_wheel.wheel import (
+    FOLDER,
+    Wheel,
+    WheelState,
+    folder_of,
+    is_made_anew,
+    is_usable,
+)
 
 SLOTS = Slots(10, reach=30, count=36)
 START = 1_000
@@ -202,6 +211,13 @@ def test_each_promise_is_found_once() -> None:
     run_state_machine_as_test(Machine, settings=FAST)
 
 
+def test_each_promise_is_found_once_when_the_ring_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then: it depends on the state how it starts."""
+    monkeypatch.setattr(wheel_module, "SCANNED_SLOTS_MAX", 0)
+    monkeypatch.setattr(wheel_module, "SLOTS_A_LINK", 6)
+    run_state_machine_as_test(Machine, settings=FAST)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 def test_each_promise_is_found_once_at_length() -> None:
@@ -288,6 +304,21 @@ def test_a_new_generation_removes_the_old_one_and_is_never_taken_for_it() -> Non
     assert not is_usable(files, SLOTS, state)
     assert second.state().generation == state.generation + 1
     assert files.list_dir(f"{folder_of(state.generation)}/links") == []
+
+
+def test_only_a_large_ring_of_few_links_is_made_anew() -> None:
+    log = LogState((0, 100), (0, 100_000), [])
+    day, three_days = limits.DAY_MS, 3 * limits.DAY_MS
+    for precision_ms, wheel_ms, anew in (
+        (1_000, three_days, False),
+        (100, three_days, False),
+        (1, day, True),
+    ):
+        slots = Slots.of(precision_ms, wheel_ms, 10_000)
+        state = WheelState(1, precision_ms, slots.reach, slots.count, START, START, log)
+        assert is_made_anew(slots, state) == anew
+    many = LogState((1_000_000, 2_000_000), (0, 1_000_000), [])
+    assert not is_made_anew(slots, WheelState(1, 1, slots.reach, slots.count, START, START, many))
 
 
 def test_strange_names_beside_it_are_left_alone(tmp_path: Path) -> None:

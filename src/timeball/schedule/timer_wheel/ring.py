@@ -53,7 +53,7 @@ class Ring:
 
     def __init__(self, files: Files, name: str, slots: Slots, *, bound: int) -> None:
         """Open the ring `name`, or make an empty one; raises SetupError when the disk has no room for it."""
-        self._slots, self.bound = slots, bound
+        self._files, self._name, self._slots, self.bound = files, name, slots, bound
         size_bytes = slots.count * RECORD.itemsize
         if files.exists(name):
             self._file: File = files.open(name)
@@ -69,7 +69,10 @@ class Ring:
                     "each, and the disk has no room for it: free some space, raise --timer-precision-ms or lower "
                     "--timer-wheel-ms"
                 ) from error
-        self._records: Records = np.frombuffer(self._file.map(), dtype=RECORD, count=slots.count)
+        # A slot is some sixteen bytes of a page: with what lies around it, a fine ring would fill the memory.
+        self._records: Records = np.frombuffer(
+            self._file.map(at_random=True), dtype=RECORD, count=slots.count
+        )
         self._dirty = True
         self._used = np.zeros(
             -(-slots.count // BLOCK), np.int64
@@ -152,8 +155,9 @@ class Ring:
         """
         found = []
         count, bound = self._slots.count, self.bound
+        in_order = np.frombuffer(self._files.map_readonly(self._name), dtype=RECORD, count=count)
         for begin in range(0, count, SCAN):
-            records = self._records[begin : begin + SCAN]
+            records = in_order[begin : begin + SCAN]
             in_use = np.flatnonzero(records["rows"])
             suspect = records["last"][in_use] >= links_end
             found.append(begin + in_use[suspect])

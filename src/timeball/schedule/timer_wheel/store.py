@@ -151,12 +151,10 @@ class TimerWheel:
         near = self._near.next_due_ms(self._below_ms())
         if self._opening is not None:
             return near  # its end is told
-        first = self._wheel.first_slot()
-        if first is None:
-            return near
-        # With very much that is near, what is handed out makes room.
-        open_ms = self._slots.begin_ms(first) - (self._ahead_ms // 2 if self._has_room() else 0)
-        return open_ms if near is None else min(near, open_ms)
+        open_ms = self._open_ms()
+        if open_ms is None or near is None:
+            return near if open_ms is None else open_ms
+        return min(near, open_ms)
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy. It stays where it is and is left out when its turn comes."""
@@ -334,17 +332,24 @@ class TimerWheel:
                 self._wheel.open(target, 0)
                 self._opened = self._wheel.bound
 
+    def _open_ms(self) -> int | None:
+        """When to open the next slot in use; None when there is none, or what is due already must make room for it."""
+        first = self._wheel.first_slot()
+        if first is None:
+            return None
+        begin_ms = self._slots.begin_ms(first)
+        if self._has_room():
+            return begin_ms - self._ahead_ms // 2
+        near_ms = self._near.first_due_ms
+        return None if near_ms is not None and near_ms <= self._now_ms else begin_ms
+
     def _open_if_needed(self, now_ms: int) -> None:
-        if self._opening is not None:
-            return
         # Half the lead at a time: each opening is a walk, and the other half is what is left to load bodies in.
-        if self._slots.begin_ms(self._opened) > now_ms + self._ahead_ms // 2:
+        if self._opening is not None or self._slots.begin_ms(self._opened) > now_ms + self._ahead_ms // 2:
             return
         self._pass_unused(now_ms)
-        first, target = self._wheel.first_slot(), self._target(now_ms)
-        if first is None or first >= target:
-            return
-        if not self._has_room() and self._slots.begin_ms(first) > now_ms:
+        open_ms, target = self._open_ms(), self._target(now_ms)
+        if open_ms is None or open_ms > now_ms:
             return
         heads = self._wheel.open(target, OPEN_ROWS)
         self._opening = asyncio.get_running_loop().create_task(self._open(heads, self._wheel.bound))

@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "timer_wheel"
 ARRIVALS_MAX = 4_096  # some milliseconds of sorting; a hundred kilobytes
+# A ring up to this is read at a start: 64 MB. A larger one, of few links, is made anew from them: at a millisecond
+# it is 4 GB, which take some ten seconds, and a link costs some tens of microseconds.
+SCANNED_SLOTS_MAX = 1 << 22
+SLOTS_A_LINK = 1 << 10
 
 _NONE = np.empty(0, np.int64)
 
@@ -74,12 +78,17 @@ class Wheel:
         bound = first_slot if state is None else max(state.low, state.bound - slots.margin)
         self._furthest = bound if state is None else state.bound
         self._log = TimerLog(files, self._folder, slots.reach, None if state is None else state.log)
+        anew = state is not None and is_made_anew(slots, state)
+        if anew and files.exists(f"{self._folder}/ring"):
+            files.remove(f"{self._folder}/ring")
         self._ring = Ring(files, f"{self._folder}/ring", slots, bound=bound)
         self._low = bound - 1 if state is None else state.low
         self._arrivals: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._arrival_rows = self._far_rows = 0
         self._arrivals_first: int | None = None  # the first slot from `bound` on for which one has arrived
-        if state is not None:
+        if anew:
+            self._push_again(None)
+        elif state is not None:
             self._revise()
 
     @property
@@ -236,23 +245,40 @@ class Wheel:
 
     def _revise(self) -> None:
         """Records of the ring that point behind the durable links get the ends that these have."""
-        log, index_of = self._log, self.slots.index
-        suspects = self._ring.suspects(log.links.end)
-        if not len(suspects):
-            return
-        for begin, end in log.link_parts():
-            links = log.links.read(begin, end)
-            places = index_of(links["slot"])
-            found = np.minimum(np.searchsorted(suspects, places), len(suspects) - 1)
-            mine = np.flatnonzero(suspects[found] == places)
+        suspects = self._ring.suspects(self._log.links.end)
+        if len(suspects):
+            self._push_again(suspects)
+            logger.info(
+                "the timer wheel: %d slots had come after the checkpoint and were revised", len(suspects)
+            )
+
+    def _push_again(self, places: Int64Array | None) -> None:
+        """Read all links, and push those that stand at these places of the ring, or all."""
+        for begin, end in self._log.link_parts():
+            links = self._log.links.read(begin, end)
+            mine = np.arange(len(links))
+            if places is not None:
+                found = self.slots.index(links["slot"])
+                mine = np.flatnonzero(
+                    places[np.minimum(np.searchsorted(places, found), len(places) - 1)] == found
+                )
             if not len(mine):
                 continue
-            order = np.argsort(links["slot"][mine], kind="stable")
-            slots, rows = links["slot"][mine][order], links["rows"][mine][order]
+            order = mine[np.argsort(links["slot"][mine], kind="stable")]
+            slots, rows = links["slot"][order], links["rows"][order]
             begins = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
-            last = begin + mine[order][np.append(begins[1:], len(slots)) - 1]
+            last = begin + order[np.append(begins[1:], len(slots)) - 1]
             self._ring.push(slots[begins], last, np.add.reduceat(rows, begins))
-        logger.info("the timer wheel: %d slots had come after the checkpoint and were revised", len(suspects))
+
+
+def is_made_anew(slots: Slots, state: WheelState) -> bool:
+    """Whether the ring is not read at a start from this state, but made anew.
+
+    It must follow from the state alone: a start that is cut off leaves a ring that is not whole, and the next one, from
+    the same state, must not believe it.
+    """
+    begin, end = state.log.links
+    return slots.count > SCANNED_SLOTS_MAX and (end - begin) * SLOTS_A_LINK < slots.count
 
 
 def is_usable(files: Files, slots: Slots, state: WheelState) -> bool:
@@ -261,7 +287,7 @@ def is_usable(files: Files, slots: Slots, state: WheelState) -> bool:
     same = (state.precision_ms, state.reach, state.count) == (slots.precision_ms, slots.reach, slots.count)
     return (
         same
-        and ring.is_whole(files, f"{folder}/ring", slots)
+        and (is_made_anew(slots, state) or ring.is_whole(files, f"{folder}/ring", slots))
         and timer_log.is_whole(files, folder, state.log)
     )
 
