@@ -175,11 +175,18 @@ def calls_of(new_rig: Callable[[], Rig]) -> tuple[int, int]:
 
 
 def violations(
-    new_rig: Callable[[], Rig], cuts: Sequence[int], survivals: Sequence[Survival], **forget: bool
+    new_rig: Callable[[], Rig],
+    cuts: Sequence[int],
+    survivals: Sequence[Survival],
+    *,
+    enough: int = 10,
+    **forget: bool,
 ) -> list[str]:
-    """What is wrong after these cuts; empty when all is well. `forget` as for CrashFiles."""
-    found = []
+    """What is wrong after these cuts, `enough` of it; empty when all is well. `forget` as for CrashFiles."""
+    found: list[str] = []
     for cut in cuts:
+        if len(found) >= enough:
+            break
         with cut_world(new_rig, cut, **forget) as dead:
             for seed, survival in enumerate(survivals, cut * len(survivals)):
                 try:
