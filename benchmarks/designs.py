@@ -6,9 +6,9 @@ million due in one second; a million overdue at once; 10,000 a second due at ran
 million waiting. And in virtual time (designs_lives.py) the bytes written for a promise that waits 10 s, 1 h, 3 d and
 40 d. In each piece of work every promise is accounted for: the last rows of the table. All of it takes half an hour.
 
-`delay_levels` does what levels can express: it has no "one second" for a million that came over three, and no 3 d.
-Its promises come over RocketMQ's wire, one a request, so that its rate of admission, and the frames in its log, are
-mostly the wire's.
+`delay_levels` does what levels can express: no 3 d, and no million in one second, since they fall due as fast as they
+came (*overdue* has them at once). Its promises come over RocketMQ's wire, one a request, so that its rate of admission,
+and the frames in its log, are mostly the wire's.
 
 Not measured: consumers (none is pulling), other disks, a cold page cache, bodies of other sizes (rewriting costs in
 proportion), cancels, compaction by Spark, a ring of another reach; in the lateness the time between a release's stamp

@@ -98,8 +98,8 @@ class Bench:
             self._report.add(
                 "burst: all on disk, from the second's begin", seconds, "s", BURST_BAR_S, "lower"
             )
-        behind_ms = max(1, done_ms - int(ledger.due_ms.max()))
-        self._report.add("burst: all on disk, from the last instant", behind_ms / 1_000, "s")
+            behind_ms = max(1, done_ms - int(ledger.due_ms.max()))
+            self._report.add("burst: all on disk, from the last instant", behind_ms / 1_000, "s")
         self._report.add("burst: server CPU", used_s / rows * 1e6, "us/msg")
 
     def overdue(self) -> None:
