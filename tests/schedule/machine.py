@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
             elif what == "restart":
                 self.restart(0, None, data.draw(st.booleans()))
             elif what == "come due":
-                due_ms = self.world.model.waiting[on_the_move[0]][0]
+                due_ms = self.world.model.due_of(on_the_move[0])
                 self.world.advance(max(0, due_ms - self.world.now_ms))
                 self.world.take()
 
