@@ -102,6 +102,22 @@ def test_what_is_settled_on_the_way_is_left_out(stage: Stage) -> None:
     assert not stage.moves.is_open(ticket)
 
 
+def test_what_is_settled_on_the_move_holds_up_nothing(stage: Stage) -> None:
+    dues = [stage.now_ms + ms for ms in (300, 100, 200, 100)]
+    _, seqs = stage.add(dues)
+    _, later = stage.add([stage.now_ms + 250])
+    assert stage.moves.first_due_ms == dues[1]
+    stage.settling.cancel(np.array([dues[1]]), seqs[1:2])
+    assert stage.moves.first_due_ms == dues[3]
+    stage.settling.cancel(np.array(dues[2:]), seqs[2:])
+    assert stage.moves.first_due_ms == dues[0] - 50
+    assert stage.take() == [seqs[0]]
+    stage.settling.cancel(np.array([dues[0] - 50]), later)
+    assert stage.moves.first_due_ms == dues[0], "in flight"
+    stage.settling.cancel(np.array(dues[:1]), seqs[:1])
+    assert stage.moves.first_due_ms is None
+
+
 def test_all_settled_before_they_were_read(stage: Stage) -> None:
     far_ms = stage.now_ms + 1_000_000
     stage.reader_thread.is_open = False

@@ -106,11 +106,22 @@ class Moves:
 
     @property
     def first_due_ms(self) -> int | None:
-        """The earliest instant of those on the move."""
+        """The earliest instant of those on the move; what has been settled there holds up nothing any more."""
         all_movers = [*self._waiting, *(movers for movers, _ in self._ready), *self._in_flight]
         if self._loading_movers is not None:
             all_movers.append(self._loading_movers)
-        return min((int(movers.due_ms.min()) for movers in all_movers), default=None)
+        found: int | None = None
+        for movers in sorted(all_movers, key=lambda movers: int(movers.due_ms.min())):
+            first = int(movers.due_ms.argmin())
+            if found is not None and movers.due_ms[first] >= found:
+                break
+            # One look is nearly always enough; a thousand cancelled ones need another.
+            if self._settling.is_settled(movers.due_ms[first : first + 1], movers.seq[first : first + 1])[0]:
+                movers = movers.part(~self._settling.is_settled(movers.due_ms, movers.seq))
+            if len(movers):
+                first_ms = int(movers.due_ms.min())
+                found = first_ms if found is None else min(found, first_ms)
+        return found
 
     def add(self, due_ms: Int64Array, seq: Int64Array, at: Int64Array, note: Int64Array) -> int:
         """Move these; returns a ticket for `is_open`. `note` is the strategy's own, one a promise."""
