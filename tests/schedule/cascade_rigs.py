@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -112,14 +113,6 @@ class NeverMakesGood(LevelCascade):
         return queue.head_ms
 
 
-class KeepsItsClock(LevelCascade):
-    """Does not begin hops earlier because the clock was set back."""
-
-    def _enter_at(self, ms: int) -> int:
-        self._entry_ms = max(ms, self._entry_ms)
-        return self._entry_ms
-
-
 class LosesTheLast(LevelCascade):
     """Forgets the last of several promises that were written again."""
 
@@ -202,7 +195,13 @@ class SleepsThroughHops(LevelCascade):
         return is_last(queue.number) and super()._may_open(queue)
 
 
+# Those that chance finds soon; and those that stand in the way of one test of the contract, with its arguments.
 WRONG_CASCADES: list[type[LevelCascade]] = [
-    TakesLevelsForInstants, NeverMakesGood, KeepsItsClock, LosesTheLast, StaysWhereItWas, SavesNoOldPlaces,
-    ForgetsTheNear, ForgetsWhatCame, NeedsNothing, CancelsOnlyTheNear, SettlesTheUnopened, SleepsThroughHops,
+    TakesLevelsForInstants, NeverMakesGood, LosesTheLast, ForgetsWhatCame, SettlesTheUnopened, SleepsThroughHops,
 ]  # fmt: skip
+WRONG_AT_AN_EDGE: list[tuple[type[LevelCascade], str, dict[str, Any]]] = [
+    (StaysWhereItWas, "test_restart_on_the_move", {"saved": True, "unheard": True}),
+    (ForgetsTheNear, "test_restart_again_and_again", {}),
+    (NeedsNothing, "test_the_log_behind_what_has_moved_may_go", {}),
+    (CancelsOnlyTheNear, "test_what_is_on_the_move_may_be_cancelled", {}),
+]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.schedule.cascade_rigs import WRONG_CASCADES, CascadeRig
-from tests.schedule.contract import assert_caught
+from tests.schedule.cascade_rigs import WRONG_AT_AN_EDGE, WRONG_CASCADES, CascadeRig
+from tests.schedule.contract import Contract, assert_caught
 from tests.schedule.level_rigs import WRONG_LEVELS, LevelsRig
 from tests.schedule.rigs import WRONG, HourLogRig
 from tests.schedule.wheel_rigs import WRONG_WHEELS, WheelRig
+from tests.schedule.world import World
 
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.hour_log.store import HourLog
@@ -40,6 +44,18 @@ def test_a_wrong_wheel_is_caught(wrong: type[TimerWheel]) -> None:
 @pytest.mark.parametrize("wrong", WRONG_CASCADES, ids=lambda wrong: wrong.__name__)
 def test_a_wrong_cascade_is_caught(wrong: type[LevelCascade]) -> None:
     assert_caught(lambda: CascadeRig(wrong))
+
+
+@pytest.mark.parametrize(("wrong", "test", "arguments"), WRONG_AT_AN_EDGE)
+def test_a_wrong_cascade_is_caught_at_an_edge(
+    wrong: type[LevelCascade], test: str, arguments: dict[str, Any]
+) -> None:
+    for strategy, outcome in ((LevelCascade, nullcontext()), (wrong, pytest.raises(AssertionError))):
+        world = World(CascadeRig(strategy))
+        with outcome:
+            getattr(Contract(), test)(world, **arguments)
+        world.failures.clear()
+        world.close()
 
 
 def test_below_the_mark_only_late_ranges_may_wait() -> None:

@@ -161,8 +161,12 @@ class LevelCascade:
         return min((ms for ms in candidates if ms is not None), default=None)
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """See Strategy."""
-        return self._settling.cancel(due_ms, seq)
+        """See Strategy. What is cancelled on the move holds up nobody any more."""
+        before = self.next_due_ms() if len(self._moves) else -FAR_MS
+        waited = self._settling.cancel(due_ms, seq)
+        if len(self._moves):
+            self._wake_if_earlier(before)
+        return waited
 
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy."""
