@@ -156,7 +156,7 @@ class Node:
             lambda: recover(saved, reader, topics, ledger, catalog, clock.now_ms(), resumes=kept is not None),
         )
         settling = Settling()
-        settling.restore(found.settled)
+        settling.restore(found.settled, found.tick)
         hour_log, levels = self._hour_log(reader, found, settling), self._levels(reader, topics)
         keeper = keepers.build(
             settings, files, reader, reader_thread, settling, on_change=self._wake, on_failure=self._fail

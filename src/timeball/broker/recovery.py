@@ -7,7 +7,8 @@
     4. promises from the watermark W on that are not settled are what waits in the tail, each in the last of its
        rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
     5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
-    6. half messages of the checkpoint's list and from C on, named by no row from C on, are open
+    6. the tick goes on from the checkpoint's with every release record of an instant since
+    7. half messages of the checkpoint's list and from C on, named by no row from C on, are open
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
                    or p is covered by the checkpoint's mark: below settled_before_seq, due before
@@ -33,6 +34,7 @@ from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule import places
 from timeball.schedule.places import Placed
 from timeball.schedule.strategy import Settled
+from timeball.schedule.tick import Tick
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
@@ -49,6 +51,7 @@ class Replayed:
 
     promises: list[Placed] = field(default_factory=list)
     settled: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
+    released: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)  # of those settled
     attaches: list[tuple[int, Attachment]] = field(default_factory=list)
     halves: list[Int64Array] = field(default_factory=list)
     ended: list[Int64Array] = field(default_factory=list)  # halves that have been published or rolled back
@@ -59,6 +62,7 @@ class Recovered:
     """State for the schedule."""
 
     settled: Settled
+    tick: Tick
     waiting: Placed
     files: list[FileEntry]
     promises_since_watermark: int
@@ -110,7 +114,8 @@ def recover(
     waiting &= (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
     opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
     halves = load(reader, facts.halves, opened, ended)
-    return Recovered(settled, tail.part(waiting), files, len(tail), halves, facts.levels, of_level[1])
+    tick = Tick(*facts.tick).after(_split(replayed.released, in_levels)[1][0])
+    return Recovered(settled, tick, tail.part(waiting), files, len(tail), halves, facts.levels, of_level[1])
 
 
 def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
@@ -124,12 +129,11 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
         if present & places.KINDS:
             replayed.promises.append(places.placed(rows.filter(pa.array(np.isin(kinds, list(places.KINDS))))))
         if present & {Kind.RELEASE, Kind.CANCEL}:
-            mine = np.flatnonzero(np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]))
-            pair = (
-                rows.column("due_ms").take(mine).to_numpy(),
-                rows.column("source_seq").take(mine).to_numpy(),
-            )
-            replayed.settled.append(pair)
+            done = rows.filter(pa.array(np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])))
+            due, seq = (done.column(name).to_numpy() for name in ("due_ms", "source_seq"))
+            released = done.column("kind").to_numpy() == Kind.RELEASE
+            replayed.settled.append((due, seq))
+            replayed.released.append((due[released], seq[released]))
         if Kind.HALF in present:
             replayed.halves.append(seqs[kinds == Kind.HALF])
         ended = rows.column("prepared_seq").drop_null()

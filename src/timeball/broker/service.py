@@ -348,7 +348,9 @@ class Broker:
         counts = parts.hour_log.statistics()
         if parts.keeper is not None:
             counts = {name: count for name, count in counts.items() if name.startswith("table_")}
-            counts = {"tail_rows": 0, **counts, **parts.keeper.statistics()}
+            tick = parts.settling.tick
+            of_both = {"tail_rows": 0, "tick_ms": tick.tick_ms, "local_index": tick.local_index}
+            counts = {**of_both, **counts, **parts.keeper.statistics()}
         return counts
 
     async def save_topics(self) -> None:

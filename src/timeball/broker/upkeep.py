@@ -112,6 +112,7 @@ class Upkeep:
                 queues=parts.topics.lengths(),
                 halves=self._broker.transactions.open(),
                 levels=parts.levels.state(),
+                tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
                 schedule=parts.settings.schedule,
                 kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
             )

@@ -51,6 +51,10 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
     halves: list[tuple[int, int]] = []  # (seq, times its producer was asked) of every open half message
     levels: dict[int, LevelFacts] = {}  # queue of the schedule topic, a level's number less one
+    tick: tuple[int, int] = (
+        0,
+        0,
+    )  # see schedule/tick.py: the second being sent, and how many of it have been
     schedule: str = "hour_log"  # who kept promises for an instant
     kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some
 

@@ -123,7 +123,9 @@ class LevelCascade:
         self._now_ms = now_ms
         if not 0 <= now_ms - self._marked_ms < MARK_EVERY_MS:
             self._marked_ms = now_ms
-            self._settling.move_mark(self.settled_before_ms, self._reader.next_seq)
+            # The mark never goes back: it may not be taken to what nobody has been promised yet.
+            mark_ms = min(self.settled_before_ms, now_ms + self._lead_ms)
+            self._settling.move_mark(mark_ms, self._reader.next_seq)
         self._open(now_ms)
         rows = self._near.due(now_ms, limit, self._below_ms())
         return None if rows is None else timing_list.undressed(rows)
@@ -194,10 +196,7 @@ class LevelCascade:
     @property
     def settled_before_ms(self) -> int:
         """See Keeper."""
-        candidates = (
-            self._now_ms + self._lead_ms, self._below_ms(), self._near.first_due_ms,
-            self._settling.first_in_flight_ms,
-        )  # fmt: skip
+        candidates = (self._below_ms(), self._near.first_due_ms, self._settling.first_in_flight_ms)
         return min(ms for ms in candidates if ms is not None)
 
     @property

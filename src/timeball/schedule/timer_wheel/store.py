@@ -49,6 +49,7 @@ from timeball.schedule.timer_wheel.wheel import ARRIVALS_MAX, Wheel, WheelState
 logger = logging.getLogger(__name__)
 
 OPEN_ROWS = 1 << 20  # promises looked at in one opening, some 40 MB; a slot is opened whole
+SORT_ROWS = 1 << 16  # sorted out in one go: some milliseconds of the event loop
 PURGE_EVERY_MS = 1_000
 
 
@@ -157,8 +158,13 @@ class TimerWheel:
         return min(near, open_ms)
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """See Strategy. It stays where it is and is left out when its turn comes."""
-        return self._settling.cancel(due_ms, seq)
+        """See Strategy. It stays where it is and is left out when its turn comes; on the move it holds up nobody."""
+        if not len(self._moves):
+            return self._settling.cancel(due_ms, seq)
+        before = self.next_due_ms()
+        waited = self._settling.cancel(due_ms, seq)
+        self._tell_if_earlier(before)
+        return waited
 
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy."""
@@ -213,9 +219,10 @@ class TimerWheel:
     @property
     def settled_before_ms(self) -> int:
         """See Keeper."""
-        candidates = (self._first_open_ms(), self._moves.first_due_ms)
-        opened_ms = self._slots.begin_ms(self._opened)
-        return min(ms for ms in (opened_ms, *candidates) if ms is not None)
+        first = self._opened if self._opening is not None else self._wheel.first_slot()
+        unopened_ms = FAR_MS if first is None else self._slots.begin_ms(first)
+        candidates = (unopened_ms, self._first_open_ms(), self._moves.first_due_ms)
+        return min(ms for ms in candidates if ms is not None)
 
     @property
     def first_needed_seq(self) -> int | None:
@@ -304,7 +311,9 @@ class TimerWheel:
 
     def _advance(self) -> None:
         """Move the mark, and `low` past the slots whose latch has opened."""
-        self._settling.move_mark(self.settled_before_ms, self._reader.next_seq)
+        # The mark never goes back: it may not be taken to what nobody has been promised yet.
+        mark_ms = min(self.settled_before_ms, self._slots.begin_ms(self._opened))
+        self._settling.move_mark(mark_ms, self._reader.next_seq)
         first_ms = self._first_open_ms()
         self._latches = [
             latch
@@ -357,7 +366,9 @@ class TimerWheel:
 
     async def _open(self, heads: Heads, to: int) -> None:
         found = await asyncio.get_running_loop().run_in_executor(self._thread, self._wheel.walk, heads)
-        self._sort_out(found)
+        for begin in range(0, len(found), SORT_ROWS):
+            self._sort_out(found.part(slice(begin, begin + SORT_ROWS)))
+            await asyncio.sleep(0)
         self._opened = to
 
     def _opening_ended(self, task: asyncio.Task[None]) -> None:

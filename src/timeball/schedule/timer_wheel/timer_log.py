@@ -76,7 +76,7 @@ class Entries:
     def __len__(self) -> int:
         return len(self.seq)
 
-    def part(self, chosen: npt.NDArray[np.bool_]) -> Entries:
+    def part(self, chosen: npt.NDArray[np.bool_] | slice) -> Entries:
         """Some of them."""
         return Entries(
             self.index[chosen], self.slot[chosen], self.due_ms[chosen], self.seq[chosen], self.at[chosen]
