@@ -22,6 +22,8 @@ from timeball.log import format as fmt
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.columns import SEND_SCHEMA
+from timeball.schedule.timer_wheel import ring, timer_log
+from timeball.schedule.timer_wheel.wheel import WheelState
 from timeball.table.attachment import Attachment, FileEntry
 
 
@@ -160,6 +162,9 @@ FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
     ("pending-table", "Attach", Attachment.__struct_fields__),
     ("consume-queue", "Consume queue", queue_index.ENTRY.names or ()),
     ("checkpoint", "Checkpoint", checkpoint.Facts.__struct_fields__),
+    ("timer-wheel", "The ring", ring.RECORD.names or ()),
+    ("timer-wheel", "Links and entries", (*(timer_log.LINK.names or ()), *(timer_log.ENTRY.names or ()))),
+    ("timer-wheel", "State", WheelState.__struct_fields__),
 ]
 
 
@@ -182,6 +187,8 @@ DRAWN = [
     ("checkpoint", checkpoint),
     ("key-sidecar", inspect.getmodule(KeySidecar)),
     ("frame-index", frame_index),
+    ("timer-wheel", ring),
+    ("timer-wheel", timer_log),
 ]
 
 
@@ -196,7 +203,16 @@ def test_the_bytes_are_drawn_as_in_the_code(name: str, module: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["commit-log", "pending-table", "consume-queue", "checkpoint", "key-sidecar", "frame-index"]
+    "name",
+    [
+        "commit-log",
+        "pending-table",
+        "consume-queue",
+        "checkpoint",
+        "key-sidecar",
+        "frame-index",
+        "timer-wheel",
+    ],
 )
 def test_every_format_has_its_chapters(name: str) -> None:
     text = page(f"docs/formats/{name}.md")

@@ -18,6 +18,7 @@ from timeball.key_sidecar import KeySidecar
 from timeball.log import checkpoint, queue_index
 from timeball.log import format as fmt
 from timeball.message import Kind
+from timeball.schedule.timer_wheel import timer_log
 
 ENDPOINT = "grpc://127.0.0.1:7400"  # as the examples have it
 
@@ -92,6 +93,12 @@ def test_the_checkpoint_that_is_shown_is_whole() -> None:
 def test_the_queue_entry_that_is_shown_is_one() -> None:
     (entry,) = np.frombuffer(bytes_of(page("docs/formats/consume-queue.md")), queue_index.ENTRY)
     assert entry.tolist() == (5, 91 + 6 + 14, 0)
+
+
+def test_the_entries_of_the_wheel_that_are_shown_are_two() -> None:
+    entries = np.frombuffer(bytes_of(page("docs/formats/timer-wheel.md")), timer_log.ENTRY)
+    assert entries["seq"].tolist() == entries["at"].tolist() == [7, 8]
+    assert np.diff(entries["due_ms"]).tolist() == [500]
 
 
 def python_examples(text: str) -> list[str]:
