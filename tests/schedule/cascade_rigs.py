@@ -108,9 +108,9 @@ class TakesLevelsForInstants(LevelCascade):
 class NeverMakesGood(LevelCascade):
     """Opens the last hop when it is over, however late the ones before it were."""
 
-    def _opens_ms(self, queue: HopQueue) -> int:
-        assert queue.head_ms is not None
-        return queue.head_ms
+    def restore(self, state: msgspec.Struct | None, settled: Settled, waiting: Placed, now_ms: int) -> None:
+        super().restore(state, settled, waiting, now_ms)
+        self._queues.opens_ms = lambda queue: FAR_MS if queue.head_ms is None else queue.head_ms  # type: ignore[method-assign]
 
 
 class LosesTheLast(LevelCascade):
@@ -131,8 +131,10 @@ class LosesTheLast(LevelCascade):
 class StaysWhereItWas(LevelCascade):
     """Finds after a restart a promise where it was, though it has been written again since."""
 
-    def _forget_old_places(self, seq: Int64Array) -> None:
-        pass
+    def restore(self, state: msgspec.Struct | None, settled: Settled, waiting: Placed, now_ms: int) -> None:
+        if isinstance(state, CascadeState):  # what it knew already counts as new
+            state = CascadeState(0, state.queues)
+        super().restore(state, settled, waiting, now_ms)
 
 
 class SavesNoOldPlaces(LevelCascade):
@@ -149,9 +151,8 @@ class ForgetsTheNear(LevelCascade):
     """Takes what was near for delivered when it starts again."""
 
     def _look_at_the_near(self) -> None:
-        queue = self._queues[0]
-        while queue.head_ms is not None:
-            queue.take(FAR_MS, 1 << 20)
+        while self._queues.near.head_ms is not None:
+            self._queues.take(self._queues.near, FAR_MS, 1 << 20)
 
 
 class ForgetsWhatCame(LevelCascade):

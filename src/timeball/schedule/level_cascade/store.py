@@ -30,30 +30,19 @@ from timeball.files import File, Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, int64
 from timeball.schedule.level_cascade import timing_list
-from timeball.schedule.level_cascade.hops import (
-    FAR_MS,
-    NEAR,
-    QUEUES,
-    earliest_due_ms,
-    enter,
-    following,
-    is_last,
-    lead_ms_of,
-)
+from timeball.schedule.level_cascade.hops import FAR_MS, following, is_last, lead_ms_of
 from timeball.schedule.level_cascade.levels import plan
-from timeball.schedule.level_cascade.queue import RECORD, Entries, HopQueue, QueueState, is_there
+from timeball.schedule.level_cascade.queue import Entries, HopQueue, QueueState, is_there
+from timeball.schedule.level_cascade.queues import Queues, bound_ms
 from timeball.schedule.moves import Moves
 from timeball.schedule.near import Near
 from timeball.schedule.places import Placed
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
 
-SCAN_MS = 100  # RocketMQ's: the ends of hops are looked at so often, so that hops come in batches
 SET_BACK_MS = 1_000  # less is no step of the clock: the scheduler's holds still
 MARK_EVERY_MS = 1_000
 MOVES_SHARE = 8  # of the memory for bodies
-
-_NONE = np.empty(0, np.int64)
 
 
 class CascadeState(msgspec.Struct):
@@ -98,7 +87,7 @@ class LevelCascade:
             reader, reader_thread, settling, chunk_bytes=gather_bytes // MOVES_SHARE,
             on_change=on_change, on_failure=on_failure, dress=timing_list.moved_on,
         )  # fmt: skip
-        self._queues: list[HopQueue] = []
+        self._queues = Queues(files, None, self._lead_ms)
         self._known_seq = 0
         self._now_ms = self._entry_ms = -FAR_MS
         self._marked_ms = -FAR_MS
@@ -156,11 +145,14 @@ class LevelCascade:
 
     def next_due_ms(self) -> int | None:
         """See Strategy. For what waits on disk it is when a queue is to be opened."""
-        candidates = [self._near.next_due_ms(self._below_ms())]
-        candidates += [self._opens_ms(queue) for queue in self._queues if self._may_open(queue)]
+        opens_ms = self._queues.heads().opens_ms
+        if not self._has_room():
+            opens_ms = min(map(self._queues.opens_ms, filter(self._may_open, self._queues)), default=FAR_MS)
+        near_ms = self._near.next_due_ms(self._below_ms())
+        next_ms = min(opens_ms, FAR_MS if near_ms is None else near_ms)
         if self._moves.ready:
-            candidates.append(self._now_ms)
-        return min((ms for ms in candidates if ms is not None), default=None)
+            next_ms = min(next_ms, self._now_ms)
+        return None if next_ms == FAR_MS else next_ms
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy. What is cancelled on the move holds up nobody any more."""
@@ -176,7 +168,7 @@ class LevelCascade:
 
     def statistics(self) -> dict[str, int]:
         """See Strategy."""
-        waiting = sum(queue.rows for queue in self._queues)
+        waiting = self._queues.rows
         return {
             "waiting_rows": max(0, waiting - self._settling.cancelled_rows),
             "wheel_rows": self._near.wheel_rows,
@@ -203,31 +195,30 @@ class LevelCascade:
     def first_needed_seq(self) -> int | None:
         """See Keeper."""
         self._let_go()
-        return min((at for queue in self._queues if (at := queue.first_at) is not None), default=None)
+        return self._queues.first_at
 
     def state(self) -> CascadeState:
         """See Keeper."""
         self._let_go()
-        return CascadeState(self._known_seq, [queue.state() for queue in self._queues if queue.log.end])
+        return CascadeState(self._known_seq, self._queues.state())
 
     def take_dirty(self) -> list[tuple[str, list[File]]]:
         """See Keeper."""
-        return [(queue.log.folder, queue.log.take_dirty()) for queue in self._queues]
+        return self._queues.take_dirty()
 
     def unsynced(self) -> None:
         """See Keeper."""
-        for queue in self._queues:
-            queue.log.unsynced()
+        self._queues.unsynced()
 
     def restore(self, state: msgspec.Struct | None, settled: Settled, waiting: Placed, now_ms: int) -> None:
         """See Keeper. What stands in a row that the state does not know is entered anew, wherever it stood."""
         assert state is None or isinstance(state, CascadeState)
-        saved = {} if state is None else {queue.number: queue for queue in state.queues}
+        saved = CascadeState(0, []) if state is None else state
         self._now_ms = self._entry_ms = now_ms
-        self._queues = [HopQueue(self._files, number, saved.get(number)) for number in range(QUEUES)]
-        self._known_seq = 0 if state is None else state.known_seq
+        self._queues = Queues(self._files, saved.queues, self._lead_ms)
+        self._known_seq = saved.known_seq
         waiting = waiting.part(waiting.at >= self._known_seq)
-        self._forget_old_places(waiting.seq[waiting.seq < self._known_seq])
+        self._queues.forget_old_places(waiting.seq[waiting.seq < self._known_seq])
         self._look_at_the_near()
         order = np.argsort(waiting.at, kind="stable")  # a queue is sorted by place as well
         waiting = Placed(waiting.due_ms[order], waiting.seq[order], waiting.at[order])
@@ -237,8 +228,7 @@ class LevelCascade:
         """See Keeper."""
         await self._near.close()
         await self._moves.close()
-        for queue in self._queues:
-            queue.log.close()
+        self._queues.close()
 
     # -- entering queues -------------------------------------------------------------------------------------
 
@@ -250,23 +240,8 @@ class LevelCascade:
     def _enter(
         self, due: Int64Array, seq: Int64Array, at: Int64Array, hops: Int64Array, entry_ms: int
     ) -> npt.NDArray[np.bool_]:
-        """An entry for each promise, sorted by place; true for those that are near, which are opened here."""
-        entered = enter(due, hops, entry_ms, self._lead_ms)
-        order = np.argsort(entered.queue, kind="stable")
-        records = np.empty(len(due), RECORD)
-        records["hop_end_ms"], records["due_ms"] = entered.hop_end_ms[order], due[order]
-        records["seq"], records["at"], records["hops"] = seq[order], at[order], entered.left[order]
-        numbers = entered.queue[order]
-        cuts = np.flatnonzero(np.diff(numbers)) + 1
-        for begin, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(due)], strict=True):
-            if end > begin:
-                self._queues[int(numbers[begin])].append(records[begin:end])
-        self._known_seq = max(self._known_seq, int(at.max(initial=0)) + 1, int(seq.max(initial=0)) + 1)
-        near = np.asarray(entered.queue == NEAR)
-        if near.any():
-            queue = self._queues[NEAR]
-            queue.hold(queue.take(FAR_MS, len(due)))
-        return near
+        self._known_seq = max(self._known_seq, int(at.max()) + 1, int(seq.max()) + 1)
+        return self._queues.enter(due, seq, at, hops, entry_ms)
 
     def _enter_lying(self, promises: Placed, hops: Int64Array, entry_ms: int) -> None:
         """As `_enter`, of promises whose bodies are in the log; those that are near are expected."""
@@ -276,35 +251,33 @@ class LevelCascade:
 
     # -- opening queues --------------------------------------------------------------------------------------
 
-    def _until_ms(self, queue: HopQueue, now_ms: int) -> int:
-        """The hops of this queue that are over by then are opened now."""
-        return now_ms + self._lead_ms if is_last(queue.number) else now_ms
+    def _has_room(self) -> bool:
+        """Whether any queue may be opened."""
+        return self._has_room_to_move() and len(self._near) < self.near_rows_max
 
-    def _opens_ms(self, queue: HopQueue) -> int:
-        """When a queue that has a head is opened: a scan's time after the end of a hop, or half the lead before."""
-        assert queue.head_ms is not None
-        if is_last(queue.number):
-            return queue.head_ms - self._lead_ms // 2
-        return -(-queue.head_ms // SCAN_MS) * SCAN_MS
+    def _has_room_to_move(self) -> bool:
+        return len(self._moves) - self._in_flight_rows < self.moving_rows_max
 
     def _may_open(self, queue: HopQueue) -> bool:
         """Whether there is room for what it would give up. What blocks all that is near has room always."""
         if queue.head_ms is None:
             return False
         if not is_last(queue.number):
-            return len(self._moves) - self._in_flight_rows < self.moving_rows_max
+            return self._has_room_to_move()
         if len(self._near) < self.near_rows_max:
             return True
         first_ms = self._near.first_due_ms
-        return first_ms is None or first_ms >= earliest_due_ms(queue.number, queue.head_ms)
+        return first_ms is None or first_ms >= bound_ms(queue)
 
     def _open(self, now_ms: int) -> None:
+        if now_ms < self._queues.heads().opens_ms:
+            return
         for queue in self._queues:
-            while self._may_open(queue) and self._opens_ms(queue) <= now_ms:
+            while self._may_open(queue) and self._queues.opens_ms(queue) <= now_ms:
                 self._open_some(queue, now_ms)
 
     def _open_some(self, queue: HopQueue, now_ms: int) -> None:
-        entries = queue.take(self._until_ms(queue, now_ms), self.open_rows)
+        entries = self._queues.open(queue, now_ms, self.open_rows)
         entries = entries.part(~self._settling.is_settled(entries.due_ms, entries.seq))
         queue.hold(entries)
         far = entries.due_ms - now_ms > self._lead_ms
@@ -318,15 +291,8 @@ class LevelCascade:
 
     def _below_ms(self) -> int:
         """No promise that is neither near nor settled is due before this."""
-        candidates = [
-            earliest_due_ms(queue.number, queue.head_ms)
-            for queue in self._queues
-            if queue.head_ms is not None
-        ]
-        moving_ms = self._moves.first_due_ms
-        if moving_ms is not None:
-            candidates.append(moving_ms)
-        return min(candidates, default=FAR_MS)
+        in_queues_ms, moving_ms = self._queues.heads().bound_ms, self._moves.first_due_ms
+        return in_queues_ms if moving_ms is None else min(in_queues_ms, moving_ms)
 
     def _wake_if_earlier(self, before: int | None) -> None:
         after = self.next_due_ms()
@@ -336,33 +302,14 @@ class LevelCascade:
     # -- what is done, and what a restart finds ----------------------------------------------------------------
 
     def _let_go(self) -> None:
-        moved_from = np.concatenate([_NONE, *self._moved_from])
+        self._queues.advance(self._settling.is_settled, self._moved_from)
         self._moved_from = []
-        for queue in self._queues:
-            queue.advance(self._settling.is_settled, moved_from)
-
-    def _forget_old_places(self, seq: Int64Array) -> None:
-        """These were written again after the state was saved: each has an entry that says where it lay before.
-
-        They were opened since, so they stand at the beginning of some stretch; the search ends with the last.
-        """
-        places = [(queue, queue.low) for queue in self._queues if queue.low < queue.log.end]
-        left = len(seq)
-        while left and places:
-            further = []
-            for queue, begin in places:
-                found, end = queue.find(seq, begin)
-                queue.forget(found)
-                left -= len(found)
-                if end < queue.log.end:
-                    further.append((queue, end))
-            places = further
 
     def _look_at_the_near(self) -> None:
         """Those that were near; or are not, after a clock that was set back."""
-        queue, again = self._queues[NEAR], list[Entries]()
+        queue, again = self._queues.near, list[Entries]()
         while queue.head_ms is not None:
-            entries = queue.take(FAR_MS, self.open_rows)
+            entries = self._queues.take(queue, FAR_MS, self.open_rows)
             entries = entries.part(~self._settling.is_settled(entries.due_ms, entries.seq))
             near = entries.due_ms - self._now_ms <= self._lead_ms
             queue.hold(entries.part(near))
