@@ -26,7 +26,7 @@ from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.options import write_options
 from timeball.pipeline.sink import PromiseTask, attach_all
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 SCHEMA = "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint"
 SCOPE = audit.Scope(since=1, first=1, end=100, ledger_end=50, watermark=20, version=3, now_ms=10_000)
