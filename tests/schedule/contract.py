@@ -32,15 +32,15 @@ from tests.schedule.world import World
 from timeball import limits
 
 FAST = hypothesis.settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 # Nothing is shrunk: that it fails is all we want to know.
 UNTIL_CAUGHT = hypothesis.settings(
     FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[hypothesis.Phase.generate],
 )  # fmt: skip
-SLOW_FACTOR = 10
-MANY = 5_000
+SLOW_FACTOR = 16
+MANY = 2_000
 WORDS_MIN = 5  # of a reason
 
 

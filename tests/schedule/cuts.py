@@ -32,7 +32,7 @@ from timeball.table import attachment as att
 T = TypeVar("T")
 
 HOUR, DAY = limits.HOUR_MS, limits.DAY_MS
-CUTS_FAST = 12
+CUTS_FAST = 6
 # What survives of a cut; "random" with a seed of its own for each cut.
 FEW: list[Survival] = ["nothing", "random"]
 MANY: list[Survival] = ["nothing", "everything", "random", "random"]
