@@ -88,7 +88,7 @@ def test_before_anybody_has_said_what_is_there_nothing_is_touched_and_nothing_se
     (folder,) = files.list_dir("cascade")
     queues = Queues(files, None, LEAD_MS)
     assert queues.heads() == (FAR_MS, -FAR_MS)
-    assert (queues.rows, queues.first_at, queues.state(), queues.take_dirty()) == (0, None, [], [])
+    assert (queues.unopened_rows, queues.first_at, queues.state(), queues.take_dirty()) == (0, None, [], [])
     assert files.list_dir(f"cascade/{folder}")
     Queues(files, [], LEAD_MS)
     assert not files.list_dir(f"cascade/{folder}")
@@ -97,10 +97,10 @@ def test_before_anybody_has_said_what_is_there_nothing_is_touched_and_nothing_se
 def test_what_moved_since_is_found_in_all_queues_and_once() -> None:
     queues = Queues(CrashFiles(), [], LEAD_MS)
     entered(queues, [HOUR_MS + 30_000, 3 * HOUR_MS, 30 * MINUTE_MS, HOUR_MS + 30_000])
-    assert queues.rows == 4
+    assert queues.unopened_rows == 4
     queues.forget_old_places(np.array([2, 4]))
     queues.forget_old_places(np.array([2, 3, 99]))
-    assert queues.rows == 1
+    assert queues.unopened_rows == 1
     left = [queues.take(queue, FAR_MS, 10).seq.tolist() for queue in queues if queue.head_ms is not None]
     assert [seq for seqs in left for seq in seqs] == [1]
 
@@ -120,4 +120,4 @@ def test_a_checkpoint_says_what_all_queues_need() -> None:
     assert sum(len(dirty) for _, dirty in queues.take_dirty()) == 4
     queues.close()
     again = Queues(files.crash(3), state, LEAD_MS)
-    assert (again.rows, again.first_at, len(again.state())) == (3, 2, 4)
+    assert (again.unopened_rows, again.first_at, len(again.state())) == (3, 2, 4)

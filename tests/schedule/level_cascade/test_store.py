@@ -291,6 +291,28 @@ def test_memory_does_not_grow_with_what_waits(world: World) -> None:
     assert cascade(world).statistics()["waiting_rows"] == 50_000
 
 
+def test_where_they_are_is_counted(world: World) -> None:
+    near, *far = world.admit([world.now_ms + ms for ms in (3_000, LONG_MS, LONG_MS, LONG_MS)])
+    counts = {
+        "waiting_rows": 4,
+        "wheel_rows": 0,
+        "near_rows": 1,
+        "moving_rows": 0,
+        "moved_rows": 0,
+        "cancelled_rows": 0,
+    }
+    assert cascade(world).statistics() == counts
+    world.cancel(far[:1])
+    assert cascade(world).statistics() == counts | {"cancelled_rows": 1}, "nobody has met it yet"
+    world.advance(3_000)
+    assert world.drain() == [(world.now_ms, near)]
+    sleep_until_moving(world)
+    counts |= {"waiting_rows": 2, "near_rows": 0, "moving_rows": 2, "cancelled_rows": 1}
+    assert cascade(world).statistics() == counts, "the cancelled one was left out when its hop was over"
+    world.land()
+    assert cascade(world).statistics() == counts | {"moving_rows": 0, "moved_rows": 2}
+
+
 def test_nothing_is_left_of_what_has_been_kept(world: World) -> None:
     world.admit([world.now_ms + ms for ms in range(0, 2 * LONG_MS, 100_000)])
     cancelled = world.admit([world.now_ms + LONG_MS] * 5)

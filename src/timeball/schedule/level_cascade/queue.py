@@ -116,7 +116,12 @@ class HopQueue:
     @property
     def rows(self) -> int:
         """Entries that are not known to be done."""
-        rows = self.opened_rows
+        return self.unopened_rows + self.opened_rows
+
+    @property
+    def unopened_rows(self) -> int:
+        """Those of them whose hop is not over."""
+        rows = 0
         for stretch in self._stretches:
             gone = np.count_nonzero((self._gone >= stretch.next) & (self._gone < stretch.end))
             rows += stretch.end - stretch.next - int(gone)
@@ -124,7 +129,7 @@ class HopQueue:
 
     @property
     def opened_rows(self) -> int:
-        """Those of them that are opened, as of the last `advance`."""
+        """Those that are opened, as of the last `advance`."""
         return sum(map(len, self._opened))
 
     def append(self, records: RecordArray) -> None:
@@ -184,6 +189,8 @@ class HopQueue:
 
     def advance(self, is_settled: IsSettled, moved_from: Int64Array) -> None:
         """Let go of opened entries that are done: settled, or moved from these places."""
+        if self.low == self.log.end:
+            return
         if self._opened:
             opened = _joined(self._opened)
             moved = np.isin(opened.at, moved_from)

@@ -57,9 +57,9 @@ class Queues:
         return self._all[NEAR]
 
     @property
-    def rows(self) -> int:
-        """Entries that are not known to be done."""
-        return sum(queue.rows for queue in self._all)
+    def unopened_rows(self) -> int:
+        """Entries that wait for the end of a hop; of cancelled promises too, as nobody has looked."""
+        return sum(queue.unopened_rows for queue in self._all)
 
     # -- entering ------------------------------------------------------------------------------------------------
 

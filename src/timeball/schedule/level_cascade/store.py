@@ -167,13 +167,15 @@ class LevelCascade:
         return self._settling.was_cancelled(due_ms, seq)
 
     def statistics(self) -> dict[str, int]:
-        """See Strategy."""
-        waiting = self._queues.rows
+        """See Strategy. A cancelled promise waits until its hop is over; `moved_rows` are hops since the start."""
+        unopened, near, moving = self._queues.unopened_rows, len(self._near), len(self._moves)
         return {
-            "waiting_rows": max(0, waiting - self._settling.cancelled_rows),
+            "waiting_rows": unopened + near + moving,
             "wheel_rows": self._near.wheel_rows,
-            "cancelled_rows": self._settling.cancelled_rows,
+            "near_rows": near,
+            "moving_rows": moving,
             "moved_rows": self.moved_rows,
+            "cancelled_rows": self._settling.cancelled_rows,
         }
 
     # -- what a keeper does besides ------------------------------------------------------------------------
