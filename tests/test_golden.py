@@ -125,10 +125,30 @@ LEVEL_HEADERS = {
     100: (64, 1600, 1, ACCEPTED_MS, 64),
     101: (1664, 1600, 1, ACCEPTED_MS + 10_000, 1664),
 }
+# A promise that a cascade keeps, and its second row an hour later.
+HOPPING: dict[str, Any] = {
+    "topic": "orders", "queue_id": -1, "tag": "remind", "keys": "order-20", "unique_key": "A20",
+    "body": b"remind order 20", "store_host": "10.0.0.1:7400", "reconsume_times": 0,
+    "due_ms": ACCEPTED_MS + 3_910_000, **PRODUCER,
+}  # fmt: skip
+MOVED_FRAMES: dict[int, list[dict[str, Any]]] = {
+    100: [{"kind": 2, "store_ms": ACCEPTED_MS, "properties": "TIMING-LIST\x015,3\x02", **HOPPING}],
+    101: [
+        {
+            "kind": 10, "store_ms": ACCEPTED_MS + 3_600_000, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
+            "properties": "TIMING-LIST\x013\x02", **HOPPING,
+        },
+    ],
+}  # fmt: skip
+MOVED_HEADERS = {
+    100: (64, 1536, 1, ACCEPTED_MS, 64),
+    101: (1600, 1536, 1, ACCEPTED_MS + 3_600_000, 1600),
+}
 LOGS = {
     "commit-log-1.log": (FRAMES, HEADERS),
     "commit-log-1-transactions.log": (TRANSACTION_FRAMES, TRANSACTION_HEADERS),
     "commit-log-1-levels.log": (LEVEL_FRAMES, LEVEL_HEADERS),
+    "commit-log-1-moved.log": (MOVED_FRAMES, MOVED_HEADERS),
 }
 ATTACHMENT = att.Attachment(
     job="compact",
@@ -166,6 +186,9 @@ FACTS = cp.Facts(
 )
 TRANSACTION_FACTS = cp.Facts(seq=102, halves=[(100, 3)])
 LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3, ((5, 2), (9, 1)))})
+KEPT_FACTS = cp.Facts(
+    seq=102, tick=(ACCEPTED_MS // 1_000 * 1_000, 3), schedule="level_cascade", kept={"known_seq": 102}
+)
 SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
 
 
@@ -240,6 +263,14 @@ def level_checkpoint() -> bytes:
     return checkpoint(LEVEL_FACTS)
 
 
+def moved_log() -> bytes:
+    return frames_and_bytes("commit-log-1-moved.log")[1]
+
+
+def kept_checkpoint() -> bytes:
+    return checkpoint(KEPT_FACTS)
+
+
 def transaction_checkpoint() -> bytes:
     return checkpoint(TRANSACTION_FACTS)
 
@@ -250,6 +281,8 @@ WRITTEN: dict[str, Callable[[], bytes]] = {
     "checkpoint-1-transactions": transaction_checkpoint,
     "commit-log-1-levels.log": level_log,
     "checkpoint-1-levels": level_checkpoint,
+    "commit-log-1-moved.log": moved_log,
+    "checkpoint-1-kept": kept_checkpoint,
     "frame-index-1.frames": frames,
     "key-sidecar-1.keys": key_sidecar,
     "consume-queue-1.cq": consume_queue,
@@ -374,6 +407,7 @@ def test_the_queue_says_what_it_said() -> None:
         ("checkpoint-1", FACTS),
         ("checkpoint-1-transactions", TRANSACTION_FACTS),
         ("checkpoint-1-levels", LEVEL_FACTS),
+        ("checkpoint-1-kept", KEPT_FACTS),
     ],
 )
 def test_the_checkpoint_says_what_it_said(name: str, facts: cp.Facts) -> None:

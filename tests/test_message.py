@@ -32,6 +32,7 @@ KINDS_ON_DISK = {
     "LEVEL_PROMISE": 7,
     "HALF": 8,
     "ROLLBACK": 9,
+    "MOVED": 10,
 }
 COLUMNS_ON_DISK = (
     "kind:int8 topic:string queue_id:int32 queue_offset:int64 tag:string keys:string unique_key:string "
