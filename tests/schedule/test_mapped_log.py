@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.crash_files import CrashFiles
 
-from timeball.errors import OutOfRange
+from timeball.errors import OutOfRange, OverLimit
 from timeball.files import RealFiles
 from timeball.schedule import mapped_log
 from timeball.schedule.mapped_log import MappedLog, RecordArray, is_whole
@@ -267,6 +267,23 @@ def test_one_field_is_set_in_place() -> None:
     assert np.flatnonzero(log.read(0, 25)["mark"] == 7).tolist() == [3, 11, 24]
     assert values_of(log) == list(range(25))
     assert len(log.take_dirty()) == 3
+
+
+@pytest.mark.parametrize("call", range(1, 7))
+def test_on_a_full_disk_all_is_added_or_nothing(call: int) -> None:
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records([1, 2]))
+    files.fail_at(files.calls + call, OverLimit("disk full"), forever=True)
+    fresh = list(range(3, 33))
+    try:
+        log.append(records(fresh))
+        assert values_of(log) == [1, 2, *fresh]
+    except OverLimit:
+        assert values_of(log) == [1, 2]
+        files.heal()
+        log.append(records(fresh))
+        assert values_of(log) == [1, 2, *fresh]
 
 
 def test_a_log_nobody_uses_makes_no_folder() -> None:

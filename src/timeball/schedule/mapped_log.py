@@ -77,15 +77,20 @@ class MappedLog:
                 files.remove(self._name(number))
 
     def append(self, records: RecordArray) -> int:
-        """Add records at `end`; returns the index of the first."""
+        """Add records at `end`; returns the index of the first. On a full disk it adds none and raises OverLimit."""
         first, done = self.end, 0
+        views = []
         while done < len(records):
-            number, at = divmod(self.end, self._file_records)
+            number, at = divmod(first + done, self._file_records)
             count = min(len(records) - done, self._file_records - at)
-            self._view(number, at + count, grow=True)[at : at + count] = records[done : done + count]
-            self._dirty.add(number)
-            self.end += count
+            views.append((number, self._view(number, at + count, grow=True)[at : at + count]))
             done += count
+        done = 0
+        for number, view in views:
+            view[:] = records[done : done + len(view)]
+            self._dirty.add(number)
+            done += len(view)
+        self.end += done
         return first
 
     def read(self, begin: int, end: int) -> RecordArray:

@@ -26,6 +26,7 @@ DAY_MS, MINUTE_MS = limits.DAY_MS, limits.MINUTE_MS
 class TestTimerWheel(Contract):
     """The ring as it is configured, with little memory."""
 
+    cuts_step = 6
     new_rig = functools.partial(WheelRig, slots=DEFAULT)
 
 
@@ -53,6 +54,7 @@ class TestTimerWheelOfAMinute(ShortRing):
 class TestTimerWheelOfMilliseconds(ShortRing):
     """And each batch is written at once."""
 
+    cuts_step = 6
     new_rig = functools.partial(WheelRig, slots=TINY, arrivals_max=1)
     far_ms = 2 * MINUTE_MS
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from tests.crash_files import CrashFiles
 
 from timeball import limits
-from timeball.errors import Corrupt, OutOfRange
+from timeball.errors import Corrupt, OutOfRange, OverLimit
 from timeball.files import RealFiles
 from timeball.message import Int64Array
 from timeball.schedule.timer_wheel import wheel as wheel_module
@@ -279,6 +279,24 @@ def test_arrivals_wait_in_memory_and_are_saved_with_the_next_checkpoint() -> Non
     assert (wheel.arrival_rows, wheel.rows, wheel.first_slot()) == (0, 100, START + 5)
     assert wheel.rows_in(ints([START + 4, START + 5])).tolist() == [0, 100]
     assert wheel.state().log.links == (0, 1), "one link for all that came alone"
+
+
+@pytest.mark.parametrize("call", range(1, 12))
+def test_on_a_full_disk_arrivals_wait_in_memory(call: int) -> None:
+    files = CrashFiles()
+    wheel = Wheel(files, SLOTS, None, first_slot=START)
+    wheel.keep(ints([START * 10 + 50] * 3), ints([1, 2, 3]), ints([1, 2, 3]))
+    files.fail_at(files.calls + call, OverLimit("disk full"), forever=True)
+    try:
+        wheel.take_dirty()
+    except OverLimit:
+        assert (wheel.arrival_rows, wheel.rows, wheel.first_slot()) == (3, 3, START + 5)
+        files.heal()
+    sync(wheel, files)
+    again = Wheel(files, SLOTS, wheel.state(), first_slot=START)
+    assert (again.reopen().seq.tolist(), again.rows) == ([], 3)
+    assert again.walk(again.open(START + 6, ALL)).seq.tolist() == [1, 2, 3]
+    assert again._log.in_slots(0, ALL).seq.tolist() == [1, 2, 3], "once"
 
 
 def test_a_state_and_the_files_of_another_shape_do_not_fit() -> None:

@@ -189,7 +189,6 @@ class Wheel:
         if not self._arrivals:
             return
         due, seq, at = (np.concatenate(columns) for columns in zip(*self._arrivals, strict=True))
-        self._arrivals, self._arrival_rows, self._far_rows, self._arrivals_first = [], 0, 0, None
         slots = self.slots.of_instants(due)
         far = slots >= self.bound
         slots = np.where(far, self.slots.place(slots, self.bound), np.maximum(slots, self._low))
@@ -201,6 +200,8 @@ class Wheel:
         prev, _ = self._ring.heads(slots[begins])
         last = self._log.append(slots[begins], rows, prev, entries_of(due, seq, at), self.bound)
         self._ring.push(slots[begins], last, rows)
+        # Only now: on a full disk they go on waiting in memory, and a checkpoint is tried again later.
+        self._arrivals, self._arrival_rows, self._far_rows, self._arrivals_first = [], 0, 0, None
 
     # -- restarts --------------------------------------------------------------------------------------------
 
