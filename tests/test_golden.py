@@ -186,7 +186,7 @@ FACTS = cp.Facts(
 )
 TRANSACTION_FACTS = cp.Facts(seq=102, halves=[(100, 3)])
 LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3, ((5, 2), (9, 1)))})
-KEPT_FACTS = cp.Facts(
+MOVED_FACTS = cp.Facts(
     seq=102, tick=(ACCEPTED_MS // 1_000 * 1_000, 3), schedule="level_cascade", kept={"known_seq": 102}
 )
 SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
@@ -267,8 +267,8 @@ def moved_log() -> bytes:
     return frames_and_bytes("commit-log-1-moved.log")[1]
 
 
-def kept_checkpoint() -> bytes:
-    return checkpoint(KEPT_FACTS)
+def moved_checkpoint() -> bytes:
+    return checkpoint(MOVED_FACTS)
 
 
 def transaction_checkpoint() -> bytes:
@@ -282,7 +282,7 @@ WRITTEN: dict[str, Callable[[], bytes]] = {
     "commit-log-1-levels.log": level_log,
     "checkpoint-1-levels": level_checkpoint,
     "commit-log-1-moved.log": moved_log,
-    "checkpoint-1-kept": kept_checkpoint,
+    "checkpoint-1-moved": moved_checkpoint,
     "frame-index-1.frames": frames,
     "key-sidecar-1.keys": key_sidecar,
     "consume-queue-1.cq": consume_queue,
@@ -407,7 +407,7 @@ def test_the_queue_says_what_it_said() -> None:
         ("checkpoint-1", FACTS),
         ("checkpoint-1-transactions", TRANSACTION_FACTS),
         ("checkpoint-1-levels", LEVEL_FACTS),
-        ("checkpoint-1-kept", KEPT_FACTS),
+        ("checkpoint-1-moved", MOVED_FACTS),
     ],
 )
 def test_the_checkpoint_says_what_it_said(name: str, facts: cp.Facts) -> None:

@@ -39,7 +39,7 @@ UNTIL_CAUGHT = hypothesis.settings(
     FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[hypothesis.Phase.generate],
 )  # fmt: skip
-SLOW_FACTOR = 16
+SLOW_FACTOR = 8
 MANY = 2_000
 WORDS_MIN = 5  # of a reason
 

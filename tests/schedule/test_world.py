@@ -38,6 +38,7 @@ from timeball.limits import HOUR_MS
 class TestRoller(Contract):
     """The contract's other end."""
 
+    cuts_step = 6
     new_rig = RollerRig
 
 

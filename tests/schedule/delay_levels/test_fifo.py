@@ -30,6 +30,7 @@ class TestDelayLevels(Contract):
 class TestDelayLevelsWithMemory(Contract):
     """The suite, with memory for all bodies: what is accepted for soon never leaves it."""
 
+    cuts_step = 6
     new_rig = staticmethod(lambda: LevelsRig(gather_bytes=1 << 30))
     examples = 20
 

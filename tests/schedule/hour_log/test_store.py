@@ -34,12 +34,14 @@ class TestContract(Contract):
 class TestContractWithRoomForAll(Contract):
     """No gather is ever cut."""
 
+    cuts_step = 6
     new_rig = partial(HourLogRig, gather_bytes=1 << 30)
 
 
 class TestContractWithRoomForOne(Contract):
     """A body is larger than the memory for bodies: it is loaded all the same, one at a time."""
 
+    cuts_step = 6
     new_rig = partial(HourLogRig, gather_bytes=1)
     examples = 8  # each row is a gather of its own
 

@@ -41,6 +41,8 @@ class TestLevelCascade(Contract):
 
 
 class TestNarrowCascade(Contract):
+    cuts_step = 6
+
     @staticmethod
     def new_rig() -> CascadeRig:
         return CascadeRig(Narrow)
