@@ -147,6 +147,25 @@ def test_memory_is_bounded_by_chunks() -> None:
         stage.close()
 
 
+def test_who_takes_at_every_turn_of_the_loop_gets_all() -> None:
+    """Between the end of a read and whoever is told of it there is a turn; what is taken in it must start the next."""
+    stage = Stage(chunk_bytes=2_000)
+    dues = [stage.now_ms + 1_000_000] * 200
+    seqs = np.array(stage.admit(dues), dtype=np.int64)
+
+    async def take_all() -> list[int]:
+        taken: list[int] = []
+        stage.moves.add(np.array(dues), seqs, seqs, seqs)
+        for _ in range(10 * len(seqs)):
+            rows = stage.moves.take(100)
+            taken += [] if rows is None else rows["seq"].to_pylist()
+            await asyncio.sleep(0)
+        return taken
+
+    assert stage.run(take_all()) == seqs.tolist()
+    stage.close()
+
+
 def test_another_order_is_refused(stage: Stage) -> None:
     _, seqs = stage.add([stage.now_ms + 1_000_000] * 2)
     stage.take()

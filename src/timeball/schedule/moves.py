@@ -72,7 +72,7 @@ class Moves:
         self._chunk_bytes, self._dress = chunk_bytes, dress
         self._on_change, self._on_failure = on_change, on_failure
         self._waiting: deque[Movers] = deque()
-        self._loading: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[pa.RecordBatch] | None = None
         self._loading_movers: Movers | None = None
         self._ready: deque[tuple[Movers, pa.RecordBatch]] = deque()
         self._in_flight: deque[Movers] = deque()
@@ -198,15 +198,15 @@ class Moves:
                 self._loading.add_done_callback(self._loaded)
                 return
 
-    async def _load(self, movers: Movers) -> None:
+    async def _load(self, movers: Movers) -> pa.RecordBatch:
         def read() -> pa.RecordBatch:
             return self._dress(take_promises(self._reader, movers.at), movers.note)
 
-        rows = await asyncio.get_running_loop().run_in_executor(self._thread, read)
-        self._ready.append((movers, rows))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
-    def _loaded(self, task: asyncio.Task[None]) -> None:
-        self._loading = self._loading_movers = None
+    def _loaded(self, task: asyncio.Task[pa.RecordBatch]) -> None:
+        # Here and not in the task: who takes what is ready must find that nobody is reading, or nobody reads on.
+        movers, self._loading, self._loading_movers = self._loading_movers, None, None
         if task.cancelled():
             return
         error = task.exception()
@@ -214,4 +214,6 @@ class Moves:
             logger.critical("reading what is to be written again failed: %s", error)
             self._on_failure(error)
             return
+        assert movers is not None
+        self._ready.append((movers, task.result()))
         self._on_change()
