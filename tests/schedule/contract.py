@@ -4,9 +4,7 @@
     hand-outs of one instant · a cancelled promise is never handed out, one handed out is never cancelled ·
     `next_due_ms` never sleeps past a promise and never turns in place · `settled` says what is settled
 
-and what stands in `moves.py` of promises that are written again while they wait, in `clocks.py` of clocks,
-and in `cuts.py` of the power.
-
+and what stands in `moves.py` of promises written again while they wait, in `clocks.py`, and in `cuts.py` of the power.
 The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive a
 `World`, which compares every answer with a model. A strategy joins with one class:
 
@@ -68,7 +66,6 @@ class Contract(Moves, Clocks, Cuts):
     far_ms: ClassVar[int] = 400 * limits.DAY_MS
     # Tests that a strategy need not pass, each with the reason. There is none.
     exempt: ClassVar[dict[str, str]] = {}
-
     new_rig: ClassVar[Callable[[], Rig]]
     examples: ClassVar[int] = FAST.max_examples
 

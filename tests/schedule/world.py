@@ -82,7 +82,7 @@ class World(Attaching):
         self._saving: tuple[Saved, list[tuple[str, list[File]]]] | None = None
         # What a ticker would sleep until (None: until woken), and whether it has been woken since.
         self._asleep_until: int | None = None
-        self._woken = True
+        self._woken, self._told_ms = True, self.now_ms
         self.strategy: Strategy
         try:
             self.run(self._open())
@@ -126,6 +126,7 @@ class World(Attaching):
 
     async def _take(self, limit: int) -> list[tuple[int, int]] | None:
         now_ms, idle_calls = self.now_ms, 0
+        self._told_ms = now_ms
         while idle_calls < IDLE_CALLS_MAX:
             batch = self.strategy.due(now_ms, limit)
             if batch is not None:
@@ -247,11 +248,10 @@ class World(Attaching):
         """The second half, in a thread of its own: what it vouches for is synced, then it is there."""
         assert self._saving is not None
         (saved, dirty), self._saving = self._saving, None
-        for folder, files in dirty:
+        for folder, files in [(folder, files) for folder, files in dirty if files]:
             for file in files:
                 file.sync()
-            if files:
-                self.files.sync_dir(folder)
+            self.files.sync_dir(folder)
         self.ever_saved.append(saved)
         self.files.replace(CHECKPOINT, str(len(self.ever_saved) - 1).encode())
         self.checkpoints.append(saved)
@@ -259,12 +259,10 @@ class World(Attaching):
     def let_go(self) -> None:
         """Segments of the log that nobody needs are removed, after a checkpoint that says so."""
         self.save()
-        needed = [self.reader.next_seq, self.rig.first_needed_seq(self.strategy)]
-        needed += [self.watermark] if self.rig.has_table else []
-        segments = self.reader.segments
-        gone = retention.expired(
-            segments, now_ms=1 << 62, retention_ms=0, needed_from_seq=min(s for s in needed if s is not None)
-        )
+        seqs = [self.reader.next_seq, self.rig.first_needed_seq(self.strategy)]
+        seqs += [self.watermark] if self.rig.has_table else []
+        needed, segments = min(seq for seq in seqs if seq is not None), self.reader.segments
+        gone = retention.expired(segments, now_ms=1 << 62, retention_ms=0, needed_from_seq=needed)
         retention.remove(self.files, segments, gone)
         if not self.rig.has_table:  # which keeps rows of what was settled for longer
             self.model.let_go(self.reader.first_seq)
@@ -274,8 +272,8 @@ class World(Attaching):
 
         Hand-outs whose release records were not durable wait again, and what was on the move lies where it lay.
         `unheard`: they were durable, but nobody was told. `power_cut` is a seed for what the disk lost.
-        A keeper has let go of files that only older checkpoints need: for it, going back means to begin without any.
-        Without the log's beginning there is no going back.
+        A keeper has let go of what only older checkpoints need, so it goes back to none; without the log's beginning
+        nobody goes back.
         """
         self.reader_thread.is_open, was_open = True, self.reader_thread.is_open
         self.settle()
@@ -291,8 +289,7 @@ class World(Attaching):
         self._moves.clear()
         self._saving = None
         if back and self.reader.first_seq == 1:
-            kept = 0 if keeper_of(self.strategy) else max(0, len(self.checkpoints) - back)
-            self.checkpoints = self.checkpoints[:kept]
+            self.checkpoints = [] if keeper_of(self.strategy) else self.checkpoints[:-back]
         self.clock = SchedulerClock(self.manual)  # a new process believes the wall
         self.run(self._open())
         self.reader_thread.is_open = was_open
@@ -371,9 +368,10 @@ class World(Attaching):
         first = self.model.wake_by_ms
         if first is None or self.rig.is_busy(self.strategy):
             return
-        now_ms = self.now_ms
-        upcoming = self.strategy.next_due_ms()
-        assert upcoming is not None and upcoming <= max(first, now_ms), f"{upcoming} is after {first}"
+        now_ms, upcoming = self.now_ms, self.strategy.next_due_ms()
+        # Woken, it is asked once more, and told the time: "now" may mean when it was told last.
+        latest_ms = max(first, now_ms, self._told_ms if self._woken else now_ms)
+        assert upcoming is not None and upcoming <= latest_ms, f"{upcoming} is after {first}"
         if not self._woken:
             until = self._asleep_until
             assert until is not None and until <= max(first, now_ms), f"asleep until {until}, missing {first}"
@@ -381,7 +379,7 @@ class World(Attaching):
     # -- small things --------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """What is ready on the loop runs; nothing is waited for."""
+        """What is ready on the loop runs."""
         self.run(asyncio.sleep(0))
 
     def memory(self) -> int:
