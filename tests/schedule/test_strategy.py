@@ -13,7 +13,7 @@ from tests.schedule.cascade_rigs import WRONG_AT_AN_EDGE, WRONG_CASCADES, Cascad
 from tests.schedule.contract import Contract, assert_caught
 from tests.schedule.level_rigs import WRONG_LEVELS, LevelsRig
 from tests.schedule.rigs import WRONG, HourLogRig
-from tests.schedule.wheel_rigs import WRONG_WHEELS, WheelRig
+from tests.schedule.wheel_rigs import DEFAULT, WRONG_WHEELS, WRONG_WHEELS_AT_AN_EDGE, WheelRig
 from tests.schedule.world import World
 
 from timeball.schedule.delay_levels.fifo import DelayLevels
@@ -38,7 +38,19 @@ def test_wrong_delay_levels_are_caught(wrong: type[DelayLevels]) -> None:
 @pytest.mark.parametrize("wrong", WRONG_WHEELS, ids=lambda wrong: wrong.__name__)
 def test_a_wrong_wheel_is_caught(wrong: type[TimerWheel]) -> None:
     # Each batch is written at once: what only memory holds, no restart can find in the wrong place.
-    assert_caught(lambda: WheelRig(wrong, WRONG_WHEELS[wrong], arrivals_max=1))
+    assert_caught(lambda: WheelRig(wrong, DEFAULT, arrivals_max=1))
+
+
+@pytest.mark.parametrize(("wrong", "test", "arguments"), WRONG_WHEELS_AT_AN_EDGE)
+def test_a_wrong_wheel_is_caught_at_an_edge(
+    wrong: type[TimerWheel], test: str, arguments: dict[str, Any]
+) -> None:
+    for strategy, outcome in ((TimerWheel, nullcontext()), (wrong, pytest.raises(AssertionError))):
+        world = World(WheelRig(strategy, arrivals_max=1))
+        with outcome:
+            getattr(Contract(), test)(world, **arguments)
+        world.failures.clear()
+        world.close()
 
 
 @pytest.mark.parametrize("wrong", WRONG_CASCADES, ids=lambda wrong: wrong.__name__)
