@@ -136,7 +136,8 @@ def _bars(axes: Any, panel: Panel, found: dict[str, dict[str, float]]) -> None:
     for at, figures in enumerate(found.values()):
         left = 0.0
         for (measure, _), shade in zip(panel.parts, SHADES):
-            value = figures.get(measure, 0.0) * panel.scale
+            # Memory may shrink while messages come; a bar to the left would say nothing.
+            value = max(0.0, figures.get(measure, 0.0) * panel.scale)
             axes.barh(at, value, left=left, color=COLOURS[at % len(COLOURS)], alpha=shade, height=0.7)
             left += value
         known = any(measure in figures for measure, _ in panel.parts)
