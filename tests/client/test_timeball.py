@@ -74,7 +74,10 @@ def test_logs_and_queues_are_tables(ball: Timeball) -> None:
     log = ball.read_log(first, first + rows, coalesce_rows=3)
     assert log.schema == READ_SCHEMA
     assert log.read_all().column("seq").to_pylist() == list(range(first, first + rows))
+    due = ball.read_log(first, first + rows, kinds=[Kind.PROMISE], columns=["due_ms", "seq"]).read_all()
+    assert due.column_names == ["due_ms", "seq"]
     promises = ball.read_log(first, first + rows, kinds=[Kind.PROMISE]).read_all()
+    assert promises.select(due.column_names) == due
     assert promises.column("body").to_pylist() == [b"1", b"3", b"5", b"7", b"9"]
     queue = ball.read_queue("tables", 0, 1, 3).read_all()
     assert queue.column("body").to_pylist() == [b"2", b"4", b"6"]

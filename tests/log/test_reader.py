@@ -91,6 +91,20 @@ def test_a_range_holds_its_rows_in_order_however_they_are_joined(
         assert list(zip(seqs(batches), kinds_found, bodies(batches), strict=True)) == expected
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    logs,
+    st.none() | st.sets(st.sampled_from(Kind)),
+    st.lists(st.sampled_from(["seq", "kind", "body", "topic", "due_ms"]), min_size=1, unique=True),
+)
+def test_columns_asked_for_are_those_of_the_whole_rows(
+    frames: list[tuple[int, int]], wanted: set[Kind] | None, columns: list[str]
+) -> None:
+    reader, _ = log_of(frames)
+    whole, part = (list(reader.coalesced(1, 80, wanted, 8, names)) for names in (None, columns))
+    assert part == [rows.select(columns) for rows in whole]
+
+
 def test_joined_batches_are_as_large_as_was_asked_for_but_the_last() -> None:
     reader = simple(20)
     sizes = [rows.num_rows for rows in reader.coalesced(1, 100, None, 8)]

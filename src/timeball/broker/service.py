@@ -257,10 +257,15 @@ class Broker:
         return await self.pull(topic, {queue_id: offset}, rows, 0)
 
     def read_log(
-        self, from_seq: int, to_seq: int, kinds: Iterable[int] | None = None, coalesce_rows: int = 65_536
+        self,
+        from_seq: int,
+        to_seq: int,
+        kinds: Iterable[int] | None = None,
+        coalesce_rows: int = 65_536,
+        columns: Sequence[str] | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Rows of the log; any thread."""
-        return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows)
+        return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns)
 
     def topics(self) -> dict[str, dict[str, int]]:
         """Topics and their numbers of queues."""

@@ -99,7 +99,8 @@ class Calls:
         self._check_open()
         with translated(self.endpoint):
             reader = self.flight.do_get(flight.Ticket(msgspec.json.encode(ticket)))
-        return pa.RecordBatchReader.from_batches(READ_SCHEMA, batches())
+            schema = reader.schema
+        return pa.RecordBatchReader.from_batches(schema, batches())
 
     def _once(self, call: Callable[[], T]) -> T:
         with translated(self.endpoint):

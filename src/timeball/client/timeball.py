@@ -15,7 +15,7 @@ In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -260,9 +260,17 @@ class Timeball:
     # ---- reading as tables ------------------------------------------------------------------------------
 
     def read_log(
-        self, from_seq: int, to_seq: int, *, kinds: Iterable[int] | None = None, coalesce_rows: int = 65_536
+        self,
+        from_seq: int,
+        to_seq: int,
+        *,
+        kinds: Iterable[int] | None = None,
+        columns: Sequence[str] | None = None,
+        coalesce_rows: int = 65_536,
     ) -> pa.RecordBatchReader:
         """Rows of the log with from_seq <= seq < to_seq, in READ_SCHEMA; of these kinds (`message.Kind`) only.
+
+        `columns`: only these are read and sent.
 
         >>> with Timeball(endpoint) as ball:
         ...     seq = ball.send("audit", "x").seq
@@ -275,6 +283,7 @@ class Timeball:
                 "from_seq": from_seq,
                 "to_seq": to_seq,
                 "kinds": None if kinds is None else [int(kind) for kind in kinds],
+                "columns": None if columns is None else list(columns),
                 "coalesce_rows": coalesce_rows,
             }
         )

@@ -101,14 +101,16 @@ class Endpoint:
         to_seq: int,
         kinds: Sequence[int] | None = None,
         coalesce_rows: int = COALESCE_ROWS,
+        columns: Sequence[str] | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Rows with from_seq <= seq < to_seq of these kinds, in order, as batches in READ_SCHEMA."""
+        """Rows with from_seq <= seq < to_seq of these kinds, in order, as batches of `columns` of READ_SCHEMA."""
         ticket = {
             "read": "log",
             "from_seq": from_seq,
             "to_seq": to_seq,
             "kinds": None if kinds is None else list(kinds),
             "coalesce_rows": coalesce_rows,
+            "columns": None if columns is None else list(columns),
         }
         try:
             reader = self._client.do_get(flight.Ticket(msgspec.json.encode(ticket)))

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from timeball import limits
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
+from timeball.message import READ_SCHEMA
 from timeball.table import attachment
 
 INT64_MAX = 2**63 - 1
@@ -37,6 +38,7 @@ QueueId = Annotated[int, Meta(ge=0, le=QUEUE_ID_MAX)]
 Topic = Annotated[str, Meta(min_length=1, max_length=limits.TOPIC_BYTES_MAX)]
 Group = Annotated[str, Meta(min_length=1, max_length=limits.GROUP_BYTES_MAX)]
 Key = Annotated[str, Meta(min_length=1, max_length=limits.UNIQUE_KEY_BYTES_MAX)]
+Column = Annotated[str, Meta(min_length=1, max_length=32)]
 KindNumber = Annotated[int, Meta(ge=0, le=127)]
 Offsets = Annotated[dict[QueueId, Int64], Meta(max_length=limits.QUEUES_PER_TOPIC_MAX)]
 Keys = Annotated[list[Key], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
@@ -153,12 +155,13 @@ def _check_cancel(request: Cancel) -> None:
 
 
 class ReadLog(_Request, frozen=True, tag_field="read", tag="log"):
-    """Rows of the log with from_seq <= seq < to_seq, of these kinds only."""
+    """Rows of the log with from_seq <= seq < to_seq, of these kinds only; `columns` of READ_SCHEMA, or all."""
 
     from_seq: Int64
     to_seq: Int64
     kinds: Annotated[list[KindNumber], Meta(max_length=KINDS_MAX)] | None = None
     coalesce_rows: Annotated[int, Meta(ge=1, le=limits.FRAME_ROWS_MAX)] = COALESCE_ROWS
+    columns: Annotated[list[Column], Meta(min_length=1, max_length=len(READ_SCHEMA))] | None = None
 
 
 class ReadQueue(_Request, frozen=True, tag_field="read", tag="queue"):
@@ -188,6 +191,10 @@ def decode_ticket(data: bytes) -> Ticket:
     ticket: Ticket = _decode(data, Ticket, "the ticket")
     if isinstance(ticket, ReadLog) and ticket.to_seq < ticket.from_seq:
         raise RequestError(f"the ticket: to_seq {ticket.to_seq} lies before from_seq {ticket.from_seq}")
+    if isinstance(ticket, ReadLog) and ticket.columns is not None:
+        for name in ticket.columns:
+            if name not in READ_SCHEMA.names or ticket.columns.count(name) > 1:
+                raise RequestError(f"the ticket: columns: {name!r} is no column of the log, or there twice")
     return ticket
 
 

@@ -108,7 +108,9 @@ class FlightEdge(flight.FlightServerBase):
             request = codec.decode_ticket(data)
             entry = self._admit(self._calls)
             if isinstance(request, codec.ReadLog):
-                return flight.GeneratorStream(READ_SCHEMA, self._log_rows(request, entry))
+                names = request.columns or READ_SCHEMA.names
+                schema = pa.schema([READ_SCHEMA.field(name) for name in names])
+                return flight.GeneratorStream(schema, self._log_rows(request, entry))
             with entry:
                 cancel = isinstance(request, codec.Pull)
                 batch = self._on_loop(context, lambda: verbs.rows(self._broker, request), cancel=cancel)
@@ -206,7 +208,9 @@ class _LogRows:
     def __init__(self, broker: Broker, request: codec.ReadLog, entry: Pass, closing: threading.Event) -> None:
         self._entry = entry
         self._closing = closing
-        self._rows = broker.read_log(request.from_seq, request.to_seq, request.kinds, request.coalesce_rows)
+        self._rows = broker.read_log(
+            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns
+        )
 
     def __iter__(self) -> _LogRows:
         return self
