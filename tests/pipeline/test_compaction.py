@@ -7,36 +7,16 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import attached_seqs, log_rows, send
 
 from timeball.errors import OutOfRange, StorageError
 from timeball.message import TABLE_SCHEMA, Kind
 from timeball.pipeline import compaction
-from timeball.pipeline.compaction import Compacted, CompactWriter, Piece, plan, runs, waiting
+from timeball.pipeline.compaction import Compacted, CompactWriter, Piece, plan, waiting
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.options import write_options
 from timeball.pipeline.store import Store
-
-
-@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 20), st.integers(1, 500))
-def test_runs_lose_nothing_and_stay_bounded(counts: list[int], most_rows: int, most_bytes: int) -> None:
-    before = compaction.RUN_ROWS, compaction.RUN_BYTES
-    compaction.RUN_ROWS, compaction.RUN_BYTES = most_rows, most_bytes
-    try:
-        batches = [
-            pa.record_batch({"a": pa.array([i] * count, pa.int64())}) for i, count in enumerate(counts)
-        ]
-        tables = list(runs(iter(batches)))
-    finally:
-        compaction.RUN_ROWS, compaction.RUN_BYTES = before
-    assert [v for t in tables for v in t.column("a").to_pylist()] == [
-        i for i, n in enumerate(counts) for _ in range(n)
-    ]
-    assert all(0 < table.num_rows <= most_rows for table in tables)
-    assert all(table.nbytes <= most_bytes or len(table.column("a").chunks) == 1 for table in tables)
 
 
 def test_settled_promises_are_left_out() -> None:

@@ -15,7 +15,7 @@ from tests.pipeline.traffic import attached_seqs, visible
 from timeball import Timeball
 from timeball.errors import InvalidMessage, OverLimit, SetupError
 from timeball.limits import DAY_MS
-from timeball.pipeline import compaction, sink
+from timeball.pipeline import runs, sink
 from timeball.pipeline.compaction import CompactWriter
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import spark_errors
@@ -73,7 +73,7 @@ def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, br
 def test_a_failed_task_takes_its_own_files_back(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "RUN_ROWS", 1)
+    monkeypatch.setattr(runs, "RUN_ROWS", 1)
     before, reserved = broker.reserve(1), broker.reserve(1)
     with pytest.raises(InvalidMessage, match=r"^1 of 1 rows"):
         task(node, {"topic": ["fine", "not fine"], "body": ["b"] * 2, "due_ms": [later(broker)] * 2})

@@ -27,6 +27,7 @@ from timeball.errors import OutOfRange
 from timeball.message import TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.options import WriteOptions
+from timeball.pipeline.runs import runs
 from timeball.pipeline.store import Store
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import sort_rows
@@ -34,8 +35,6 @@ from timeball.table.layout import sort_rows
 LOG = logging.getLogger("timeball.pipeline")
 
 JOB_ID = "spark-compact"
-RUN_ROWS = 1_000_000
-RUN_BYTES = 256 * 1024 * 1024  # with its sorted copy and the encoder's pages: under 1 GB in a worker
 ATTACH_TRIES = 3
 
 
@@ -53,23 +52,6 @@ class Compacted(WriterCommitMessage):
     """The pieces one task wrote."""
 
     pieces: list[Piece] = field(default_factory=list)
-
-
-def runs(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Batches gathered into tables of at most RUN_ROWS rows and about RUN_BYTES bytes."""
-    held: list[pa.RecordBatch] = []
-    rows = size = 0
-    for whole in batches:
-        for begin in range(0, whole.num_rows, RUN_ROWS):
-            batch = whole.slice(begin, RUN_ROWS)
-            if held and (rows + batch.num_rows > RUN_ROWS or size + batch.nbytes > RUN_BYTES):
-                yield pa.Table.from_batches(held)
-                held, rows, size = [], 0, 0
-            held.append(batch)
-            rows += batch.num_rows
-            size += batch.nbytes
-    if held:
-        yield pa.Table.from_batches(held)
 
 
 def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:

@@ -8,23 +8,27 @@
     queue_id                     int; a queue is chosen at release when it is left out
 
 The rules are the broker's own for `send`. A row that breaks one is counted under the first rule it breaks. Timestamps
-finer than a millisecond are rounded up, because a promise may never be early. Pure functions on columns.
+finer than a millisecond are rounded up, because a promise may never be early. Pure functions on columns; nothing of
+Spark is imported.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.types import DataType, MapType, StringType, StructType
 
 from timeball import limits
 from timeball.errors import InvalidMessage
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, int64
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -50,7 +54,7 @@ def check_columns(schema: StructType) -> None:
         types = _SPARK_TYPES.get(field.name)
         if types is None:
             raise InvalidMessage(f"column {field.name}: unknown; there are {', '.join(_SPARK_TYPES)}")
-        if _type_name(field.dataType) not in types:
+        if field.dataType.simpleString() not in types:
             hint = "; a timestamp without time zone names no instant" if field.name == "due" else ""
             raise InvalidMessage(
                 f"column {field.name}: {field.dataType.simpleString()}, wanted {' or '.join(types)}{hint}"
@@ -60,12 +64,6 @@ def check_columns(schema: StructType) -> None:
             raise InvalidMessage(f"column {name} is missing; a message has a topic and a body")
     if "due_ms" in names and "due" in names:
         raise InvalidMessage("columns due_ms and due: give one of them")
-
-
-def _type_name(data_type: DataType) -> str:
-    if isinstance(data_type, MapType) and isinstance(data_type.valueType, StringType):
-        return "map<string,string>"
-    return data_type.simpleString()
 
 
 def normalise(rows: pa.Table, now_ms: int) -> pa.Table:

@@ -26,9 +26,10 @@ from pyspark.sql.types import StructType
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit, SetupError
 from timeball.pipeline import promises
-from timeball.pipeline.compaction import CompactWriter, runs
+from timeball.pipeline.compaction import CompactWriter
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.options import RANGE_COLUMNS, WriteOptions
+from timeball.pipeline.runs import runs
 from timeball.pipeline.store import Store
 from timeball.table.attachment import Attachment, FileEntry
 

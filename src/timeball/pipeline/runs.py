@@ -1,0 +1,31 @@
+"""Runs: as many rows as are sorted and written at a time.
+
+A task has a stream of batches and no bound on their number; a file wants as many sorted rows as memory allows. A run
+is the compromise. Nothing of Spark, because the commands on campaigns write files too, in a process of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+RUN_ROWS = 1_000_000
+RUN_BYTES = 256 * 1024 * 1024  # with its sorted copy and the encoder's pages: under 1 GB in a worker
+
+
+def runs(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Batches gathered into tables of at most RUN_ROWS rows and about RUN_BYTES bytes."""
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for whole in batches:
+        for begin in range(0, whole.num_rows, RUN_ROWS):
+            batch = whole.slice(begin, RUN_ROWS)
+            if held and (rows + batch.num_rows > RUN_ROWS or size + batch.nbytes > RUN_BYTES):
+                yield pa.Table.from_batches(held)
+                held, rows, size = [], 0, 0
+            held.append(batch)
+            rows += batch.num_rows
+            size += batch.nbytes
+    if held:
+        yield pa.Table.from_batches(held)
