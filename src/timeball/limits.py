@@ -62,6 +62,7 @@ POP_SPAN_MAX = 100_000  # positions from a group's stored offset to its newest: 
 POP_WINDOWS_MAX = 100_000  # queues times groups that are looked after at once
 INVISIBLE_MS_MAX = 12 * HOUR_MS  # RocketMQ's maxInvisibleTime
 CANCELS_PER_REQUEST_MAX = 10_000
+CANCEL_REASON_CHARACTERS_MAX = 200  # stands in every CANCEL row of the call
 ATTACH_FILES_MAX = 10_000
 RESERVATIONS_MAX = 10_000  # ranges set aside by writers that have not attached yet
 HALVES_OPEN_MAX = 200_000  # transactions nobody has ended; each is in memory and in the checkpoint

@@ -8,10 +8,12 @@ import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send
+from tests.table.small_table import table_rows
 
 from timeball.errors import InvalidMessage, NotFound, OutOfRange, Unavailable
 from timeball.message import READ_SCHEMA, Kind
-from timeball.pipeline.endpoint import Endpoint, from_wire
+from timeball.pipeline.endpoint import Endpoint, RangesCancelled, from_wire
+from timeball.pipeline.store import Store
 from timeball.table.attachment import Attachment
 
 
@@ -29,6 +31,17 @@ def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:
 def test_reserved_numbers_do_not_overlap(broker: Endpoint) -> None:
     first, second = broker.reserve(100), broker.reserve(1)
     assert second >= first + 100
+
+
+def test_what_a_bulk_job_has_attached_is_ended_as_one(broker: Endpoint) -> None:
+    first_seq, now_ms = broker.reserve(100), broker.status().now_ms
+    rows = table_rows([now_ms + 3_600_000] * 100, first_seq=first_seq)
+    files = list(Store(broker.status().table.uri).put_rows(rows, now_ms))
+    with pytest.raises(NotFound, match="set aside"):
+        broker.cancel_ranges([(first_seq, 100)])
+    broker.attach(Attachment(job="bulk", job_id="j", epoch=1, files=files, ranges=[(first_seq, 100)]))
+    assert broker.cancel_ranges([(first_seq, 100)], "why") == RangesCancelled(100, 100, 0, 0)
+    assert broker.cancel_ranges([(first_seq, 100)]) == RangesCancelled(100, 0, 100, 100)
 
 
 def test_errors_come_back_as_the_broker_raised_them(broker: Endpoint) -> None:

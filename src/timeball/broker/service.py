@@ -15,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import admission, cancelling, delivery, pulling, transactions
+from timeball.broker import admission, cancelling, delivery, pulling, range_cancel, transactions
 from timeball.broker.cancelling import Verdict
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.popping.popper import Popper
+from timeball.broker.range_cancel import RangesCancelled
 from timeball.broker.topics import Placement
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import NotFound, OutOfRange
@@ -199,6 +200,10 @@ class Broker:
             found.settled.update((await in_thread(self.parts.reader_thread, look_up)).settled)
             self._recall_cancels(found, [c for c in unknown if c.seq not in found.settled])
         return cancelling.verdicts([*ids, *keys, *map(str, seqs)], found, cancelled, now_ms)
+
+    async def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> RangesCancelled:
+        """Settle what waits of a bulk job's numbers, (first_seq, rows); see range_cancel.py."""
+        return await range_cancel.cancel_ranges(self.parts, ranges, reason)
 
     def _recall_cancels(self, found: cancelling.Found, unknown: list[cancelling.Candidate]) -> None:
         """Retention may have let a CANCEL row go while its promise still lies in the table: the schedule knows."""

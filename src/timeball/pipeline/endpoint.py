@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball.clock import Clock, SystemClock
-from timeball.errors import TimeballError, Unavailable, from_code
+from timeball.errors import OutOfRange, TimeballError, Unavailable, from_code
+from timeball.limits import PULL_ROWS_MAX
 from timeball.table import attachment as att
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -27,6 +28,7 @@ LOG = logging.getLogger("timeball.pipeline")
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
+LONG_CALL_TIMEOUT_S = 1_800.0
 PATIENCE_S = 20.0  # a broker that restarts with a million rows in its tail is back within seconds
 PAUSE_S = (0.1, 2.0)  # first and longest pause between two tries
 COALESCE_ROWS = 65_536
@@ -57,6 +59,25 @@ class Status(msgspec.Struct, frozen=True):
     watermark: int
     settled_before_ms: int
     strategy: str = COMPACTED  # who keeps promises
+
+
+class RangesCancelled(msgspec.Struct, frozen=True):
+    """Of so many numbers: how many promises one call ended; all others were settled before.
+
+    Of the settled ones `already_cancelled` are known to have been cancelled.
+    """
+
+    rows: int
+    cancelled: int
+    already_cancelled: int
+    settled: int
+
+
+class QueueStatus(msgspec.Struct, frozen=True):
+    """A queue keeps the offsets min <= offset < max."""
+
+    min: int
+    max: int
 
 
 class Endpoint:
@@ -91,6 +112,15 @@ class Endpoint:
         """Make files part of the pending table; a repeated attach is answered with `repeated`."""
         return self._call("attach", attachment, att.Attached)
 
+    def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> RangesCancelled:
+        """End what waits of these numbers of a bulk job, (first_seq, rows); may be repeated.
+
+        Some hundred thousand a second, so it may take minutes.
+        """
+        return self._call(
+            "cancel_range", {"ranges": ranges, "reason": reason}, RangesCancelled, LONG_CALL_TIMEOUT_S
+        )
+
     def lease_compactor(self, lease_ms: int) -> None:
         """Tell the broker that somebody else compacts for the next `lease_ms`."""
         self._call("compactor", {"lease_ms": lease_ms}, dict[str, Any])
@@ -112,6 +142,26 @@ class Endpoint:
             "coalesce_rows": coalesce_rows,
             "columns": None if columns is None else list(columns),
         }
+        yield from self._get(ticket)
+
+    def queues(self, topic: str) -> dict[int, tuple[int, int]]:
+        """Of each queue of a topic the first offset that is kept and the next one; NotFound without such a topic."""
+        answer = self._call("queues", {"topic": topic}, dict[str, dict[int, QueueStatus]])
+        return {queue: (each.min, each.max) for queue, each in answer["queues"].items()}
+
+    def read_queue(self, topic: str, queue_id: int, begin: int, end: int) -> Iterator[pa.RecordBatch]:
+        """Rows begin <= offset < end of a queue, in order, as batches in READ_SCHEMA; OutOfRange if it is shorter."""
+        while begin < end:
+            ticket = {"read": "queue", "topic": topic, "queue_id": queue_id, "offset": begin}
+            count = 0
+            for batch in self._get({**ticket, "rows": min(end - begin, PULL_ROWS_MAX)}):
+                count += batch.num_rows
+                yield batch
+            if not count:
+                raise OutOfRange(f"queue {queue_id} of {topic!r} ends at {begin}, before {end}")
+            begin += count
+
+    def _get(self, ticket: dict[str, object]) -> Iterator[pa.RecordBatch]:
         try:
             reader = self._client.do_get(flight.Ticket(msgspec.json.encode(ticket)))
             for chunk in reader:
@@ -120,13 +170,13 @@ class Endpoint:
         except pa.ArrowException as error:
             raise from_wire(error, self.uri) from error
 
-    def _call(self, verb: str, body: object, answer: type[T]) -> T:
+    def _call(self, verb: str, body: object, answer: type[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
         data = msgspec.json.encode(body)
         give_up_ns = self._clock.monotonic_ns() + self._patience_ns
         pause_s = PAUSE_S[0]
         while True:
             try:
-                return self._call_once(verb, data, answer)
+                return self._call_once(verb, data, answer, timeout_s)
             except Unavailable as error:
                 if self._clock.monotonic_ns() >= give_up_ns:
                     raise
@@ -135,8 +185,8 @@ class Endpoint:
             threading.Event().wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
-    def _call_once(self, verb: str, data: bytes, answer: type[T]) -> T:
-        options = flight.FlightCallOptions(timeout=CALL_TIMEOUT_S)
+    def _call_once(self, verb: str, data: bytes, answer: type[T], timeout_s: float) -> T:
+        options = flight.FlightCallOptions(timeout=timeout_s)
         try:
             results = list(self._client.do_action(flight.Action(verb, data), options))
         except pa.ArrowException as error:

@@ -110,6 +110,17 @@ class DataFile:
             rows = self._read(list(range(self._open().num_row_groups)), _ID_COLUMNS)
         return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seqs)))
 
+    def group_count(self) -> int:
+        """How many row groups it has."""
+        with self._briefly():
+            return int(self._open().num_row_groups)
+
+    def identities(self, group: int) -> pa.RecordBatch:
+        """The identifying columns of one row group, sorted by (due_ms, seq)."""
+        with self._briefly():
+            rows = self._read([group], _ID_COLUMNS).combine_chunks()
+        return pa.RecordBatch.from_arrays([column.chunk(0) for column in rows.columns], schema=rows.schema)
+
     def ensure_keys(self) -> None:
         """Build the key sidecar now, ahead of the first look-up; `keys_tried` says that this was done or cannot be."""
         try:

@@ -34,6 +34,7 @@ ATTACH_BODY_BYTES_MAX = 8 * 1024 * 1024  # 10,000 files of about 400 bytes
 SEND_PATH = [b"send"]  # the descriptor path of the only exchange
 
 Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Rows = Annotated[int, Meta(ge=1, le=2**40)]
 QueueId = Annotated[int, Meta(ge=0, le=QUEUE_ID_MAX)]
 Topic = Annotated[str, Meta(min_length=1, max_length=limits.TOPIC_BYTES_MAX)]
 Group = Annotated[str, Meta(min_length=1, max_length=limits.GROUP_BYTES_MAX)]
@@ -92,10 +93,17 @@ class Cancel(_Request, frozen=True):
     seqs: Seqs = []
 
 
+class CancelRange(_Request, frozen=True):
+    """cancel_range: end what waits of a bulk job's numbers, (first_seq, rows)."""
+
+    ranges: Annotated[list[tuple[Int64, Rows]], Meta(min_length=1, max_length=limits.ATTACH_FILES_MAX)]
+    reason: Annotated[str, Meta(max_length=limits.CANCEL_REASON_CHARACTERS_MAX)] = ""
+
+
 class Reserve(_Request, frozen=True):
     """reserve: set aside this many sequence numbers."""
 
-    rows: Annotated[int, Meta(ge=1, le=2**40)]
+    rows: Rows
 
 
 class Lease(_Request, frozen=True):
@@ -113,6 +121,7 @@ ACTIONS: dict[str, tuple[type[_Request] | None, int, str]] = {
     "offsets": (GetOffsets, BODY_BYTES_MAX, "how far a group has come in a topic"),
     "commit": (Commit, BODY_BYTES_MAX, "remember how far a group has come"),
     "cancel": (Cancel, CANCEL_BODY_BYTES_MAX, "do not keep these promises"),
+    "cancel_range": (CancelRange, CANCEL_BODY_BYTES_MAX, "do not keep what waits of a bulk job"),
     "reserve": (Reserve, BODY_BYTES_MAX, "set aside sequence numbers for a later attach"),
     "attach": (None, ATTACH_BODY_BYTES_MAX, "make files part of the pending table, all or none"),
     "compact": (Nothing, BODY_BYTES_MAX, "move the log's tail to the pending table now"),
@@ -120,7 +129,16 @@ ACTIONS: dict[str, tuple[type[_Request] | None, int, str]] = {
 }
 
 ActionRequest = (
-    Nothing | CreateTopic | Queues | GetOffsets | Commit | Cancel | Reserve | Lease | attachment.Attachment
+    Nothing
+    | CreateTopic
+    | Queues
+    | GetOffsets
+    | Commit
+    | Cancel
+    | CancelRange
+    | Reserve
+    | Lease
+    | attachment.Attachment
 )
 
 

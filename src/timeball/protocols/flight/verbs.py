@@ -40,6 +40,8 @@ async def perform(broker: Broker, verb: str, request: codec.ActionRequest, statu
             return {}
         case codec.Cancel():
             return {"verdicts": await broker.cancel(ids=request.ids, keys=request.keys, seqs=request.seqs)}
+        case codec.CancelRange():
+            return await broker.cancel_ranges(request.ranges, request.reason)
         case codec.Reserve():
             return {"first_seq": await broker.reserve(request.rows)}
         case codec.Lease():

@@ -1,0 +1,127 @@
+"""Cancel all that still waits of whole ranges of numbers: a bulk job's promises as one object, with a definite count.
+
+The promises of a bulk attach never passed through the log one by one, so their numbers are in nobody's memory:
+they are read from the files of the pending table, row group by row group, those due soonest first. Each group is
+decided on the event loop and its CANCEL rows are in the log before the next one is read; a call that is cut short
+has cancelled a beginning, and asked again goes on. What `cancelling` says of single promises holds for each of these.
+
+Refused: numbers that are set aside and not attached yet, because what comes after the answer would go on
+waiting; and numbers of rows of the log, whose promises may lie in its tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from timeball.broker.parts import Parts, in_thread
+from timeball.errors import NotFound, OutOfRange
+from timeball.message import Int64Array, Kind, build_rows, encode_properties, int64
+from timeball.table.data_file import DataFile
+
+REASON = "REASON"  # property of a CANCEL row: on whose account
+
+Ranges = Sequence[tuple[int, int]]
+
+
+class RangesCancelled(msgspec.Struct, frozen=True):
+    """Of so many numbers: how many promises this call ended; all others were settled, or on their way, before.
+
+    `already_cancelled`: those of the settled ones that are known to have been cancelled; a call whose answer got lost
+    is asked again, and then the two make one count. They are remembered until their instant has passed.
+    """
+
+    rows: int
+    cancelled: int
+    already_cancelled: int
+    settled: int
+
+
+async def cancel_ranges(parts: Parts, ranges: Ranges, reason: str) -> RangesCancelled:
+    """Settle all promises numbered first_seq <= seq < first_seq + rows, for each (first_seq, rows)."""
+    total = check(parts, ranges)
+    cancelled = already = 0
+    for file in overlapping(parts.hour_log.pending.all(), ranges):
+        for group in range(await in_thread(parts.reader_thread, file.group_count)):
+            rows = await in_thread(parts.reader_thread, group_in_ranges, file, group, ranges)
+            if rows.num_rows:
+                await parts.hour_log.quiet()
+                due_ms, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
+                already += int(np.count_nonzero(parts.hour_log.was_cancelled(due_ms, seq)))
+                cancelled += await _cancel(parts, rows, reason)
+    # Releases on their way: who asks what became of the others is to find them in the log.
+    await parts.writer.flushed()
+    return RangesCancelled(total, cancelled, already, total - cancelled)
+
+
+async def _cancel(parts: Parts, rows: pa.RecordBatch, reason: str) -> int:
+    now_ms = parts.clock.now_ms()
+    chosen = parts.hour_log.cancel(int64(rows.column("due_ms")), int64(rows.column("seq")))
+    if not chosen.any():
+        return 0
+    # No pause since the decision: the CANCEL rows stand in the log before any later release.
+    _, durable = parts.writer.append(cancel_rows(rows.filter(pa.array(chosen)), now_ms, reason))
+    await durable
+    return int(np.count_nonzero(chosen))
+
+
+def check(parts: Parts, ranges: Ranges) -> int:
+    """How many numbers these are; raises unless all were given out for bulk attaches that have taken place."""
+    ordered = sorted(ranges)
+    for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], (1 << 62, 0)], strict=True):
+        if first_seq + rows > min(next_first, parts.reader.next_seq):
+            raise OutOfRange(
+                f"{rows} rows from seq {first_seq}: beyond the log's end, or the same numbers named twice"
+            )
+        for set_aside, count in parts.ledger.reserved.items():
+            if first_seq < set_aside + count and set_aside < first_seq + rows:
+                raise NotFound(
+                    f"{count} rows from seq {set_aside} are set aside for a job that has not attached them yet"
+                )
+        begin = max(first_seq, parts.reader.first_seq)
+        if next(parts.reader.rows(begin, max(begin, first_seq + rows)), None) is not None:
+            raise OutOfRange(
+                f"{rows} rows from seq {first_seq}: not the range of a bulk attach; cancel these by number"
+            )
+    return sum(rows for _, rows in ranges)
+
+
+def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:
+    """Files that may hold such numbers, by their first instant."""
+    found = [
+        file
+        for file in files
+        if any(file.entry.min_seq < first + rows and first <= file.entry.max_seq for first, rows in ranges)
+    ]
+    return sorted(found, key=lambda file: file.entry.min_due_ms)
+
+
+def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatch:
+    """The rows of one row group that lie in the ranges (reader thread)."""
+    rows = file.identities(group)
+    inside = within(int64(rows.column("seq")), ranges)
+    return rows if inside.all() else rows.filter(pa.array(inside))
+
+
+def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
+    """Which of these numbers lie in one of the ranges."""
+    bounds = np.array(sorted(ranges), dtype=np.int64)
+    at = np.searchsorted(bounds[:, 0], seq, side="right") - 1
+    return np.asarray((at >= 0) & (seq < bounds[at, 0] + bounds[at, 1]))
+
+
+def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
+    """LOG_SCHEMA cancel records for promises given by their identifying columns."""
+    return build_rows(
+        rows.num_rows,
+        kind=int(Kind.CANCEL),
+        queue_id=-1,
+        store_ms=now_ms,
+        source_seq=rows.column("seq"),
+        properties=encode_properties({REASON: reason}) if reason else None,
+        **{name: rows.column(name) for name in ("topic", "unique_key", "keys", "due_ms", "accepted_ms")},
+    )
