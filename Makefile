@@ -48,7 +48,7 @@ bench: $(STAMP)   ## the benchmarks
 lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
 	$(COMPILE) --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml -o requirements/runtime.txt
-	$(COMPILE) pyproject.toml --extra spark --extra demo --extra dev -o requirements/all.txt
+	$(COMPILE) pyproject.toml --extra spark --extra sql --extra demo --extra dev -o requirements/all.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
 # Three steps, and every package fetched is named with its hash in a lock file: the build tool, the packages
