@@ -25,6 +25,7 @@ from timeball.broker.topics import Placement
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import NotFound, OutOfRange
 from timeball.log.format import with_seq
+from timeball.log.starts import Start, starts
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule.strategy import Strategy
 from timeball.schedule.ticker import Ticker
@@ -271,6 +272,10 @@ class Broker:
     ) -> Iterator[pa.RecordBatch]:
         """Rows of the log; any thread."""
         return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns)
+
+    def starts(self, from_seq: int, to_seq: int) -> list[Start]:
+        """When this log was taken up again, by the first row written then; any thread."""
+        return starts(self.parts.reader.segments, from_seq, to_seq)
 
     def topics(self) -> dict[str, dict[str, int]]:
         """Topics and their numbers of queues."""

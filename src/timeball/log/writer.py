@@ -29,12 +29,12 @@ from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, 
 from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments, begin, prepare, segment_name
+from timeball.log.starts import last_epoch
 
 logger = logging.getLogger(__name__)
 
 ASYNC_SYNC_INTERVAL_S = 1.0
 ROOM_RETRY_S = 2.0
-EPOCH = 1
 
 DurableCallback = Callable[[], None]
 
@@ -89,6 +89,7 @@ class LogWriter:
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self.next_seq = segments.next_seq
+        self._epoch = last_epoch(segments) + 1  # of this life
         self._pending: list[_Entry] = []
         self._committing: list[_Entry] = []
         self._pending_bytes = 0
@@ -199,7 +200,7 @@ class LogWriter:
                 first_seq=first_seq,
                 span=span,
                 append_ms=now_ms,
-                epoch=EPOCH,
+                epoch=self._epoch,
                 position=position,
                 synced_to=self._synced_to,
             )

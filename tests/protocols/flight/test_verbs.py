@@ -23,6 +23,7 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "topics": codec.Nothing(),
         "status": codec.Nothing(),
         "cancel": codec.Cancel(ids=["nobody"]),
+        "starts": codec.Starts(),
         "reserve": codec.Reserve(rows=3),
         "compactor": codec.Lease(lease_ms=0),
         "compact": codec.Nothing(),

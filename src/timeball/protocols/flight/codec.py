@@ -100,6 +100,13 @@ class CancelRange(_Request, frozen=True):
     reason: Annotated[str, Meta(max_length=limits.CANCEL_REASON_CHARACTERS_MAX)] = ""
 
 
+class Starts(_Request, frozen=True):
+    """starts: when the log was taken up again, of the starts whose first row lies in [from_seq, to_seq)."""
+
+    from_seq: Int64 = 0
+    to_seq: Int64 = INT64_MAX
+
+
 class Reserve(_Request, frozen=True):
     """reserve: set aside this many sequence numbers."""
 
@@ -122,6 +129,7 @@ ACTIONS: dict[str, tuple[type[_Request] | None, int, str]] = {
     "commit": (Commit, BODY_BYTES_MAX, "remember how far a group has come"),
     "cancel": (Cancel, CANCEL_BODY_BYTES_MAX, "do not keep these promises"),
     "cancel_range": (CancelRange, CANCEL_BODY_BYTES_MAX, "do not keep what waits of a bulk job"),
+    "starts": (Starts, BODY_BYTES_MAX, "when the log was taken up again after a stop"),
     "reserve": (Reserve, BODY_BYTES_MAX, "set aside sequence numbers for a later attach"),
     "attach": (None, ATTACH_BODY_BYTES_MAX, "make files part of the pending table, all or none"),
     "compact": (Nothing, BODY_BYTES_MAX, "move the log's tail to the pending table now"),
@@ -136,6 +144,7 @@ ActionRequest = (
     | Commit
     | Cancel
     | CancelRange
+    | Starts
     | Reserve
     | Lease
     | attachment.Attachment

@@ -6,6 +6,7 @@ our errors, or a bug that `failures` hides from the client and shows to the oper
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ async def perform(broker: Broker, verb: str, request: codec.ActionRequest, statu
             return {"verdicts": await broker.cancel(ids=request.ids, keys=request.keys, seqs=request.seqs)}
         case codec.CancelRange():
             return await broker.cancel_ranges(request.ranges, request.reason)
+        case codec.Starts():
+            return {"starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq)}
         case codec.Reserve():
             return {"first_seq": await broker.reserve(request.rows)}
         case codec.Lease():
