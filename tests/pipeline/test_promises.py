@@ -129,6 +129,14 @@ def test_rows_without_a_key_are_given_one() -> None:
     assert len(set(keys)) == 4
 
 
+def test_flags_stay_what_the_client_set() -> None:
+    """A client that packs bodies says so in sys_flag: without it nobody could unpack them."""
+    given = table(2, flag=pa.array([7, None], pa.int32()), sys_flag=pa.array([None, 1], pa.int32()))
+    rows = promises.normalise(given, NOW_MS)
+    assert (rows.column("flag").to_pylist(), rows.column("sys_flag").to_pylist()) == ([7, 0], [0, 1])
+    assert promises.normalise(table(), NOW_MS).column("sys_flag").to_pylist() == [0]
+
+
 def test_rows_with_keys_are_left_alone() -> None:
     rows = promises.normalise(table(1, unique_key=["mine"]), NOW_MS)
     assert promises.with_unique_keys(rows) is rows

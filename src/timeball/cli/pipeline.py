@@ -27,6 +27,7 @@ class Job(StrEnum):
 
     COMPACT = "compact"
     LEDGER = "ledger"
+    ARCHIVE = "archive"
 
 
 @app.callback()
@@ -36,7 +37,7 @@ def _pipeline() -> None:
 
 @app.command("run")
 def run(
-    jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger")],
+    jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive")],
     master: Annotated[
         str,
         typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master; the same job runs on any."),
@@ -61,7 +62,8 @@ def run(
     """Run pipeline jobs until Ctrl-C, or with --once until they have caught up.
 
     compact moves promises from the log's tail to the pending table; ledger keeps the events of every promise:
-    accepted, released, cancelled, lateness. Killed at any moment they go on where they were.
+    accepted, released, cancelled, lateness; archive keeps every message that became visible. Killed at any
+    moment they go on where they were.
 
     \b
     Examples:

@@ -6,6 +6,7 @@
     tag keys unique_key          string; a row without unique_key is given 32 hexadecimal characters
     properties                   string in RocketMQ's form, or map<string,string>
     queue_id                     int; a queue is chosen at release when it is left out
+    flag sys_flag                int, as RocketMQ's clients set them; 0
 
 The rules are the broker's own for `send`. A row that breaks one is counted under the first rule it breaks. Timestamps
 finer than a millisecond are rounded up, because a promise may never be early. Pure functions on columns; nothing of
@@ -40,6 +41,8 @@ _SPARK_TYPES: dict[str, tuple[str, ...]] = {
     "unique_key": ("string",),
     "properties": ("string", "map<string,string>"),
     "queue_id": ("int", "smallint", "tinyint", "bigint"),
+    "flag": ("int",),
+    "sys_flag": ("int",),
     "due_ms": ("bigint", "int"),
     "due": ("timestamp",),
 }
@@ -80,7 +83,8 @@ def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
     for name in ("born_ms", "accepted_ms"):
         columns[name] = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
     for name in ("flag", "sys_flag", "reconsume_times"):
-        columns[name] = pa.repeat(pa.scalar(0, pa.int32()), count)
+        zeros = pa.repeat(pa.scalar(0, pa.int32()), count)
+        columns[name] = given[name].fill_null(0) if name in given else zeros
     arrays = [columns.get(field.name) for field in TABLE_SCHEMA]
     return pa.Table.from_arrays(
         [

@@ -30,7 +30,7 @@ from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import plain, spark_errors
-from timeball.pipeline.jobs import compact, ledger
+from timeball.pipeline.jobs import archive, compact, ledger
 from timeball.pipeline.session import LOCAL_MASTER, build_session, make_active
 from timeball.pipeline.store import sibling
 
@@ -46,7 +46,11 @@ STOP_PATIENCE_S = 20.0
 STOP_LOOK_S = 0.02
 
 StartJob = Callable[..., StreamingQuery]
-JOBS: dict[str, StartJob] = {compact.NAME: compact.start, ledger.NAME: ledger.start}
+JOBS: dict[str, StartJob] = {
+    compact.NAME: compact.start,
+    ledger.NAME: ledger.start,
+    archive.NAME: archive.start,
+}
 SUPERFLUOUS = {compact.NAME: compact.superfluous}
 
 

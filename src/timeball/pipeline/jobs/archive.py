@@ -1,0 +1,285 @@
+"""`archive`: everything that passed, in a Delta table beside the pending table, after the log has let go of it.
+
+One row for every message that became visible in a queue: MESSAGE and RELEASE rows, with all columns the log has for
+them (`store_ms` is the instant at which it became visible). What was cancelled never passed: the ledger knows it.
+
+The stream carries only ranges of the log; each epoch is a batch from the archive's own mark to the end of the range
+(see pipeline/archiving.py). So the table alone says what is in it: a repeated epoch adds nothing, and neither a lost
+checkpoint nor retention leaves a hole that nobody notices.
+
+Small files are joined every TIDY_EVERY epochs, neighbours of one day into one sorted file again; what was replaced, and
+what a dead task left behind, is removed a week later, so that nobody loses a file while reading it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as fs
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake.exceptions import DeltaError
+from deltalake.transaction import RemoveAction
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as t
+from pyspark.sql.streaming.query import StreamingQuery
+
+from timeball.clock import SystemClock
+from timeball.errors import NotFound, OutOfRange, StorageError, TimeballError
+from timeball.pipeline import archiving
+from timeball.pipeline.archiving import APP_ID, FILE_SCHEMA, PARTITION, ArchiveDataSource
+from timeball.pipeline.delta_sink import app_version
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.narrow import Bounds
+from timeball.pipeline.schema import spark_schema
+from timeball.pipeline.store import Store, open_table, sibling
+
+LOG = logging.getLogger("timeball.pipeline")
+
+NAME = "archive"
+SINCE = "timeball.since"  # table property: the first row of the log that the archive has seen
+SINCE_MS = "timeball.since_ms"  # and the instant of that row: what passed before it is not here
+TRIGGER = "5 seconds"
+EPOCH_ROWS = 1_000_000
+# Nobody waits for the archive, and every epoch is a file or two: one a minute, or half a million rows.
+OPTIONS = {
+    "max_rows_per_batch": str(EPOCH_ROWS),
+    "rows_per_partition": str(EPOCH_ROWS),
+    "min_rows_per_batch": "500000",
+    "max_trigger_delay_ms": "60000",
+    "few_rows": "1",
+}
+TIDY_EVERY = 100  # versions
+JOINED_ROWS = 1_000_000
+JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; some times that in memory while they are joined
+
+
+ALWAYS = Bounds()
+
+
+# ---- the table --------------------------------------------------------------------------------------------
+
+
+def archive_uri(table_uri: str) -> str:
+    """Where the archive of a broker with this pending table lies unless it is said otherwise."""
+    return sibling(table_uri, NAME)
+
+
+def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
+    """The archive at `uri`; created empty, for what passes from the log's first row on, when there is none."""
+    try:
+        return open_table(uri)
+    except NotFound:
+        since, since_ms = beginning(endpoint)
+        return DeltaTable.create(
+            uri,
+            archiving.TABLE_SCHEMA,
+            partition_by=[PARTITION],
+            name=NAME,
+            description="Messages that became visible; one row each",
+            configuration={SINCE: str(since), SINCE_MS: str(since_ms)},
+            raise_if_key_not_exists=False,
+            commit_properties=CommitProperties(app_transactions=[Transaction(APP_ID, since)]),
+        )
+
+
+def beginning(endpoint: Endpoint) -> tuple[int, int]:
+    """(first row that the log has, its instant); the instant is 0 when nothing was ever removed."""
+    status = endpoint.status()
+    if status.log.first_seq <= 1:
+        return status.log.first_seq, 0
+    for batch in endpoint.read_log(status.log.first_seq, status.log.durable_seq, columns=["store_ms"]):
+        known = batch.column("store_ms").drop_null()
+        if len(known):
+            return status.log.first_seq, known[0].as_py()
+    return status.log.first_seq, status.now_ms
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The archive holds what passed in rows since <= seq < mark of the log, since_ms being the first one's instant."""
+
+    since: int
+    since_ms: int
+    mark: int
+
+
+def reach(table: DeltaTable) -> Reach:
+    """How far an archive goes back and forward; StorageError for another table."""
+    known = table.metadata().configuration
+    mark = app_version(table, APP_ID)
+    if SINCE not in known or SINCE_MS not in known or mark is None:
+        raise StorageError(
+            f"the Delta table at {table.table_uri} is not an archive; name another with --archive"
+        )
+    return Reach(int(known[SINCE]), int(known[SINCE_MS]), mark)
+
+
+def files(
+    table: DeltaTable, passed_ms: Bounds = ALWAYS, due_ms: Bounds = ALWAYS, topics: Sequence[str] = ()
+) -> list[str]:
+    """URIs of the files that can hold rows of these topics (none: of all) which passed, or were due, within bounds."""
+
+    def may_hold(action: dict[str, Any]) -> bool:
+        low, high = action.get("min.topic"), action.get("max.topic")
+        named = not topics or low is None or high is None or any(low <= topic <= high for topic in topics)
+        held = passed_ms.may_hold(action.get("min.store_ms"), action.get("max.store_ms"))
+        return named and held and due_ms.may_hold(action.get("min.due_ms"), action.get("max.due_ms"))
+
+    actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    return [f"{table.table_uri.rstrip('/')}/{action['path']}" for action in actions if may_hold(action)]
+
+
+def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | None = None) -> DataFrame:
+    """All of one version of the archive, or some of its files: the log's columns, and `day`."""
+    chosen = files(table) if uris is None else list(uris)
+    schema = spark_schema(FILE_SCHEMA).add(PARTITION, t.DateType())
+    if not chosen:
+        return spark.createDataFrame([], schema)
+    return spark.read.schema(schema).option("basePath", table.table_uri.rstrip("/")).parquet(*chosen)
+
+
+# ---- from the log to the archive --------------------------------------------------------------------------
+
+
+def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
+    """Bring the archive up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
+    spark.dataSource.register(ArchiveDataSource)
+    with Endpoint(endpoint) as broker:
+        first_seq = broker.status().log.first_seq
+        begin = reach(open_archive(uri, broker)).mark
+    if begin < first_seq < to_seq:
+        raise OutOfRange(
+            f"the archive ends at row {begin} but retention has removed the log up to {first_seq}: messages are "
+            f"missing; move the archive at {uri} away to start a new one"
+        )
+    for low in range(begin, to_seq, EPOCH_ROWS):
+        high = min(low + EPOCH_ROWS, to_seq)
+        place = {"endpoint": endpoint, "from_seq": str(low), "to_seq": str(high)}
+        ranges = spark.read.format("timeball").option("read", "ranges").options(**place).load()
+        ranges.write.format("timeball_archive").options(**place, uri=uri).mode("append").save()
+    if begin < to_seq:
+        tidy(uri)
+    return max(0, to_seq - begin)
+
+
+def start(
+    spark: SparkSession,
+    endpoint: str,
+    checkpoint: str,
+    *,
+    uri: str | None = None,
+    once: bool = False,
+    options: dict[str, str] | None = None,
+) -> StreamingQuery:
+    """Start the query; with `once` it stops when what is durable now is in the archive."""
+    if uri is None:
+        with Endpoint(endpoint) as broker:
+            uri = archive_uri(broker.status().table.uri)
+    ranges = spark.readStream.format("timeball").options(**{**OPTIONS, **(options or {})})
+    ranges = ranges.option("endpoint", endpoint).option("read", "ranges")
+    writer = ranges.load().writeStream.foreachBatch(epoch_writer(endpoint, uri))
+    writer = writer.queryName(NAME).option("checkpointLocation", checkpoint)
+    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=TRIGGER)
+    return writer.start()
+
+
+def epoch_writer(endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
+    """What an epoch does: only the end of its ranges counts, the archive knows its own beginning."""
+
+    def write(ranges: DataFrame, batch_id: int) -> None:
+        ends = [row["to_seq"] for row in ranges.collect()]
+        if ends:
+            try:
+                with spark_errors():
+                    rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
+            except TimeballError as error:
+                # Spark wraps this once more, into text; the two stacks below it would bury the sentence.
+                raise type(error)(str(error)) from None
+            LOG.info("job=archive epoch=%d to_seq=%d log_rows=%d", batch_id, max(ends), rows)
+
+    return write
+
+
+# ---- few files --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Small:
+    """A file worth joining."""
+
+    path: str
+    day: str
+    rows: int
+    size_bytes: int
+    first_seq: int
+
+
+def tidy(uri: str, every: int = TIDY_EVERY) -> None:
+    """Every so many versions: join small files, remove what nobody has named for a week. Nothing waits for it."""
+    table = open_table(uri)
+    if table.version() % every != every - 1:
+        return
+    try:
+        join(table)
+        table.vacuum(dry_run=False, full=True)
+        table.create_checkpoint()
+    except DeltaError as error:  # somebody else has committed; the next time will do
+        LOG.warning("job=archive not tidied: %s", error)
+
+
+def join(table: DeltaTable) -> int:
+    """Join neighbouring small files; returns how many have gone. Readers of older versions keep theirs."""
+    store = Store(table.table_uri)
+    gone = 0
+    for group in neighbours(small_files(table)):
+        read = [_rows(f"{table.table_uri.rstrip('/')}/{small.path}") for small in group]
+        now_ms = SystemClock().wall_ms()
+        written = archiving.write_files(store, pa.concat_tables(read))
+        joined = [entry.add(now_ms, data_change=False) for entry in written]
+        removed = [
+            RemoveAction(small.path, False, now_ms, small.size_bytes, {PARTITION: small.day})
+            for small in group
+        ]
+        archiving.commit(table, [*joined, *removed])
+        table.update_incremental()
+        gone += len(group)
+    return gone
+
+
+def small_files(table: DeltaTable) -> list[Small]:
+    """Files less than half of what a joined one may be, by day and by their place in the log."""
+    found = [
+        Small(a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"])
+        for a in pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    ]
+    small = [each for each in found if each.rows < JOINED_ROWS // 2 and each.size_bytes < JOINED_BYTES // 2]
+    return sorted(small, key=lambda each: (each.day, each.first_seq))
+
+
+def neighbours(small: Sequence[Small]) -> Iterator[list[Small]]:
+    """Groups of at least two files of one day that together stay within JOINED_ROWS and JOINED_BYTES."""
+    group: list[Small] = []
+    for each in small:
+        rows, size = (
+            sum(g.rows for g in group) + each.rows,
+            sum(g.size_bytes for g in group) + each.size_bytes,
+        )
+        if group and (group[0].day != each.day or rows > JOINED_ROWS or size > JOINED_BYTES):
+            if len(group) > 1:
+                yield group
+            group = []
+        group.append(each)
+    if len(group) > 1:
+        yield group
+
+
+def _rows(uri: str) -> pa.Table:
+    system, path = fs.FileSystem.from_uri(uri)
+    with system.open_input_file(path) as source:
+        return pq.ParquetFile(source).read()
