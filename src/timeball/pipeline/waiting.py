@@ -88,6 +88,7 @@ class Snapshot:
     ) -> None:
         self._broker = broker
         self._settled: Int64Array | None = None
+        self._moved: Int64Array | None = None
         self._only_cancels = only_cancels
         self.uri = uri
         self.now_ms = status.now_ms
@@ -143,26 +144,29 @@ class Snapshot:
             yield rows
 
     def places(
-        self, columns: Sequence[str] = tuple(TABLE_SCHEMA.names), due: Due = ALWAYS
+        self,
+        columns: Sequence[str] = tuple(TABLE_SCHEMA.names),
+        due: Due = ALWAYS,
+        among: Sequence[str] = PLACES,
     ) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """The same with the place of each batch: 'tail', 'table' or 'level'."""
+        """The same with the place of each batch, and only of the places `among`."""
         wanted = list(dict.fromkeys([*columns, "seq", "due_ms"]))
         schema = pa.schema([TABLE_SCHEMA.field(name) for name in columns])
-        settled = self.settled()
-        moved: list[Int64Array] = []
-        sources = {
-            "tail": (self._tail(wanted, moved), self._clip(due)),
-            "table": (self._table(wanted, due), self._clip(due)),
+        for place in among:
             # One of a level may count as due before its instant, when the clock was set back behind its acceptance.
-            "level": (self._levels(wanted), self._clip(due) if self._only_cancels else due),
-        }
-        for place, (batches, bounds) in sources.items():
-            for batch in batches:
-                # A promise of another strategy may lie in the table too since it was moved.
-                gone = (settled, *moved) if place == "table" else (settled,)
+            bounds = due if place == "level" and not self._only_cancels else self._clip(due)
+            gone = (self.settled(), self.moved()) if place == "table" else (self.settled(),)
+            for batch in self._at(place, wanted, due):
                 rows = _kept(batch, bounds, gone)
                 if rows.num_rows:
                     yield place, rows.select(columns).cast(schema)
+
+    def moved(self) -> Int64Array:
+        """Sorted numbers of the promises in the tail whose own rows lie before it, so maybe in the table too."""
+        if self._moved is None:
+            numbers = _numbers(self._log([Kind.MOVED], self.watermark, ["source_seq"]), "source_seq")
+            self._moved = numbers[numbers < max(self.watermark, self.first_seq)]
+        return self._moved
 
     # ---- where they lie -------------------------------------------------------------------------------------
 
@@ -174,22 +178,25 @@ class Snapshot:
         begin = min(max(from_seq, self.first_seq), self.end_seq)
         return self._broker.read_log(begin, self.end_seq, kinds, columns=list(dict.fromkeys(columns)))
 
-    def _tail(self, wanted: list[str], moved: list[Int64Array]) -> Iterator[pa.RecordBatch]:
-        """Promises behind the watermark, each once; `moved` fills with numbers whose own rows lie before it."""
+    def _at(self, place: str, wanted: list[str], due: Due) -> Iterator[pa.RecordBatch]:
+        if place == "table":
+            return self._table(wanted, due)
+        return self._tail(wanted) if place == "tail" else self._levels(wanted)
+
+    def _tail(self, wanted: list[str]) -> Iterator[pa.RecordBatch]:
+        """Promises behind the watermark, each once."""
         begin = max(self.watermark, self.first_seq)
         columns = ["seq", "kind", "source_seq", "store_ms", *wanted]
         seen = np.empty(0, np.int64)
         for batch in self._log([Kind.PROMISE, Kind.MOVED], self.watermark, columns):
             rows = self._own_numbers(batch)
-            fresh = rows.column("seq").to_numpy()
             is_moved = batch.column("kind").to_numpy() == Kind.MOVED
             if is_moved.any():
-                first = np.zeros(len(fresh), dtype=bool)
-                first[np.unique(fresh, return_index=True)[1]] = True
-                keep = ~is_moved | (first & (fresh < begin) & ~np.isin(fresh, seen))
-                gone = fresh[is_moved & keep]
-                seen = np.concatenate([seen, gone])
-                moved.append(np.sort(gone))
+                numbers = rows.column("seq").to_numpy()
+                first = np.zeros(len(numbers), dtype=bool)
+                first[np.unique(numbers, return_index=True)[1]] = True
+                keep = ~is_moved | (first & (numbers < begin) & ~np.isin(numbers, seen))
+                seen = np.concatenate([seen, numbers[is_moved & keep]])
                 rows = rows.filter(pa.array(keep))
             yield rows
 
