@@ -7,7 +7,7 @@ import socket
 import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import RunningNode
-from tests.pipeline.traffic import send
+from tests.pipeline.traffic import send, send_due_now
 from tests.table.small_table import table_rows
 
 from timeball.errors import InvalidMessage, NotFound, OutOfRange, Unavailable
@@ -26,6 +26,19 @@ def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:
     assert sum(batch.num_rows for batch in batches) == 10
     assert batches[0].schema == READ_SCHEMA
     assert list(broker.read_log(first, first + 10, [Kind.CANCEL])) == []
+
+
+def test_queues_and_their_rows(node: RunningNode, broker: Endpoint) -> None:
+    send_due_now(node.endpoint, 20)
+    queues = broker.queues("orders")
+    assert sum(end - first for first, end in queues.values()) == 20
+    for queue, (first, end) in queues.items():
+        batches = list(broker.read_queue("orders", queue, first, end))
+        assert sum(batch.num_rows for batch in batches) == end - first
+    with pytest.raises(OutOfRange, match="queue 0 of 'orders' ends at"):
+        list(broker.read_queue("orders", 0, 0, 1_000))
+    with pytest.raises(NotFound):
+        broker.queues("no.such")
 
 
 def test_reserved_numbers_do_not_overlap(broker: Endpoint) -> None:

@@ -80,6 +80,18 @@ def test_named_starts(node: RunningNode, broker: Endpoint) -> None:
     assert stream(node, from_seq=7).initialOffset() == {"seq": 7}
 
 
+def test_only_rows_of_the_topic_reach_a_task(node: RunningNode) -> None:
+    send(node.endpoint, 30)
+    send(node.endpoint, 5, topic="cards")
+    source = stream(node, topic="cards", columns="seq")
+    start = source.initialOffset()
+    parts = source.partitions(start, source.latestOffset(start, ReadAllAvailable()))
+    rows = [batch for part in parts for batch in source.read(part)]
+    assert [batch.schema.names for batch in rows] == [["seq"]]
+    assert sum(batch.num_rows for batch in rows) == 5
+    source.stop()
+
+
 def test_ranges_begin_at_the_watermark_whatever_the_checkpoint_says(
     node: RunningNode, broker: Endpoint
 ) -> None:

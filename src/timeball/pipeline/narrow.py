@@ -1,7 +1,8 @@
 """What a filter says about the range to fetch.
 
 Spark offers filters that are joined by AND. Each either narrows what is fetched or is ignored; none is ever taken off
-Spark's hands, so forgetting one costs time and never a row. All functions are pure.
+Spark's hands, so forgetting one costs time and never a row. Rows that are fetched all the same are left out in Arrow,
+before the JVM sees them. All functions are pure.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.datasource import (
     EqualTo,
     Filter,
@@ -37,6 +40,51 @@ class Bounds:
         """The half-open range begin..end, cut to the bounds."""
         begin = begin if self.low is None else max(begin, self.low)
         return begin, end if self.high is None else min(end, self.high + 1)
+
+    def holds(self, column: pa.Array) -> pa.Array:
+        """For each value whether it lies within; a null does not."""
+        inside = column.is_valid()
+        if self.low is not None:
+            inside = pc.and_(inside, pc.fill_null(pc.greater_equal(column, self.low), False))
+        if self.high is not None:
+            inside = pc.and_(inside, pc.fill_null(pc.less_equal(column, self.high), False))
+        return inside
+
+
+OPEN = Bounds()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rows that a read must yield: those within all `ranges`, of one of `topics` (None: of any)."""
+
+    ranges: tuple[tuple[str, Bounds], ...] = ()
+    topics: frozenset[str] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns it looks at."""
+        return [name for name, _ in self.ranges] + ([] if self.topics is None else ["topic"])
+
+    def range(self, column: str) -> Bounds:
+        """The bounds of one column."""
+        return dict(self.ranges).get(column, OPEN)
+
+    def keep(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The batch without the rows that nobody wants."""
+        masks = [limits.holds(batch.column(name)) for name, limits in self.ranges]
+        if self.topics is not None:
+            masks.append(pc.is_in(batch.column("topic"), pa.array(sorted(self.topics), pa.string())))
+        for mask in masks[1:]:
+            masks[0] = pc.and_(masks[0], mask)
+        # Mostly all rows or none: a filter that keeps everything copies everything.
+        return batch if not masks or pc.all(masks[0]).as_py() else batch.filter(masks[0])
+
+
+def wanted(columns: Sequence[str], topic: str | None, filters: Sequence[Filter]) -> Wanted:
+    """What the option `topic` and the filters leave; of numbers, only these columns are looked at."""
+    ranges = ((name, bounds(filters, name)) for name in columns)
+    return Wanted(tuple(pair for pair in ranges if pair[1] != OPEN), topics(topic, filters))
 
 
 def bounds(filters: Sequence[Filter], column: str) -> Bounds:
@@ -74,6 +122,23 @@ def kinds(wanted: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[in
         named = tuple(v for v in values if isinstance(v, int))
         wanted = named if wanted is None else tuple(k for k in wanted if k in named)
     return wanted
+
+
+def topics(wanted: str | None, filters: Sequence[Filter]) -> frozenset[str] | None:
+    """The topics that both the option (None: all) and the filters leave; None for all."""
+    left = None if wanted is None else frozenset([wanted])
+    for each in filters:
+        if getattr(each, "attribute", None) != ("topic",):
+            continue
+        if isinstance(each, EqualTo):
+            values: tuple[object, ...] = (each.value,)
+        elif isinstance(each, In):
+            values = tuple(each.value)
+        else:
+            continue
+        named = frozenset(value for value in values if isinstance(value, str))
+        left = named if left is None else left & named
+    return left
 
 
 def _whole(value: object) -> bool:

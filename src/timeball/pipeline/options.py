@@ -1,7 +1,8 @@
 """Options of the data source `timeball`: text in, checked values out, and an error that names the option.
 
 Spark hands options over as text under lower-case names, from `.option(...)` and from `.load(path)` alike. An
-option nobody knows is refused, because a misspelt `max_rows_per_bach` would otherwise be obeyed by silence.
+option nobody knows is refused, because a misspelt `max_rows_per_bach` would otherwise be obeyed by silence; and so
+is one that means nothing for what is read, such as `kinds` with read=pending.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import msgspec
 
 from timeball import limits
 from timeball.errors import SetupError
-from timeball.message import READ_SCHEMA, TABLE_SCHEMA, Kind
+from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.pipeline import option_values as values
+from timeball.pipeline.option_values import Offsets
 
 DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
-READS = ("log", "pending", "ranges")
+READS = ("log", "queue", "pending", "ledger", "ranges")
+STREAMED = ("log", "queue", "ranges")  # what can be read as a stream too
 STARTS = ("first", "latest", "watermark")
+OFFSET_STARTS = ("first", "latest")
 RANGE_COLUMNS = ("from_seq", "to_seq")
 # Spark's own words, which it passes on to the sink of a stream.
 SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
@@ -30,13 +35,21 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: str = DEFAULT_ENDPOINT
     read: str = "log"
+    columns: tuple[str, ...] | None = None
+    topic: str | None = None
     from_seq: int | str | None = None
     to_seq: int | None = None
     kinds: tuple[int, ...] | None = None
     body_kinds: tuple[int, ...] | None = None
-    columns: tuple[str, ...] | None = None
+    queue_id: int | None = None
+    from_offset: int | str | Offsets = "first"
+    to_offset: int | str | Offsets = "latest"
     version: int | None = None
+    timestamp: int | None = None
+    table_uri: str | None = None
+    ledger_uri: str | None = None
     rows_per_partition: int = 500_000
+    min_partitions: int = 1
     max_rows_per_batch: int = 1_000_000
     min_rows_per_batch: int = 1
     max_trigger_delay_ms: int = 0
@@ -52,43 +65,100 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
     table_uri: str | None = None
 
 
+# For each option of a read that does not fit all of them: those it fits.
+FITS: dict[str, tuple[str, ...]] = {
+    "topic": ("log", "queue", "pending", "ledger"),
+    "from_seq": ("log", "ranges"),
+    "to_seq": ("log", "ranges"),
+    "kinds": ("log",),
+    "body_kinds": ("log",),
+    "queue_id": ("queue",),
+    "from_offset": ("queue",),
+    "to_offset": ("queue",),
+    "version": ("pending", "ledger"),
+    "timestamp": ("pending", "ledger"),
+    "table_uri": ("pending", "ledger"),
+    "ledger_uri": ("ledger",),
+    "max_rows_per_batch": STREAMED,
+    "min_rows_per_batch": STREAMED,
+    "max_trigger_delay_ms": STREAMED,
+    "few_rows": STREAMED,
+}
+ONLY_BATCH = ("to_seq", "to_offset", "version", "timestamp")
+ONLY_STREAM = ("max_rows_per_batch", "min_rows_per_batch", "max_trigger_delay_ms", "few_rows")
+
+
 def describe() -> dict[str, str]:
     """What each option means, for help texts and documentation."""
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
-        "read": "log: rows of the log; pending: of the pending table (batch only); ranges: only (from_seq, to_seq)",
+        "read": "log, queue, pending, ledger, or ranges: only (from_seq, to_seq), for writers that fetch rows (log)",
+        "columns": "only these columns, in this order; of the log, the broker sends no others",
+        "topic": "only rows of this topic; required with read=queue",
         "from_seq": "first row to read: a number, or first, latest, watermark",
         "to_seq": "row to stop before (batch; default: everything durable)",
         "kinds": "only these kinds of rows, filtered by the broker: promise,release or 2,3",
         "body_kinds": "only rows of these kinds keep their body; null for the others",
-        "columns": "only these columns, in this order",
-        "version": "version of the pending table (default: the current one)",
-        "rows_per_partition": "rows of the log that one task reads",
-        "max_rows_per_batch": "rows of the log in one micro-batch, at most",
-        "min_rows_per_batch": "wait for so many new rows before a micro-batch starts",
-        "max_trigger_delay_ms": "but start after this time with few_rows or more; 0 waits for ever",
-        "few_rows": "see max_trigger_delay_ms",
-        "on_invalid": "fail: one invalid row fails the write; drop: leave invalid rows out and count them",
-        "job_id": "name of this write; a second write with the same name changes nothing",
+        "queue_id": "only this queue of the topic",
+        "from_offset": "where to begin in each queue: first, latest, an offset, or 0=100,1=250",
+        "to_offset": "where to stop before in each queue (batch): latest, an offset, or 0=100,1=250",
+        "version": "version of the Delta table (default: the current one)",
+        "timestamp": "the version that was current then: 2030-01-31T09:00:00Z, or milliseconds since 1970",
         "table_uri": "where executors reach the pending table, if not where the broker says",
+        "ledger_uri": "where the ledger lies, if not beside the pending table",
+        "rows_per_partition": "rows that one task reads, at most (500000)",
+        "min_partitions": "cut into so many tasks or more, even when they are small: the number of cores (1)",
+        "max_rows_per_batch": "rows in one micro-batch, at most; of the log, rows of all kinds (1000000)",
+        "min_rows_per_batch": "wait for so many new rows before a micro-batch starts (1)",
+        "max_trigger_delay_ms": "but start after this time with few_rows or more; 0 waits for ever (0)",
+        "few_rows": "see max_trigger_delay_ms (1)",
+        "on_invalid": "fail: one invalid row fails the write; drop: leave invalid rows out and count them (fail)",
+        "job_id": "name of this write; a second write with the same name changes nothing",
     }
 
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
     """Checked options of a read; SetupError names the first bad one."""
     parsed = _parse(options, ReadOptions)
-    if parsed.columns is not None:
-        known = {"log": READ_SCHEMA.names, "pending": TABLE_SCHEMA.names, "ranges": RANGE_COLUMNS}[
-            parsed.read
-        ]
-        for name in parsed.columns:
-            if name not in known:
-                raise SetupError(
-                    f"option columns: no column {name!r} when read={parsed.read}; there are {list(known)}"
-                )
-    if parsed.version is not None and parsed.read != "pending":
-        raise SetupError("option version: only with read=pending")
+    for key in options:
+        fits = FITS.get(key.lower(), READS)
+        if parsed.read not in fits:
+            raise SetupError(f"option {key}: only with read={' or '.join(fits)}, not with read={parsed.read}")
+    if parsed.read == "queue" and parsed.topic is None:
+        raise SetupError("option topic: missing; read=queue needs it")
+    if parsed.version is not None and parsed.timestamp is not None:
+        raise SetupError("options version and timestamp: give one of them")
+    known = {"log": READ_SCHEMA, "queue": READ_SCHEMA, "pending": TABLE_SCHEMA}.get(parsed.read)
+    if known is not None:
+        check_columns(parsed, known.names)
+    elif parsed.read == "ranges":
+        check_columns(parsed, list(RANGE_COLUMNS))
     return parsed
+
+
+def check_columns(options: ReadOptions, known: list[str]) -> None:
+    """Refuse a column that is not there."""
+    for name in options.columns or ():
+        if name not in known:
+            raise SetupError(
+                f"option columns: no column {name!r} when read={options.read}; there are {', '.join(known)}"
+            )
+
+
+def check_batch(options: ReadOptions) -> None:
+    """Refuse what only a stream has."""
+    for name in ONLY_STREAM:
+        if getattr(options, name) != getattr(ReadOptions(), name):
+            raise SetupError(f"option {name}: only for streams; a batch reads everything at once")
+
+
+def check_stream(options: ReadOptions) -> None:
+    """Refuse what only a batch has."""
+    if options.read not in STREAMED:
+        raise SetupError(f"option read={options.read}: a batch source; use spark.read")
+    for name in ONLY_BATCH:
+        if getattr(options, name) != getattr(ReadOptions(), name):
+            raise SetupError(f"option {name}: only for batch reads; a stream has no end")
 
 
 def write_options(options: Mapping[str, str]) -> WriteOptions:
@@ -97,94 +167,40 @@ def write_options(options: Mapping[str, str]) -> WriteOptions:
 
 
 def _parse(options: Mapping[str, str], record: type[T]) -> T:
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, text in options.items():
         name = key.lower()
         if name not in record.__struct_fields__:
             raise SetupError(f"option {key}: unknown; there are {', '.join(record.__struct_fields__)}")
         try:
-            values[name] = _PARSERS[name](text.strip())
+            found[name] = _PARSERS[name](text.strip())
         except ValueError as error:
             raise SetupError(f"option {name}={text!r}: {error}") from error
-    return record(**values)
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() not in words:
-            raise ValueError(f"one of {', '.join(words)}")
-        return text.lower()
-
-    return parse
-
-
-def _count(least: int, most: int = 2**62) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError("a whole number") from None
-        if not least <= value <= most:
-            raise ValueError(f"at least {least}" if value < least else f"at most {most}")
-        return value
-
-    return parse
-
-
-def _position(text: str) -> int | str:
-    if text.lower() in STARTS:
-        return text.lower()
-    try:
-        return _count(0)(text)
-    except ValueError as error:
-        raise ValueError(f"a sequence number of 0 or more, or one of {', '.join(STARTS)}") from error
-
-
-def _endpoint(text: str) -> str:
-    scheme, _, place = text.partition("://")
-    host, _, port = place.rpartition(":")
-    if scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not host or not port.isdigit():
-        raise ValueError("grpc://host:port, for example " + DEFAULT_ENDPOINT)
-    return text
-
-
-def _kinds(text: str) -> tuple[int, ...]:
-    known = {kind.name.lower(): int(kind) for kind in Kind if kind}
-    known.update({str(value): value for value in known.values()})
-    found = tuple(known.get(word.strip().lower(), 0) for word in text.split(","))
-    if not all(found):
-        raise ValueError("a list of " + ", ".join(kind.name.lower() for kind in Kind if kind))
-    return found
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names) or len(set(names)) != len(names):
-        raise ValueError("column names, separated by commas, each once")
-    return names
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise ValueError("may not be empty")
-    return text
+    return record(**found)
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "endpoint": _endpoint,
-    "read": _one_of(*READS),
-    "from_seq": _position,
-    "to_seq": _count(0),
-    "kinds": _kinds,
-    "body_kinds": _kinds,
-    "columns": _names,
-    "version": _count(0),
-    "rows_per_partition": _count(1),
-    "max_rows_per_batch": _count(1),
-    "min_rows_per_batch": _count(1),
-    "max_trigger_delay_ms": _count(0, limits.DAY_MS),
-    "few_rows": _count(1),
-    "on_invalid": _one_of("fail", "drop"),
-    "job_id": _text,
-    "table_uri": _text,
+    "endpoint": values.endpoint,
+    "read": values.one_of(*READS),
+    "columns": values.names,
+    "topic": values.text,
+    "from_seq": values.position(*STARTS),
+    "to_seq": values.count(0),
+    "kinds": values.kinds,
+    "body_kinds": values.kinds,
+    "queue_id": values.queue_id,
+    "from_offset": values.offsets(*OFFSET_STARTS),
+    "to_offset": values.offsets("latest"),
+    "version": values.count(0),
+    "timestamp": values.instant_ms,
+    "table_uri": values.text,
+    "ledger_uri": values.text,
+    "rows_per_partition": values.count(1),
+    "min_partitions": values.count(1, 100_000),
+    "max_rows_per_batch": values.count(1),
+    "min_rows_per_batch": values.count(1),
+    "max_trigger_delay_ms": values.count(0, limits.DAY_MS),
+    "few_rows": values.count(1),
+    "on_invalid": values.one_of("fail", "drop"),
+    "job_id": values.text,
 }

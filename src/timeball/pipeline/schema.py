@@ -21,10 +21,10 @@ from pyspark.sql.types import (
 )
 
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA
-from timeball.pipeline.options import ReadOptions
+from timeball.pipeline.options import ReadOptions, check_columns
 
 RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])
-SCHEMAS = {"log": READ_SCHEMA, "pending": TABLE_SCHEMA, "ranges": RANGE_SCHEMA}
+SCHEMAS = {"log": READ_SCHEMA, "queue": READ_SCHEMA, "pending": TABLE_SCHEMA, "ranges": RANGE_SCHEMA}
 
 _TYPES: dict[pa.DataType, DataType] = {
     pa.int8(): ByteType(),
@@ -41,7 +41,13 @@ def spark_schema(schema: pa.Schema) -> StructType:
 
 
 def arrow_schema(options: ReadOptions) -> pa.Schema:
-    """What a read with these options yields."""
+    """What a read with these options yields; SetupError names a column that is not there."""
+    if options.read == "ledger":
+        # The ledger's module builds on this one.
+        from timeball.pipeline.jobs.ledger import LEDGER_SCHEMA
+
+        check_columns(options, LEDGER_SCHEMA.names)
+        return pick(LEDGER_SCHEMA, options.columns)
     return pick(SCHEMAS[options.read], options.columns)
 
 

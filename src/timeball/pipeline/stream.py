@@ -26,39 +26,83 @@ from pyspark.sql.streaming.datasource import (
 from timeball.clock import Clock, SystemClock
 from timeball.errors import SetupError
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.options import ReadOptions
-from timeball.pipeline.source import LogPart, check_kept, read_part, split_range, start_seq
+from timeball.pipeline.narrow import Wanted, wanted
+from timeball.pipeline.options import ReadOptions, check_stream
+from timeball.pipeline.read_log import LogPart, check_kept, log_parts, read_part, start_seq
 
 Offset = dict[str, Any]
 
 
-class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """See the module. One instance lives beside the driver for the whole query; tasks only call `read`."""
+class BrokerStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """What the streams share: a connection, and when a batch is worth while.
+
+    One instance lives beside the driver for the whole query; tasks only call `read`.
+    """
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
-        if options.read == "pending":
-            raise SetupError("option read=pending: the pending table is a batch source; use spark.read")
-        if options.to_seq is not None:
-            raise SetupError("option to_seq: only for batch reads; a stream has no end")
+        check_stream(options)
         self.options = options
         self._clock = clock or SystemClock()
-        self._final_seq: int | None = None
         self._idle_since_ns = self._clock.monotonic_ns()
-        self._latest_seq: int | None = None
         self._endpoint: Endpoint | None = None
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """At most max_rows_per_batch rows."""
+        return ReadMaxRows(self.options.max_rows_per_batch)
+
+    def rows_max(self, limit: ReadLimit) -> int | None:
+        """How many rows a batch may have; None for all there are."""
+        if isinstance(limit, ReadAllAvailable):
+            return None
+        return int(getattr(limit, "max_rows", self.options.max_rows_per_batch))
+
+    def worth(self, rows: int) -> bool:
+        """Whether so many new rows are a batch, now."""
+        options = self.options
+        if rows >= min(options.min_rows_per_batch, options.max_rows_per_batch):
+            return True
+        waited_ms = (self._clock.monotonic_ns() - self._idle_since_ns) // 1_000_000
+        return 0 < options.max_trigger_delay_ms <= waited_ms and rows >= options.few_rows
+
+    def begin_batch(self) -> None:
+        """The wait of `max_trigger_delay_ms` starts anew."""
+        self._idle_since_ns = self._clock.monotonic_ns()
+
+    def stop(self) -> None:
+        """See DataSourceStreamReader."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    def broker(self) -> Endpoint:
+        """The connection of the driver's side."""
+        if self._endpoint is None:
+            self._endpoint = Endpoint(self.options.endpoint)
+        return self._endpoint
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tasks receive a copy; a connection and a clock's readings are of no use to them.
+        return {**self.__dict__, "_endpoint": None}
+
+
+class LogStream(BrokerStream):
+    """See the module."""
+
+    def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
+        super().__init__(options, clock)
+        # Spark pushes no filters into a stream: the option `topic` is all there is to go by.
+        self._rows = Wanted() if options.read == "ranges" else wanted((), options.topic, [])
+        self._final_seq: int | None = None
+        self._latest_seq: int | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Where a new query starts: from_seq, by default the first row that is kept."""
-        return {"seq": start_seq(self.options.from_seq, self._broker().status(), "first")}
-
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """At most max_rows_per_batch rows of the log."""
-        return ReadMaxRows(self.options.max_rows_per_batch)
+        return {"seq": start_seq(self.options.from_seq, self.broker().status(), "first")}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """The end of the next micro-batch; `start` itself when it should not take place."""
         begin = int(start["seq"])
-        durable = self._broker().status().log.durable_seq
+        durable = self.broker().status().log.durable_seq
         if durable < begin:
             raise SetupError(
                 f"the checkpoint stands at row {begin} but the broker's log ends at {durable}: it belongs to another "
@@ -66,23 +110,17 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         self._latest_seq = durable
         end = durable if self._final_seq is None else max(begin, min(durable, self._final_seq))
-        if not isinstance(limit, ReadAllAvailable):
-            end = min(end, begin + getattr(limit, "max_rows", self.options.max_rows_per_batch))
-        if self._final_seq is None and not self._worth(end - begin):
+        rows_max = self.rows_max(limit)
+        if rows_max is not None:
+            end = min(end, begin + rows_max)
+        if self._final_seq is None and not self.worth(end - begin):
             return start
-        self._idle_since_ns = self._clock.monotonic_ns()
+        self.begin_batch()
         return {"seq": end}
-
-    def _worth(self, rows: int) -> bool:
-        options = self.options
-        if rows >= min(options.min_rows_per_batch, options.max_rows_per_batch):
-            return True
-        waited_ms = (self._clock.monotonic_ns() - self._idle_since_ns) // 1_000_000
-        return 0 < options.max_trigger_delay_ms <= waited_ms and rows >= options.few_rows
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Stop at what is durable now."""
-        self._final_seq = self._broker().status().log.durable_seq
+        self._final_seq = self.broker().status().log.durable_seq
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
         """End of the log when last asked: how far the query lags."""
@@ -91,29 +129,14 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """See DataSourceStreamReader."""
         begin, stop = int(start["seq"]), int(end["seq"])
-        status = self._broker().status()
+        status = self.broker().status()
         if self.options.read == "ranges" and self.options.from_seq == "watermark":
             begin = status.watermark
         if begin >= stop:
             return []
         check_kept(begin, stop, status)
-        return split_range(begin, stop, self.options.rows_per_partition)
+        return log_parts(begin, stop, self.options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceStreamReader."""
-        return read_part(self.options, partition) if isinstance(partition, LogPart) else iter(())
-
-    def stop(self) -> None:
-        """See DataSourceStreamReader."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
-
-    def _broker(self) -> Endpoint:
-        if self._endpoint is None:
-            self._endpoint = Endpoint(self.options.endpoint)
-        return self._endpoint
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Tasks receive a copy; a connection and a clock's readings are of no use to them.
-        return {**self.__dict__, "_endpoint": None}
+        return read_part(self.options, partition, self._rows) if isinstance(partition, LogPart) else iter(())

@@ -1,0 +1,128 @@
+"""How the text of an option becomes its value: one parser a shape, each with the sentence about what it wants.
+
+A parser raises ValueError with that sentence; the option's name and the text are put before it by `options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+
+from timeball import limits
+from timeball.message import Kind
+
+Offsets = dict[int, int]  # queue -> offset
+MOST = 2**62
+
+
+def one_of(*words: str) -> Callable[[str], str]:
+    """One of these words, in any case."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return text.lower()
+
+    return parse
+
+
+def count(least: int, most: int = MOST) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError("a whole number") from None
+        if not least <= value <= most:
+            raise ValueError(f"at least {least}" if value < least else f"at most {most}")
+        return value
+
+    return parse
+
+
+def position(*named: str) -> Callable[[str], int | str]:
+    """A sequence number, or one of these names."""
+
+    def parse(text: str) -> int | str:
+        if text.lower() in named:
+            return text.lower()
+        try:
+            return count(0)(text)
+        except ValueError as error:
+            raise ValueError(f"a sequence number of 0 or more, or one of {', '.join(named)}") from error
+
+    return parse
+
+
+def offsets(*named: str) -> Callable[[str], int | str | Offsets]:
+    """Where to stand in queues: a name, one offset for all of them, or queue=offset,queue=offset."""
+    wanted = ", ".join([*named, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
+
+    def parse(text: str) -> int | str | Offsets:
+        if text.lower() in named:
+            return text.lower()
+        try:
+            if "=" not in text:
+                return count(0)(text)
+            pairs = [entry.split("=") for entry in text.split(",")]
+            found = {queue_id(queue): count(0)(offset) for queue, offset in pairs}
+        except ValueError as error:
+            raise ValueError(wanted) from error
+        if len(found) != len(pairs):
+            raise ValueError("each queue once")
+        return found
+
+    return parse
+
+
+def queue_id(text: str) -> int:
+    """The number of a queue."""
+    return count(0, limits.QUEUES_PER_TOPIC_MAX - 1)(text)
+
+
+def endpoint(text: str) -> str:
+    """Where a broker answers."""
+    scheme, _, place = text.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not host or not port.isdigit():
+        raise ValueError("grpc://host:port, for example grpc://127.0.0.1:7400")
+    return text
+
+
+def kinds(text: str) -> tuple[int, ...]:
+    """Kinds of rows, by name or number."""
+    known = {kind.name.lower(): int(kind) for kind in Kind if kind}
+    known.update({str(value): value for value in known.values()})
+    found = tuple(known.get(word.strip().lower(), 0) for word in text.split(","))
+    if not all(found):
+        raise ValueError("a list of " + ", ".join(kind.name.lower() for kind in Kind if kind))
+    return found
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names of columns."""
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found) or len(set(found)) != len(found):
+        raise ValueError("column names, separated by commas, each once")
+    return found
+
+
+def text(given: str) -> str:
+    """Any text but none."""
+    if not given:
+        raise ValueError("may not be empty")
+    return given
+
+
+def instant_ms(text: str) -> int:
+    """Milliseconds since 1970, or ISO 8601 with an offset from UTC."""
+    if text.isdecimal():
+        return count(0, limits.INSTANT_MS_MAX)(text)
+    try:
+        instant = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("an instant such as 2030-01-31T09:00:00Z or 1895994000000") from None
+    if instant.tzinfo is None:
+        raise ValueError("names no time zone: end it with Z or an offset such as +01:00")
+    return round(instant.timestamp() * 1000)
