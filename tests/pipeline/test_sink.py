@@ -197,3 +197,34 @@ def test_a_stream_of_messages_over_a_restart(
         spark.range(50, 80).write.json(str(tmp_path / "in"), mode="append")
         drain()
     assert len(set(attached_seqs(broker))) == 80
+
+
+@pytest.mark.spark
+def test_a_failed_epoch_leaves_nothing_behind_and_is_written_once_in_the_end(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    due = later(broker)
+
+    def drain(**options: str) -> None:
+        rows = spark.readStream.schema("id long").option("maxFilesPerTrigger", 1).json(str(tmp_path / "in"))
+        topic = "if(id = 77, 'no good', 'fine') as topic"
+        rows = rows.selectExpr(topic, "cast(id as string) as body", f"{due} + id as due_ms")
+        writer = (
+            rows.writeStream.format("timeball").option("endpoint", node.endpoint).option("job_id", "import")
+        )
+        writer = writer.options(**options).option("checkpointLocation", str(tmp_path / "checkpoint"))
+        with spark_errors():
+            writer.trigger(availableNow=True).start().awaitTermination()
+
+    for begin in (0, 50):
+        spark.range(begin, begin + 50, numPartitions=1).write.json(str(tmp_path / "in"), mode="append")
+        if begin == 0:
+            drain()
+    version, files = broker.status().table.version, data_files(broker)
+    with pytest.raises(InvalidMessage, match=r"^1 of 50 rows are invalid"):
+        drain()
+    assert (broker.status().table.version, len(attached_seqs(broker))) == (version, 50)
+    assert data_files(broker) == files
+    drain(on_invalid="drop")
+    assert len(set(attached_seqs(broker))) == 99
+    assert broker.status().table.version == version + 1
