@@ -61,6 +61,14 @@ class Status(msgspec.Struct, frozen=True):
     strategy: str = COMPACTED  # who keeps promises
 
 
+class Start(msgspec.Struct, frozen=True):
+    """The first row of a life of the log, its instant, and that of the last row before it."""
+
+    first_seq: int
+    at_ms: int
+    before_ms: int
+
+
 class RangesCancelled(msgspec.Struct, frozen=True):
     """Of so many numbers: how many promises one call ended; all others were settled before.
 
@@ -120,6 +128,11 @@ class Endpoint:
         return self._call(
             "cancel_range", {"ranges": ranges, "reason": reason}, RangesCancelled, LONG_CALL_TIMEOUT_S
         )
+
+    def starts(self, from_seq: int, to_seq: int) -> list[Start]:
+        """When the log was taken up again, of the starts whose first row lies in [from_seq, to_seq)."""
+        answer = self._call("starts", {"from_seq": from_seq, "to_seq": to_seq}, dict[str, list[Start]])
+        return answer["starts"]
 
     def lease_compactor(self, lease_ms: int) -> None:
         """Tell the broker that somebody else compacts for the next `lease_ms`."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import Row, SparkSession
-from tests.node_fixture import RunningNode
-from tests.pipeline.traffic import log_rows, send, send_due_now
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.pipeline.traffic import log_rows, send, send_due_now, visible
 
 from timeball import Timeball
+from timeball.clock import SystemClock
 from timeball.errors import StorageError
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import ledger
+from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.options import write_options
 from timeball.pipeline.schema import spark_schema
 from timeball.pipeline.sink import PromiseTask, attach_all
@@ -118,3 +120,27 @@ def test_another_delta_table_is_not_taken_for_a_ledger(tmp_path: Path) -> None:
     table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
     with pytest.raises(StorageError, match="is not a ledger"):
         ledger.bounds(table)
+
+
+def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with running_node(tmp_path / "data", compact_self=False) as first, Timeball(first.endpoint) as ball:
+        late = ball.send("orders", b"x", after="3s")  # longer than a stop takes
+        ball.send("orders", b"y", after="1d")
+    threading.Event().wait(max(0, late.due_ms + 50 - SystemClock().wall_ms()) / 1000)
+    with running_node(tmp_path / "data", compact_self=False) as second:
+        with Timeball(second.endpoint) as ball:
+            eventually(lambda: visible(ball, "orders") == 1, "it is released")
+            ball.send("orders", b"z", after="1d")
+        with Endpoint(second.endpoint) as broker:
+            uri = ledger.ledger_uri(broker.status().table.uri)
+            end = broker.status().log.durable_seq
+        for to_seq in (end - 1, end, end):  # in steps, and once more
+            ledger.extend(spark, second.endpoint, uri, to_seq)
+        found = DeltaTable(uri).to_pyarrow_table().to_pylist()
+        (row,) = ledger.promises(spark, second.endpoint).where("lateness_ms > 0").collect()
+        assert audit.run(spark, second.endpoint).ok
+    assert [event["rows"] for event in found if event["event"] == "started"] == [0]
+    assert row.seq == late.seq and row.cause == "outage"
+    assert row.late_outage_ms + row.late_broker_ms == row.lateness_ms

@@ -150,6 +150,7 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
         )
     fresh = ledger.read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
     history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
+    history = history.where("rows > 0")  # a start of the broker is nobody's event
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
     return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms")
 

@@ -5,6 +5,8 @@
                 bulk ATTACH
     released    a RELEASE row                                        the promise it keeps, 1
     cancelled   a CANCEL row                                         the promise it ends, 1
+    started     the log was taken up again; lateness_ms: for how     its first row of that life, 0
+                long nobody had written
 
 A promise that is written again (a MOVED row) is the same promise and has no event: it was accepted once, and waits.
 
@@ -32,6 +34,7 @@ from timeball.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.promise_view import promises_sql
 from timeball.pipeline.schema import spark_schema
 from timeball.pipeline.store import open_table, sibling
 
@@ -119,6 +122,24 @@ def _span(pair: Column) -> Column:
     return f.struct(f.element_at(pair, 1).alias("first_seq"), f.element_at(pair, 2).alias("rows"))
 
 
+def read_starts(endpoint: str, from_seq: int, to_seq: int) -> pa.Table:
+    """Each start of the broker whose first row lies in [from_seq, to_seq), as an event in LEDGER_SCHEMA."""
+    with Endpoint(endpoint) as broker:
+        starts = broker.starts(from_seq, to_seq)
+    rows = [
+        {
+            "event": "started",
+            "first_seq": start.first_seq,
+            "rows": 0,
+            "at_ms": start.at_ms,
+            "lateness_ms": max(0, start.at_ms - start.before_ms),
+            "event_seq": start.first_seq,
+        }
+        for start in starts
+    ]
+    return pa.Table.from_pylist(rows, LEDGER_SCHEMA)
+
+
 # ---- the table --------------------------------------------------------------------------------------------
 
 
@@ -175,6 +196,9 @@ def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
         frame = read_events(spark, endpoint, low, high)
+        started = read_starts(endpoint, low, high)
+        if started.num_rows:
+            frame = frame.unionByName(spark.createDataFrame(started, spark_schema(LEDGER_SCHEMA)))
         writer = frame.write.format("timeball_delta").option("uri", uri).option("app_id", APP_ID)
         writer.option("app_version", str(high)).mode("append").save()
     _tidy(uri)
@@ -235,43 +259,24 @@ def epoch_writer(endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
 
 
 def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:
-    """One row a promise: seq, topic, unique_key, accepted_ms, due_ms, released_ms, cancelled_ms, lateness_ms, attempts.
+    """One row a promise, with the causes of its lateness: promise_view.COLUMNS.
 
     From the ledger as far as it reaches; the due instants of bulk promises that still wait come from the pending table.
     """
     with Endpoint(endpoint) as broker:
         table_uri = broker.status().table.uri
     history = read_ledger(spark, open_table(uri or ledger_uri(table_uri)))
-    each = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
-    history = history.select(
-        each, *[name for name in LEDGER_SCHEMA.names if name not in ("first_seq", "rows")]
-    )
     table = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
-    waiting = table.option("columns", "seq,due_ms,topic,unique_key").load()
-    return one_row_each(history.unionByName(waiting, allowMissingColumns=True))
+    return one_row_each(spark, history, table.option("columns", "seq,due_ms,topic,unique_key").load())
+
+
+def one_row_each(spark: SparkSession, history: DataFrame, waiting: DataFrame) -> DataFrame:
+    """Events in LEDGER_SCHEMA, and rows (seq, due_ms, topic, unique_key) that fill gaps, as promise_view has them."""
+    text = promises_sql("spark", events="{history}", waiting="{waiting}")
+    return spark.sql(text, history=history, waiting=waiting)
 
 
 def real_topic() -> Column:
     """The topic of some events of a promise: while it waits for a level it stands in another, until it is settled."""
     topic = f.col("topic")
     return f.coalesce(f.max(f.when(topic != SCHEDULE_TOPIC, topic)), f.max(topic))
-
-
-def one_row_each(events_by_seq: DataFrame) -> DataFrame:
-    """Events with a column `seq`, folded into one row a promise; rows without an event only fill gaps."""
-
-    def at(event: str) -> Column:
-        return f.min(f.when(f.col("event") == event, f.col("at_ms"))).alias(f"{event}_ms")
-
-    folded = events_by_seq.groupBy("seq").agg(
-        real_topic().alias("topic"),
-        f.max("unique_key").alias("unique_key"),
-        at("accepted"),
-        f.max("due_ms").alias("due_ms"),
-        at("released"),
-        at("cancelled"),
-        f.max("lateness_ms").alias("lateness_ms"),
-        f.max("attempt").alias("attempts"),
-        f.count("event").alias("events"),
-    )
-    return folded.where("events > 0").drop("events")
