@@ -104,11 +104,6 @@ def test_a_part_of_the_time_begins_with_its_first_second_and_ends_before_its_las
     assert load.between(until_s=1).total == 1
 
 
-def test_what_is_overdue_counts_as_due_now() -> None:
-    load = load_of([(1_000, "a"), (4_000, "a"), (4_500, "b"), (6_000, "a")]).not_before(5)
-    assert cells_of(load) == {("a", 5): 2, ("b", 5): 1, ("a", 6): 1}
-
-
 def test_too_many_seconds_become_minutes_and_no_row_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(due_load, "CELLS_MAX", 100)
     counting = Counting()

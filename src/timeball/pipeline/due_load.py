@@ -136,11 +136,6 @@ class Load:
         high = self.cells if until_s is None else int(np.searchsorted(self.second, until_s, side="left"))
         return self._kept(slice(low, high))
 
-    def not_before(self, second: int) -> Load:
-        """What was due earlier counts as due at `second`: late as it is, it cannot come before now."""
-        moved = np.maximum(self.second, second // self.width_s * self.width_s)
-        return from_cells(self.topics, self.topic, moved, self.rows, self.width_s)
-
     def coarser(self, width_s: int) -> Load:
         """The same rows in cells of `width_s` seconds."""
         second = self.second // width_s * width_s
