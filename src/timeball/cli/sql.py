@@ -1,0 +1,195 @@
+"""`timeball sql`: questions about what waits and what happened, answered in this process by DuckDB.
+
+The engine and its views are pipeline/sql.py; here its rows become a table for people, CSV or JSON. Each answer says
+of which version it is: on stderr for people, in the document with --json.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import sys
+from collections.abc import Iterator
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from timeball.cli.connection import connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
+from timeball.cli.output import note, print_json, print_line
+from timeball.cli.quantities import parse_size_bytes
+from timeball.errors import SetupError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from timeball.pipeline.sql import Version
+
+ROWS_SHOWN = 50
+CELL_WIDTH = 60
+
+
+def sql(
+    query: Annotated[
+        str | None, typer.Argument(help="One SELECT. Without it and --file: what can be asked.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="FILE", help="Read the query from a file; - is stdin.")
+    ] = None,
+    version: Annotated[
+        int | None,
+        typer.Option("--version", min=0, help="As of this version of the pending table; by default now."),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, all rows.")] = False,
+    limit_rows: Annotated[
+        int, typer.Option("--limit-rows", min=1, help="Show at most so many rows as a table.")
+    ] = ROWS_SHOWN,
+    memory: Annotated[
+        Any,
+        typer.Option(
+            "--memory", parser=as_parameter(parse_size_bytes), metavar="SIZE", help="What a query may hold."
+        ),
+    ] = "1GiB",
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask with SQL what waits, what happened, and what passed.
+
+    Views: pending, pending_table, promises, ledger, archive, log. One consistent version per query. Needs the extra
+    'sql' (DuckDB), neither Spark nor Java; runs where the pending table can be read. Spark has the same views:
+    timeball.pipeline.views.register(spark, endpoint).
+
+    \b
+    Examples:
+      timeball sql
+      timeball sql "select topic, count(*), min(due) from pending group by topic"
+      timeball sql "select date_trunc('hour', due) as hour, count(*) from pending group by 1 order by 1"
+      timeball sql "select * from promises where state = 'released' order by lateness_ms desc limit 10"
+      timeball sql --version 12 "select count(*) from pending"
+      timeball sql --json "select event, sum(rows) as n from ledger group by event" | jq .rows
+      timeball sql --csv "select seq, due, topic from pending order by due" > pending.csv
+    """
+    text = _query(query, file)
+    if text is None:
+        _show_views(as_json)
+        return
+    from timeball.pipeline.sql import SqlSession
+
+    with connect(endpoint):
+        session = SqlSession(endpoint, version=version, memory_bytes=memory)
+    with session:
+        answer = session.run(text)
+        if as_json:
+            _print_json(answer.version, answer.rows)
+        elif as_csv:
+            note(describe(answer.version))
+            _print_csv(answer.rows)
+        else:
+            note(describe(answer.version))
+            _print_table(answer.rows, limit_rows)
+
+
+def describe(version: Version) -> str:
+    """The version in a line."""
+    instant = datetime.fromtimestamp(version.now_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    parts = [f"as of {instant[:-6]}Z: pending table {version.table}, log to row {version.log_end}"]
+    parts += [f"ledger {version.ledger}"] if version.ledger is not None else []
+    parts += [f"archive {version.archive}"] if version.archive is not None else []
+    parts += [] if version.is_whole else ["less what the log's tail held then, which is not kept any more"]
+    return ", ".join(parts)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON and CSV have it: instants as ISO 8601, bytes as text, or as hex behind \\x."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return f"\\x{value.hex()}"
+    if isinstance(value, datetime):
+        return value.isoformat().replace("+00:00", "Z")
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, Decimal):  # what a sum of integers comes as
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    return value
+
+
+def lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
+    """Rows as aligned columns; numbers to the right. A long value is cut, and says so by its last character."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    right = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))]
+    for row in [names, ["─" * width for width in widths], *cells]:
+        shown = (
+            text.rjust(width) if to_right else text.ljust(width)
+            for text, width, to_right in zip(row, widths, right, strict=True)
+        )
+        yield "  ".join(shown).rstrip()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else str(value)
+    text = "".join(character if character.isprintable() else "·" for character in text)
+    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
+
+
+def _query(query: str | None, file: Path | None) -> str | None:
+    """The text of the query; None when there is none."""
+    if file is None:
+        return query
+    if query is not None:
+        raise typer.BadParameter("a query was given already", param_hint="--file")
+    if str(file) == "-":
+        return sys.stdin.read()
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"--file {file}: {error}") from error
+
+
+def _rows(reader: pa.RecordBatchReader) -> Iterator[list[Any]]:
+    for batch in reader:
+        for row in zip(*[column.to_pylist() for column in batch.columns], strict=True):
+            yield [plain(value) for value in row]
+
+
+def _print_table(reader: pa.RecordBatchReader, limit_rows: int) -> None:
+    rows = list(itertools.islice(_rows(reader), limit_rows + 1))
+    for line in lines(reader.schema.names, rows[:limit_rows]):
+        print_line(line)
+    if len(rows) > limit_rows:
+        note(f"the first {limit_rows:,} rows; --limit-rows, --csv and --json show more")
+
+
+def _print_csv(reader: pa.RecordBatchReader) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(reader.schema.names)
+    writer.writerows(_rows(reader))
+    sys.stdout.flush()
+
+
+def _print_json(version: Version, reader: pa.RecordBatchReader) -> None:
+    names = reader.schema.names
+    print_json({"version": version, "rows": [dict(zip(names, row, strict=True)) for row in _rows(reader)]})
+
+
+def _show_views(as_json: bool) -> None:
+    """What can be asked, from the tables' schemas alone."""
+    from timeball.pipeline.sql import view_columns
+
+    views = view_columns()
+    if as_json:
+        print_json({"views": views})
+        return
+    for view, columns in views.items():
+        print_line(f"{view}: {', '.join(columns)}")
