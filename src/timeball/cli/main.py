@@ -23,6 +23,7 @@ from timeball.cli import (
     pending,
     pipeline,
     pull,
+    replay,
     schedule,
     send,
     serve,
@@ -55,6 +56,7 @@ app.command("send", rich_help_panel=_MESSAGES)(send.send)
 app.command("schedule", rich_help_panel=_MESSAGES)(schedule.schedule)
 app.command("cancel", rich_help_panel=_MESSAGES)(cancel.cancel)
 app.command("pull", rich_help_panel=_MESSAGES)(pull.pull)
+app.command("replay", rich_help_panel=_MESSAGES)(replay.replay)
 app.command("pending", rich_help_panel=_LOOK)(pending.pending)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("audit", rich_help_panel=_LOOK)(audit.audit)

@@ -75,14 +75,17 @@ def day(at_ms: object) -> datetime.date:
 
 
 @pytest.mark.spark
-def test_spark_reads_it_with_its_own_reader(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+def test_it_may_lie_elsewhere_and_spark_reads_it_with_its_own_reader(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
     traffic(node)
-    uri = archive.archive_uri(broker.status().table.uri)
-    archive.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
-    rows = archive.read_archive(spark, opened(broker)).orderBy("seq").collect()
-    assert [row.asDict() for row in rows] == archived(broker)
-    nothing = archive.read_archive(spark, opened(broker), [])
-    assert (nothing.count(), nothing.columns) == (0, opened(broker).to_pyarrow_table().schema.names)
+    drain(spark, node, tmp_path / "c", uri=str(tmp_path / "elsewhere"))
+    table = DeltaTable(str(tmp_path / "elsewhere"))
+    rows = archive.read_archive(spark, table).orderBy("seq").collect()
+    found = sorted(table.to_pyarrow_table().to_pylist(), key=lambda row: row["seq"])
+    assert [row.asDict() for row in rows] == found and len(found) == 8
+    nothing = archive.read_archive(spark, table, [])
+    assert (nothing.count(), nothing.columns) == (0, table.to_pyarrow_table().schema.names)
 
 
 @pytest.mark.spark

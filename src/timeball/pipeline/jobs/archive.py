@@ -177,11 +177,16 @@ def start(
     once: bool = False,
     options: dict[str, str] | None = None,
 ) -> StreamingQuery:
-    """Start the query; with `once` it stops when what is durable now is in the archive."""
+    """Start the query; with `once` it stops when what is durable now is in the archive.
+
+    `uri`, or `uri` among the options, is where the archive lies if not beside the pending table.
+    """
+    options = dict(options or {})
+    uri = options.pop("uri", uri)
     if uri is None:
         with Endpoint(endpoint) as broker:
             uri = archive_uri(broker.status().table.uri)
-    ranges = spark.readStream.format("timeball").options(**{**OPTIONS, **(options or {})})
+    ranges = spark.readStream.format("timeball").options(**{**OPTIONS, **options})
     ranges = ranges.option("endpoint", endpoint).option("read", "ranges")
     writer = ranges.load().writeStream.foreachBatch(epoch_writer(endpoint, uri))
     writer = writer.queryName(NAME).option("checkpointLocation", checkpoint)

@@ -1,0 +1,213 @@
+"""`timeball replay`: what passed in a window of the past is scheduled again, later, slower or faster.
+
+First what it would do is shown (a batch query on Spark, pipeline/jobs/replay.py), and only a yes makes it so. The same
+arguments name the same replay, so that a command that was cut off, or is not known to have worked, can be given again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from timeball.cli.connection import connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
+from timeball.cli.output import bars, print_json, print_line
+from timeball.cli.quantities import parse_duration_ms, parse_instant_ms, show_bytes, show_ms
+from timeball.errors import InvalidDelay, RequestError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from timeball.pipeline.jobs.replay import ReplayPlan, ReplayReport, Window
+
+TOPICS_SHOWN = 10
+
+_INSTANT: dict[str, Any] = {"metavar": "INSTANT", "parser": as_parameter(parse_instant_ms)}
+
+
+class By(StrEnum):
+    """Which instant of a message places it in the window."""
+
+    VISIBLE = "visible"
+    DUE = "due"
+
+
+FromOption = Annotated[int, typer.Option("--from", help="First instant of the window.", **_INSTANT)]
+UntilOption = Annotated[int, typer.Option("--until", help="First instant behind it.", **_INSTANT)]
+AtOption = Annotated[
+    int | None, typer.Option("--at", help="Instant at which the window begins again.", **_INSTANT)
+]
+ShiftOption = Annotated[
+    int | None,
+    typer.Option(
+        "--shift", metavar="DURATION", parser=as_parameter(parse_duration_ms), help="Or by how much later."
+    ),
+]
+StretchOption = Annotated[
+    float, typer.Option("--stretch", min=0, help="2 is half as fast, 0.5 twice as fast, 0 all at once.")
+]
+ArchiveOption = Annotated[
+    str | None,
+    typer.Option(
+        "--archive", metavar="URI", help="The archive's table; by default beside the pending table."
+    ),
+]
+NameOption = Annotated[
+    str | None, typer.Option("--job-id", metavar="ID", help="Name of this replay, to do one twice.")
+]
+
+
+def replay(
+    from_ms: FromOption,
+    until_ms: UntilOption,
+    at_ms: AtOption = None,
+    shift_ms: ShiftOption = None,
+    stretch: StretchOption = 1.0,
+    topics: Annotated[
+        list[str] | None, typer.Option("--topic", help="Only this topic; may be repeated.")
+    ] = None,
+    to_topic: Annotated[str | None, typer.Option("--to-topic", help="Into this topic instead.")] = None,
+    by: Annotated[
+        By, typer.Option("--by", help="Instant that counts: became visible, or was due.")
+    ] = By.VISIBLE,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be scheduled.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    late: Annotated[bool, typer.Option("--late", help="Also what would be due before now: at once.")] = False,
+    job_id: NameOption = None,
+    archive: ArchiveOption = None,
+    master: Annotated[
+        str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
+    ] = "local[2]",
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Schedule a past window of messages again, after showing what that means.
+
+    Messages come from the archive (timeball pipeline run archive) and from the log. Instants need a time zone.
+    The same arguments are the same replay: given again, it changes nothing.
+
+    \b
+    Examples:
+      timeball replay --from 2026-11-20T09:00Z --until 2026-11-20T10:00Z --at 2026-11-27T09:00Z --dry-run
+      timeball replay --from 2026-11-20T09:00Z --until 2026-11-20T10:00Z --shift 7d --topic orders --yes
+      timeball replay --from 2026-11-20T00:00Z --until 2026-11-21T00:00Z --at 2026-12-01T00:00Z \\
+          --stretch 0.1 --to-topic load-test
+    """
+    start_ms = beginning(from_ms, at_ms, shift_ms)
+    from timeball.cli.spark import open_session
+
+    with connect(endpoint) as ball:
+        ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
+    spark = open_session(master, "timeball-replay")
+    try:
+        from timeball.pipeline.jobs import replay as job
+
+        window = job.Window(
+            from_ms=from_ms,
+            until_ms=until_ms,
+            start_ms=start_ms,
+            stretch=stretch,
+            topics=tuple(sorted(set(topics or ()))),
+            to_topic=to_topic,
+            by=by.value,
+        )
+        carry_out(spark, endpoint, window, Wish(archive, job_id, dry_run, yes, late, as_json))
+    finally:
+        spark.stop()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The options that say what is to happen with a window; see the command."""
+
+    archive: str | None
+    job_id: str | None
+    dry_run: bool
+    yes: bool
+    late: bool
+    as_json: bool
+
+
+def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) -> None:
+    """Show what a replay would do and, when that is wanted, do it. One document with --json."""
+    from timeball.pipeline.jobs import replay as job
+
+    window.check()
+    if not wish.dry_run:
+        done = job.attached(endpoint, wish.job_id or window.job_id)
+        if done is not None:
+            return tell(msgspec.structs.replace(done, repeated=True), wish.as_json)
+    plan = job.plan(spark, endpoint, window, archive_uri=wish.archive)
+    if wish.as_json and (wish.dry_run or not plan.rows):
+        return print_json(plan)
+    if not wish.as_json:
+        for line in describe_plan(plan):
+            print_line(line)
+    if wish.dry_run or not plan.rows:
+        return None
+    agree(plan, late=wish.late, yes=wish.yes)
+    report = job.run(spark, endpoint, window, archive_uri=wish.archive, job_id=wish.job_id, rows=plan.rows)
+    return tell(report, wish.as_json)
+
+
+def beginning(from_ms: int, at_ms: int | None, shift_ms: int | None) -> int:
+    """Where the window begins again; InvalidDelay unless exactly one of the two ways to say so is used."""
+    if (at_ms is None) == (shift_ms is None):
+        raise InvalidDelay("say when: exactly one of --at (an instant) and --shift (such as 7d)")
+    return at_ms if at_ms is not None else from_ms + (shift_ms or 0)
+
+
+def agree(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
+    """Return when the replay is wanted; RequestError, or the end of the command, when it is not."""
+    if plan.overdue and not late:
+        raise RequestError(
+            f"{plan.overdue:,} of {plan.rows:,} messages would be due before now, and go out all at once: "
+            "choose a later --at or --shift, or add --late if that is wanted"
+        )
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise RequestError("nothing scheduled: add --yes, or --dry-run to look only")
+    typer.confirm(f"Schedule {plan.rows:,} messages?", abort=True, err=True)
+
+
+# ---- for people -------------------------------------------------------------------------------------------
+
+
+def tell(report: ReplayReport, as_json: bool) -> None:
+    """What has been scheduled, now or before."""
+    if as_json:
+        print_json(report)
+    elif report.repeated:
+        print_line(f"done before, at {instant(report.at_ms)}: {report.rows:,} messages as {report.job_id}")
+    else:
+        print_line(f"scheduled {report.rows:,} messages as {report.job_id}")
+
+
+def describe_plan(plan: ReplayPlan) -> Iterator[str]:
+    """The due load that a replay makes, its topics, and when it begins and ends."""
+    if plan.first_due_ms is None or plan.last_due_ms is None:
+        yield "nothing passed in this window"
+        return
+    yield from bars({instant(begin_ms): rows for begin_ms, rows in plan.curve.items()})
+    shown = list(plan.topics.items())[:TOPICS_SHOWN]
+    more = f", and {len(plan.topics) - len(shown):,} topics more" if len(plan.topics) > len(shown) else ""
+    yield "from " + ", ".join(f"{topic} {rows:,}" for topic, rows in shown) + more
+    begin, end = instant(plan.first_due_ms), instant(plan.last_due_ms)
+    yield f"{plan.rows:,} messages, {show_bytes(plan.body_bytes)} of bodies, due {begin} to {end}"
+    yield f"each bar is {show_ms(plan.width_ms)}"
+    if plan.overdue:
+        yield f"{plan.overdue:,} of them would be due before now"
+
+
+def instant(at_ms: int) -> str:
+    """An instant for people, in UTC: 2026-11-22T13:05:00Z, with a fraction where there is one."""
+    unit = "seconds" if at_ms % 1000 == 0 else "milliseconds"
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec=unit).replace("+00:00", "Z")

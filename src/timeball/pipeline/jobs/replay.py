@@ -1,0 +1,340 @@
+"""`replay`: a past window of traffic becomes promises again, moved and stretched in time.
+
+    a message that passed at t in [from, until)  ->  a promise due at  start + (t - from) * stretch
+
+`t` is when the message became visible, or when it was due (`by`). What passed comes from the archive as far as it
+reaches and from the log behind its mark, so a replay is complete whether or not the job `archive` has caught up. A
+window that begins before either of them, or is not over yet, is refused: half of a window would look like all of it.
+
+All of it is written in one attach under a name that follows from the arguments, so a second run with the same arguments
+changes nothing: the log's ATTACH row of that name says that it was done, and the broker refuses a second one.
+
+A replayed message is a new one: it has an id of its own, and names the old one in its property REPLAY_OF. Queue, tag,
+keys, properties, flags and body stay. Topics in which the broker keeps second tries and dead letters (%RETRY%…, %DLQ%…)
+are left out unless they are asked for by name: what was tried again would be there twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from deltalake import DeltaTable
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from timeball import limits
+from timeball.errors import InvalidDelay, NotFound, OutOfRange, Unavailable
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Kind
+from timeball.pipeline.archiving import PASSED
+from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.jobs import archive
+from timeball.pipeline.narrow import Bounds
+from timeball.pipeline.store import open_table
+from timeball.table import attachment as att
+
+LOG = logging.getLogger("timeball.pipeline")
+
+REPLAY_OF = "REPLAY_OF"
+SECOND_TRIES = "^%(RETRY|DLQ)%"
+ROWS_PER_TASK = 500_000
+BARS_MAX = 48
+_WIDTHS_MS = [
+    *(n * limits.SECOND_MS for n in (1, 5, 15)),
+    *(n * limits.MINUTE_MS for n in (1, 5, 15)),
+    *(n * limits.HOUR_MS for n in (1, 3, 6, 12)),
+    *(n * limits.DAY_MS for n in (1, 7, 30, 365)),
+]
+_TRANSACTION_BITS = 0x4 | 0x8  # RocketMQ's sys_flag; a replay commits nothing
+_KEPT = ("topic", "queue_id", "tag", "keys", "unique_key", "body", "properties", "flag", "sys_flag")
+_READ = (*_KEPT, "kind", "store_ms", "due_ms")
+_DURABLE_TRIES = 100
+_DURABLE_PAUSE_S = 0.05
+
+By = Literal["visible", "due"]
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """What to replay, and to when. Instants in milliseconds since 1970; `start_ms` is where `from_ms` falls."""
+
+    from_ms: int
+    until_ms: int
+    start_ms: int
+    stretch: float = 1.0
+    topics: tuple[str, ...] = ()
+    to_topic: str | None = None
+    by: By = "visible"
+
+    def check(self) -> None:
+        """Refuse a window that is none, or a stretch that turns time round."""
+        if self.until_ms <= self.from_ms:
+            raise InvalidDelay("the window is empty: its end must lie behind its beginning")
+        if not 0 <= self.stretch < float("inf"):
+            raise InvalidDelay(f"stretch {self.stretch}: 0 (all at once) or more")
+        if self.start_ms < 0:
+            raise InvalidDelay("the replayed window would begin before 1970")
+
+    @property
+    def job_id(self) -> str:
+        """The same for the same arguments."""
+        return "replay-" + hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:24]
+
+    @property
+    def end_ms(self) -> int:
+        """Where the end of the window falls."""
+        return self.start_ms + int(-(-(self.until_ms - self.from_ms) * self.stretch // 1))
+
+
+class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay would schedule. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names."""
+
+    job_id: str
+    rows: int
+    body_bytes: int
+    first_due_ms: int | None
+    last_due_ms: int | None
+    overdue: int
+    now_ms: int
+    width_ms: int
+    curve: dict[int, int]
+    topics: dict[str, int]
+
+
+class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay has scheduled: `ranges` are (first_seq, rows). `repeated`: it had been done before."""
+
+    job_id: str
+    rows: int
+    at_ms: int
+    repeated: bool
+    ranges: list[tuple[int, int]]
+
+
+# ---- what passed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The archive, if there is one, up to row `mark` of the log, and the log from there to `end`."""
+
+    table: DeltaTable | None
+    since_ms: int
+    mark: int
+    end: int
+    now_ms: int
+    settled_before_ms: int
+
+
+def look(endpoint: str, archive_uri: str | None = None) -> Sources:
+    """Where the archive and the log stand: everything stamped before `now_ms` lies below `end`."""
+    with Endpoint(endpoint) as broker:
+        status = _all_durable(broker)
+        first = status.log.first_seq
+        table, known = None, archive.Reach(first, 0, first)
+        try:
+            table = open_table(archive_uri or archive.archive_uri(status.table.uri))
+            known = archive.reach(table)
+        except NotFound:
+            if archive_uri is not None:
+                raise
+            known = archive.Reach(first, archive.beginning(broker)[1], first)
+    if known.mark < first:
+        raise OutOfRange(
+            f"the archive ends at row {known.mark} but the log begins at {first}: messages between them are missing"
+        )
+    end = max(known.mark, status.log.durable_seq)
+    return Sources(table, known.since_ms, known.mark, end, status.now_ms, status.settled_before_ms)
+
+
+def _all_durable(broker: Endpoint) -> Status:
+    """A status whose `durable_seq` has reached every row that was numbered when its `now_ms` was."""
+    asked = broker.status()
+    for _ in range(_DURABLE_TRIES):
+        status = broker.status()
+        if status.log.durable_seq >= asked.log.next_seq:
+            return msgspec.structs.replace(status, now_ms=asked.now_ms)
+        threading.Event().wait(_DURABLE_PAUSE_S)
+    raise Unavailable("the broker's disk does not keep up; try again when less is being sent")
+
+
+def check_covered(window: Window, sources: Sources) -> None:
+    """Refuse a window of which some messages are not known any more, or not yet; or that goes too far ahead."""
+    if window.from_ms < sources.since_ms:
+        raise OutOfRange(
+            f"the window begins at {window.from_ms}, but what passed is known from {sources.since_ms} on "
+            "(milliseconds since 1970): start the job `archive` before the log lets go"
+        )
+    if window.end_ms > sources.now_ms + limits.DELAY_MS_MAX:
+        raise InvalidDelay(
+            f"the replay would end more than {limits.DELAY_MS_MAX // limits.DAY_MS} days from now"
+        )
+    settled = sources.now_ms if window.by == "visible" else min(sources.now_ms, sources.settled_before_ms)
+    if window.until_ms > settled:
+        raise OutOfRange(
+            f"the window ends at {window.until_ms}, but is only over when what passes until then has passed: "
+            f"now up to {settled} (milliseconds since 1970)"
+        )
+
+
+def moment(by: By) -> Column:
+    """The instant of a message that passed. One without a due instant was sent to be visible at once."""
+    return f.coalesce(f.col("due_ms"), f.col("store_ms")) if by == "due" else f.col("store_ms")
+
+
+def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
+    """The messages of a window, in the columns that a replay needs, with `at_ms`, the instant of each."""
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_READ))
+    source = source.option("kinds", ",".join(str(int(kind)) for kind in PASSED))
+    source = source.option("from_seq", str(sources.mark)).option("to_seq", str(sources.end))
+    rows = source.load()
+    if sources.table is not None:
+        # What was due in the window became visible in it or behind it.
+        span = Bounds(window.from_ms, window.until_ms - 1 if window.by == "visible" else None)
+        uris = archive.files(sources.table, span, topics=window.topics)
+        rows = archive.read_archive(spark, sources.table, uris).select(*_READ).unionByName(rows)
+    return within(rows, window)
+
+
+def within(rows: DataFrame, window: Window) -> DataFrame:
+    """Rows of the log or the archive, reduced to those of the window, with `at_ms`."""
+    at = moment(window.by)
+    topic = f.col("topic")
+    wanted = topic.isin(*window.topics) if window.topics else ~topic.rlike(SECOND_TRIES)
+    inside = (at >= window.from_ms) & (at < window.until_ms) & wanted
+    return rows.where(inside).withColumn("at_ms", at)
+
+
+# ---- when it passes again ---------------------------------------------------------------------------------
+
+
+def due(window: Window) -> Column:
+    """The new instant. Rounded up: a promise may be late by part of a millisecond, but never early."""
+    return f.lit(window.start_ms) + f.ceil((f.col("at_ms") - window.from_ms) * f.lit(window.stretch)).cast(
+        "bigint"
+    )
+
+
+def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
+    """What passed as rows for the data source's writer; with `count` rows known, in parts that a task can hold."""
+    given = f.coalesce(f.col("properties"), f.lit(""))
+    closed = (given == "") | given.endswith(PROPERTY_END)
+    given = f.when(closed, given).otherwise(f.concat(given, f.lit(PROPERTY_END)))
+    named = f.concat(given, f.lit(REPLAY_OF + PROPERTY_NAME_END), f.col("unique_key"), f.lit(PROPERTY_END))
+    # A row that may not grow keeps what it has.
+    fits = f.col("unique_key").isNotNull() & (f.octet_length(named) <= limits.PROPERTIES_BYTES_MAX)
+    topic = f.col("topic") if window.to_topic is None else f.lit(window.to_topic)
+    flags = f.coalesce(f.col("sys_flag"), f.lit(0)).bitwiseAND(f.lit(~_TRANSACTION_BITS))
+    again = rows.select(
+        topic.alias("topic"),
+        "body",
+        due(window).alias("due_ms"),
+        "tag",
+        "keys",
+        f.when(fits, named).otherwise(f.col("properties")).alias("properties"),
+        "queue_id",
+        "flag",
+        flags.cast("int").alias("sys_flag"),
+    )
+    parts = 1 if count is None else -(-count // ROWS_PER_TASK)
+    return again if parts <= 1 else again.repartitionByRange(parts, "due_ms")
+
+
+def width_ms(span_ms: int) -> int:
+    """The finest step that shows a span in at most BARS_MAX bars."""
+    return next((width for width in _WIDTHS_MS if span_ms <= width * BARS_MAX), _WIDTHS_MS[-1])
+
+
+# ---- the job ----------------------------------------------------------------------------------------------
+
+
+def plan(spark: SparkSession, endpoint: str, window: Window, *, archive_uri: str | None = None) -> ReplayPlan:
+    """What `run` would schedule. Reads, and writes nothing."""
+    window.check()
+    sources = look(endpoint, archive_uri)
+    check_covered(window, sources)
+    width = width_ms(window.end_ms - window.start_ms)
+    again = due(window)
+    step = (f.floor(again / width) * width).cast("bigint")
+    with spark_errors():
+        groups = (
+            passed(spark, endpoint, window, sources)
+            .groupBy("topic", step.alias("step"))
+            .agg(
+                f.count("*").alias("rows"),
+                f.sum(f.octet_length("body")).alias("bytes"),
+                f.min(again).alias("first"),
+                f.max(again).alias("last"),
+                f.count_if(again < sources.now_ms).alias("overdue"),
+            )
+            .collect()
+        )
+    curve: dict[int, int] = {}
+    topics: dict[str, int] = {}
+    for group in groups:
+        curve[group["step"]] = curve.get(group["step"], 0) + group["rows"]
+        topics[group["topic"]] = topics.get(group["topic"], 0) + group["rows"]
+    return ReplayPlan(
+        job_id=window.job_id,
+        rows=sum(topics.values()),
+        body_bytes=sum(group["bytes"] or 0 for group in groups),
+        first_due_ms=min((group["first"] for group in groups), default=None),
+        last_due_ms=max((group["last"] for group in groups), default=None),
+        overdue=sum(group["overdue"] for group in groups),
+        now_ms=sources.now_ms,
+        width_ms=width,
+        curve=dict(sorted(curve.items())),
+        topics=dict(sorted(topics.items(), key=lambda item: (-item[1], item[0]))),
+    )
+
+
+def run(
+    spark: SparkSession,
+    endpoint: str,
+    window: Window,
+    *,
+    archive_uri: str | None = None,
+    job_id: str | None = None,
+    rows: int | None = None,
+) -> ReplayReport:
+    """Schedule the window again, in one attach; nothing when the attach of this name is there already.
+
+    `job_id`: another name than the one that follows from the window, to replay the same thing twice. `rows`: how
+    many there are, if a plan has said so: more than half a million are then written by several tasks.
+    """
+    window.check()
+    name = job_id or window.job_id
+    done = attached(endpoint, name)
+    if done is not None:
+        return msgspec.structs.replace(done, repeated=True)
+    sources = look(endpoint, archive_uri)
+    check_covered(window, sources)
+    with spark_errors():
+        again = promises(passed(spark, endpoint, window, sources), window, rows)
+        writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
+        writer.mode("append").save()
+    done = attached(endpoint, name, from_seq=sources.end)
+    LOG.info("job=replay id=%s rows=%d", name, done.rows if done else 0)
+    # Not there although there was something to write: done so long ago that the log has let go of it.
+    return done or ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=bool(rows), ranges=[])
+
+
+def attached(endpoint: str, job_id: str, from_seq: int = 0) -> ReplayReport | None:
+    """What the log says of the attach of this name; None while there is none, in what is kept from `from_seq` on."""
+    with Endpoint(endpoint) as broker:
+        status = broker.status()
+        begin = max(from_seq, status.log.first_seq)
+        columns = ["body", "store_ms"]
+        batches = broker.read_log(begin, max(begin, status.log.durable_seq), [Kind.ATTACH], columns=columns)
+        for row in (row for batch in batches for row in batch.to_pylist()):
+            found = att.decode(row["body"])
+            if found.job == "bulk" and found.job_id == job_id:
+                rows = sum(count for _, count in found.ranges)
+                return ReplayReport(
+                    job_id=job_id, rows=rows, at_ms=row["store_ms"], repeated=False, ranges=found.ranges
+                )
+    return None

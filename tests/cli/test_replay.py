@@ -1,0 +1,155 @@
+"""`timeball replay`: what is asked before anything is scheduled. What is scheduled: tests/pipeline/jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from deltalake import DeltaTable
+from tests.cli.in_process import run_here
+from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
+from tests.node_fixture import eventually, running_node
+
+from timeball import Timeball
+from timeball.cli.replay import agree, beginning, describe_plan, instant, tell
+from timeball.errors import InvalidDelay, RequestError
+from timeball.limits import DAY_MS, HOUR_MS
+
+pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
+
+from timeball.pipeline.jobs.replay import ReplayPlan, ReplayReport
+
+NOON_MS = 1_900_000_000_000 // DAY_MS * DAY_MS + 12 * HOUR_MS
+WINDOW = ["--from", "2030-01-01T09:00Z", "--until", "2030-01-01T10:00Z"]
+PLAN = ReplayPlan(
+    job_id="replay-1",
+    rows=5_000,
+    body_bytes=1_048_576,
+    first_due_ms=NOON_MS,
+    last_due_ms=NOON_MS + 60_500,
+    overdue=0,
+    now_ms=NOON_MS - HOUR_MS,
+    width_ms=60_000,
+    curve={NOON_MS: 4_000, NOON_MS + 60_000: 1_000},
+    topics={"orders": 4_900, "news": 100},
+)
+
+
+def test_the_beginning_is_an_instant_or_a_distance() -> None:
+    assert (beginning(1_000, 5_000, None), beginning(1_000, None, 30), beginning(1_000, 0, None)) == (
+        5_000,
+        1_030,
+        0,
+    )
+    for given in ((None, None), (5_000, 30)):
+        with pytest.raises(InvalidDelay, match="exactly one of --at"):
+            beginning(1_000, *given)
+
+
+def test_nothing_happens_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    agree(PLAN, late=False, yes=True)
+    with pytest.raises(RequestError, match="add --yes, or --dry-run"):
+        agree(PLAN, late=False, yes=False)  # no terminal to ask on
+
+
+def test_what_would_go_out_at_once_is_refused_unless_that_is_wanted() -> None:
+    some_late = msgspec.structs.replace(PLAN, overdue=4_999)
+    with pytest.raises(RequestError, match="4,999 of 5,000 messages would be due before now"):
+        agree(some_late, late=False, yes=True)
+    agree(some_late, late=True, yes=True)
+
+
+def test_a_plan_is_a_curve_its_topics_and_a_span() -> None:
+    *curve, topics, span, width = describe_plan(PLAN)
+    assert [line.split()[0] for line in curve] == [instant(NOON_MS), instant(NOON_MS + 60_000)]
+    assert [line.split()[-1] for line in curve] == ["4,000", "1,000"]
+    assert topics == "from orders 4,900, news 100"
+    assert span == (f"5,000 messages, 1 MiB of bodies, due {instant(NOON_MS)} to {instant(NOON_MS + 60_500)}")
+    assert width == "each bar is 1m"
+    assert (
+        list(describe_plan(msgspec.structs.replace(PLAN, overdue=7)))[-1]
+        == "7 of them would be due before now"
+    )
+    many = msgspec.structs.replace(PLAN, topics={f"t{n}": 1 for n in range(12)})
+    assert any(line.endswith("t9 1, and 2 topics more") for line in describe_plan(many))
+    nothing = msgspec.structs.replace(PLAN, rows=0, first_due_ms=None, last_due_ms=None)
+    assert list(describe_plan(nothing)) == ["nothing passed in this window"]
+
+
+def test_an_instant_names_its_fraction_only_when_there_is_one() -> None:
+    assert (instant(0), instant(1_500)) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:01.500Z")
+
+
+def test_what_was_done_before_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    report = ReplayReport(job_id="replay-1", rows=5_000, at_ms=0, repeated=False, ranges=[(1, 5_000)])
+    tell(report, as_json=False)
+    tell(msgspec.structs.replace(report, repeated=True), as_json=False)
+    tell(report, as_json=True)
+    now, before, document = capsys.readouterr().out.splitlines()
+    assert now == "scheduled 5,000 messages as replay-1"
+    assert before == "done before, at 1970-01-01T00:00:00Z: 5,000 messages as replay-1"
+    assert json.loads(document)["ranges"] == [[1, 5_000]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (WINDOW, "--at"),
+        ([*WINDOW, "--shift", "soon"], "--shift"),
+        (["--from", "2030-01-01T09:00", *WINDOW[2:], "--shift", "1d"], "--from"),
+        ([*WINDOW, "--shift", "1d", "--stretch", "-1"], "--stretch"),
+        ([*WINDOW, "--shift", "1d", "--by", "luck"], "--by"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused_without_waiting_for_spark(arguments: list[str], named: str) -> None:
+    refused = run_here("replay", *arguments, "--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert named in refused.stderr
+
+
+def test_no_broker_is_told_without_waiting_for_spark() -> None:
+    arguments = [*WINDOW, "--shift", "1d", "--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE]
+    assert_says_how_to_reach_one(run_here("replay", *arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.timeout(300)
+def test_a_window_from_the_first_look_to_a_second_run(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
+        ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1} for _ in range(5)])
+        eventually(lambda: len(ball.pull("t", "all")) == 5, "five messages released")
+        now_ms = ball.status()["now_ms"]
+        eventually(lambda: ball.status()["now_ms"] > now_ms, "a moment later")
+        where = [
+            "--from",
+            str(now_ms - HOUR_MS),
+            "--until",
+            str(now_ms),
+            "--shift",
+            "1d",
+            "--endpoint",
+            node.endpoint,
+        ]
+
+        def waiting() -> int:
+            table = DeltaTable(ball.status()["table"]["uri"])
+            return len(table.to_pyarrow_table(columns=["seq"])) if table.file_uris() else 0
+
+        wrote = run_here("pipeline", "run", "archive", "--once", "--endpoint", node.endpoint)
+        assert (wrote.returncode, wrote.stdout) == (0, ""), wrote.stderr
+        looked = run_here("replay", *where, "--dry-run", "--json")
+        assert looked.returncode == 0 and json.loads(looked.stdout)["topics"] == {"t": 5}, looked.stderr
+        refused = run_here("replay", *where)
+        assert refused.returncode == 2 and "5 messages" in refused.stdout and "add --yes" in refused.stderr
+        assert waiting() == 0
+        done = run_here("replay", *where, "--yes")
+        assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("scheduled 5 messages"), (
+            done.stderr
+        )
+        again = run_here("replay", *where, "--yes", "--json")
+        assert again.returncode == 0 and json.loads(again.stdout)["repeated"] is True, again.stderr
+        assert waiting() == 5
