@@ -32,7 +32,7 @@ from timeball.pipeline.store import sibling
 NAME = "campaigns"
 EVENTS = ("planned", "attached", "pausing", "paused", "resuming", "resumed", "cancelled")
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-RESERVED = ("spark-compact", "hour_log")  # jobs of the broker and of the pipeline itself
+RESERVED = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # jobs of pipeline and broker
 WRITE_TRIES = 20
 
 SCHEMA = pa.schema(

@@ -1,0 +1,315 @@
+"""`bulk`: any DataFrame with an instant column becomes promises, all in one attach, as one campaign.
+
+    survey    count the rows by what is wrong with them, and the valid ones by the minute they are due: one pass
+    plan      the event 'planned' in the table of campaigns; its instant is the "now" of every later try
+    reject    rows that break a rule go to a Delta table of their own, with the rule and the row as JSON
+    write     rows dealt out by due instant, sorted and written to files by the tasks (pipeline/sink.py)
+    attach    one record in the broker's log, by the campaign's id: all rows are promises, or none
+    note      the event 'attached', with the numbers and sizes that the log's own record has
+
+Killed at any step and run again under the same id it goes on: the rejects are there once (the campaign is their
+version in the Delta table), the promises are there once (the attach carries the campaign's id), and what is attached
+already is not even written again. The source must hold still meanwhile: it is read once for the survey and once for
+the write, and the write checks each row again.
+
+Rows are dealt out by contiguous spans of time, so that each task writes few files, sorted by Arrow in the task; what
+the rows of one minute are too many for is dealt out by hash besides. A sort or a sample in Spark would cost more than
+all the rest, and the survey has counted anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from deltalake import DeltaTable
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from timeball.clock import Clock, SystemClock
+from timeball.errors import InvalidMessage, OutOfRange
+from timeball.limits import MINUTE_MS
+from timeball.message import Int64Array
+from timeball.pipeline.campaign import Campaign, find_attach
+from timeball.pipeline.campaigns import Campaigns, Event, check_id, last
+from timeball.pipeline.due_load import Load
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.runs import RUN_BYTES, RUN_ROWS
+from timeball.pipeline.screening import REASON, ROW, Columns, screen
+from timeball.pipeline.store import sibling
+from timeball.table.attachment import Attachment
+
+LOG = logging.getLogger("timeball.pipeline")
+
+REJECTS = "rejects"
+REJECT_SCHEMA = pa.schema([("campaign", pa.string()), ("reason", pa.string()), ("row", pa.string())])
+TASK_ROWS, TASK_BYTES = (
+    RUN_ROWS // 2,
+    RUN_BYTES // 2,
+)  # of one task: one run, and two tasks for a million rows
+TASKS_MAX = 2_000  # each writes a file or more, and an attach takes 10,000
+_PAYLOAD = ("body", "keys", "tag", "unique_key", "properties")
+
+
+class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a bulk write did, or in a dry run would do.
+
+    `payload_bytes`: of bodies, keys, tags, ids and properties as they were given; `written_bytes`: of the files
+    attached. `repeated`: the campaign was attached before, and this call has written nothing.
+    """
+
+    campaign: str
+    dry_run: bool
+    repeated: bool
+    rows: int
+    rejected: int
+    reasons: dict[str, int]
+    rejects_uri: str | None
+    payload_bytes: int
+    written_bytes: int
+    files: int
+    seconds: float
+    load: Load
+
+    @property
+    def rows_per_s(self) -> int:
+        """Of the whole call, survey included."""
+        return int(self.rows / self.seconds) if self.seconds else 0
+
+    @property
+    def amplification(self) -> float | None:
+        """Bytes written for a byte of payload."""
+        return self.written_bytes / self.payload_bytes if self.payload_bytes and self.files else None
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What is in a DataFrame: valid rows and their payload by the minute they are due, the others by reason."""
+
+    minute: Int64Array  # since 1970, in order
+    rows: Int64Array
+    payload_bytes: Int64Array
+    reasons: dict[str, int]
+
+    @property
+    def load(self) -> Load:
+        """The due load of the valid rows, a cell a minute."""
+        return Load(topic=np.zeros_like(self.minute), second=self.minute * 60, rows=self.rows, width_s=60)
+
+
+def run(
+    spark: SparkSession,
+    frame: DataFrame,
+    endpoint: str,
+    *,
+    columns: Columns,
+    campaign: str | None = None,
+    dry_run: bool = False,
+    rejects_uri: str | None = None,
+    table_uri: str | None = None,
+    tell: Callable[[str], None] = LOG.info,
+    clock: Clock | None = None,
+) -> BulkReport:
+    """Schedule the rows of `frame`; a dry run writes nothing at all. `tell` is told of each step.
+
+    `campaign`: the id under which a repeat changes nothing; a random one by default. `rejects_uri`: a Delta table, by
+    default `rejects` beside the pending table. `table_uri`: where the driver and the executors reach the pending
+    table, if not where the broker says.
+    """
+    clock = clock or SystemClock()
+    begin_ns = clock.monotonic_ns()
+    name = check_id(campaign or f"bulk-{uuid.uuid4().hex}")
+    with spark_errors(), Endpoint(endpoint) as broker:
+        job = Job(spark, broker, Campaign(broker, name, table_uri), rejects_uri, tell)
+        repeated = job.attached_before()
+        survey = NOTHING
+        if repeated is None:
+            survey = job.survey(screen(frame, columns, job.now_ms))
+            if not dry_run:
+                job.write(frame, columns, survey)
+        attachment = None if dry_run and repeated is None else job.find()
+    files = attachment.files if attachment else []
+    done = repeated is not None
+    return BulkReport(
+        campaign=name,
+        dry_run=dry_run,
+        repeated=done,
+        rows=attachment.rows if attachment else int(survey.rows.sum()),
+        rejected=sum(survey.reasons.values()),
+        reasons=survey.reasons,
+        rejects_uri=job.rejects_uri if survey.reasons and not dry_run else None,
+        payload_bytes=int(survey.payload_bytes.sum()),
+        written_bytes=sum(entry.size_bytes for entry in files),
+        files=len(files),
+        seconds=(clock.monotonic_ns() - begin_ns) / 1e9,
+        load=survey.load,
+    )
+
+
+class Job:
+    """The steps of one bulk write; see the module."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        broker: Endpoint,
+        campaign: Campaign,
+        rejects_uri: str | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._spark = spark
+        self._broker = broker
+        self._campaign = campaign
+        self._tell = tell
+        self.rejects_uri = rejects_uri or sibling(campaign.table_uri, REJECTS)
+        known = Campaigns(campaign.table_uri).events(campaign.id)
+        # What was valid at the first try is valid at the next one: else a row could be both, or neither.
+        self.now_ms = known[0].at_ms if known else broker.status().now_ms
+        self._planned = bool(known)
+
+    def attached_before(self) -> Event | None:
+        """The campaign's event 'attached' of an earlier call; InvalidMessage when it was cancelled."""
+        events = self._campaign.events() if self._planned else []
+        if last(events, "cancelled"):
+            raise InvalidMessage(
+                f"campaign {self._campaign.id} was cancelled: schedule these rows under another id"
+            )
+        return last(events, "attached")
+
+    def survey(self, screened: DataFrame) -> Survey:
+        """One pass over the rows."""
+        self._tell("survey")
+        return take_survey(screened)
+
+    def write(self, frame: DataFrame, columns: Columns, survey: Survey) -> None:
+        """Everything that leaves a trace, in an order that can be cut anywhere."""
+        rows = int(survey.rows.sum())
+        detail: dict[str, object] = {
+            "rejected": sum(survey.reasons.values()),
+            "payload_bytes": int(survey.payload_bytes.sum()),
+        }
+        planned = self._campaign.begin(rows, self.now_ms, detail)
+        screened = screen(frame, columns, planned.at_ms)
+        if survey.reasons:
+            self._tell("rejects")
+            self._put_rejects(screened.where(f.col(REASON).isNotNull()))
+        if rows:
+            self._tell("write")
+            valid = screened.where(f.col(REASON).isNull()).drop(REASON, ROW)
+            writer = deal_out(valid, survey).write.format("timeball").option("endpoint", self._broker.uri)
+            writer = writer.option("job_id", self._campaign.id).option("table_uri", self._campaign.table_uri)
+            writer.mode("append").save()
+        self._note(planned, rows)
+
+    def _note(self, planned: Event, rows: int) -> None:
+        if not rows:
+            self._campaign.record("attached")
+        elif self._campaign.note_attached(planned, "attached") is None:
+            raise OutOfRange(
+                f"campaign {self._campaign.id}: the log no longer has the record of its attach; its numbers are lost"
+            )
+        if self._campaign.is_cancelled():  # while it was being written
+            self._campaign.cancel_attached()
+
+    def _put_rejects(self, rejected: DataFrame) -> None:
+        DeltaTable.create(
+            self.rejects_uri,
+            REJECT_SCHEMA,
+            mode="ignore",
+            name=REJECTS,
+            description="Rows that could not be promises",
+        )
+        rows = rejected.select(
+            f.lit(self._campaign.id).alias("campaign"), f.col(REASON), f.to_json(f.col(ROW)).alias("row")
+        )
+        writer = rows.write.format("timeball_delta").option("uri", self.rejects_uri)
+        writer = writer.option("app_id", f"bulk {self._campaign.id}").option("app_version", "1")
+        writer.mode("append").save()
+
+    def find(self) -> Attachment | None:
+        """The campaign's attach in the log."""
+        events = Campaigns(self._campaign.table_uri).events(self._campaign.id)
+        return find_attach(self._broker, self._campaign.id, events[0].log_seq) if events else None
+
+
+# ---- the survey -------------------------------------------------------------------------------------------
+
+
+def _no_numbers() -> Int64Array:
+    return np.empty(0, np.int64)
+
+
+NOTHING = Survey(_no_numbers(), _no_numbers(), _no_numbers(), {})
+
+
+def take_survey(screened: DataFrame) -> Survey:
+    """Count the rows of `screen`."""
+    given = [f.coalesce(f.octet_length(name), f.lit(0)) for name in _PAYLOAD if name in screened.columns]
+    size = sum(given[1:], given[0]).cast("bigint")
+    minute = f.when(f.col(REASON).isNull(), f.floor(f.col("due_ms") / MINUTE_MS)).cast("bigint")
+    counted = screened.select(REASON, minute.alias("minute"), size.alias("size")).groupBy(REASON, "minute")
+    found = counted.agg(f.count("*").alias("rows"), f.sum("size").alias("bytes")).toArrow()
+    valid = found.filter(found.column(REASON).is_null()).sort_by("minute")
+    rejected = found.filter(found.column(REASON).is_valid()).sort_by([("rows", "descending")])
+    minute_, rows, size_ = (
+        valid.column(name).to_numpy().astype(np.int64) for name in ("minute", "rows", "bytes")
+    )
+    reasons = zip(rejected.column(REASON).to_pylist(), rejected.column("rows").to_pylist(), strict=True)
+    return Survey(minute_, rows, size_, dict(reasons))
+
+
+# ---- who writes what --------------------------------------------------------------------------------------
+
+
+class Deal(msgspec.Struct, frozen=True):
+    """Spans of time by their first minute, and the tasks of each: `first`, and as many as its rows call for."""
+
+    minute: Int64Array
+    first: Int64Array
+    tasks: Int64Array
+
+    @property
+    def total(self) -> int:
+        """Tasks in all."""
+        return int(self.tasks.sum())
+
+
+def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
+    """Spans of about a task's worth each; a minute that is worth more has several tasks to itself."""
+    worth = np.maximum(survey.rows / task_rows, survey.payload_bytes / task_bytes)
+    worth = worth / max(1.0, worth.sum() / TASKS_MAX)
+    total = np.cumsum(worth)
+    # A span ends where the sum passes the next whole number; a large minute is a span of its own.
+    span = np.floor(total - worth)
+    large = worth > 1
+    begins = (
+        np.append(True, (np.diff(span) != 0) | large[1:] | large[:-1]) if len(worth) else np.empty(0, bool)
+    )
+    at = np.flatnonzero(begins)
+    tasks = np.where(large[at], np.ceil(worth[at]), 1).astype(np.int64)
+    return Deal(survey.minute[at], np.cumsum(tasks) - tasks, tasks)
+
+
+def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
+    """The rows, a partition a task; without a shuffle when one task does."""
+    deal = plan_deal(survey, TASK_ROWS, TASK_BYTES)
+    if deal.total == 1:
+        return valid.coalesce(1)
+    minute = f.floor(f.col("due_ms") / MINUTE_MS)
+    names = [f.col(name) for name in valid.columns]
+
+    def task(low: int, high: int) -> Column:
+        """Of a row that lies in the spans low <= i < high."""
+        if high - low == 1:
+            first = f.lit(int(deal.first[low]))
+            if deal.tasks[low] == 1:
+                return first
+            return first + f.pmod(f.xxhash64(*names), f.lit(int(deal.tasks[low])))
+        middle = (low + high) // 2
+        return f.when(minute < int(deal.minute[middle]), task(low, middle)).otherwise(task(middle, high))
+
+    return valid.repartitionById(deal.total, task(0, len(deal.minute)).cast("int"))
