@@ -30,6 +30,7 @@ def test_the_defaults_work_and_are_durable() -> None:
         {"queues_per_topic": limits.QUEUES_PER_TOPIC_MAX},
         {"delay_ms_max": 1},
         {"gather_ahead_ms": 1_000},
+        {"dispatch_grace_ms": 0},
     ],
     ids=str,
 )
@@ -50,6 +51,8 @@ def test_the_edges_are_allowed(allowed: dict[str, Any]) -> None:
         {"delay_ms_max": 0},
         {"delay_ms_max": limits.DELAY_MS_MAX + 1},
         {"gather_ahead_ms": 999},
+        {"dispatch_grace_ms": -1},
+        {"dispatch_grace_ms": limits.HOUR_MS + 1},
     ],
     ids=str,
 )

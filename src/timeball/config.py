@@ -61,6 +61,9 @@ class Settings:
     timing_zone: str = "UTC"  # of a TIMING property that names none
     gather_ahead_ms: int = 10_000  # bodies due within this time are in memory
     gather_bytes: int = 512 * MIB  # and never more than about this much of them
+    dispatch_grace_ms: int = (
+        2_000  # what a dispatcher has not brought so long after its instant, the broker loads
+    )
 
     # moving what waits; the pipeline does it when it runs, the broker itself otherwise
     compact_rows: int = 1_000_000  # compact when the tail holds this many promises
@@ -96,6 +99,8 @@ class Settings:
         self._check_waiting()
         if self.gather_ahead_ms < 1_000:
             raise SetupError(f"--gather-ahead-ms {self.gather_ahead_ms}: at least 1000")
+        if not 0 <= self.dispatch_grace_ms <= limits.HOUR_MS:
+            raise SetupError(f"--dispatch-grace-ms {self.dispatch_grace_ms}: between 0 and {limits.HOUR_MS}")
 
     def _check_waiting(self) -> None:
         if self.schedule not in SCHEDULES:

@@ -220,6 +220,7 @@ class Node:
             settling,
             ahead_ms=self.settings.gather_ahead_ms,
             gather_bytes=self.settings.gather_bytes,
+            grace_ms=self.settings.dispatch_grace_ms,
             on_change=self._wake_table,
             on_failure=self._fail,
         )

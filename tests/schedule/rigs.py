@@ -60,7 +60,7 @@ class HourLogRig:
 
     def is_busy(self, strategy: Strategy) -> bool:
         assert isinstance(strategy, HourLog)
-        return strategy._gathering is not None or bool(strategy._behind)
+        return strategy._gathering is not None or bool(strategy._behind) or bool(strategy.dispatched.fetching)
 
     def settled_before_ms(self, strategy: Strategy) -> int:
         assert isinstance(strategy, HourLog)
@@ -68,7 +68,7 @@ class HourLogRig:
 
     def rows_in_memory(self, strategy: Strategy) -> int:
         assert isinstance(strategy, HourLog)
-        kept = (strategy._tail, strategy._wheel, strategy._parking, strategy._settling)
+        kept = (strategy._tail, strategy._wheel, strategy._parking, strategy._settling, strategy.dispatched)
         return sum(map(len, kept))
 
     def first_needed_seq(self, strategy: Strategy) -> int | None:

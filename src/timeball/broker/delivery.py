@@ -7,6 +7,7 @@ once more, whatever the schedule above believed (G2).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -34,14 +35,15 @@ class Delivery:
         """`on_visible` is told of queues that have got something: topic and number."""
         self._parts, self._schedule = parts, schedule
         self._on_visible, self._lateness = on_visible, lateness
-        self.ticker = Ticker(schedule, parts.clock, self._release, self._move)
+        self.ticker = Ticker(schedule, parts.clock, self.release, self._move)
 
-    def _release(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        """What is due goes to its queue (called by the ticker)."""
+    def release(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+        """What is due and handed out goes to its queue (called by the ticker); returns when the last is durable."""
         for part in in_frames(promises):
-            self._release_frame(part, now_ms)
+            durable = self._release_frame(part, now_ms)
+        return durable
 
-    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
+    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
         placement = parts.topics.place(promises, promised=True)
         rows = release_rows(
@@ -49,7 +51,7 @@ class Delivery:
         )
         first_seq = parts.writer.next_seq
         self.ticker.in_flight_rows += rows.num_rows
-        parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))
+        return parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))[1]
 
     def _move(self, promises: pa.RecordBatch, now_ms: int) -> None:
         """What must be written again to go on waiting (called by the ticker)."""

@@ -17,6 +17,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker import admission, cancelling, delivery, pulling, range_cancel, transactions
 from timeball.broker.cancelling import Verdict
+from timeball.broker.dispatching import Dispatching
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.popping.popper import Popper
@@ -28,10 +29,12 @@ from timeball.log.format import with_seq
 from timeball.log.starts import Start, starts
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule.strategy import Strategy
-from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attached, Attachment
 
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
+
+
+OF_THE_TABLE = ("table_", "dispatched_", "fetched_")  # counts that a keeper leaves to the hour log
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,10 @@ class Broker:
         self._host = parts.settings.host
         self.waiters = pulling.Waiters()
         self.lateness = delivery.Lateness()
-        self.ticker, self.level_ticker = (self._ticker(each) for each in (parts.schedule, parts.levels))
-        self.table_ticker = self.ticker if parts.keeper is None else self._ticker(parts.hour_log)
+        mine, levels = self._delivery(parts.schedule), self._delivery(parts.levels)
+        table = mine if parts.keeper is None else self._delivery(parts.hour_log)
+        self.ticker, self.level_ticker, self.table_ticker = mine.ticker, levels.ticker, table.ticker
+        self.dispatching = Dispatching(parts, table)
         self.popper = Popper(self)
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
         self.transactions = Transactions(parts, self._publish, halves)
@@ -163,10 +168,10 @@ class Broker:
             if later and kind == Kind.PROMISE and self.parts.keeper is None:
                 self.mover.tail_count.add(first_seq + rows.num_rows, later)
 
-    def _ticker(self, schedule: Strategy) -> Ticker:
+    def _delivery(self, schedule: Strategy) -> delivery.Delivery:
         return delivery.Delivery(
             self.parts, schedule, on_visible=self.waiters.wake_queues, lateness=self.lateness
-        ).ticker
+        )
 
     # -- cancelling --------------------------------------------------------------------------------------
 
@@ -362,7 +367,7 @@ class Broker:
         parts = self.parts
         counts = parts.hour_log.statistics()
         if parts.keeper is not None:
-            counts = {name: count for name, count in counts.items() if name.startswith("table_")}
+            counts = {name: count for name, count in counts.items() if name.startswith(OF_THE_TABLE)}
             tick = parts.settling.tick
             of_both = {"tail_rows": 0, "tick_ms": tick.tick_ms, "local_index": tick.local_index}
             counts = {**of_both, **counts, **parts.keeper.statistics()}

@@ -53,6 +53,7 @@ HELP = {
     "timing_zone": "Time zone of a TIMING property that names none.",
     "gather_ahead_ms": "Bodies due within this time are held in memory.",
     "gather_bytes": "And never more than about this much of them.",
+    "dispatch_grace_ms": "What Spark's dispatch has not brought so long after its instant, the broker loads.",
     "compact_rows": "Move promises to the pending table when this many wait in the log's tail.",
     "compact_interval_ms": "Or when this time has passed and enough wait.",
     "compact_rows_min": "Fewer than this are left for the next round.",

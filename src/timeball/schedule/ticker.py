@@ -25,7 +25,7 @@ CLOCK_LOOK_MS = 1_000
 class Append(Protocol):
     """Takes what is due, or is to be written again, into the log; see broker/delivery.py."""
 
-    def __call__(self, promises: pa.RecordBatch, now_ms: int) -> None:
+    def __call__(self, promises: pa.RecordBatch, now_ms: int) -> object:
         """Append records for these promises."""
 
 

@@ -59,6 +59,7 @@ def test_unknown_verb_names_the_known_ones() -> None:
         ("cancel", {"seqs": [2**63]}, "seqs"),
         ("reserve", {"rows": 0}, "rows"),
         ("compactor", {"lease_ms": -1}, "lease_ms"),
+        ("dispatcher", {"lease_ms": -1}, "lease_ms"),
         ("status", {"verbose": True}, "verbose"),
     ],
 )

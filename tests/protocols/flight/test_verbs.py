@@ -26,12 +26,13 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "starts": codec.Starts(),
         "reserve": codec.Reserve(rows=3),
         "compactor": codec.Lease(lease_ms=0),
+        "dispatcher": codec.DispatcherLease(lease_ms=0),
         "compact": codec.Nothing(),
         "attach": codec.decode_action("attach", b'{"job":"bulk","job_id":"verbs","epoch":1}'),
     }
     assert requests.keys() == codec.ACTIONS.keys() - {"cancel_range"}  # which has its own test below
     answers = {verb: perform(node, verb, request) for verb, request in requests.items()}
-    assert answers["create_topic"] == answers["commit"] == answers["compactor"] == {}
+    assert answers["create_topic"] == answers["commit"] == answers["compactor"] == answers["dispatcher"] == {}
     assert answers["offsets"] == {"offsets": {"0": 0}}
     assert answers["queues"] == {"queues": {"0": {"min": 0, "max": 0}, "1": {"min": 0, "max": 0}}}
     assert answers["topics"]["topics"]["verbs"] == {"queues": 2}

@@ -31,7 +31,8 @@ BODY_BYTES_MAX = 64 * 1024
 CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 ids of 255 bytes
 ATTACH_BODY_BYTES_MAX = 8 * 1024 * 1024  # 10,000 files of about 400 bytes
 
-SEND_PATH = [b"send"]  # the descriptor path of the only exchange
+SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
+RELEASE_PATH = [b"release"]
 
 Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Rows = Annotated[int, Meta(ge=1, le=2**40)]
@@ -119,6 +120,12 @@ class Lease(_Request, frozen=True):
     lease_ms: Annotated[int, Meta(ge=0, le=limits.DAY_MS)]
 
 
+class DispatcherLease(_Request, frozen=True):
+    """dispatcher: someone else brings what is due for so long; 0: no more."""
+
+    lease_ms: Annotated[int, Meta(ge=0, le=limits.DAY_MS)]
+
+
 ACTIONS: dict[str, tuple[type[_Request] | None, int, str]] = {
     # verb: (body, its bytes at most, what it does); attach has its own decoder
     "status": (Nothing, BODY_BYTES_MAX, "what the broker holds, and how late it is"),
@@ -134,6 +141,7 @@ ACTIONS: dict[str, tuple[type[_Request] | None, int, str]] = {
     "attach": (None, ATTACH_BODY_BYTES_MAX, "make files part of the pending table, all or none"),
     "compact": (Nothing, BODY_BYTES_MAX, "move the log's tail to the pending table now"),
     "compactor": (Lease, BODY_BYTES_MAX, "an outside compactor is at work"),
+    "dispatcher": (DispatcherLease, BODY_BYTES_MAX, "somebody outside brings what is due in files"),
 }
 
 ActionRequest = (
@@ -147,6 +155,7 @@ ActionRequest = (
     | Starts
     | Reserve
     | Lease
+    | DispatcherLease
     | attachment.Attachment
 )
 
@@ -234,6 +243,13 @@ class SendAck(msgspec.Struct, frozen=True):
     first_seq: int
     rows: int
     store_ms: int
+
+
+class ReleaseAck(msgspec.Struct, frozen=True):
+    """Of a batch that was brought, so many rows are released by it, on disk; the others were left."""
+
+    released: int
+    left: int
 
 
 class SendRefusal(msgspec.Struct, frozen=True):

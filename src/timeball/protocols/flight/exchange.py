@@ -1,4 +1,4 @@
-"""One send stream: batches in without waiting, acknowledgements out in the same order.
+"""One stream of an exchange: batches in without waiting, acknowledgements out in the same order.
 
     RPC thread        read_chunk -> check -> window.enter -> inbox
     broker's loop     inbox -> slot.settle                                                   (inbox)
@@ -14,25 +14,40 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit, Unavailable
-from timeball.protocols.flight.columns import SendColumns
-from timeball.protocols.flight.inbox import STOPPING, Inbox, refusal
-from timeball.protocols.flight.window import Budget, Window
+from timeball.protocols.flight.inbox import STOPPING, refusal
+from timeball.protocols.flight.window import Budget, Slot, Window
 
 log = logging.getLogger(__name__)
 
 
-class SendStream:
+class Columns(Protocol):
+    """What batches of one stream must look like."""
+
+    def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The batch in our types, proven sound; raises InvalidMessage, OverLimit."""
+
+
+class Taker(Protocol):
+    """Where batches go."""
+
+    def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
+        """Hand over a sound batch; its slot will be settled, once, whatever happens. Does not block."""
+
+
+class Stream:
     """The two threads of one stream, and the window between them."""
 
-    def __init__(self, inbox: Inbox, budget: Budget) -> None:
-        self._inbox = inbox
+    def __init__(self, inbox: Taker, budget: Budget, columns: Callable[[pa.Schema], Columns]) -> None:
+        """`columns` checks the schema once, and then each batch; `inbox` takes what has passed."""
+        self._inbox, self._columns = inbox, columns
         self.window = Window(budget)
         self._stopping = False
 
@@ -43,7 +58,7 @@ class SendStream:
     def run(self, reader: Any, writer: Any) -> None:
         """Serve until the client ends or breaks the stream. Runs in the RPC thread; raises InvalidMessage."""
         try:
-            columns = SendColumns(reader.schema)
+            columns = self._columns(reader.schema)
         except pa.ArrowException as error:
             raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
         answering = threading.Thread(target=self._answer, args=(writer,), name="flight-answers", daemon=True)
@@ -56,7 +71,7 @@ class SendStream:
             self.window.finish()
             answering.join()
 
-    def _read(self, reader: Any, columns: SendColumns) -> None:
+    def _read(self, reader: Any, columns: Columns) -> None:
         while True:
             try:
                 chunk = reader.read_chunk()

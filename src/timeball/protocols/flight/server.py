@@ -24,10 +24,12 @@ import pyarrow.flight as flight
 from timeball.errors import NotFound, RequestError, SetupError, TimeballError, Unavailable
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec, verbs
-from timeball.protocols.flight.exchange import SendStream
+from timeball.protocols.flight.columns import SendColumns
+from timeball.protocols.flight.exchange import Stream
 from timeball.protocols.flight.failures import answering, internal, to_flight
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate, Pass
 from timeball.protocols.flight.inbox import STOPPING, Inbox
+from timeball.protocols.flight.releasing import ReleaseColumns, Releases
 from timeball.protocols.flight.sockets import check_free, cut_connections
 from timeball.protocols.flight.window import Budget
 
@@ -62,11 +64,11 @@ class FlightEdge(flight.FlightServerBase):
         self._broker = broker
         self._status = status or broker.status
         self._loop = loop
-        self._inbox = Inbox(broker, loop)
+        self._inbox, self._releases = Inbox(broker, loop), Releases(broker, loop)
         self._budget = Budget()
         self._calls = Gate("calls", CALLS_MAX)
         self._streams_gate = Gate("send streams", STREAMS_MAX)
-        self._streams: set[SendStream] = set()
+        self._streams: set[Stream] = set()
         self._closing = threading.Event()
         self._close_once = threading.Lock()
         check_free(host, port)
@@ -79,11 +81,15 @@ class FlightEdge(flight.FlightServerBase):
     # ---- Flight's verbs ---------------------------------------------------------------------------------
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """`send`: record batches in, one acknowledgement each out."""
+        """`send` and `release`: record batches in, one acknowledgement each out."""
         with answering("do_exchange"), self._admit(self._streams_gate):
-            if list(descriptor.path or []) != codec.SEND_PATH:
-                raise NotFound("no such exchange; there is one: descriptor path ['send']")
-            stream = SendStream(self._inbox, self._budget)
+            path = list(descriptor.path or [])
+            if path == codec.SEND_PATH:
+                stream = Stream(self._inbox, self._budget, SendColumns)
+            elif path == codec.RELEASE_PATH:
+                stream = Stream(self._releases, self._budget, ReleaseColumns)
+            else:
+                raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
             self._streams.add(stream)
             try:
                 if self._closing.is_set():  # close() may have looked through the streams just before

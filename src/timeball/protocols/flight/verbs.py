@@ -50,6 +50,9 @@ async def perform(broker: Broker, verb: str, request: codec.ActionRequest, statu
         case codec.Lease():
             broker.compactor_lease(request.lease_ms)
             return {}
+        case codec.DispatcherLease():
+            broker.dispatching.lease(request.lease_ms)
+            return {}
         case Attachment():
             return await broker.attach(request)
     raise AssertionError(f"no verb for {request!r}")

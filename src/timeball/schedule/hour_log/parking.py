@@ -12,19 +12,27 @@ is parked: sent once is sent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
+from timeball.message import Int64Array
 from timeball.schedule.hour_log.placement import FIRST, NEVER
 from timeball.schedule.settling import Settling
 from timeball.schedule.wheel import Run, SecondWheel
 from timeball.table.data_file import Position, search
 
+Bools = npt.NDArray[np.bool_]
+
 
 class Parking:
     """See the module. `len` counts promises parked."""
 
-    def __init__(self, settling: Settling) -> None:
-        self._settling, self._parked = settling, SecondWheel()
+    def __init__(self, settling: Settling, elsewhere: Callable[[Int64Array, Int64Array], Bools]) -> None:
+        """`elsewhere` says which pairs are known and neither here nor settled."""
+        self._settling, self._parked, self._elsewhere = settling, SecondWheel(), elsewhere
         self.highest: Position = FIRST  # that the horizon has been at
 
     def __len__(self) -> int:
@@ -51,7 +59,12 @@ class Parking:
 
     def not_seen(self, run: Run, low: Position) -> Run:
         """Of what a gather found from `low` on, the promises that are neither settled nor elsewhere."""
+        keep = self.unseen(run.due, run.seq, low)
+        return run if keep.all() else Run(run.due[keep], run.seq[keep], run.rows.filter(pa.array(keep)))
+
+    def unseen(self, due_ms: Int64Array, seq: Int64Array, low: Position) -> Bools:
+        """As `not_seen`, of pairs."""
         if low >= self.highest:
-            return run
-        keep = self._settling.waits(run.due, run.seq) & ~self._parked.contains(run.due, run.seq)
-        return Run(run.due[keep], run.seq[keep], run.rows.filter(pa.array(keep)))
+            return np.ones(len(seq), np.bool_)
+        parked = self._parked.contains(due_ms, seq)
+        return self._settling.waits(due_ms, seq) & ~parked & ~self._elsewhere(due_ms, seq)

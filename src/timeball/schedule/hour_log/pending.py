@@ -95,6 +95,14 @@ class PendingFiles:
             high = min(high, (max(begins[WINDOW_FILES_MAX], begins[0] + 1), 0))
         return [file for first_ms, file in touched if (first_ms, 0) < high], high
 
+    def over(self, low_ms: int, high_ms: int) -> list[DataFile]:
+        """The files that may hold rows due in [low_ms, high_ms], looked through or not."""
+        return [
+            file
+            for file in self._live.values()
+            if file.entry.min_due_ms <= high_ms and file.entry.max_due_ms >= low_ms
+        ]
+
     def next_due_ms(self, from_ms: int) -> int | None:
         """A lower bound of the first instant at or after `from_ms`."""
         if self._answered is None or self._answered[0] != from_ms:

@@ -1,12 +1,25 @@
-"""Pure arithmetic of `hour_log`: how far the horizon may move."""
+"""Pure arithmetic of `hour_log`: what lies before a position, and how far the horizon may move."""
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 from timeball.message import Int64Array
 from timeball.table.data_file import Position
 
 FIRST: Position = (-(1 << 62), 0)
 NEVER: Position = (1 << 62, 0)
+
+
+def before(due_ms: Int64Array, seq: Int64Array, position: Position) -> npt.NDArray[np.bool_]:
+    """Which of these pairs lie before a position."""
+    return np.asarray((due_ms < position[0]) | ((due_ms == position[0]) & (seq < position[1])))
+
+
+def earliest(*instants_ms: int | None) -> int | None:
+    """The first of those that there are."""
+    return min((ms for ms in instants_ms if ms is not None), default=None)
 
 
 def next_horizon(current: Position, now_ms: int, ahead_ms: int) -> Position:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -27,21 +28,29 @@ from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, int64
 from timeball.schedule.due_index import DueIndex
+from timeball.schedule.hour_log.behind import Behind
+from timeball.schedule.hour_log.dispatched import Dispatched
 from timeball.schedule.hour_log.parking import Parking
 from timeball.schedule.hour_log.pending import PendingFiles, close_far, load, survey
-from timeball.schedule.hour_log.placement import FIRST, NEVER, cut_to_budget, next_horizon
+from timeball.schedule.hour_log.placement import FIRST, NEVER, before, cut_to_budget, earliest, next_horizon
 from timeball.schedule.places import Placed, Places, take_promises
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled
 from timeball.schedule.tick import Tick
 from timeball.schedule.wheel import Run, SecondWheel
 from timeball.table.attachment import Attachment, FileEntry
-from timeball.table.data_file import DataFile, Position
+from timeball.table.data_file import DataFile, Position, search
 
 logger = logging.getLogger(__name__)
 
 ROW_BYTES_GUESS = 512  # before anything has been gathered
 PURGE_EVERY_MS = 1_000
+GRACE_MS = 2_000  # as in config.py
+
+
+class _Calls(TypedDict):
+    on_change: Callable[[], None]
+    on_failure: Callable[[BaseException], None]
 
 
 class HourLog:
@@ -57,12 +66,14 @@ class HourLog:
         *,
         ahead_ms: int,
         gather_bytes: int,
+        grace_ms: int = GRACE_MS,
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         """`settling` knows what recovery found settled, and is shared by all who keep promises for an instant.
 
-        `on_change` is called when `next_due_ms` may have become earlier; `on_failure` when a gather fails.
+        A dispatcher may be late by `grace_ms`. `on_change` is called when `next_due_ms` may have become earlier;
+        `on_failure` when a gather fails.
         """
         self._reader, self._thread = reader, reader_thread
         self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
@@ -70,7 +81,12 @@ class HourLog:
         self.pending = PendingFiles(files, entries)
         self._tail = DueIndex()
         self._wheel = SecondWheel()
-        self._parking = Parking(settling)
+        calls: _Calls = {"on_change": on_change, "on_failure": on_failure}
+        self._behind = Behind(reader_thread, self._wheel, **calls)
+        self.dispatched = Dispatched(
+            self.pending, self._wheel, settling, reader_thread, ahead_ms=ahead_ms, grace_ms=grace_ms, **calls
+        )
+        self._parking = Parking(settling, self.dispatched.contains)
         self._settling = settling
         settling.bounds.append(self._settled_before_ms)
         self._places = Places()  # of promises in the tail that do not lie in their first row
@@ -79,17 +95,14 @@ class HourLog:
         self._gathering: asyncio.Task[None] | None = None
         self._row_bytes = ROW_BYTES_GUESS
         self._purged_ms = 0
-        self._behind: dict[
-            asyncio.Task[None], int
-        ] = {}  # loads of bulk rows below the horizon -> earliest due
 
     # -- the contract ------------------------------------------------------------------------------------
 
     def admit(self, promises: pa.RecordBatch) -> None:
         """See Strategy. Promises below the horizon keep their bodies and go to the wheel."""
         due, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
-        before = self.next_due_ms()
-        near = _before(due, seq, self._horizon)
+        next_ms = self.next_due_ms()
+        near = before(due, seq, self._horizon)
         if near.all():
             self._wheel.add(promises)
         elif near.any():
@@ -98,12 +111,13 @@ class HourLog:
         else:
             self._tail.add(due, seq)
         after = self.next_due_ms()
-        if after is not None and (before is None or after < before):
+        if after is not None and (next_ms is None or after < next_ms):
             self._on_change()
 
     def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         """See Strategy."""
         self._gather_if_needed(now_ms)
+        self.dispatched.fetch_if_needed(now_ms, self._rows_max, self._wheel_has_room())
         high = min((now_ms + 1, 0), self._loaded)
         while (run := self._wheel.take_due(high, limit)) is not None:
             keep = ~self._settling.was_cancelled(run.due, run.seq)
@@ -113,6 +127,22 @@ class HourLog:
             self._settling.hand_out(run.due[keep], run.seq[keep])
             return rows
         return None
+
+    def bring(self, promises: pa.RecordBatch) -> pa.RecordBatch | None:
+        """What a dispatcher brings, all of it due: those of it that wait and were left to it, now in flight.
+
+        Sorted as a hand-out is; None when there are none. As for those handed out by `due`, `released` is next.
+        """
+        run = Run.of([promises])
+        was_full = not self._has_room()
+        keep = self.dispatched.take(run.due, run.seq)
+        keep[keep] = ~self._settling.was_cancelled(run.due[keep], run.seq[keep])
+        if was_full:
+            self._on_change()
+        if not keep.any():
+            return None
+        self._settling.hand_out(run.due[keep], run.seq[keep])
+        return run.rows if keep.all() else run.rows.filter(pa.array(keep))
 
     def released(self, due_ms: Int64Array, seq: Int64Array) -> None:
         """See Strategy."""
@@ -128,20 +158,21 @@ class HourLog:
 
     def next_due_ms(self) -> int | None:
         """See Strategy. Above the horizon it is the instant at which to gather, half the lead ahead."""
-        near = self._wheel.next_due_ms()
-        if self._gathering is not None:
-            # What is at or above the loaded bound must wait for the gather, which calls `on_change`.
-            return near if near is not None and near < self._loaded[0] else None
-        far = self._first_far_ms()
-        # Without room for more bodies the wheel's own next instant is what makes room.
-        gather_ms = far - self._ahead_ms // 2 if far is not None and self._has_room() else None
-        return min((ms for ms in (near, gather_ms) if ms is not None), default=None)
+        near, gather_ms = self._wheel.next_due_ms(), None
+        if self._gathering is None:
+            far = self._first_far_ms()
+            # Without room for more bodies the wheel's own next instant is what makes room.
+            gather_ms = far - self._ahead_ms // 2 if far is not None and self._has_room() else None
+        elif near is not None and near >= self._loaded[0]:
+            near = None  # it must wait for the gather, which calls `on_change`
+        return earliest(near, gather_ms, self.dispatched.next_ms(self._wheel_has_room()))
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """See Strategy."""
-        here = ~_before(due_ms, seq, self._loaded)
+        here = ~before(due_ms, seq, self._loaded)
         if not here.all():
-            here[~here] = self._wheel.contains(due_ms[~here], seq[~here])
+            due, seqs = due_ms[~here], seq[~here]
+            here[~here] = self._wheel.contains(due, seqs) | self.dispatched.contains(due, seqs)
         here[here] = self._settling.cancel(due_ms[here], seq[here])
         return here
 
@@ -163,6 +194,8 @@ class HourLog:
             "table_files": len(self.pending),
             "open_files": self.pending.open_files,
             "cancelled_rows": self._settling.cancelled_rows,
+            "dispatched_rows": len(self.dispatched),
+            "fetched_rows": self.dispatched.fetched_rows,
             "tick_ms": self.tick.tick_ms,
             "local_index": self.tick.local_index,
         }
@@ -182,10 +215,10 @@ class HourLog:
     async def attach(self, attachment: Attachment) -> None:
         """Files of a durable ATTACH row join (and leave) the table; the tail gives up what they cover.
 
-        Waits for a gather under way: it works on a list of files and would miss rows that change place now.
+        Waits for a gather or fetch under way: it works on a list of files and would miss rows that change place now.
         """
-        while self._gathering is not None:
-            await asyncio.wait([self._gathering])
+        while under_way := [task for task in (self._gathering, self.dispatched.fetching) if task is not None]:
+            await asyncio.wait(under_way)
         fresh = self.pending.apply(attachment)
         if attachment.job == "compact":
             self._tail.drop_seqs_below(attachment.to_seq)
@@ -195,20 +228,19 @@ class HourLog:
         self._on_change()
 
     async def quiet(self) -> None:
-        """Return when every known promise below the horizon is in the wheel, as `cancel` assumes."""
-        while self._behind:
-            await asyncio.wait(list(self._behind))
+        """Return when every known promise below the horizon is in the wheel or dispatched, as `cancel` assumes."""
+        await self._behind.quiet()
 
     def restore(self, settled: Settled, waiting: Placed) -> None:
         """Recovery: what the log and the checkpoint say is settled, and the tail's other promises."""
         due_ms, seq = waiting.due_ms, waiting.seq
         mark = self._parking.highest = (settled.before_ms, 0)
-        late = _before(due_ms, seq, mark)
+        late = before(due_ms, seq, mark)
         # What is below the mark came late, or the mark is far ahead of the clock: then not all of it is near.
         order = np.lexsort((seq[late], due_ms[late]))
         self._horizon = cut_to_budget(due_ms[late][order], seq[late][order], mark, self._rows_max)
         self._loaded = self._horizon
-        late = _before(due_ms, seq, self._horizon)
+        late = before(due_ms, seq, self._horizon)
         if late.any():
             self._wheel.add(take_promises(self._reader, np.sort(waiting.at[late])))
         self._tail.add(due_ms[~late], seq[~late])
@@ -221,23 +253,22 @@ class HourLog:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _settled_before_ms(self) -> int:
-        candidates = [
-            NEVER[0],
+        first_ms = earliest(
             self._settling.first_in_flight_ms,
             self._wheel.next_due_ms(),
             self._first_far_ms() if self._gathering is None else self._loaded[0],
-            *self._behind.values(),
-        ]
-        return min(ms for ms in candidates if ms is not None)
+            self._behind.first_due_ms,
+            self.dispatched.first_due_ms,
+        )
+        return NEVER[0] if first_ms is None else first_ms
 
     def _first_far_ms(self) -> int | None:
         """A lower bound of the first instant above the horizon."""
-        far = (
+        return earliest(
             self._tail.min_due_ms(),
             self.pending.next_due_ms(self._horizon[0]),
             self._parking.next_due_ms(),
         )
-        return min((ms for ms in far if ms is not None), default=None)
 
     def _move_mark(self) -> None:
         # The horizon of the next start is the mark: beyond ours it would take what is not near into memory.
@@ -250,11 +281,15 @@ class HourLog:
             self._move_mark()
         if self._gathering is not None:
             return
-        if self._horizon[0] > now_ms + 2 * self._ahead_ms and not self._behind:
+        if (
+            self._horizon[0] > now_ms + 2 * self._ahead_ms
+            and not self._behind
+            and not self.dispatched.fetching
+        ):
             self._step_back((now_ms + self._ahead_ms, 0))
         target = next_horizon(self._horizon, now_ms, self._ahead_ms)
         if target > self._horizon and self._has_room():
-            self._start_gather(target)
+            self._start_gather(target, now_ms)
 
     def _step_back(self, horizon: Position) -> None:
         """The clock is far behind the horizon: move it back."""
@@ -272,6 +307,9 @@ class HourLog:
         self._loaded = horizon
 
     def _has_room(self) -> bool:
+        return self._wheel_has_room() and not self.dispatched.is_full
+
+    def _wheel_has_room(self) -> bool:
         return len(self._wheel) < max(1, self._rows_max // 2)
 
     @property
@@ -279,18 +317,22 @@ class HourLog:
         """Rows of one gather. At least one, however large: what has no room would never be kept."""
         return max(1, self._gather_bytes // self._row_bytes)
 
-    def _start_gather(self, target: Position) -> None:
+    def _start_gather(self, target: Position, now_ms: int) -> None:
         near, target = self.pending.near(self._horizon, target)
         nothing = not near and self._tail.count_before(target[0]) == 0
         if nothing and not self.pending.any_far(target[0]):
             self._horizon = target
             self._reach(target)
             return
-        self._gathering = asyncio.get_running_loop().create_task(self._gather(near, self._horizon, target))
+        task = self._gather(near, self._horizon, target, self.dispatched.begin(now_ms))
+        self._gathering = asyncio.get_running_loop().create_task(task)
         self._gathering.add_done_callback(self._gathered)
 
-    async def _gather(self, near: list[DataFile], low: Position, target: Position) -> None:
-        """Load rows in [low, target), or up to the largest horizon below `target` that memory allows."""
+    async def _gather(self, near: list[DataFile], low: Position, target: Position, left: Position) -> None:
+        """Load rows in [low, target), or up to the largest horizon below `target` that memory allows.
+
+        What lies in files from `left` on is left to a dispatcher.
+        """
         loop = asyncio.get_running_loop()
         # The horizon must not move before it is known how far it may; promises admitted meanwhile go to the
         # tail, which is only read when the bound is fixed, on this loop and without a pause in between.
@@ -301,15 +343,21 @@ class HourLog:
         else:
             file_due = file_seq = np.empty(0, np.int64)
         tail_due, tail_seq = self._tail.between(low, target)
-        due, seq = np.concatenate([file_due, tail_due]), np.concatenate([file_seq, tail_seq])
+        cut = search(file_due, file_seq, left)
+        due, seq = np.concatenate([file_due[:cut], tail_due]), np.concatenate([file_seq[:cut], tail_seq])
         order = np.lexsort((seq, due))
         target = cut_to_budget(due[order], seq[order], target, self._rows_max)
         _, tail_seqs = self._tail.pop_before(*target)
         self._horizon = target
         tail_at = self._places.pop(tail_seqs)
-        runs = await loop.run_in_executor(self._thread, self._load, near, tail_at, low, target)
+        bodies = near if cut else []
+        runs = await loop.run_in_executor(self._thread, self._load, bodies, tail_at, low, min(left, target))
         for run in runs:
             self._wheel.add_run(self._parking.not_seen(run, low))
+        end = search(file_due, file_seq, target)
+        due, seq = file_due[cut:end], file_seq[cut:end]
+        keep = self._parking.unseen(due, seq, low)
+        self.dispatched.add(due[keep], seq[keep])
         self._reach(target)
 
     def _load(self, near: list[DataFile], tail_at: Int64Array, low: Position, high: Position) -> list[Run]:
@@ -329,27 +377,7 @@ class HourLog:
 
     def _load_behind_horizon(self, files: list[DataFile], settled: Settled | None = None) -> None:
         """Files may bring rows due below the horizon: near, or late already. What `settled` covers is left out."""
-        behind = [file for file in files if (file.entry.min_due_ms, file.entry.min_seq) < self._horizon]
-        if behind:
-            task = asyncio.get_running_loop().create_task(self._load_behind(behind, self._horizon, settled))
-            self._behind[task] = min(file.entry.min_due_ms for file in behind)
-
-    async def _load_behind(self, files: list[DataFile], horizon: Position, settled: Settled | None) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        try:
-            loop = asyncio.get_running_loop()
-            rows = await loop.run_in_executor(self._thread, _load_below, files, horizon)
-            if rows is not None:
-                if settled is not None:
-                    rows = rows.filter(pa.array(settled.may_wait(int64(rows.column("seq")))))
-                self._wheel.add(rows)
-                self._on_change()
-        except Exception as error:
-            # Whatever it was, promises are not where they should be: the broker must stop and say so.
-            self._on_failure(error)
-        finally:
-            del self._behind[task]
+        self._behind.load(files, self._horizon, settled)
 
     def _gathered(self, task: asyncio.Task[None]) -> None:
         self._gathering = None
@@ -366,15 +394,5 @@ class HourLog:
         """Wait for the reader thread to be done with us."""
         if self._gathering is not None:
             await asyncio.wait([self._gathering])
+        await self.dispatched.quiet()
         await self.quiet()
-
-
-def _load_below(files: list[DataFile], horizon: Position) -> pa.RecordBatch | None:
-    """Rows below the horizon of files that have just come (reader thread)."""
-    rows = load(files, FIRST, horizon)
-    close_far(files, horizon[0])
-    return rows
-
-
-def _before(due: Int64Array, seq: Int64Array, position: Position) -> npt.NDArray[np.bool_]:
-    return np.asarray((due < position[0]) | ((due == position[0]) & (seq < position[1])))
