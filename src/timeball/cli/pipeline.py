@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from timeball.cli import pipeline_status
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption
 from timeball.errors import RequestError
 
@@ -28,6 +29,9 @@ class Job(StrEnum):
     COMPACT = "compact"
     LEDGER = "ledger"
     ARCHIVE = "archive"
+
+
+app.command("status")(pipeline_status.status)
 
 
 @app.callback()

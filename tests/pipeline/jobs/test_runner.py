@@ -16,32 +16,14 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import attached_seqs, send
 
+from timeball.clock import SystemClock
 from timeball.errors import InvalidMessage, RequestError, SetupError, StorageError, Unavailable
 from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.job_status import Board, read_statuses
 from timeball.pipeline.jobs import runner
-from timeball.pipeline.jobs.runner import Job, progress_line
+from timeball.pipeline.jobs.runner import Job
 
 SECOND_NS = 1_000_000_000
-
-
-def test_an_epoch_is_one_line() -> None:
-    progress = {
-        "batchId": 4,
-        "durationMs": {"triggerExecution": 500},
-        "sources": [
-            {"startOffset": '{"seq": 100}', "endOffset": {"seq": 1100}, "latestOffset": '{"seq": 1150}'}
-        ],
-    }
-    line = progress_line("compact", progress)
-    assert line == "job=compact epoch=4 to_seq=1100 rows=1000 ms=500 rows_per_s=2000 lag_rows=50"
-
-
-def test_an_epoch_without_a_start_or_without_rows() -> None:
-    source = {"startOffset": None, "endOffset": '{"seq": 7}', "latestOffset": None}
-    line = progress_line("ledger", {"batchId": 0, "durationMs": {"triggerExecution": 5}, "sources": [source]})
-    assert line == "job=ledger epoch=0 to_seq=7 ms=5 lag_rows=0"
-    idle = {"startOffset": '{"seq": 7}', "endOffset": '{"seq": 7}', "latestOffset": '{"seq": 7}'}
-    assert progress_line("ledger", {"batchId": 1, "durationMs": {}, "sources": [idle]}) is None
 
 
 @pytest.mark.parametrize("jobs", [[], ["compact", "compact"], ["compact", "audit"]])
@@ -89,6 +71,26 @@ def test_what_passes_is_tried_again_with_growing_pauses() -> None:
 def test_what_does_not_pass_is_raised_at_once() -> None:
     with pytest.raises(StorageError, match="broken"):
         failing(StorageError("broken")).tick(0, once=False)
+
+
+def test_what_a_job_says_of_itself() -> None:
+    job = failing(Unavailable("away"))
+    assert job.state == "starting"
+    job.tick(0, once=False)
+    assert (job.state, job.status(7).failures, job.status(7).error) == ("waiting", 1, "away")
+    job.done = True
+    assert job.status(7).state == "done"
+
+
+def test_the_job_that_failed_says_so_and_the_others_that_they_were_stopped(tmp_path: Path) -> None:
+    jobs = [failing(Unavailable("away")), failing(StorageError("broken"))]
+    jobs[0].name = "ledger"
+    with pytest.raises(StorageError):
+        runner._watch(
+            jobs[:], "grpc://127.0.0.1:1", threading.Event(), False, SystemClock(), Board(str(tmp_path))
+        )
+    left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
+    assert left == {"ledger": ("stopped", "away"), "compact": ("failed", "broken")}
 
 
 def test_once_gives_up_in_the_end() -> None:
@@ -143,6 +145,10 @@ def test_once_does_what_there_is(
     assert (data / "ledger/_delta_log").is_dir()
     assert (data / "pipeline/compact/offsets").is_dir()
     assert "job=ledger epoch=0" in caplog.text
+    compacted, written = read_statuses(str(data / "pipeline"))
+    assert (compacted.job, written.job) == ("compact", "ledger")
+    assert {each.state for each in (compacted, written)} == {"done"}
+    assert written.epochs == 1 and written.last is not None and written.last.position >= 201
 
 
 @pytest.mark.spark

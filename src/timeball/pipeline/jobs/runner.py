@@ -1,7 +1,7 @@
 """Run the streaming jobs: several queries in one Spark session, until they are done or told to stop.
 
     start     each job from its checkpoint; its sink's own mark decides what is still to do
-    watch     one log line an epoch: rows of the log, rows/s, how far it lags behind the log's end
+    watch     one log line an epoch: rows of the log, rows/s, how far it lags behind the log's end; a status file
     restart   after a failure that may pass (broker away, epoch to be planned again), with growing pauses
     end       a job that has nothing to do for this broker, before it starts or when the broker refuses its work
     give up   on anything else: the disk, the set-up, an unknown failure; all jobs are stopped first
@@ -14,14 +14,12 @@ lease has run out.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
@@ -30,6 +28,7 @@ from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import plain, spark_errors
+from timeball.pipeline.job_status import Board, Epoch, JobStatus, State, epoch_of
 from timeball.pipeline.jobs import archive, compact, ledger
 from timeball.pipeline.session import LOCAL_MASTER, build_session, make_active
 from timeball.pipeline.store import sibling
@@ -68,6 +67,12 @@ class Job:
     done: bool = False
     report: Callable[[str], None] = field(default=LOG.info)
     superfluous: Callable[[], str | None] = lambda: None
+    last: Epoch | None = None
+    last_ms: int | None = None
+    epochs: int = 0
+    rows: int = 0
+    error: str | None = None
+    ended: State | None = None
 
     @property
     def running(self) -> bool:
@@ -107,6 +112,7 @@ class Job:
         if now_ns - self.started_ns > HEALTHY_S * 1e9:
             self.failures = 0
         self.failures += 1
+        self.error = str(error)
         if isinstance(error, RequestError) and not isinstance(error, PASSING):
             # The broker may have been started again with another schedule since.
             with contextlib.suppress(TimeballError):
@@ -133,33 +139,38 @@ class Job:
         for progress in self.query.recentProgress:
             if progress["batchId"] > self.last_epoch:
                 self.last_epoch = progress["batchId"]
-                line = progress_line(self.name, progress)
-                if line:
-                    self.report(line)
+                epoch = epoch_of(progress)
+                if epoch is not None:
+                    self._note(epoch)
+                    self.report(epoch.line(self.name))
 
+    def _note(self, epoch: Epoch) -> None:
+        self.last, self.last_ms, self.epochs = epoch, SystemClock().wall_ms(), self.epochs + 1
+        self.rows += epoch.rows or 0
 
-def progress_line(name: str, progress: Mapping[str, Any]) -> str | None:
-    """One line about an epoch; None for one that moved nothing. Rows are rows of the log, of all kinds."""
-    source = progress["sources"][0]
-    start, end, latest = (_seq(source[key]) for key in ("startOffset", "endOffset", "latestOffset"))
-    if end is None:
-        return None
-    epoch = f"job={name} epoch={progress['batchId']} to_seq={end}"
-    lag = 0 if latest is None else max(0, latest - end)
-    took_ms = progress["durationMs"].get("triggerExecution", 0)
-    if start is None:  # the first epoch of a checkpoint: only the sink knows where it began
-        return f"{epoch} ms={took_ms} lag_rows={lag}"
-    rows = end - start
-    if not rows or not took_ms:
-        return None
-    return f"{epoch} rows={rows} ms={took_ms} rows_per_s={rows * 1000 // took_ms} lag_rows={lag}"
+    def status(self, started_ms: int) -> JobStatus:
+        """What the job says of itself now."""
+        return JobStatus(
+            job=self.name,
+            state=self.state,
+            updated_ms=SystemClock().wall_ms(),
+            started_ms=started_ms,
+            epochs=self.epochs,
+            rows=self.rows,
+            last=self.last,
+            last_ms=self.last_ms,
+            failures=self.failures,
+            error=self.error,
+        )
 
-
-def _seq(offset: object) -> int | None:
-    if isinstance(offset, str):
-        offset = json.loads(offset)
-    value = offset.get("seq") if isinstance(offset, dict) else None
-    return value if isinstance(value, int) else None
+    @property
+    def state(self) -> State:
+        """In one word; `stopped` and `failed` are for the runner to say."""
+        if self.ended is not None:
+            return self.ended
+        if self.done:
+            return "done"
+        return "running" if self.running else "waiting" if self.failures else "starting"
 
 
 def run(
@@ -192,7 +203,7 @@ def run(
             running = [
                 _job(name, session, endpoint, folder, once, (options or {}).get(name)) for name in jobs
             ]
-            _watch(running, endpoint, stop, once, clock or SystemClock())
+            _watch(running, endpoint, stop, once, clock or SystemClock(), Board(folder))
     finally:
         if spark is None:
             session.stop()
@@ -224,22 +235,31 @@ def _job(
     )
 
 
-def _watch(jobs: list[Job], endpoint: str, stop: threading.Event, once: bool, clock: Clock) -> None:
+def _watch(
+    jobs: list[Job], endpoint: str, stop: threading.Event, once: bool, clock: Clock, board: Board
+) -> None:
     compacting = next((job for job in jobs if job.name == compact.NAME), None)
     lease: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if compacting is not None:
         lease = compact.Lease(endpoint, lambda: compacting.running)
+    started_ms = clock.wall_ms()
     with lease:
         try:
             while not stop.is_set() and not all(job.done for job in jobs):
                 for job in jobs:
                     job.tick(clock.monotonic_ns(), once=once)
+                    board.tell(job.status(started_ms), clock.monotonic_ns())
                 stop.wait(WATCH_EVERY_S)
+        except TimeballError as error:
+            job.ended, job.error = "failed", str(error)
+            raise
         finally:
             for job in jobs:
                 if job.query is not None and job.query.isActive:
                     finish(job.query)
                     LOG.info("job=%s stopped", job.name)
+                job.ended = job.ended or ("done" if job.done else "stopped")
+                board.tell(job.status(started_ms), clock.monotonic_ns())
 
 
 def finish(query: StreamingQuery, patience_s: float = STOP_PATIENCE_S) -> None:
