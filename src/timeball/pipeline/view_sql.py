@@ -35,7 +35,7 @@ NEEDS = {**{view: (base,) for view, base in BASES.items()}, "promises": ("ledger
 
 _INSTANTS = {
     "due_ms": "due",
-    "at_ms": "at",
+    "at_ms": "happened",
     "accepted_ms": "accepted",
     "born_ms": "born",
     "store_ms": "stored",

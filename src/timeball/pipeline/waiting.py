@@ -44,7 +44,7 @@ ALWAYS: Due = (None, None)
 _TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the ATTACH row a version stands for
 _TRIES = 50
 _PAUSE_S = 0.1
-_LEVEL_PROPERTIES = (
+LEVEL_PROPERTIES = (
     f"REAL_TOPIC{PROPERTY_NAME_END}(?P<topic>[^{PROPERTY_END}]+){PROPERTY_END}"
     f"REAL_QID{PROPERTY_NAME_END}(?P<queue>-?[0-9]+){PROPERTY_END}$"
 )
@@ -89,7 +89,7 @@ class Snapshot:
         self._broker = broker
         self._settled: Int64Array | None = None
         self._moved: Int64Array | None = None
-        self._only_cancels = only_cancels
+        self.only_cancels = only_cancels
         self.uri = uri
         self.now_ms = status.now_ms
         self.version = status.table.version
@@ -132,7 +132,7 @@ class Snapshot:
     def settled(self) -> Int64Array:
         """Sorted numbers of the promises that the kept log says are released or cancelled. Read once."""
         if self._settled is None:
-            kinds = [Kind.CANCEL] if self._only_cancels else [Kind.RELEASE, Kind.CANCEL]
+            kinds = [Kind.CANCEL] if self.only_cancels else [Kind.RELEASE, Kind.CANCEL]
             self._settled = _numbers(self._log(kinds, self.first_seq, ["source_seq"]), "source_seq")
         return self._settled
 
@@ -154,7 +154,7 @@ class Snapshot:
         schema = pa.schema([TABLE_SCHEMA.field(name) for name in columns])
         for place in among:
             # One of a level may count as due before its instant, when the clock was set back behind its acceptance.
-            bounds = due if place == "level" and not self._only_cancels else self._clip(due)
+            bounds = due if place == "level" and not self.only_cancels else self._clip(due)
             gone = (self.settled(), self.moved()) if place == "table" else (self.settled(),)
             for batch in self._at(place, wanted, due):
                 rows = _kept(batch, bounds, gone)
@@ -218,7 +218,7 @@ class Snapshot:
         for batch in self._log([Kind.LEVEL_PROMISE], self.first_seq, columns):
             rows = batch
             if is_disguised:
-                real = pc.extract_regex(rows.column("properties"), _LEVEL_PROPERTIES)
+                real = pc.extract_regex(rows.column("properties"), LEVEL_PROPERTIES)
                 for name, field, kind in (("topic", "topic", pa.string()), ("queue_id", "queue", pa.int32())):
                     if name in wanted:
                         value = pc.struct_field(real, field).cast(kind)
