@@ -27,6 +27,7 @@ from timeball.cli import (
     schedule,
     send,
     serve,
+    sql,
     status,
     up,
 )
@@ -58,6 +59,7 @@ app.command("cancel", rich_help_panel=_MESSAGES)(cancel.cancel)
 app.command("pull", rich_help_panel=_MESSAGES)(pull.pull)
 app.command("replay", rich_help_panel=_MESSAGES)(replay.replay)
 app.command("pending", rich_help_panel=_LOOK)(pending.pending)
+app.command("sql", rich_help_panel=_LOOK)(sql.sql)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("audit", rich_help_panel=_LOOK)(audit.audit)
 app.command("dump", rich_help_panel=_LOOK)(dump.dump)
