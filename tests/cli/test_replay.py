@@ -101,6 +101,7 @@ def test_what_was_done_before_is_told_so(capsys: pytest.CaptureFixture[str]) -> 
         (["--from", "2030-01-01T09:00", *WINDOW[2:], "--shift", "1d"], "--from"),
         ([*WINDOW, "--shift", "1d", "--stretch", "-1"], "--stretch"),
         ([*WINDOW, "--shift", "1d", "--by", "luck"], "--by"),
+        ([*WINDOW, "--shift", "1d", "--job-id", "once more"], "--job-id"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

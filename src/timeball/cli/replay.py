@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from timeball.cli.connection import connect
+from timeball.cli.messages import naming
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
-from timeball.cli.output import bars, print_json, print_line
+from timeball.cli.output import bars, print_json, print_line, progress_bar
 from timeball.cli.quantities import parse_duration_ms, parse_instant_ms, show_bytes, show_ms
 from timeball.errors import InvalidDelay, RequestError
 
@@ -91,7 +92,8 @@ def replay(
     """Schedule a past window of messages again, after showing what that means.
 
     Messages come from the archive (timeball pipeline run archive) and from the log. Instants need a time zone.
-    The same arguments are the same replay: given again, it changes nothing.
+    The same arguments are the same replay: given again, it changes nothing. A replay is a campaign: timeball
+    campaign can count, pause and cancel it.
 
     \b
     Examples:
@@ -102,7 +104,11 @@ def replay(
     """
     start_ms = beginning(from_ms, at_ms, shift_ms)
     from timeball.cli.spark import open_session
+    from timeball.pipeline.campaigns import check_id
 
+    if job_id is not None:
+        with naming("--job-id"):
+            check_id(job_id)
     with connect(endpoint) as ball:
         ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
     spark = open_session(master, "timeball-replay")
@@ -141,10 +147,11 @@ def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) ->
 
     window.check()
     if not wish.dry_run:
-        done = job.attached(endpoint, wish.job_id or window.job_id)
+        done = job.done_before(endpoint, wish.job_id or window.job_id)
         if done is not None:
-            return tell(msgspec.structs.replace(done, repeated=True), wish.as_json)
-    plan = job.plan(spark, endpoint, window, archive_uri=wish.archive)
+            return tell(done, wish.as_json)
+    with working("reading what passed", wish):
+        plan = job.plan(spark, endpoint, window, archive_uri=wish.archive)
     if wish.as_json and (wish.dry_run or not plan.rows):
         return print_json(plan)
     if not wish.as_json:
@@ -153,8 +160,17 @@ def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) ->
     if wish.dry_run or not plan.rows:
         return None
     agree(plan, late=wish.late, yes=wish.yes)
-    report = job.run(spark, endpoint, window, archive_uri=wish.archive, job_id=wish.job_id, rows=plan.rows)
+    with working(f"scheduling {plan.rows:,} messages", wish):
+        report = job.run(spark, endpoint, window, archive_uri=wish.archive, job_id=wish.job_id, planned=plan)
     return tell(report, wish.as_json)
+
+
+@contextmanager
+def working(what: str, wish: Wish) -> Iterator[None]:
+    """On a terminal, that something goes on: how long a query takes nobody can say beforehand."""
+    with progress_bar(quiet=wish.as_json) as progress:
+        progress.add_task(what, total=None)
+        yield
 
 
 def beginning(from_ms: int, at_ms: int | None, shift_ms: int | None) -> int:

@@ -16,8 +16,9 @@ from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.traffic import log_rows, send, send_due_now, visible
 
 from timeball import Timeball, limits
-from timeball.errors import InvalidDelay, NotFound, OutOfRange
+from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange
 from timeball.message import Kind, decode_properties, encode_properties
+from timeball.pipeline.campaign import Campaign
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, replay
 from timeball.pipeline.jobs.replay import REPLAY_OF, Sources, Window
@@ -222,7 +223,7 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
         plan = replay.plan(spark, node.endpoint, window)
         assert (plan.rows, plan.topics, plan.overdue) == (4, {"orders": 4}, 0)
         assert sum(plan.curve.values()) == 4 and scheduled(broker) == []
-        report = replay.run(spark, node.endpoint, window, rows=plan.rows)
+        report = replay.run(spark, node.endpoint, window, planned=plan)
         assert (report.rows, report.repeated, report.job_id) == (4, False, window.job_id)
         rows = scheduled(broker)
         passed = ball.read_log(1, broker.status().log.durable_seq).read_all().to_pylist()
@@ -239,9 +240,32 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
         ]
     repeated = replay.run(spark, node.endpoint, window)
     assert repeated == msgspec.structs.replace(report, repeated=True) and scheduled(broker) == rows
+    progress = Campaign(broker, window.job_id).progress()
+    assert (progress.rows, progress.waiting, progress.state) == (4, 4, "active")
     # Control: under another name it is another replay.
-    assert replay.run(spark, node.endpoint, window, job_id="once more").rows == 4
+    assert replay.run(spark, node.endpoint, window, job_id="once-more").rows == 4
     assert len(scheduled(broker)) == 8
+
+
+@pytest.mark.spark
+def test_a_replay_that_died_behind_its_attach_is_completed_and_one_that_was_cancelled_is_not_done_again(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_due_now(node.endpoint, 3)
+    window = window_of(node, "orders")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Campaign, "note_attached", interrupt)
+        replay.run(spark, node.endpoint, window)
+    assert len(scheduled(broker)) == 3
+    again = replay.run(spark, node.endpoint, window)
+    assert (again.rows, again.repeated) == (3, True) and len(scheduled(broker)) == 3
+    assert Campaign(broker, window.job_id).cancel().cancelled == 3
+    with pytest.raises(InvalidMessage, match="was cancelled"):
+        replay.run(spark, node.endpoint, window)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.spark

@@ -6,8 +6,9 @@
 reaches and from the log behind its mark, so a replay is complete whether or not the job `archive` has caught up. A
 window that begins before either of them, or is not over yet, is refused: half of a window would look like all of it.
 
-All of it is written in one attach under a name that follows from the arguments, so a second run with the same arguments
-changes nothing: the log's ATTACH row of that name says that it was done, and the broker refuses a second one.
+All of it is written in one attach under a name that follows from the arguments, so a second run with the same
+arguments changes nothing: the broker takes one attach of a name, ever. A replay is a campaign (pipeline/campaign.py) of
+that name: what waits of it can be counted, paused and cancelled as one, and a run that died is completed by the next.
 
 A replayed message is a new one: it has an id of its own, and names the old one in its property REPLAY_OF. Queue, tag,
 keys, properties, flags and body stay. Topics in which the broker keeps second tries and dead letters (%RETRY%…, %DLQ%…)
@@ -28,15 +29,16 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from timeball import limits
-from timeball.errors import InvalidDelay, NotFound, OutOfRange, Unavailable
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Kind
+from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END
 from timeball.pipeline.archiving import PASSED
+from timeball.pipeline.campaign import Campaign
+from timeball.pipeline.campaigns import Event, check_id, last
 from timeball.pipeline.endpoint import Endpoint, Status
 from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.narrow import Bounds
 from timeball.pipeline.store import open_table
-from timeball.table import attachment as att
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -298,43 +300,58 @@ def run(
     window: Window,
     *,
     archive_uri: str | None = None,
+    table_uri: str | None = None,
     job_id: str | None = None,
-    rows: int | None = None,
+    planned: ReplayPlan | None = None,
 ) -> ReplayReport:
     """Schedule the window again, in one attach; nothing when the attach of this name is there already.
 
-    `job_id`: another name than the one that follows from the window, to replay the same thing twice. `rows`: how
-    many there are, if a plan has said so: more than half a million are then written by several tasks.
+    `job_id`: another name than the one that follows from the window, to replay the same thing twice. `planned`: what
+    `plan` has said just now, so that it need not be counted again. `table_uri`: where the driver and the executors
+    reach the pending table, if not where the broker says.
     """
     window.check()
-    name = job_id or window.job_id
-    done = attached(endpoint, name)
+    name = check_id(job_id or window.job_id)
+    done = done_before(endpoint, name, table_uri)
     if done is not None:
-        return msgspec.structs.replace(done, repeated=True)
+        return done
+    planned = planned or plan(spark, endpoint, window, archive_uri=archive_uri)
     sources = look(endpoint, archive_uri)
-    check_covered(window, sources)
-    with spark_errors():
-        again = promises(passed(spark, endpoint, window, sources), window, rows)
+    if not planned.rows:
+        return ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=False, ranges=[])
+    with spark_errors(), Endpoint(endpoint) as broker:
+        campaign = Campaign(broker, name, table_uri)
+        begun = campaign.begin(planned.rows, sources.now_ms, {"replay": msgspec.to_builtins(window)})
+        again = promises(passed(spark, endpoint, window, sources), window, planned.rows)
         writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
-        writer.mode("append").save()
-    done = attached(endpoint, name, from_seq=sources.end)
-    LOG.info("job=replay id=%s rows=%d", name, done.rows if done else 0)
-    # Not there although there was something to write: done so long ago that the log has let go of it.
-    return done or ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=bool(rows), ranges=[])
+        writer.option("table_uri", campaign.table_uri).mode("append").save()
+        attached = campaign.note_attached(begun, "attached")
+        if attached is None:
+            raise OutOfRange(f"replay {name}: the log no longer has the record of its attach")
+        if campaign.is_cancelled():  # while it was being written
+            campaign.cancel_attached()
+    LOG.info("job=replay id=%s rows=%d", name, attached.rows)
+    return _report(attached)
 
 
-def attached(endpoint: str, job_id: str, from_seq: int = 0) -> ReplayReport | None:
-    """What the log says of the attach of this name; None while there is none, in what is kept from `from_seq` on."""
+def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
+    """What the replay of this name has scheduled; None while it has not. InvalidMessage when it was cancelled."""
     with Endpoint(endpoint) as broker:
-        status = broker.status()
-        begin = max(from_seq, status.log.first_seq)
-        columns = ["body", "store_ms"]
-        batches = broker.read_log(begin, max(begin, status.log.durable_seq), [Kind.ATTACH], columns=columns)
-        for row in (row for batch in batches for row in batch.to_pylist()):
-            found = att.decode(row["body"])
-            if found.job == "bulk" and found.job_id == job_id:
-                rows = sum(count for _, count in found.ranges)
-                return ReplayReport(
-                    job_id=job_id, rows=rows, at_ms=row["store_ms"], repeated=False, ranges=found.ranges
-                )
-    return None
+        campaign = Campaign(broker, job_id, table_uri)
+        events = campaign.events() if campaign.table.events(job_id) else []
+    if last(events, "cancelled"):
+        raise InvalidMessage(
+            f"replay {job_id} was cancelled: to do it all the same, name it anew with --job-id"
+        )
+    attached = last(events, "attached")
+    return None if attached is None else _report(attached, repeated=True)
+
+
+def _report(attached: Event, *, repeated: bool = False) -> ReplayReport:
+    return ReplayReport(
+        job_id=attached.campaign,
+        rows=attached.rows,
+        at_ms=attached.at_ms,
+        repeated=repeated,
+        ranges=attached.ranges,
+    )
