@@ -17,9 +17,12 @@ import typer
 from timeball.cli import (
     audit,
     bench,
+    bulk,
+    campaign,
     cancel,
     demo,
     dump,
+    forecast,
     pending,
     pipeline,
     pull,
@@ -57,9 +60,12 @@ app.command("send", rich_help_panel=_MESSAGES)(send.send)
 app.command("schedule", rich_help_panel=_MESSAGES)(schedule.schedule)
 app.command("cancel", rich_help_panel=_MESSAGES)(cancel.cancel)
 app.command("pull", rich_help_panel=_MESSAGES)(pull.pull)
+app.command("bulk", rich_help_panel=_MESSAGES)(bulk.bulk)
+app.add_typer(campaign.app, name="campaign", rich_help_panel=_MESSAGES)
 app.command("replay", rich_help_panel=_MESSAGES)(replay.replay)
 app.command("pending", rich_help_panel=_LOOK)(pending.pending)
 app.command("sql", rich_help_panel=_LOOK)(sql.sql)
+app.command("forecast", rich_help_panel=_LOOK)(forecast.forecast)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("audit", rich_help_panel=_LOOK)(audit.audit)
 app.command("dump", rich_help_panel=_LOOK)(dump.dump)

@@ -1,0 +1,304 @@
+"""`timeball bulk`: files full of promises, scheduled in one step as one campaign.
+
+Spark reads whatever it can read; which column is what is said with options, and what cannot be a promise goes to a
+table of its own. The same files with the same options are the same campaign, so that a command that was cut off, or
+is not known to have worked, can be given again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.messages import show_instant
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
+from timeball.cli.output import bars, note, print_json, print_line, progress_bar
+from timeball.cli.quantities import show_bytes
+from timeball.errors import InvalidMessage, NotFound, RequestError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from timeball.pipeline.jobs.bulk import BulkReport
+    from timeball.pipeline.screening import Columns
+
+PEAKS_SHOWN = 3
+LOOK_EVERY_S = 0.2
+STEPS = {"survey": "looking at the rows", "rejects": "putting rejects aside", "write": "writing"}
+
+
+class Format(StrEnum):
+    """What Spark reads here; others by their own name with Spark's packages."""
+
+    PARQUET = "parquet"
+    CSV = "csv"
+    JSON = "json"
+    JDBC = "jdbc"
+
+
+_SUFFIXES = {".parquet": Format.PARQUET, ".csv": Format.CSV, ".json": Format.JSON, ".jsonl": Format.JSON}
+
+
+def _column(name: str, what: str) -> Any:
+    return typer.Option(name, metavar="COLUMN", help=what)
+
+
+def bulk(
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="Files, folders, patterns or URIs.")
+    ] = None,
+    topic: Annotated[str | None, typer.Option("--topic", help="One topic for all.")] = None,
+    topic_column: Annotated[str | None, _column("--topic-column", "Or the column that holds it.")] = None,
+    due_column: Annotated[str, _column("--due-column", "When: a timestamp, text, or milliseconds.")] = "due",
+    body_column: Annotated[str | None, _column("--body-column", "The body; by default 'body'.")] = None,
+    body_json: Annotated[
+        bool, typer.Option("--body-json", help="Or: all other columns as one JSON object.")
+    ] = False,
+    key_column: Annotated[str | None, _column("--key-column", "Business keys, to cancel by.")] = None,
+    tag_column: Annotated[str | None, _column("--tag-column", "A tag, to filter by.")] = None,
+    id_column: Annotated[str | None, _column("--id-column", "Message ids; by default made up.")] = None,
+    zone: Annotated[
+        str | None,
+        typer.Option("--zone", help="Time zone of wall-clock times without one, such as Europe/Paris."),
+    ] = None,
+    format_: Annotated[
+        Format | None, typer.Option("--format", help="By default by the name of the first file.")
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="An option of Spark's reader; may be repeated."),
+    ] = None,
+    campaign: Annotated[
+        str | None, typer.Option("--campaign", metavar="ID", help="By default from files and options.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be scheduled and rejected.")
+    ] = False,
+    rejects: Annotated[
+        str | None,
+        typer.Option("--rejects", metavar="URI", help="Delta table for rejects; by default beside the data."),
+    ] = None,
+    table_uri: Annotated[
+        str | None,
+        typer.Option("--table-uri", metavar="URI", help="Where executors reach the pending table."),
+    ] = None,
+    master: Annotated[
+        str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
+    ] = "local[2]",
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Schedule every row of some files: all valid rows in one step, or none.
+
+    Rows that cannot be promises go to the table of rejects, each with its reason; then the exit code is 1. The
+    campaign's id is printed: `timeball campaign` shows, pauses, resumes and cancels it. Killed and given
+    again the command goes on; given once more it changes nothing.
+
+    \b
+    Examples:
+      timeball bulk reminders.parquet --topic reminders --due-column at --dry-run
+      timeball bulk reminders.parquet --topic reminders --due-column at --key-column customer
+      timeball bulk 'export/*.csv' --topic-column topic --body-json --due-column when --zone Europe/Paris
+      timeball bulk --format jdbc --option url=jdbc:postgresql://db/shop --option dbtable=invoices \\
+          --topic dunning --body-json --due-column due_date --zone Europe/Berlin --campaign dunning-2027-01
+    """
+    if body_json and body_column is not None:
+        raise RequestError("--body-column and --body-json: give one of them")
+    if (topic is None) == (topic_column is None):
+        raise RequestError("say where the messages go: exactly one of --topic and --topic-column")
+    places = [place(each) for each in files or []]
+    chosen = format_of(places, format_)
+    read = {"header": "true"} if chosen is Format.CSV else {}
+    read |= dict(_option(each) for each in options or [])
+    from timeball.cli.connection import connect
+    from timeball.cli.spark import open_session
+
+    with connect(endpoint) as ball:
+        ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
+    spark = open_session(master, "timeball-bulk")
+    try:
+        from timeball.pipeline.jobs import bulk as job
+        from timeball.pipeline.screening import Columns
+
+        columns = Columns(
+            due=due_column,
+            topic=topic_column,
+            topic_name=topic,
+            body=None if body_json else body_column or "body",
+            keys=key_column,
+            tag=tag_column,
+            unique_key=id_column,
+            zone=zone,
+        )
+        name = campaign or campaign_id(places, chosen, read, columns)
+        if not dry_run:
+            note(f"campaign {name}")
+        with _progress(spark, quiet=as_json) as tell:
+            report = job.run(
+                spark,
+                _read(spark, places, chosen, read),
+                endpoint,
+                columns=columns,
+                campaign=name,
+                dry_run=dry_run,
+                rejects_uri=rejects,
+                table_uri=table_uri,
+                tell=tell,
+            )
+    finally:
+        spark.stop()
+    if as_json:
+        print_json(document(report))
+    else:
+        for line in describe(report):
+            print_line(line)
+    if report.rejected:
+        raise typer.Exit(ExitCode.CHECK_FAILED)
+
+
+# ---- what is read -----------------------------------------------------------------------------------------
+
+
+def place(text: str) -> str:
+    """A file, folder or pattern as a URI or an absolute path; NotFound for one that is not here."""
+    if "://" in text:
+        return text
+    path = Path(text).absolute()
+    if not any(sign in text for sign in "*?[{") and not path.exists():
+        raise NotFound(f"{text}: no such file or folder")
+    return str(path)
+
+
+def format_of(places: Sequence[str], wanted: Format | None) -> Format:
+    """The format to read; RequestError when neither an option nor the first name says which."""
+    if wanted is Format.JDBC:
+        if places:
+            raise RequestError("--format jdbc: the table is named with --option dbtable=…, not as a file")
+        return wanted
+    if not places:
+        raise RequestError("name a file, or --format jdbc with --option url=… --option dbtable=…")
+    found = wanted or _SUFFIXES.get(Path(places[0].removesuffix(".gz")).suffix.lower())
+    if found is None and Path(places[0]).is_dir():
+        found = next(
+            (_SUFFIXES[suffix] for suffix in _SUFFIXES if any(Path(places[0]).glob(f"*{suffix}"))), None
+        )
+    if found is None:
+        raise RequestError(f"{places[0]}: its name does not tell the format; add --format")
+    return found
+
+
+def campaign_id(places: Sequence[str], format_: str, read: dict[str, str], columns: Columns) -> str:
+    """An id for these files, as they are now, and this meaning of their columns."""
+    stamps = []
+    for each in places:
+        local = Path(each)
+        found = sorted(local.rglob("*")) if local.is_dir() else [local]
+        stamps += [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found if p.is_file()]
+    said = msgspec.json.encode([list(places), format_, sorted(read.items()), columns, stamps])
+    return f"bulk-{hashlib.sha256(said).hexdigest()[:16]}"
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise RequestError(f"--option {text}: write NAME=VALUE")
+    return name, value
+
+
+def _read(spark: SparkSession, places: list[str], format_: Format, options: dict[str, str]) -> DataFrame:
+    from timeball.pipeline.failures import spark_errors
+
+    reader = spark.read.format(format_.value).options(**options)
+    try:
+        with spark_errors():
+            return reader.load(places) if places else reader.load()
+    except (NotFound, InvalidMessage):
+        raise
+    except Exception as error:
+        raise RequestError(f"{places[0] if places else 'jdbc'}: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
+    """Tasks done of those there are, of the step that the job has told of last."""
+    with progress_bar(quiet=quiet) as bar:
+        task = bar.add_task(STEPS["survey"], total=None)
+        over = threading.Event()
+        tracker = spark.sparkContext.statusTracker()
+
+        def look() -> None:
+            while not over.wait(LOOK_EVERY_S):
+                stages = [tracker.getStageInfo(i) for i in tracker.getActiveStageIds()]
+                totals = [(s.numCompletedTasks, s.numTasks) for s in stages if s is not None]
+                if totals:
+                    done, total = map(sum, zip(*totals, strict=True))
+                    bar.update(task, completed=done, total=total)
+
+        thread = threading.Thread(target=look, name="spark-progress", daemon=True)
+        if not bar.disable:
+            thread.start()
+        try:
+            yield lambda step: bar.update(task, description=STEPS.get(step, step), completed=0, total=None)
+        finally:
+            over.set()
+            if thread.is_alive():
+                thread.join()
+
+
+# ---- what is told -----------------------------------------------------------------------------------------
+
+
+def document(report: BulkReport) -> dict[str, Any]:
+    """The report as JSON, with the due load by the minute, hour or day."""
+    unit, due = curve(report)
+    found = {name: getattr(report, name) for name in report.__struct_fields__ if name != "load"}
+    return {
+        **found,
+        "rows_per_s": report.rows_per_s,
+        "amplification": report.amplification,
+        "by": unit,
+        "due": due,
+    }
+
+
+def curve(report: BulkReport) -> tuple[str, dict[str, int]]:
+    """The width of a bar, and messages by the name of the bar they are due in."""
+    from timeball.pipeline.due_load import bar_name
+
+    found = report.load.curve()
+    starts_ms = (found.start_s * 1_000).tolist()
+    return found.unit.value, {
+        bar_name(at_ms, found.unit): rows for at_ms, rows in zip(starts_ms, found.rows.tolist(), strict=True)
+    }
+
+
+def describe(report: BulkReport) -> Iterator[str]:
+    """The report for people."""
+    if report.repeated:
+        yield f"campaign {report.campaign} was scheduled before: {report.rows:,} messages; nothing is changed"
+        return
+    yield from bars(curve(report)[1])
+    for peak in report.load.peaks(PEAKS_SHOWN):
+        yield f"peak: {peak.minute_rows:,} in the minute of {show_instant(peak.at_ms)}"
+    for reason, rows in report.reasons.items():
+        yield f"{'would be ' if report.dry_run else ''}rejected: {rows:,}, {reason}"
+    if report.dry_run:
+        yield f"would schedule {report.rows:,} messages, {show_bytes(report.payload_bytes)} of payload"
+        return
+    if report.rejects_uri is not None:
+        yield f"rejects are in {report.rejects_uri}"
+    written = f"{show_bytes(report.written_bytes)} in {report.files:,} files"
+    ratio = f", {report.amplification:.2f} bytes a byte of payload" if report.amplification else ""
+    yield (
+        f"scheduled {report.rows:,} messages in {report.seconds:.1f} s ({report.rows_per_s:,}/s), {written}{ratio}"
+    )
+    yield f"campaign {report.campaign}"

@@ -1,0 +1,172 @@
+"""`timeball bulk`: what is read, what is refused, what is told. What it does: tests/pipeline/jobs/test_bulk.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.cli.in_process import run_here
+from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
+from tests.node_fixture import running_node
+
+from timeball import Timeball
+from timeball.cli.bulk import Format, campaign_id, describe, document, format_of, place
+from timeball.errors import NotFound, RequestError
+from timeball.limits import DAY_MS
+
+pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
+
+from timeball.pipeline.due_load import Load
+from timeball.pipeline.jobs.bulk import BulkReport
+from timeball.pipeline.screening import Columns
+
+COLUMNS = Columns(topic_name="t")
+
+
+def report(**more: object) -> BulkReport:
+    load = Load(topic=np.zeros(2, np.int64), second=np.array([0, 3_600]), rows=np.array([30, 70]), width_s=60)
+    given = {
+        "campaign": "spring",
+        "dry_run": False,
+        "repeated": False,
+        "rows": 100,
+        "rejected": 5,
+        "reasons": {"body: missing": 5},
+        "rejects_uri": "/data/rejects",
+        "payload_bytes": 2_000,
+        "written_bytes": 3_000,
+        "files": 2,
+        "seconds": 0.5,
+        "load": load,
+    }
+    return BulkReport(**{**given, **more})
+
+
+def test_a_report_for_people_and_for_programs() -> None:
+    lines = list(describe(report()))
+    assert lines[0].startswith("1970-01-01T00:00") and lines[0].endswith(" 30")
+    assert lines[2:4] == [
+        "peak: 70 in the minute of 1970-01-01T01:00:00.000Z",
+        "peak: 30 in the minute of 1970-01-01T00:00:00.000Z",
+    ]
+    assert lines[4:] == [
+        "rejected: 5, body: missing",
+        "rejects are in /data/rejects",
+        "scheduled 100 messages in 0.5 s (200/s), 2.9 KiB in 2 files, 1.50 bytes a byte of payload",
+        "campaign spring",
+    ]
+    told = document(report())
+    assert (told["rows_per_s"], told["amplification"], told["by"]) == (200, 1.5, "minute")
+    assert told["due"] == {"1970-01-01T00:00": 30, "1970-01-01T01:00": 70}
+    json.dumps(told)
+
+
+def test_a_dry_run_and_a_repeat_say_so() -> None:
+    dry = list(describe(report(dry_run=True, files=0, written_bytes=0, rejects_uri=None)))
+    assert dry[-2:] == [
+        "would be rejected: 5, body: missing",
+        "would schedule 100 messages, 2.0 KiB of payload",
+    ]
+    assert list(describe(report(repeated=True))) == [
+        "campaign spring was scheduled before: 100 messages; nothing is changed"
+    ]
+
+
+def test_the_format_is_told_by_the_name(tmp_path: Path) -> None:
+    assert format_of(["/a/b.parquet", "/c.csv"], None) is Format.PARQUET
+    assert format_of(["/a/*.CSV.gz"], None) is Format.CSV
+    assert format_of(["/a/b.txt"], Format.JSON) is Format.JSON
+    (tmp_path / "part-0.jsonl").write_text("{}")
+    assert format_of([str(tmp_path)], None) is Format.JSON
+    for places, wanted in (([], None), (["/a/b.txt"], None), (["/a.csv"], Format.JDBC)):
+        with pytest.raises(RequestError):
+            format_of(places, wanted)
+
+
+def test_a_place_is_absolute_or_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").touch()
+    assert place("a.csv") == str(tmp_path / "a.csv")
+    assert place("*.csv") == str(tmp_path / "*.csv")
+    assert place("s3://bucket/a.csv") == "s3://bucket/a.csv"
+    with pytest.raises(NotFound, match=r"b\.csv: no such file"):
+        place("b.csv")
+
+
+def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("x")
+    first = campaign_id([str(file)], "csv", {"sep": ";"}, COLUMNS)
+    assert first == campaign_id([str(file)], "csv", {"sep": ";"}, COLUMNS)
+    others = {
+        campaign_id([str(file)], "json", {"sep": ";"}, COLUMNS),
+        campaign_id([str(file)], "csv", {}, COLUMNS),
+        campaign_id([str(file)], "csv", {"sep": ";"}, Columns(topic_name="u")),
+        campaign_id([str(tmp_path)], "csv", {"sep": ";"}, COLUMNS),
+    }
+    file.write_text("xy")
+    others.add(campaign_id([str(file)], "csv", {"sep": ";"}, COLUMNS))
+    assert len(others | {first}) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["a.csv", "--topic", "t"], "a.csv: no such file or folder"),
+        (["s3://b/a.csv"], "exactly one of --topic and --topic-column"),
+        (["s3://b/a.csv", "--topic", "t", "--topic-column", "c"], "exactly one of --topic"),
+        (["s3://b/a", "--topic", "t"], "add --format"),
+        (["--topic", "t"], "name a file, or --format jdbc"),
+        (
+            ["s3://b/a.csv", "--topic", "t", "--body-json", "--body-column", "b"],
+            "--body-column and --body-json",
+        ),
+        (["s3://b/a.csv", "--topic", "t", "--option", "sep"], "--option sep: write NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_is_refused_without_waiting_for_spark(arguments: list[str], named: str) -> None:
+    refused = run_here("bulk", *arguments, "--endpoint", NOWHERE, "--master", "spark://127.0.0.1:1")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert named in refused.stderr
+
+
+def test_no_broker_is_told_without_waiting_for_spark() -> None:
+    assert_says_how_to_reach_one(
+        run_here("bulk", "s3://b/a.csv", "--topic", "t", "--endpoint", NOWHERE, "--master", "spark://a:1")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.timeout(300)
+def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
+    """As a user would: look, schedule, schedule again, look, pause, resume, cancel; two Javas for three bulks."""
+    with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
+        due_ms = ball.status()["now_ms"] // DAY_MS * DAY_MS + 30 * DAY_MS
+        days = np.datetime_as_string(
+            np.datetime64(due_ms, "ms") + np.arange(50) * np.timedelta64(1, "m"), "s"
+        )
+        lines = [f"{day},customer {n},{n}" for n, day in enumerate(days)]
+        file = tmp_path / "people.csv"
+        file.write_text("\n".join(["when,who,number", *lines, "someday,nobody,0"]) + "\n")
+        common = ["--topic", "mail", "--due-column", "when", "--body-json", "--zone", "UTC", "--key-column"]
+        common += ["number", "--endpoint", node.endpoint]
+
+        dry = run_here("bulk", str(file), *common, "--dry-run")
+        assert dry.returncode == 1, dry.stderr
+        assert "would schedule 50 messages" in dry.stdout and "would be rejected: 1, due:" in dry.stdout
+        done = run_here("bulk", str(file), *common, "--json")
+        assert done.returncode == 1, done.stderr
+        told = json.loads(done.stdout)
+        assert (told["rows"], told["rejected"], sum(told["due"].values())) == (50, 1, 50)
+        assert Path(told["rejects_uri"]).is_dir()
+        again = run_here("bulk", str(file), *common)
+        assert "was scheduled before: 50 messages; nothing is changed" in again.stdout, again.stderr
+        assert ball.status()["schedule"]["table_rows"] == 50
+
+        ours = [told["campaign"], "--json", "--endpoint", node.endpoint]
+        assert json.loads(run_here("campaign", "pause", *ours).stdout)["held"] == 50
+        assert json.loads(run_here("campaign", "resume", *ours).stdout)["rows"] == 50
+        assert json.loads(run_here("campaign", "cancel", *ours).stdout)["cancelled"] == 50
