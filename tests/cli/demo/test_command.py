@@ -122,6 +122,12 @@ def test_a_small_demo_is_faultless(tmp_path: Path, signals: None, schedule: str)
     assert (report["day"], report["schedule"], report["balanced"]) == ("2013-12-25", schedule, True)
     assert (report["compacted_s"] is None) == (schedule != "hour_log")
     assert (report["bulk_rows"], report["sent_rows"], report["waiting"]) == (12_000, 12_000, 24_000)
+    assert report["campaign"] == {"rows": 10_000, "cancelled": 10_000, "released": 0}
+    assert report["forecast"]["rows"] == 24_000 and len(report["forecast"]["busiest"]) == 3
+    became = {(row["topic"], row["state"]): row["promises"] for row in report["sql"]}
+    assert became["newsletter", "cancelled"] == 10_000
+    assert became["departures-year", "waiting"] == became["check-in-year", "waiting"] == 12_000
+    assert became["departures", "released"] == report["outcome"]["released"]
     assert [Path(picture).parent for picture in report["pictures"]] == [out] * len(report["pictures"])
     assert all(Path(picture).stat().st_size > 0 for picture in report["pictures"])
     assert run_here("dump", "--data", str(data), "--verify").returncode == 0

@@ -37,7 +37,8 @@ def test_a_batch_is_promised_as_one_and_the_books_balance(tmp_path: Path) -> Non
         Spark(node.endpoint, tmp_path / "spark.log") as spark,
     ):
         ball.send("flights", b"y", after="1h")
-        spark.schedule(_messages(ball.status()["now_ms"], 1_000))
+        written = spark.schedule(_messages(ball.status()["now_ms"], 1_000), "flights")
+        assert (written.rows, written.rejected, written.campaign) == (1_000, 0, "flights")
         schedule = ball.status()["schedule"]
         assert (schedule["table_rows"], schedule["tail_rows"]) == (1_000, 1)
         assert ball.cancel(id="f500").verdict == "cancelled"

@@ -5,10 +5,11 @@ In order, each step printed as it ends:
     1  `timeball up` in an empty folder: the broker, and Spark behind it
     2  a year of check-in reminders sent through the client; the job `compact` moves them out of the log, where the
        schedule lets it (`hour_log`)
-    3  a year of departures written from a Spark DataFrame straight into the pending table
-    4  one real day, lived in a minute: scheduled, cancelled where it was cancelled, received
-    5  the audit on Spark: accepted = released + cancelled + expired + pending
-    6  a table and two pictures
+    3  a year of departures written from a Spark DataFrame straight into the pending table, as one campaign
+    4  another campaign, called off as one object, with a definite count; and the forecast of what is left
+    5  one real day, lived in a minute: scheduled, cancelled where it was cancelled, received
+    6  the audit on Spark: accepted = released + cancelled + expired + pending; a question in SQL
+    7  two tables and two pictures
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def demo(
     """Show Timeball at work on 336,776 real flights, in about three minutes.
 
     Runs a broker with Spark in a temporary folder, schedules a year in bulk and one day through the client,
-    lives that day in a minute, and counts. Exit code 1 says that something was early, lost or doubled, or that
-    the audit does not balance.
+    calls a campaign off, looks ahead, lives that day in a minute, and counts. Exit code 1 says that something was
+    early, lost or doubled, or that the audit does not balance.
 
     \b
     Examples:

@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from timeball.cli.demo.ahead import CAMPAIGN, Ahead, CalledOff, answer_table, ask, call_off, look_ahead
 from timeball.cli.demo.broker import Broker, broker_in
 from timeball.cli.demo.clocks import CompressedDay, coming_year
 from timeball.cli.demo.day import DayRun, live_through
@@ -31,6 +32,7 @@ from timeball.errors import SetupError
 
 HEAD_START_MS = 1_500  # between scheduling the day and its midnight
 COMPACTED_S = 90.0
+CAMPAIGN_ROWS = 10_000
 REST_S, LOOK_S = 5.0, 0.2
 
 
@@ -53,9 +55,13 @@ class DemoReport:
     outcome: Outcome
     bulk_rows: int
     bulk_s: float
+    bulk_bytes_per_payload_byte: float | None
     sent_rows: int
     sent_s: float
     compacted_s: float | None
+    campaign: CalledOff
+    forecast: Ahead
+    sql: list[dict[str, Any]]
     waiting: int
     ram_bytes_per_promise: float
     audit: dict[str, Any]
@@ -65,8 +71,9 @@ class DemoReport:
 
     @property
     def good(self) -> bool:
-        """The day was faultless and the audit balances."""
-        return self.outcome.faultless and self.balanced
+        """The day was faultless, the campaign's end is definite, and the audit balances."""
+        whole = self.campaign.cancelled + self.campaign.released == self.campaign.rows
+        return self.outcome.faultless and self.balanced and whole
 
 
 class Steps:
@@ -115,15 +122,22 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
         with session as spark:
             steps.done("the demo's own Spark session is ready")
             waits = _fill_year(ball, broker, spark, year.head(work.flights_max), steps)
+            ended = _call_off(broker, spark, year.head(min(work.flights_max, CAMPAIGN_ROWS)), steps)
+            view = look_ahead(broker.endpoint)
+            steps.done(f"forecast: {view.sentence()}")
             run = _live(broker, flights, work.length_ms, steps, day_name)
             with steps.busy("Spark audits the log, the table and the ledger"):
                 books = spark.audit()
             steps.done(f"audit on Spark: {books.summary}")
+            with steps.busy("DuckDB reads the ledger and the table"):
+                answer = ask(broker.endpoint)
+            steps.done("a question in SQL over the ledger, the table and the log")
     outcome = judge(run)
     pictures = draw(run, outcome, day_name, out_folder)
     if not quiet:
         table = outcome_table(outcome, waits.rows, waits.ram_bytes, books.summary)
         out.print(table)
+        out.print(answer_table(answer))
         out.print(f"pictures: {', '.join(map(str, pictures))}", markup=False)
         out.print(f"the whole took {steps.total_s:.0f} s", markup=False)
     return DemoReport(
@@ -132,6 +146,10 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
         outcome=outcome,
         bulk_rows=waits.bulk_rows,
         bulk_s=waits.bulk_s,
+        bulk_bytes_per_payload_byte=waits.bulk_bytes_per_payload_byte,
+        campaign=ended,
+        forecast=view,
+        sql=answer,
         sent_rows=waits.sent_rows,
         sent_s=waits.sent_s,
         compacted_s=waits.compacted_s,
@@ -150,6 +168,7 @@ class _Waiting:
 
     bulk_rows: int
     bulk_s: float
+    bulk_bytes_per_payload_byte: float | None
     sent_rows: int
     sent_s: float
     compacted_s: float | None
@@ -169,14 +188,25 @@ def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, step
     before_bytes = _held_at_rest(ball)
     departures = year.messages("departures-year", coming_year(year.departs_ms, now_ms), "year-")
     with steps.busy("Spark writes the departures of the coming year"):
-        spark.schedule(departures)
+        written = spark.schedule(departures, "departures-year")
     bulk_s = steps.done(
         f"{len(year):,} departures of the coming year written from a Spark DataFrame: "
-        f"{_table_rows(ball):,} in the pending table"
+        f"{_table_rows(ball):,} in the pending table, {written.amplification or 0:.1f} bytes for each of payload"
     )
     rows = _waiting_rows(ball) - begun
     grown = max(0, _held_at_rest(ball) - before_bytes) / max(1, len(year))
-    return _Waiting(len(year), bulk_s, len(year), sent_s, compacted_s, rows, grown)
+    return _Waiting(len(year), bulk_s, written.amplification, len(year), sent_s, compacted_s, rows, grown)
+
+
+def _call_off(broker: Broker, spark: Spark, some: Flights, steps: Steps) -> CalledOff:
+    """Step 4: a campaign that somebody thinks better of."""
+    opens = coming_year(some.departs_ms, steps.clock.wall_ms())
+    with steps.busy("Spark writes a campaign"):
+        spark.schedule(some.messages(CAMPAIGN, opens, f"{CAMPAIGN}-"), CAMPAIGN)
+    steps.done(f"a campaign of {len(some):,} written in the same way")
+    ended = call_off(broker.endpoint)
+    steps.done(f"called off as one object: {ended.cancelled:,} cancelled, {ended.released:,} too late")
+    return ended
 
 
 def _held_at_rest(ball: Timeball) -> int:

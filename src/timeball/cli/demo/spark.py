@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import pyarrow as pa
@@ -13,6 +13,9 @@ import pyarrow as pa
 from timeball.cli.audit import balance
 from timeball.cli.spark import open_session
 from timeball.errors import SetupError
+
+if TYPE_CHECKING:
+    from timeball.pipeline.jobs.bulk import BulkReport
 
 # Beside the pipeline's own Spark and the broker, on a machine that may have two cores.
 CONF = {"spark.driver.memory": "512m"}
@@ -34,17 +37,19 @@ class Spark:
         self._endpoint = endpoint
         self._session = open_session("local[2]", "timeball-demo", CONF, log)
 
-    def schedule(self, messages: pa.RecordBatch) -> None:
-        """`df.write.format("timeball")`: every row a promise, or none."""
+    def schedule(self, messages: pa.RecordBatch, campaign: str) -> BulkReport:
+        """`bulk`: every row of a DataFrame a promise, or none, under a campaign's name."""
+        from timeball.pipeline.jobs import bulk
+        from timeball.pipeline.screening import Columns
+
         try:
             frame = self._session.createDataFrame(pa.Table.from_batches([messages]))
         except ImportError as error:
             raise SetupError(
                 f"{error.name or error}: install the extra, pip install 'timeball[demo]'"
             ) from error
-        # In order of time, so that each task writes few files.
-        frame = frame.repartitionByRange(2, "due_ms")
-        frame.write.format("timeball").option("endpoint", self._endpoint).mode("append").save()
+        columns = Columns(due="due_ms", topic="topic", keys="keys", tag="tag", unique_key="unique_key")
+        return bulk.run(self._session, frame, self._endpoint, columns=columns, campaign=campaign)
 
     def audit(self) -> Books:
         """accepted = released + cancelled + expired + pending."""
