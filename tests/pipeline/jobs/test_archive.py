@@ -133,6 +133,14 @@ def test_files_that_cannot_hold_what_is_asked_for_are_left_out(
     )
     assert len(archive.files(table, Bounds(at["a"], at["a"]))) >= 1
 
+    def read(**asked: object) -> list[str]:
+        return sorted(row.topic for row in archive.messages(spark, node.endpoint, **asked).collect())
+
+    assert read() == ["a", "b", "c"]
+    assert read(topics=["a", "c"]) == ["a", "c"]
+    assert read(from_ms=at["c"] + 1) == read(until_ms=at["a"]) == []
+    assert read(until_ms=at["c"] + 1, from_ms=at["c"], topics=["c"]) == ["c"]
+
 
 @pytest.mark.spark
 def test_joined_files_hold_the_same_rows_and_the_old_ones_can_still_be_read(

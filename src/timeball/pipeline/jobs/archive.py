@@ -25,6 +25,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import RemoveAction
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 from pyspark.sql import types as t
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -142,6 +143,33 @@ def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | N
     if not chosen:
         return spark.createDataFrame([], schema)
     return spark.read.schema(schema).option("basePath", table.table_uri.rstrip("/")).parquet(*chosen)
+
+
+def messages(
+    spark: SparkSession,
+    endpoint: str,
+    uri: str | None = None,
+    *,
+    from_ms: int | None = None,
+    until_ms: int | None = None,
+    topics: Sequence[str] = (),
+) -> DataFrame:
+    """The archive's messages that became visible at from_ms <= store_ms < until_ms, of these topics (none: of all).
+
+    Only files that can hold some of them are read.
+    """
+    if uri is None:
+        with Endpoint(endpoint) as broker:
+            uri = archive_uri(broker.status().table.uri)
+    table = open_table(uri)
+    found = read_archive(
+        spark, table, files(table, Bounds(from_ms, None if until_ms is None else until_ms - 1), topics=topics)
+    )
+    if from_ms is not None:
+        found = found.where(f.col("store_ms") >= from_ms)
+    if until_ms is not None:
+        found = found.where(f.col("store_ms") < until_ms)
+    return found.where(f.col("topic").isin(*topics)) if topics else found
 
 
 # ---- from the log to the archive --------------------------------------------------------------------------
