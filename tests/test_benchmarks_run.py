@@ -17,8 +17,8 @@ from benchmarks.report import Report
 from tests.cli.processes import timeball
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
-SLOW = {"remoting", "burst", "restart", "memory", "compact"}
-SPARK = {"compact"}
+SLOW = {"remoting", "burst", "restart", "memory", "compact", "pipeline"}
+SPARK = {"compact", "pipeline"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
 WANTED = {
@@ -58,6 +58,16 @@ WANTED = {
         "spark: the whole job, Java's start included",
         "spark: CPU of the job, start included",
     ],
+    "pipeline": [
+        "session: ready",
+        "memory, after the work: Java",
+        "read log, all columns: rate",
+        "read pending, seq and due_ms: rate",
+        "ledger: rate",
+        "bulk: rate",
+        "bulk: bytes written for a byte of payload",
+        "missing or doubled",
+    ],
 }
 
 
@@ -95,7 +105,7 @@ def faults_of(name: str, unit: str, value: float) -> list[str]:
     found = []
     if not math.isfinite(value):
         found.append(f"{name} is {value}")
-    if unit in ("msg/s", "us/msg", "us/promise", "s") and value <= 0:
+    if unit in ("msg/s", "rows/s", "us/msg", "us/promise", "s", "MiB", "B/B") and value <= 0:
         found.append(f"{name} is {value}")
     if re.search(r"early|missing", name) and value != 0:
         found.append(f"{name} is {value}")
