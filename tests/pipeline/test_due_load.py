@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.pipeline import due_load
-from timeball.pipeline.due_load import Counting, Load, Peak, Unit, from_due_ms, merge, unlike
+from timeball.pipeline.due_load import Counting, Load, Peak, Unit, bar_name, from_due_ms, merge, unlike
 
 DUE = st.lists(st.tuples(st.integers(0, 400_000), st.sampled_from("abc")), max_size=60)
 
@@ -54,15 +54,17 @@ def test_a_curve_of_any_width_holds_every_row(rows: list[tuple[int, str]], unit:
     assert curve.start_s.tolist() == sorted(wanted)
 
 
-def test_bars_are_named_by_their_beginning_in_utc() -> None:
-    load = from_due_ms(np.array([0, 59_999, 86_400_000]))
-    assert load.curve(Unit.MINUTE).labels() == {"1970-01-01T00:00": 2, "1970-01-02T00:00": 1}
-    assert load.curve(Unit.SECOND).labels() == {
-        "1970-01-01T00:00:00": 1,
-        "1970-01-01T00:00:59": 1,
-        "1970-01-02T00:00:00": 1,
-    }
-    assert load.curve(Unit.DAY).labels() == {"1970-01-01": 2, "1970-01-02": 1}
+@pytest.mark.parametrize(
+    ("unit", "name"),
+    [
+        (Unit.SECOND, "1970-01-02T01:01:01"),
+        (Unit.MINUTE, "1970-01-02T01:01"),
+        (Unit.HOUR, "1970-01-02T01"),
+        (Unit.DAY, "1970-01-02"),
+    ],
+)
+def test_a_bar_is_named_by_its_beginning_in_utc(unit: Unit, name: str) -> None:
+    assert bar_name(90_061_000, unit) == name
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,10 @@ class Curve:
     start_s: Int64Array
     rows: Int64Array
 
-    def labels(self) -> dict[str, int]:
-        """Rows by the name of the bar, in time order: what `cli.output.bars` draws."""
-        starts = self.start_s.astype("datetime64[s]").astype(f"datetime64[{_NUMPY_UNIT[self.unit]}]")
-        return dict(zip(starts.astype(str).tolist(), self.rows.tolist(), strict=True))
+
+def bar_name(at_ms: int, unit: Unit) -> str:
+    """How a bar that begins at `at_ms` is called, in UTC: 2030-01-31T09, for an hour."""
+    return str(np.datetime64(at_ms, "ms").astype(f"datetime64[{_NUMPY_UNIT[unit]}]"))
 
 
 def _no_numbers() -> Int64Array:

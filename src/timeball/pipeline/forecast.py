@@ -25,7 +25,7 @@ from timeball.limits import INSTANT_MS_MAX, SECOND_MS
 from timeball.message import Int64Array, int64
 from timeball.pipeline.due_load import ALL_TOPICS, Counting, Curve, Load, Peak, Unit, from_due_ms
 from timeball.pipeline.store import open_table
-from timeball.pipeline.waiting import ALWAYS, Due, Snapshot
+from timeball.pipeline.waiting import ALWAYS, PLACES, Due, Snapshot
 
 DUE_COLUMNS = ("due_ms", "due")  # where an instant is looked for when nobody names its column
 TOPIC_COLUMN = "topic"
@@ -68,12 +68,13 @@ def gather(
     *,
     by_topic: bool = False,
     due: Due = ALWAYS,
+    among: Sequence[str] = PLACES,
     seen: Callable[[int], object] = lambda rows: None,
 ) -> Load:
-    """The load of everything that waits and is due within these bounds; `seen` is told of rows as they are read."""
+    """What waits in these places and is due within these bounds, as a load; `seen` is told of rows as they are read."""
     counting = Counting()
     columns = ["due_ms", TOPIC_COLUMN] if by_topic else ["due_ms"]
-    for rows in snapshot.batches(columns, due):
+    for _, rows in snapshot.places(columns, due, among):
         counting.add(
             from_due_ms(int64(rows.column("due_ms")), rows.column(TOPIC_COLUMN) if by_topic else None)
         )

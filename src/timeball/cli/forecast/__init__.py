@@ -1,0 +1,11 @@
+"""`timeball forecast`: when how much falls due, and what would be late.
+
+command    the command itself: count, add what is not there yet, answer
+wishes     what the options ask for: a window, consumers, an extra load
+lines      the answer for people
+picture    the answer as PNG
+"""
+
+from timeball.cli.forecast.command import forecast
+
+__all__ = ["forecast"]

@@ -1,0 +1,166 @@
+"""`timeball forecast`: when how much of what waits falls due, its peaks, and what would be late then.
+
+Counting is in this process, with Arrow, which takes seconds for tens of millions of promises; with --master it is
+Spark's, for a table that is larger, or out of reach from here. What follows is the same: both give a second's count.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from timeball.cli.forecast.wishes import (
+    THE_OTHERS,
+    Asked,
+    Bars,
+    Extra,
+    Moment,
+    Window,
+    parse_moment,
+    parse_rates,
+)
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
+from timeball.cli.output import note, print_json, print_line
+from timeball.cli.quantities import parse_duration_ms, parse_instant_ms
+from timeball.errors import RequestError
+
+_MOMENT = {"metavar": "INSTANT|DURATION", "parser": as_parameter(parse_moment)}
+_DURATION = {"metavar": "DURATION", "parser": as_parameter(parse_duration_ms)}
+
+ByOption = Annotated[Bars, typer.Option("--by", help="Width of a bar; auto chooses.")]
+FromOption = Annotated[
+    Moment | None, typer.Option("--from", help="From here on, or so much later than now.", **_MOMENT)
+]
+UntilOption = Annotated[
+    Moment | None, typer.Option("--until", help="Up to here, or so much later than now.", **_MOMENT)
+]
+ByTopicOption = Annotated[bool, typer.Option("--by-topic", help="Each topic apart as well.")]
+TopicOption = Annotated[
+    list[str] | None, typer.Option("--topic", metavar="TOPIC", help="Only this one; may be repeated.")
+]
+VersionOption = Annotated[
+    int | None, typer.Option("--version", min=0, metavar="N", help="What waited at this table version.")
+]
+TimestampOption = Annotated[
+    int | None,
+    typer.Option(
+        "--timestamp",
+        metavar="INSTANT",
+        parser=as_parameter(parse_instant_ms),
+        help="What waited at the table's newest version of then.",
+    ),
+]
+PeaksOption = Annotated[int, typer.Option("--peaks", min=0, help="How many of the fullest seconds.")]
+RateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--consumer-rate",
+        metavar="N|TOPIC=N",
+        help="What if consumers take so many a second: all, or this topic's; may be repeated.",
+    ),
+]
+BacklogOption = Annotated[int, typer.Option("--backlog", min=0, help="Rows that wait for consumers already.")]
+WithinOption = Annotated[
+    int | None,
+    typer.Option("--within", help="Which rate is needed so that nothing waits longer?", **_DURATION),
+]
+ExtraRowsOption = Annotated[
+    int | None, typer.Option("--extra-rows", min=1, metavar="N", help="What if so many more were due?")
+]
+ExtraAtOption = Annotated[Moment | None, typer.Option("--extra-at", help="When these are due.", **_MOMENT)]
+ExtraOverOption = Annotated[
+    int | None, typer.Option("--extra-over", help="Spread evenly over this time.", **_DURATION)
+]
+ExtraTopicOption = Annotated[
+    str | None, typer.Option("--extra-topic", metavar="TOPIC", help="The topic of all that is extra.")
+]
+ExtraFileOption = Annotated[
+    Path | None, typer.Option("--extra", metavar="FILE", help="What if these were due too? Parquet or CSV.")
+]
+ExtraColumnOption = Annotated[
+    str | None,
+    typer.Option("--extra-column", metavar="NAME", help="Its column of instants, if not due_ms or due."),
+]
+PictureOption = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="Draw it (PNG, SVG).")]
+MasterOption = Annotated[
+    str | None,
+    typer.Option("--master", envvar="TIMEBALL_MASTER", help="Count on this Spark master, not here."),
+]
+
+
+def forecast(
+    by: ByOption = Bars.AUTO,
+    from_: FromOption = None,
+    until: UntilOption = None,
+    by_topic: ByTopicOption = False,
+    topics: TopicOption = None,
+    version: VersionOption = None,
+    timestamp_ms: TimestampOption = None,
+    peaks: PeaksOption = 5,
+    consumer_rates: RateOption = None,
+    backlog: BacklogOption = 0,
+    within_ms: WithinOption = None,
+    extra_rows: ExtraRowsOption = None,
+    extra_at: ExtraAtOption = None,
+    extra_over_ms: ExtraOverOption = None,
+    extra_topic: ExtraTopicOption = None,
+    extra_file: ExtraFileOption = None,
+    extra_column: ExtraColumnOption = None,
+    picture: PictureOption = None,
+    master: MasterOption = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Show when how much of what waits falls due, its peaks, and what would be late, in UTC.
+
+    Reads the pending table from where the broker keeps it, so it runs where that folder can be read.
+
+    \b
+    Examples:
+      timeball forecast
+      timeball forecast --by minute --from 2030-01-31T08:00:00Z --until 2030-01-31T10:00:00Z --by-topic
+      timeball forecast --until 24h --consumer-rate 500
+      timeball forecast --consumer-rate 500 --extra-rows 1000000 --extra-at 36h --extra-over 1h
+      timeball forecast --extra campaign.csv --within 1m --picture load.png
+      timeball forecast --timestamp 2030-01-30T00:00:00Z --json | jq .load.peaks
+    """
+    rates = parse_rates(consumer_rates or [])
+    if backlog and not rates and within_ms is None:
+        raise RequestError("--backlog says nothing without --consumer-rate or --within")
+    window = Window(from_, until, version, timestamp_ms)
+    extra = Extra(extra_rows, extra_at, extra_over_ms or 0, extra_topic, extra_file, extra_column)
+    asked = Asked(by, peaks, by_topic, topics or [], rates, backlog, within_ms)
+    answer_to(endpoint, master, window, extra, asked, picture, as_json)
+
+
+def answer_to(
+    endpoint: str,
+    master: str | None,
+    window: Window,
+    extra: Extra,
+    asked: Asked,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Check, count, answer, print, draw."""
+    from timeball.cli.forecast.answer import answer
+    from timeball.cli.forecast.counting import count
+    from timeball.cli.forecast.lines import describe
+    from timeball.cli.forecast.picture import check_picture, draw
+
+    window.check()
+    extra.check()
+    if picture is not None:
+        check_picture(picture)  # minutes of counting should not end with a missing library
+    apart = asked.by_topic or bool(asked.topics) or any(name != THE_OTHERS for name in asked.rates)
+    found = answer(count(endpoint, master, window, by_topic=apart, quiet=as_json), asked, extra)
+    if as_json:
+        print_json(found.document)
+    else:
+        for line in describe(found.document):
+            print_line(line)
+    if picture is not None:
+        draw(found, picture)
+        note(f"drawn: {picture}")

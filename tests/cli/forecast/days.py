@@ -1,0 +1,34 @@
+"""An answer without a broker: two topics at nine, an extra load at ten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.cli.forecast.answer import Answer, answer
+from timeball.cli.forecast.counting import Counted
+from timeball.cli.forecast.wishes import Asked, Extra, Moment
+from timeball.limits import HOUR_MS
+from timeball.pipeline.due_load import from_due_ms
+from timeball.pipeline.waiting import Due
+
+EIGHT_MS = 1_896_076_800_000  # 2030-01-31T08:00:00Z
+NINE_MS, TEN_MS = EIGHT_MS + HOUR_MS, EIGHT_MS + 2 * HOUR_MS
+EXTRA = Extra(rows=60, at=Moment(TEN_MS), topic="campaign")
+NO_EXTRA = Extra()
+
+
+def counted(due: Due = (None, None), *, is_whole: bool = True) -> Counted:
+    """A hundred orders within the second of nine, and ten mails an hour later."""
+    due_ms = np.concatenate([NINE_MS + np.arange(100), TEN_MS + 1_000 * np.arange(10)])
+    load = from_due_ms(due_ms, pa.array(["orders"] * 100 + ["mail"] * 10))
+    return Counted(now_ms=EIGHT_MS, version=7, is_whole=is_whole, due=due, load=load)
+
+
+def asked(**more: object) -> Asked:
+    options = {"by": "hour", "peaks": 2, "by_topic": True, "topics": [], "rates": {}, **more}
+    return Asked(**options)  # type: ignore[arg-type]
+
+
+def answered(extra: Extra = NO_EXTRA, **more: object) -> Answer:
+    return answer(counted(), asked(**more), extra)

@@ -1,0 +1,62 @@
+"""The document of `timeball forecast`: as it is, and with what is only thought of."""
+
+from __future__ import annotations
+
+import pytest
+from tests.cli.forecast.days import EIGHT_MS, EXTRA, NINE_MS, TEN_MS, answered, asked, counted
+
+from timeball.cli.forecast.answer import answer
+from timeball.cli.forecast.wishes import Extra, Moment
+from timeball.pipeline.due_load import Peak
+from timeball.pipeline.forecast import Bar
+
+
+def test_what_waits_in_bars_peaks_and_topics() -> None:
+    document = answered().document
+    assert (document.waiting, document.extra, document.from_ms, document.until_ms) == (110, 0, EIGHT_MS, None)
+    assert document.load.curve == [Bar(NINE_MS, 100), Bar(TEN_MS, 10)]
+    assert document.load.peaks == [Peak(NINE_MS, 100, 100), Peak(TEN_MS, 1, 10)]
+    assert list(document.load.topics) == ["orders", "mail"]
+    assert document.what_if is document.rate_needed is None
+    assert answered().queues == {}
+
+
+def test_an_extra_load_is_in_the_bars_and_beside_the_rest() -> None:
+    found = answered(EXTRA, rates={"*": 10}, within_ms=2_000)
+    document = found.document
+    assert (document.waiting, document.extra, document.load.rows) == (110, 60, 170)
+    assert document.load.curve == [Bar(NINE_MS, 100), Bar(TEN_MS, 70)]
+    assert document.what_if and document.what_if_extra
+    assert (document.what_if.queues["*"].rows, document.what_if_extra.queues["*"].rows) == (110, 170)
+    assert document.what_if_extra.queues["*"].lateness_max_ms == 10_000
+    assert document.rate_needed == pytest.approx(50, rel=0.002)
+    assert document.rate_needed_extra == pytest.approx(
+        50, rel=0.002
+    )  # a hundred at nine are the worst of both
+    assert list(found.queues) == ["*"]
+
+
+def test_only_some_topics_but_all_that_is_extra() -> None:
+    document = answered(EXTRA, topics=["mail"]).document
+    assert (document.waiting, document.extra) == (10, 60)
+    assert list(document.load.topics) == ["campaign", "mail"]
+
+
+def test_what_is_extra_outside_of_the_window_is_counted_apart() -> None:
+    wide = Extra(rows=60, at=Moment(TEN_MS), over_ms=60_000)
+    document = answer(counted((NINE_MS, TEN_MS + 30_000)), asked(), wide).document
+    assert (document.extra, document.extra_outside) == (30, 30)
+    early = answer(counted(), asked(), Extra(rows=5, at=Moment(EIGHT_MS - 1_000))).document
+    assert (early.extra, early.extra_outside) == (0, 5)
+
+
+def test_a_backlog_is_there_from_the_beginning_of_the_window() -> None:
+    document = answered(rates={"*": 10}, backlog=600, within_ms=60_000).document
+    assert document.what_if
+    outcome = document.what_if.queues["*"]
+    assert (outcome.backlog_max, outcome.backlog_max_at_ms, outcome.caught_up_ms) == (
+        600,
+        EIGHT_MS,
+        EIGHT_MS + 60_000,
+    )
+    assert document.rate_needed == pytest.approx(10, rel=0.002)

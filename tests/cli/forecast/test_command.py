@@ -1,0 +1,106 @@
+"""`timeball forecast` from end to end: as text, as JSON, as a picture, and on Spark."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli.in_process import run_here
+from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
+from tests.node_fixture import RunningNode, running_node
+from tests.pipeline.traffic import send
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """300 orders an hour apart, in the table, and 20 mails in the tail."""
+    with running_node(tmp_path_factory.mktemp("forecast") / "data", compact_self=False) as running:
+        send(running.endpoint, 300)
+        running.run(running.broker.compact())
+        send(running.endpoint, 20, topic="mail")
+        yield running
+
+
+def test_a_forecast_for_people(node: RunningNode) -> None:
+    shown = run_here("forecast", "--endpoint", node.endpoint, "--by-topic", "--consumer-rate", "5")
+    assert (shown.returncode, shown.stderr) == (0, ""), shown.stderr
+    assert "320 due from" in shown.stdout and "█" in shown.stdout
+    assert "  orders  300 rows" in shown.stdout and "  mail    20 rows" in shown.stdout
+    assert "consumers at 5 a second, as it is:" in shown.stdout
+
+
+def test_a_forecast_for_programs(node: RunningNode, tmp_path: Path) -> None:
+    (tmp_path / "campaign.csv").write_text("due\n2035-01-01T00:00:00Z\n")
+    options = ["--json", "--topic", "orders", "--by", "day", "--extra", str(tmp_path / "campaign.csv")]
+    wanted = run_here("forecast", "--endpoint", node.endpoint, *options, "--within", "10s")
+    assert wanted.returncode == 0, wanted.stderr
+    [document] = [json.loads(line) for line in wanted.stdout.splitlines()]
+    assert (document["waiting"], document["extra"], document["version"]) == (300, 1, 1)
+    assert sum(bar["rows"] for bar in document["load"]["curve"]) == 301
+    assert document["load"]["by"] == "day" and document["load"]["peaks"][0]["rows"] == 1
+    assert document["within_ms"] == 10_000 and document["rate_needed"] > 0
+
+
+def test_a_forecast_to_look_at(node: RunningNode, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `demo` is not installed")
+    file = tmp_path / "load.png"
+    drawn = run_here("forecast", "--endpoint", node.endpoint, "--picture", str(file))
+    assert drawn.returncode == 0 and str(file) in drawn.stderr
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--consumer-rate", "0"], "--consumer-rate '0'"),
+        (["--extra-at", "2h"], "--extra-rows and --extra-at"),
+        (["--until", "2020-01-01T00:00:00Z"], "--until lies before now"),
+        (["--version", "1", "--timestamp", "5"], "--version and --timestamp"),
+        (["--backlog", "5"], "--backlog says nothing without"),
+        (["--version", "99"], "no version 99 of the pending table"),
+        (["--picture", "x.txt"], "--picture x.txt"),
+        (["--extra", "nowhere.txt"], "nowhere.txt: a file of Parquet or CSV"),
+    ],
+)
+def test_a_refusal_names_the_option(node: RunningNode, options: list[str], sentence: str) -> None:
+    refused = run_here("forecast", "--endpoint", node.endpoint, *options)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert sentence in refused.stderr and len(refused.stderr.splitlines()) == 1
+
+
+def test_an_option_that_cannot_be_read_is_named(node: RunningNode) -> None:
+    for option in ("--from", "--until", "--extra-at"):
+        refused = run_here("forecast", "--endpoint", node.endpoint, option, "soon")
+        assert refused.returncode == 2 and option in refused.stderr
+
+
+def test_no_broker() -> None:
+    assert_says_how_to_reach_one(run_here("forecast", "--endpoint", NOWHERE))
+    assert_says_how_to_reach_one(
+        run_here("forecast", "--endpoint", NOWHERE, "--master", "spark://127.0.0.1:1")
+    )
+
+
+def test_other_commands_do_not_wait_for_its_modules() -> None:
+    code = (
+        "import sys, timeball.cli.forecast.command;"
+        "print([m for m in ('timeball.pipeline', 'deltalake', 'pyspark', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.timeout(300)
+def test_on_spark_it_says_the_same(node: RunningNode) -> None:
+    pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
+    options = ["--json", "--by-topic", "--by", "hour", "--endpoint", node.endpoint]
+    here = json.loads(run_here("forecast", *options).stdout)
+    there = run_here("forecast", *options, "--master", "local[2]")
+    assert there.returncode == 0, there.stderr
+    assert json.loads(there.stdout)["load"] == here["load"]
