@@ -124,6 +124,7 @@ def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> Non
             "--body-column and --body-json",
         ),
         (["s3://b/a.csv", "--topic", "t", "--option", "sep"], "--option sep: write NAME=VALUE"),
+        (["s3://b/a.csv", "--topic", "t", "--conf", "=1"], "--conf =1: write NAME=VALUE"),
     ],
 )
 def test_what_cannot_be_is_refused_without_waiting_for_spark(arguments: list[str], named: str) -> None:

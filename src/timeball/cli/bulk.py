@@ -91,6 +91,10 @@ def bulk(
         str | None,
         typer.Option("--table-uri", metavar="URI", help="Where executors reach the pending table."),
     ] = None,
+    conf: Annotated[
+        list[str] | None,
+        typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark's session; may be repeated."),
+    ] = None,
     master: Annotated[
         str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
     ] = "local[2]",
@@ -109,7 +113,8 @@ def bulk(
       timeball bulk reminders.parquet --topic reminders --due-column at --key-column customer
       timeball bulk 'export/*.csv' --topic-column topic --body-json --due-column when --zone Europe/Paris
       timeball bulk --format jdbc --option url=jdbc:postgresql://db/shop --option dbtable=invoices \\
-          --topic dunning --body-json --due-column due_date --zone Europe/Berlin --campaign dunning-2027-01
+          --conf spark.jars=/opt/postgresql.jar --topic dunning --body-json --due-column due_date \\
+          --zone Europe/Berlin --campaign dunning-2027-01
     """
     if body_json and body_column is not None:
         raise RequestError("--body-column and --body-json: give one of them")
@@ -118,13 +123,14 @@ def bulk(
     places = [place(each) for each in files or []]
     chosen = format_of(places, format_)
     read = {"header": "true"} if chosen is Format.CSV else {}
-    read |= dict(_option(each) for each in options or [])
+    read |= dict(pair("--option", each) for each in options or [])
+    settings = dict(pair("--conf", each) for each in conf or [])
     from timeball.cli.connection import connect
     from timeball.cli.spark import open_session
 
     with connect(endpoint) as ball:
         ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
-    spark = open_session(master, "timeball-bulk")
+    spark = open_session(master, "timeball-bulk", settings)
     try:
         from timeball.pipeline.jobs import bulk as job
         from timeball.pipeline.screening import Columns
@@ -207,10 +213,11 @@ def campaign_id(places: Sequence[str], format_: str, read: dict[str, str], colum
     return f"bulk-{hashlib.sha256(said).hexdigest()[:16]}"
 
 
-def _option(text: str) -> tuple[str, str]:
+def pair(option: str, text: str) -> tuple[str, str]:
+    """The two sides of NAME=VALUE; RequestError, naming the option, for another shape."""
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise RequestError(f"--option {text}: write NAME=VALUE")
+        raise RequestError(f"{option} {text}: write NAME=VALUE")
     return name, value
 
 
