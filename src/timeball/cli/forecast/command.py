@@ -1,7 +1,7 @@
 """`timeball forecast`: when how much of what waits falls due, its peaks, and what would be late then.
 
-Counting is in this process, with Arrow, which takes seconds for tens of millions of promises; with --master it is
-Spark's, for a table that is larger, or out of reach from here. What follows is the same: both give a second's count.
+Counting is in this process, with Arrow; with --master it is Spark's, for a table that is out of reach from here, or too
+large (counting.py). What follows is the same: both give a load.
 """
 
 from __future__ import annotations
