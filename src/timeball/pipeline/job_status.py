@@ -116,7 +116,7 @@ class Board:
         self._written: dict[str, tuple[int, JobStatus]] = {}
         self._files: fs.FileSystem | None = None
         try:
-            self._files, root = fs.FileSystem.from_uri(folder)
+            self._files, root = _open(folder)
             self._root = f"{root.rstrip('/')}/{FOLDER}"
         except (pa.ArrowException, OSError) as error:
             self._give_up(error)
@@ -149,7 +149,7 @@ class Board:
 def read_statuses(folder: str) -> Iterator[JobStatus]:
     """What jobs have left in a folder of checkpoints; SetupError when that is no folder."""
     try:
-        files, root = fs.FileSystem.from_uri(folder)
+        files, root = _open(folder)
         found = files.get_file_info(fs.FileSelector(f"{root.rstrip('/')}/{FOLDER}", allow_not_found=True))
         for info in sorted(found, key=lambda each: str(each.path)):
             if info.path.endswith(".json"):
@@ -157,3 +157,9 @@ def read_statuses(folder: str) -> Iterator[JobStatus]:
                     yield msgspec.json.decode(stream.read(), type=JobStatus)
     except (pa.ArrowException, OSError, msgspec.DecodeError) as error:
         raise SetupError(f"--checkpoint {folder}: {error}") from error
+
+
+def _open(folder: str) -> tuple[fs.FileSystem, str]:
+    """The place of a checkpoint, for Arrow: what Hadoop calls s3a is s3."""
+    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(folder.replace("s3a://", "s3://", 1))
+    return found
