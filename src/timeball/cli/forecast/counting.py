@@ -1,8 +1,8 @@
 """Counting for `timeball forecast`: one snapshot of what waits, here with Arrow, or on Spark when a master is named.
 
-Six million promises take Arrow half a second here, a whole one by topic: less than Spark needs to start, and on the same
-cores Spark reads no faster. So size alone decides nothing; Spark is for a table that only the cluster reaches, or that is
-larger than one machine should read.
+Six million promises take Arrow half a second here, a whole one by topic: less than Spark needs to start, and on the
+same cores Spark reads no faster. So size alone decides nothing; Spark is for a table that only the cluster reaches, or
+that is larger than one machine should read.
 """
 
 from __future__ import annotations
