@@ -19,6 +19,7 @@ NUMBERS = st.sets(st.integers(0, 60), max_size=40)
 @given(NUMBERS, st.lists(st.integers(0, 70), max_size=20))
 def test_ranges_hold_the_numbers_they_are_made_of_and_no_others(numbers: set[int], asked: list[int]) -> None:
     ordered = np.array(sorted(numbers), np.int64)
+    assert number_ranges.ordered([ordered[::2], ordered[::-1], ordered[:0]]).tolist() == ordered.tolist()
     ranges = number_ranges.as_ranges(ordered)
     assert [n for first, rows in ranges for n in range(first, first + rows)] == ordered.tolist()
     assert number_ranges.count(ranges) == len(numbers)

@@ -74,7 +74,7 @@ class Settled(msgspec.Struct, frozen=True):
     @property
     def all(self) -> Int64Array:
         """Released or cancelled."""
-        return np.union1d(self.released, self.cancelled)
+        return number_ranges.ordered([self.released, self.cancelled])
 
 
 class Campaign:
@@ -148,7 +148,8 @@ class Campaign:
         def numbers(batch: pa.RecordBatch) -> Int64Array:
             return int64(batch.column("source_seq"))
 
-        released, cancelled = [_NONE], [_NONE]
+        released: list[Int64Array] = []
+        cancelled: list[Int64Array] = []
         by_reason: dict[str, list[Int64Array]] = {}
         for batch in self.broker.read_log(begin, end.log.durable_seq, [Kind.RELEASE], columns=["source_seq"]):
             seq = numbers(batch)
@@ -163,9 +164,9 @@ class Campaign:
                 chosen = inside & same.to_numpy(zero_copy_only=False)
                 by_reason.setdefault(reason.as_py(), []).append(numbers(batch)[chosen])
         return Settled(
-            np.unique(np.concatenate(released)),
-            np.unique(np.concatenate(cancelled)),
-            {reason: np.unique(np.concatenate(found)) for reason, found in by_reason.items()},
+            number_ranges.ordered(released),
+            number_ranges.ordered(cancelled),
+            {reason: number_ranges.ordered(found) for reason, found in by_reason.items()},
         )
 
     def progress(self) -> Progress:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
@@ -206,16 +207,15 @@ class Held:
                 f"campaign {campaign.id}: the log has let go of what pause {self.number} has cancelled since; "
                 f"its copies are at {self.uri}"
             )
-        found = [np.empty(0, np.int64)]
+        found: list[Int64Array] = []
         reason = properties(pause_reason(campaign.id, self.number))
         for batch in campaign.broker.read_log(
             pausing.log_seq, log.durable_seq, [Kind.CANCEL], columns=["source_seq", "properties"]
         ):
-            ours = batch.column("properties").to_pylist()
-            mask = np.fromiter((text == reason for text in ours), np.bool_, batch.num_rows)
-            found.append(int64(batch.column("source_seq"))[mask])
-        numbers = np.unique(np.concatenate(found))
-        copied = np.sort(np.concatenate([found[0], *(int64(b.column("seq")) for b in self._read(["seq"]))]))
+            ours = pc.fill_null(pc.equal(batch.column("properties"), reason), False)
+            found.append(int64(batch.column("source_seq"))[ours.to_numpy(zero_copy_only=False)])
+        numbers = number_ranges.ordered(found)
+        copied = number_ranges.ordered([int64(batch.column("seq")) for batch in self._read(["seq"])])
         lacking = int(np.count_nonzero(~number_ranges.is_in(numbers, copied)))
         if lacking:
             raise StorageError(

@@ -38,6 +38,13 @@ def as_ranges(seq: Int64Array) -> list[tuple[int, int]]:
     return list(zip(seq[starts].tolist(), counts.tolist(), strict=True))
 
 
+def ordered(parts: Sequence[Int64Array]) -> Int64Array:
+    """All numbers of the parts, sorted, each once. By sorting: numpy's own `unique` makes a table of hashes first."""
+    joined = np.concatenate([np.empty(0, np.int64), *parts])
+    joined.sort()
+    return joined[np.diff(joined, prepend=-1) != 0]
+
+
 def count(ranges: Ranges) -> int:
     """How many numbers these are."""
     return sum(rows for _, rows in ranges)
