@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.cli.processes import serving, timeball
 from tests.node_fixture import running_node
@@ -12,6 +11,7 @@ from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
 from timeball.cli.pending import BARS_MAX, Unit, Waiting, count_waiting
+from timeball.clock import ManualClock
 from timeball.config import MIB
 
 HOUR_MS = 3_600_000
@@ -58,12 +58,12 @@ def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_p
         places = write_again(node, 1, 2, 3)
         write_again(node, places[2])
         assert [v.verdict for v in node.run(node.broker.cancel(seqs=[2, 9]))] == ["cancelled"] * 2
-        assert (count_waiting(ball).tail_rows, count_waiting(ball).table_rows) == (8, 0)
+        assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (8, 0)
         fill_segment(node)
         write_again(node, 1, 3, 4, 5, 6, 7)
         assert let_go(node) > 10
         # The control: the eighth and the tenth were not written again.
-        found = count_waiting(ball)
+        found = count_waiting(node.endpoint)
         assert (found.tail_rows, sum(found.hours.values())) == (6, 6)
 
 
@@ -72,13 +72,21 @@ def test_what_moved_a_promise_says_nothing_once_it_lies_in_the_table(tmp_path: P
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(4)])
         write_again(node, 1, 2)
         ball.compact()
-        assert (count_waiting(ball).tail_rows, count_waiting(ball).table_rows) == (0, 4)
+        assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (0, 4)
 
 
-def test_a_promise_due_now_no_longer_waits() -> None:
-    """Only what is due after the broker's now is counted."""
-    found = Waiting(now_ms=1_000)
-    assert found.add(np.array([999, 1_000, 1_001])) == 1
+def test_a_promise_due_now_no_longer_waits(tmp_path: Path) -> None:
+    """Only what is due after the broker's now is counted, in the tail as in the table."""
+    clock = ManualClock()
+    with running_node(tmp_path / "d", clock, compact_self=False) as node, Timeball(node.endpoint) as ball:
+        due = [clock.wall + delay_ms for delay_ms in (999, 1_000, 1_001)]
+        ball.send_many([{"topic": "t", "body": b"x", "due_ms": due_ms} for due_ms in due])
+        assert sum(count_waiting(node.endpoint).hours.values()) == 3
+        ball.compact()
+        assert count_waiting(node.endpoint).table_rows == 3
+        clock.advance(1_000)
+        found = count_waiting(node.endpoint)
+        assert (found.table_rows, found.now_ms) == (1, clock.wall)
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,8 @@ def test_without_a_query_the_views_are_shown() -> None:
     shown = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert list(shown) == ["pending", "pending_table", "ledger", "archive", "log", "promises"]
     assert "due_ms" in shown["pending"] and ", due," in shown["pending"]
-    assert json.loads(run_here("sql", "--json").stdout)["views"]["promises"][:4] == [
-        "seq", "topic", "unique_key", "state",
-    ]  # fmt: skip
+    found = json.loads(run_here("sql", "--json").stdout)["views"]
+    assert {"seq", "state", "cause", "released"} <= set(found["promises"])
 
 
 @pytest.mark.parametrize(

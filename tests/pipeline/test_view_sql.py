@@ -27,10 +27,14 @@ def test_bases_are_each_needed_once() -> None:
 
 
 def test_milliseconds_have_a_twin_unless_there_is_a_column_of_that_name() -> None:
-    found = view_sql.definitions({"table_rows": ["seq", "due_ms", "born_ms", "born", "late_outage_ms"]})
+    found = view_sql.definitions(
+        "spark", {"table_rows": ["seq", "due_ms", "born_ms", "born", "late_outage_ms"]}
+    )
     assert found == {"pending_table": "select *, timestamp_millis(due_ms) as due from table_rows"}
 
 
 def test_promises_need_both_of_their_bases() -> None:
-    assert "promises" not in view_sql.definitions({"ledger_events": ["at_ms"]})
-    assert "promises" in view_sql.definitions({"ledger_events": ["at_ms"], "waiting_rows": ["due_ms"]})
+    assert "promises" not in view_sql.definitions("duckdb", {"ledger_events": ["at_ms"]})
+    assert "promises" in view_sql.definitions(
+        "duckdb", {"ledger_events": ["at_ms"], "waiting_rows": ["due_ms"]}
+    )

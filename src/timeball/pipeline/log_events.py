@@ -6,14 +6,14 @@ for a session to start. A test compares the two on one log, so that they cannot 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.message import Kind
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import Endpoint, Start
 
 EVENT_SCHEMA = pa.schema(
     [
@@ -47,13 +47,14 @@ _COLUMNS = [
 
 
 def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
-    """Events of rows from_seq <= seq < to_seq, in EVENT_SCHEMA: those of one promise first, then the bulk attaches."""
+    """Events of rows from_seq <= seq < to_seq, in EVENT_SCHEMA: of one promise each, bulk attaches, starts."""
     if from_seq >= to_seq:
         return
     for batch in broker.read_log(from_seq, to_seq, _OF_ONE, columns=_COLUMNS):
         yield events(batch)
     for batch in broker.read_log(from_seq, to_seq, [Kind.ATTACH], columns=["seq", "store_ms", "body"]):
         yield attach_events(batch)
+    yield start_events(broker.starts(from_seq, to_seq))
 
 
 def events(rows: pa.RecordBatch) -> pa.RecordBatch:
@@ -89,6 +90,16 @@ def attach_events(rows: pa.RecordBatch) -> pa.RecordBatch:
                  "attempt": 1, "event_seq": row["seq"]}
                 for first, count in attachment.get("ranges", [])
             ]  # fmt: skip
+    return pa.RecordBatch.from_pylist(found, EVENT_SCHEMA)
+
+
+def start_events(starts: Sequence[Start]) -> pa.RecordBatch:
+    """The events of starts of the broker: of no promise; lateness_ms says for how long nobody had written."""
+    found = [
+        {"event": "started", "first_seq": start.first_seq, "rows": 0, "at_ms": start.at_ms,
+         "lateness_ms": max(0, start.at_ms - start.before_ms), "event_seq": start.first_seq}
+        for start in starts
+    ]  # fmt: skip
     return pa.RecordBatch.from_pylist(found, EVENT_SCHEMA)
 
 

@@ -76,7 +76,7 @@ def view_columns() -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as scratch, _open_database(Path(scratch), MEMORY_BYTES) as database:
         for base, schema in bases.items():
             database.register(base, schema.empty_table())
-        texts = view_sql.definitions({base: schema.names for base, schema in bases.items()})
+        texts = view_sql.definitions("duckdb", {base: schema.names for base, schema in bases.items()})
         return {view: list(database.sql(texts[view]).columns) for view in view_sql.VIEWS}
 
 
@@ -173,7 +173,7 @@ class SqlSession:
                 getattr(self, f"_make_{base}")()
                 described = self._database.sql(f"select * from {base} limit 0")
                 self._columns[base] = list(described.columns)
-        for view, query in view_sql.definitions(self._columns).items():
+        for view, query in view_sql.definitions("duckdb", self._columns).items():
             self._database.execute(f"create or replace view {view} as {query}")
 
     def _make_waiting_rows(self) -> None:

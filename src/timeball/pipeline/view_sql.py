@@ -1,14 +1,14 @@
 """The views over what waits and what happened, as SQL text that both DuckDB and Spark read.
 
 An engine brings the base relations of `BASES`; `definitions` turns their columns into the views people ask. What the
-two dialects do not share (instants from milliseconds, a range as rows) has one spelling here, Spark's; DuckDB gets
-it by the `DUCKDB_MACROS`. So a question has one answer, whoever is asked.
+two dialects do not share has one spelling here, Spark's, which DuckDB gets by the `DUCKDB_MACROS`; the fold of events
+into promises is promise_view's. So a question has one answer, whoever is asked.
 
     view            one row for
     pending         a promise that waits, with the place where it lies: table, tail or level
     pending_table   a row of the pending table, settled or not
-    ledger          an event: accepted, released, cancelled
-    promises        a promise, from acceptance to its end, as far back as ledger or log reach
+    ledger          an event: accepted, released, cancelled, started
+    promises        a promise, from acceptance to its end and why it was late, as far back as ledger or log reach
     archive         what passed, if the archive job has kept it
     log             a row of the kept log (DuckDB: of its end)
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from timeball.message import SCHEDULE_TOPIC
+from timeball.pipeline.promise_view import COLUMNS, Engine, promises_sql
 
 # View -> the base relation it stands on.
 BASES = {
@@ -43,49 +43,22 @@ _INSTANTS = {
     "cancelled_ms": "cancelled",
 }
 
-DUCKDB_MACROS = (
-    "create macro timestamp_millis(ms) as epoch_ms(ms) at time zone 'UTC'",
-    "create macro sequence(low, high) as generate_series(low, high)",
-    "create macro explode(items) as unnest(items)",
-)
+DUCKDB_MACROS = ("create macro timestamp_millis(ms) as epoch_ms(ms) at time zone 'UTC'",)
 
-# Events as rows of one promise each. Most are so already; a bulk attach says in one row what a million were promised.
-_EVENTS = """
-    select first_seq as seq, event, topic, unique_key, due_ms, at_ms, lateness_ms, attempt
-    from ledger_events where rows = 1
-    union all
-    select explode(sequence(first_seq, first_seq + rows - 1)) as seq,
-           event, topic, unique_key, due_ms, at_ms, lateness_ms, attempt
-    from ledger_events where rows > 1
-    union all
-    select seq, 'waiting' as event, topic, unique_key, due_ms, accepted_ms as at_ms,
-           cast(null as bigint) as lateness_ms, cast(null as int) as attempt
-    from waiting_rows
+# What still waits counts as witnessed: the ledger may have begun after it was accepted.
+_WITNESSED = """
+    (select event, first_seq, rows, topic, unique_key, due_ms, at_ms, lateness_ms, attempt from ledger_events
+     union all
+     select 'waiting' as event, seq as first_seq, cast(1 as bigint) as rows, topic, unique_key, due_ms,
+            cast(null as bigint) as at_ms, cast(null as bigint) as lateness_ms, cast(null as int) as attempt
+     from waiting_rows)
 """
-# A promise of a delay level stands in a topic of its own while it waits; the other one is what it is for.
-_FOLDED = f"""
-    select seq,
-           coalesce(max(case when topic <> '{SCHEDULE_TOPIC}' then topic end), max(topic)) as topic,
-           max(unique_key) as unique_key,
-           min(case when event in ('accepted', 'waiting') then at_ms end) as accepted_ms,
-           max(due_ms) as due_ms,
-           min(case when event = 'released' then at_ms end) as released_ms,
-           min(case when event = 'cancelled' then at_ms end) as cancelled_ms,
-           max(lateness_ms) as lateness_ms,
-           max(attempt) as attempts,
-           count(case when event = 'waiting' then 1 end) as places
-    from ({_EVENTS}) group by seq
+_NOBODY = "(select seq, topic, unique_key, due_ms from waiting_rows where 1 = 0)"
+_STATE = """
+    case when released_ms is not null then 'released'
+         when cancelled_ms is not null then 'cancelled'
+         else 'waiting' end as state
 """
-_PROMISES = f"""
-    select seq, topic, unique_key,
-           case when released_ms is not null then 'released'
-                when cancelled_ms is not null then 'cancelled'
-                when places > 0 then 'waiting'
-                else 'unknown' end as state,
-           accepted_ms, due_ms, released_ms, cancelled_ms, lateness_ms, attempts
-    from ({_FOLDED})
-"""
-_PROMISE_INSTANTS = ("accepted_ms", "due_ms", "released_ms", "cancelled_ms")
 
 
 def named(text: str) -> list[str]:
@@ -99,11 +72,12 @@ def needed_bases(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(base for name in names for base in NEEDS[name]))
 
 
-def definitions(columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def definitions(engine: Engine, columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """View -> its query, for the base relations there are, given with their columns."""
     found = {view: _with_instants(base, columns[base]) for view, base in BASES.items() if base in columns}
     if all(base in columns for base in NEEDS["promises"]):
-        found["promises"] = _with_instants(f"({_PROMISES})", _PROMISE_INSTANTS)
+        folded = promises_sql(engine, events=_WITNESSED, waiting=_NOBODY)
+        found["promises"] = _with_instants(f"(select *, {_STATE} from ({folded}))", COLUMNS)
     return found
 
 

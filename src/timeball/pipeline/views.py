@@ -59,7 +59,7 @@ def register(spark: SparkSession, endpoint: str, *, version: int | None = None, 
         shown = msgspec.structs.replace(shown, archive=archive_version)
     for base, frame in bases.items():
         frame.createOrReplaceTempView(base)
-    texts = view_sql.definitions({base: frame.columns for base, frame in bases.items()})
+    texts = view_sql.definitions("spark", {base: frame.columns for base, frame in bases.items()})
     for view, query in texts.items():
         spark.sql(query).createOrReplaceTempView(f"{prefix}{view}")
     for base in bases:  # a view keeps its plan, not these names
@@ -156,7 +156,11 @@ def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFra
     if table is not None:
         begin, version = max(begin, ledger.bounds(table)[1]), int(table.version())
         kept = ledger.read_ledger(spark, table).where(f.col("event_seq") < shot.end_seq)
-    fresh = ledger.read_events(spark, endpoint, min(begin, shot.end_seq), shot.end_seq)
+    begin = min(begin, shot.end_seq)
+    fresh = ledger.read_events(spark, endpoint, begin, shot.end_seq)
+    started = ledger.read_starts(endpoint, begin, shot.end_seq)
+    if started.num_rows:
+        fresh = fresh.unionByName(spark.createDataFrame(started, spark_schema(ledger.LEDGER_SCHEMA)))
     return (fresh if kept is None else kept.unionByName(fresh, allowMissingColumns=True)), version
 
 

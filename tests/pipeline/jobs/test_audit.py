@@ -210,7 +210,7 @@ def test_what_others_keep_balances_when_they_have_moved_it(
         report = audit.run(spark, node.endpoint)
         assert report.ok and counts(report) == (20, 0, 10, 0), report
         assert report.released == 10 and report.scope.first > 20
-        assert count_waiting(ball).tail_rows == 10
+        assert count_waiting(node.endpoint).tail_rows == 10
         node.run(move_on(node, clock, 30))
         report = audit.run(spark, node.endpoint)
         assert report.ok and report.released == 20 and counts(report) == (20, 0, 0, 0), report
