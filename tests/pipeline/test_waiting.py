@@ -186,6 +186,19 @@ def test_a_clock_that_stands_still_releases_nothing_and_a_late_promise_waits(tmp
         assert len(seqs(Snapshot.take(broker, upcoming=True))) == 4
 
 
+def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
+    node: RunningNode, broker: Endpoint
+) -> None:
+    send(node.endpoint, 5)
+    node.run(node.broker.compact())
+    send(node.endpoint, 3)
+    node.run(node.broker.cancel(seqs=[1]))
+    assert seqs(Snapshot.take(broker, version=1)) == [1, 2, 3, 4, 5]
+    node.run(node.broker.compact())
+    assert seqs(Snapshot.take(broker, version=1)) == [1, 2, 3, 4, 5]
+    assert len(seqs(Snapshot.take(broker))) == 7
+
+
 def test_a_table_out_of_reach_is_told(node: RunningNode, broker: Endpoint, tmp_path: Path) -> None:
     send(node.endpoint, 3)
     node.run(node.broker.compact())

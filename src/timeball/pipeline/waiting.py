@@ -115,7 +115,7 @@ class Snapshot:
         """
         status = settled_status(broker, table_uri)
         uri = table_uri or status.table.uri
-        if version is not None and version != status.table.version:
+        if version is not None:  # also the newest one: a named version means the same for ever
             then, is_whole = _status_of_version(broker, status, uri, version)
             due_from_ms = then.now_ms + 1
             return cls(broker, then, uri=uri, due_from_ms=due_from_ms, only_cancels=True, is_whole=is_whole)
