@@ -14,15 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.pipeline.traffic import send
+from tests.written_again import fill_segment, let_go
 
 from timeball import Timeball
 from timeball.clock import ManualClock
-from timeball.errors import InvalidMessage, NotFound, RequestError, SetupError
+from timeball.config import MIB
+from timeball.errors import InvalidMessage, NotFound, OutOfRange, RequestError, SetupError
 from timeball.limits import DAY_MS, HOUR_MS, SECOND_MS
-from timeball.message import Int64Array, Kind, int64
+from timeball.message import Int64Array
 from timeball.pipeline.due_load import Load, Peak, Unit, from_due_ms, unlike
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.forecast import Bar, gather, load_of_file, report, version_at
+from timeball.pipeline.forecast import Bar, check, gather, load_of_file, released_since, report, version_at
 from timeball.pipeline.waiting import Snapshot
 
 NINE_MS = 1_896_080_400_000  # 2030-01-31T09:00:00Z
@@ -67,12 +69,6 @@ def test_an_older_version_says_what_it_said_then(node: RunningNode, broker: Endp
         version_at(uri, 1_000)
 
 
-def released(broker: Endpoint) -> Load:
-    """What came, by the instant at which it stood in its queue."""
-    rows = broker.read_log(1, broker.status().log.durable_seq, [Kind.RELEASE], columns=["store_ms"])
-    return from_due_ms(np.concatenate([int64(each.column("store_ms")) for each in rows]))
-
-
 def replay(clock: ManualClock, node: RunningNode, due_ms: Int64Array) -> None:
     """Live through the instants, one after the other."""
     for instant in np.unique(due_ms).tolist():
@@ -102,10 +98,46 @@ def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
             said = forecast(broker)
             assert report(said).peaks[0].rows == int(np.unique(due_ms, return_counts=True)[1].max())
         replay(clock, node, due_ms)
-        came = released(broker)
+        came = gathered_since(broker, version=0)
         assert (came.total, unlike(said, came, Unit.SECOND)) == (len(due_ms), 0)
         assert unlike(said, from_due_ms(due_ms[1:]), Unit.SECOND) > 0
         assert unlike(said, from_due_ms(due_ms + SECOND_MS), Unit.SECOND) > 0.1
+
+
+def gathered_since(broker: Endpoint, version: int) -> Load:
+    return released_since(broker, Snapshot.take(broker, version=version))[0]
+
+
+def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> None:
+    """Ten a minute for an hour were foretold; after half an hour one of them was cancelled, and three came besides."""
+    clock = ManualClock(wall=NINE_MS)
+    due_ms = NINE_MS + 6_000 * np.arange(1, 601)
+    with running_node(tmp_path / "d", clock, compact_self=False) as node, Endpoint(node.endpoint) as broker:
+        with Timeball(node.endpoint) as ball:
+            ball.send_many([{"topic": "t", "body": b"x", "due_ms": due} for due in due_ms.tolist()])
+            ball.compact()
+            node.run(node.broker.cancel(seqs=[5]))
+            ball.send_many([{"topic": "mail", "body": b"x", "due_ms": NINE_MS + 60_000} for _ in range(3)])
+        replay(clock, node, np.array([NINE_MS + 60_000, NINE_MS + 30 * 60_000]))
+        snapshot = Snapshot.take(broker, version=1)
+        said = gather(snapshot)
+        came, now_ms = released_since(broker, snapshot, by_topic=True)
+        assert (said.total, totals(came)) == (600, {"t": 299, "mail": 3})
+        found = check(said, came, (None, None), now_ms + 1_000)
+        assert (found.until_ms, found.said, found.came) == (now_ms + 1_000, 300, 302)
+        # The clock went on in two steps, so what was spread over half an hour came in two seconds.
+        assert found.same_second < found.same_minute < found.same_hour == pytest.approx(1 - 2 / 602)
+        early = check(said, came, (None, NINE_MS + 60_000), now_ms)
+        assert (early.until_ms, early.said, early.came) == (NINE_MS + 60_000, 9, 0)
+
+
+def test_what_retention_has_removed_is_not_taken_for_a_wrong_forecast(tmp_path: Path) -> None:
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
+        snapshot = Snapshot.take(broker, version=0)
+        fill_segment(node)
+        let_go(node)
+        with pytest.raises(OutOfRange, match="retention has removed what came after version 0"):
+            released_since(broker, snapshot)
 
 
 def test_a_report_has_bars_and_peaks_of_all_and_of_each_topic() -> None:

@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from timeball.errors import InvalidMessage, NotFound, RequestError, SetupError
+from timeball.errors import InvalidMessage, NotFound, OutOfRange, RequestError, SetupError
 from timeball.limits import INSTANT_MS_MAX, SECOND_MS
-from timeball.message import Int64Array, int64
-from timeball.pipeline.due_load import ALL_TOPICS, Counting, Curve, Load, Peak, Unit, from_due_ms
+from timeball.message import Int64Array, Kind, int64
+from timeball.pipeline.due_load import ALL_TOPICS, Counting, Curve, Load, Peak, Unit, from_due_ms, unlike
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.store import open_table
 from timeball.pipeline.waiting import ALWAYS, PLACES, Due, Snapshot
 
@@ -91,6 +92,51 @@ def version_at(uri: str, instant_ms: int) -> int:
         oldest = datetime.fromtimestamp(made_ms / SECOND_MS, UTC).isoformat(timespec="milliseconds")
         raise NotFound(f"the pending table has no version so old: the first is of {oldest}")
     return int(table.version())
+
+
+# ---- what came of it --------------------------------------------------------------------------------------
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A forecast held against what came in the same time, up to `until_ms`: rows of both, and the share of them that
+    the two have in the same seconds, minutes and hours; 1 is the same curve.
+    """
+
+    until_ms: int
+    said: int
+    came: int
+    same_second: float
+    same_minute: float
+    same_hour: float
+
+
+def released_since(broker: Endpoint, snapshot: Snapshot, *, by_topic: bool = False) -> tuple[Load, int]:
+    """The load that came after `snapshot`, by the instant at which each row stood in its queue; and the broker's now.
+
+    OutOfRange when retention has removed a part of it: what is left would look like a wrong forecast.
+    """
+    status = broker.status()
+    if status.log.first_seq > snapshot.end_seq:
+        raise OutOfRange(
+            f"retention has removed what came after version {snapshot.version}: the log begins at row "
+            f"{status.log.first_seq:,}, that version ends at {snapshot.end_seq:,}"
+        )
+    counting = Counting()
+    columns = ["store_ms", TOPIC_COLUMN] if by_topic else ["store_ms"]
+    end = max(status.log.durable_seq, snapshot.end_seq)
+    for rows in broker.read_log(snapshot.end_seq, end, [Kind.RELEASE], columns=columns):
+        topics = rows.column(TOPIC_COLUMN) if by_topic else None
+        counting.add(from_due_ms(int64(rows.column("store_ms")), topics))
+    return counting.result(), status.now_ms
+
+
+def check(said: Load, came: Load, due: Due, now_ms: int) -> Check:
+    """Hold a forecast against what came until now, or until the end of its window; see Check."""
+    until_ms = now_ms if due[1] is None else min(due[1], now_ms)
+    begin_s = None if due[0] is None else due[0] // SECOND_MS
+    said, came = (load.between(begin_s, until_ms // SECOND_MS) for load in (said, came))
+    same = (1 - unlike(said, came, unit) for unit in (Unit.SECOND, Unit.MINUTE, Unit.HOUR))
+    return Check(until_ms // SECOND_MS * SECOND_MS, said.total, came.total, *same)
 
 
 # ---- from a file to a load --------------------------------------------------------------------------------

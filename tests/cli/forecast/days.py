@@ -18,11 +18,14 @@ EXTRA = Extra(rows=60, at=Moment(TEN_MS), topic="campaign")
 NO_EXTRA = Extra()
 
 
-def counted(due: Due = (None, None), *, is_whole: bool = True) -> Counted:
-    """A hundred orders within the second of nine, and ten mails an hour later."""
+def counted(due: Due = (None, None), *, is_whole: bool = True, came: int | None = None) -> Counted:
+    """A hundred orders within the second of nine, and ten mails an hour later. So many orders `came` before ten."""
     due_ms = np.concatenate([NINE_MS + np.arange(100), TEN_MS + 1_000 * np.arange(10)])
     load = from_due_ms(due_ms, pa.array(["orders"] * 100 + ["mail"] * 10))
-    return Counted(now_ms=EIGHT_MS, version=7, is_whole=is_whole, due=due, load=load)
+    since = None
+    if came is not None:
+        since = (from_due_ms(due_ms[:came], pa.array(["orders"] * came)), TEN_MS - 10_000)
+    return Counted(now_ms=EIGHT_MS, version=7, is_whole=is_whole, due=due, load=load, came=since)
 
 
 def asked(**more: object) -> Asked:

@@ -60,3 +60,11 @@ def test_a_backlog_is_there_from_the_beginning_of_the_window() -> None:
         EIGHT_MS + 60_000,
     )
     assert document.rate_needed == pytest.approx(10, rel=0.002)
+
+
+def test_only_what_came_of_some_topics_is_held_against_them() -> None:
+    document = answer(counted(came=90), asked(topics=["orders"]), Extra()).document
+    assert document.check and (document.check.said, document.check.came) == (100, 90)
+    others = answer(counted(came=90), asked(topics=["mail"]), Extra()).document
+    assert others.check and (others.check.said, others.check.came, others.check.same_hour) == (0, 0, 1)
+    assert answered().document.check is None

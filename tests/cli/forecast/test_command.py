@@ -60,6 +60,7 @@ def test_a_forecast_to_look_at(node: RunningNode, tmp_path: Path) -> None:
         (["--extra-at", "2h"], "--extra-rows and --extra-at"),
         (["--until", "2020-01-01T00:00:00Z"], "--until lies before now"),
         (["--version", "1", "--timestamp", "5"], "--version and --timestamp"),
+        (["--check"], "--check holds an older forecast against what came"),
         (["--backlog", "5"], "--backlog says nothing without"),
         (["--version", "99"], "no version 99 of the pending table"),
         (["--picture", "x.txt"], "--picture x.txt"),

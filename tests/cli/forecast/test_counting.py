@@ -30,7 +30,7 @@ def test_what_waits_within_the_window_as_of_now_or_of_a_version(tmp_path: Path) 
         assert count(node.endpoint, None, Window(version=1)).load.total == 10  # what waited when it was made
         assert count(node.endpoint, None, Window(version=0)).load.total == 0
         made = count(node.endpoint, None, Window(timestamp_ms=found.now_ms + DAY_MS))
-        assert (made.version, made.load.total) == (2, 20)
+        assert (made.version, made.load.total) == (2, 15)
         with pytest.raises(NotFound, match="no version so old"):
             count(node.endpoint, None, Window(timestamp_ms=1_000))
 

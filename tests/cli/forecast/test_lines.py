@@ -73,6 +73,15 @@ def test_what_is_not_in_it_is_said() -> None:
     assert not any("no longer" in line or "outside" in line for line in whole)
 
 
+def test_an_older_forecast_and_what_came() -> None:
+    shown = list(describe(answer(counted(came=90), asked(), NONE).document))
+    assert shown[-2:] == [
+        "until 2030-01-31T09:59:50Z: 100 were foretold, 90 came",
+        "  the same in seconds 94.7%, in minutes 94.7%, in hours 94.7%",
+    ]
+    assert not any("foretold" in line for line in lines())
+
+
 @pytest.mark.parametrize(
     ("span_ms", "text"),
     [

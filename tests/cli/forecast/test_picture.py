@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.cli.forecast.days import EXTRA, answered
+from tests.cli.forecast.days import EXTRA, NO_EXTRA, answered, asked, counted
 
 from timeball.cli.forecast import picture
+from timeball.cli.forecast.answer import answer
 from timeball.errors import RequestError, SetupError
 
 pytest.importorskip("matplotlib", reason="the extra `demo` is not installed")
@@ -27,6 +28,8 @@ def test_a_load_and_below_it_what_consumers_have_not_taken(tmp_path: Path) -> No
     picture.draw(answered(by_topic=False), tmp_path / "load.png")
     (wide, high), (_, low) = size(tmp_path / "both.png"), size(tmp_path / "load.png")
     assert wide >= 1_000 and high > low
+    picture.draw(answer(counted(came=90), asked(), NO_EXTRA), tmp_path / "came.svg")
+    assert "came (90)" in (tmp_path / "came.svg").read_text()
     picture.draw(answered(topics=["nobody"]), tmp_path / "empty.svg")
     assert "<svg" in (tmp_path / "empty.svg").read_text()
 

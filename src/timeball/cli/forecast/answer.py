@@ -14,7 +14,7 @@ from timeball.cli.forecast.counting import Counted
 from timeball.cli.forecast.wishes import Asked, Extra
 from timeball.limits import SECOND_MS
 from timeball.pipeline.due_load import Load, Unit, merge
-from timeball.pipeline.forecast import Report, report
+from timeball.pipeline.forecast import Check, Report, check, report
 from timeball.pipeline.what_if import Queue, WhatIf, queues, rate_needed, serve
 
 
@@ -39,6 +39,7 @@ class Forecast(msgspec.Struct, kw_only=True, frozen=True):
     within_ms: int | None
     rate_needed: float | None
     rate_needed_extra: float | None
+    check: Check | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Answer:
     document: Forecast
     load: Load
     extra: Load | None
+    came: Load | None
     queues: dict[str, Queue]
 
 
@@ -72,6 +74,9 @@ def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
             return None
         return rate_needed(rows, asked.within_ms, asked.backlog, begin_s)
 
+    came = None if counted.came is None else counted.came[0]
+    if came is not None and asked.topics:
+        came = came.only(asked.topics)
     document = Forecast(
         now_ms=counted.now_ms,
         version=counted.version,
@@ -87,5 +92,8 @@ def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
         within_ms=asked.within_ms,
         rate_needed=needed(load),
         rate_needed_extra=None if more is None else needed(both),
+        check=None
+        if came is None or counted.came is None
+        else check(load, came, (from_ms, until_ms), counted.came[1]),
     )
-    return Answer(document, load, more, queues(both, asked.rates, asked.backlog, begin_s))
+    return Answer(document, load, more, came, queues(both, asked.rates, asked.backlog, begin_s))

@@ -52,6 +52,9 @@ TimestampOption = Annotated[
         help="What waited at the table's newest version of then.",
     ),
 ]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Hold that older forecast against what came since.")
+]
 PeaksOption = Annotated[int, typer.Option("--peaks", min=0, help="How many of the fullest seconds.")]
 RateOption = Annotated[
     list[str] | None,
@@ -98,6 +101,7 @@ def forecast(
     topics: TopicOption = None,
     version: VersionOption = None,
     timestamp_ms: TimestampOption = None,
+    check: CheckOption = False,
     peaks: PeaksOption = 5,
     consumer_rates: RateOption = None,
     backlog: BacklogOption = 0,
@@ -124,12 +128,12 @@ def forecast(
       timeball forecast --until 24h --consumer-rate 500
       timeball forecast --consumer-rate 500 --extra-rows 1000000 --extra-at 36h --extra-over 1h
       timeball forecast --extra campaign.csv --within 1m --picture load.png
-      timeball forecast --timestamp 2030-01-30T00:00:00Z --json | jq .load.peaks
+      timeball forecast --timestamp 2030-01-30T00:00:00Z --check --json | jq .check
     """
     rates = parse_rates(consumer_rates or [])
     if backlog and not rates and within_ms is None:
         raise RequestError("--backlog says nothing without --consumer-rate or --within")
-    window = Window(from_, until, version, timestamp_ms)
+    window = Window(from_, until, version, timestamp_ms, check)
     extra = Extra(extra_rows, extra_at, extra_over_ms or 0, extra_topic, extra_file, extra_column)
     asked = Asked(by, peaks, by_topic, topics or [], rates, backlog, within_ms)
     answer_to(endpoint, master, window, extra, asked, picture, as_json)

@@ -14,7 +14,7 @@ from timeball.cli.forecast.wishes import Window
 from timeball.cli.output import progress_bar
 from timeball.pipeline.due_load import Load
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.forecast import gather, version_at
+from timeball.pipeline.forecast import gather, released_since, version_at
 from timeball.pipeline.waiting import Due, Snapshot
 
 
@@ -27,6 +27,7 @@ class Counted:
     is_whole: bool
     due: Due
     load: Load
+    came: tuple[Load, int] | None = None  # what came since, and until when
 
 
 def count(
@@ -45,7 +46,8 @@ def count(
             load = _count_here(shot, due, by_topic, quiet)
         else:
             load = _count_on(master, endpoint, shot, due, by_topic)
-    return Counted(shot.now_ms, shot.version, shot.is_whole, due, load)
+        came = released_since(broker, shot, by_topic=by_topic) if window.is_checked else None
+    return Counted(shot.now_ms, shot.version, shot.is_whole, due, load, came)
 
 
 def _count_here(shot: Snapshot, due: Due, by_topic: bool, quiet: bool) -> Load:

@@ -10,6 +10,7 @@ from timeball.cli.forecast.wishes import THE_OTHERS
 from timeball.cli.output import bars
 from timeball.cli.quantities import show_ms
 from timeball.pipeline.due_load import BARS_MAX, UNIT_S, Peak, Unit, bar_name
+from timeball.pipeline.forecast import Check
 from timeball.pipeline.what_if import Outcome, WhatIf
 
 TOPICS_SHOWN = 20
@@ -34,6 +35,8 @@ def describe(found: Forecast) -> Iterator[str]:
         if what_if is not None:
             yield from _what_if(name, what_if)
     yield from _needed(found)
+    if found.check is not None:
+        yield from _check(found.check)
 
 
 def _bars(found: Forecast) -> dict[str, int]:
@@ -117,6 +120,15 @@ def _needed(found: Forecast) -> Iterator[str]:
     yield (
         f"to keep all within {show_ms(found.within_ms)}, one queue takes {found.rate_needed:,.1f} a second{with_extra}"
     )
+
+
+def _check(check: Check) -> Iterator[str]:
+    yield f"until {instant(check.until_ms)}: {check.said:,} were foretold, {check.came:,} came"
+    if check.said or check.came:
+        yield (
+            f"  the same in seconds {check.same_second:.1%}, in minutes {check.same_minute:.1%}, "
+            f"in hours {check.same_hour:.1%}"
+        )
 
 
 def instant(at_ms: int) -> str:

@@ -82,11 +82,27 @@ def _draw_load(found: Answer, axes: Any) -> None:
         )
         for start, rows in zip(starts, curve.rows.tolist(), strict=True):
             base[start] = base.get(start, 0) + rows
+    highest = max(base.values(), default=0)
+    if found.came is not None:
+        highest = max(highest, _draw_came(found.came, unit, axes))
     axes.set_ylabel(f"Messages due, a {unit}")
     axes.set_title(f"{document.waiting + document.extra:,} messages, as of version {document.version}")
-    if base:
-        axes.set_ylim(0, max(base.values()) * 1.25)
+    if highest:
+        axes.set_ylim(0, highest * 1.25)
         axes.legend(loc="upper right", ncols=3, frameon=False)
+
+
+def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
+    """What came, as an outline over the bars; returns its height."""
+    curve = came.curve(unit)
+    if not len(curve.rows):
+        return 0
+    begin, end = curve.start_s, curve.start_s + UNIT_S[unit]
+    nothing = np.zeros(len(begin), np.int64)
+    corners = np.column_stack((begin, begin, end, end)).ravel().astype("datetime64[s]")
+    heights = np.column_stack((nothing, curve.rows, curve.rows, nothing)).ravel()
+    axes.plot(corners, heights, color=BACKLOG, linewidth=1.2, label=f"came ({came.total:,})")
+    return int(curve.rows.max())
 
 
 def _unit(found: Answer) -> Unit:

@@ -80,11 +80,14 @@ class Window:
     end: Moment | None = None
     version: int | None = None
     timestamp_ms: int | None = None
+    is_checked: bool = False
 
     def check(self) -> None:
         """RequestError for options that exclude each other."""
         if self.version is not None and self.timestamp_ms is not None:
             raise RequestError("--version and --timestamp: give one of them")
+        if self.is_checked and self.version is None and self.timestamp_ms is None:
+            raise RequestError("--check holds an older forecast against what came: name it with --version")
 
     def bounds(self, now_ms: int) -> Due:
         """from <= due_ms < until; None is open. RequestError when that holds no instant."""
