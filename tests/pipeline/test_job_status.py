@@ -66,6 +66,16 @@ def test_what_is_left_can_be_read(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints/status").iterdir()].count("compact.json.new") == 0
 
 
+def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Board("checkpoints").tell(status(), 0)
+    assert (
+        list(read_statuses("checkpoints"))
+        == list(read_statuses(f"file://{tmp_path}/checkpoints"))
+        == [status()]
+    )
+
+
 def test_it_is_written_when_something_changed_and_now_and_then(tmp_path: Path) -> None:
     board = Board(str(tmp_path))
 

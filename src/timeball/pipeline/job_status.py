@@ -160,6 +160,7 @@ def read_statuses(folder: str) -> Iterator[JobStatus]:
 
 
 def _open(folder: str) -> tuple[fs.FileSystem, str]:
-    """The place of a checkpoint, for Arrow: what Hadoop calls s3a is s3."""
-    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(folder.replace("s3a://", "s3://", 1))
+    """The place of a checkpoint, for Arrow: what Hadoop calls s3a is s3, and a path starts at the root."""
+    place = folder.replace("s3a://", "s3://", 1) if ":" in folder else os.path.abspath(folder)
+    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(place)
     return found

@@ -3,6 +3,7 @@
     read=log      the rows themselves; kinds and columns are chosen by the broker, topics and instants here, in Arrow
     read=ranges   (from_seq, to_seq) of each piece: pointers, for writers that fetch the rows themselves
 
+A read goes on where it broke off when the broker is started again meanwhile.
 A piece that retention has taken, or that is not durable yet, is refused: a shorter answer would look like a whole one.
 """
 
@@ -23,6 +24,7 @@ from timeball.message import READ_SCHEMA
 from timeball.pipeline.endpoint import Endpoint, Status
 from timeball.pipeline.narrow import OPEN, Wanted, bounds, kinds, wanted
 from timeball.pipeline.options import ReadOptions
+from timeball.pipeline.resuming import behind_last_seq, resuming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,17 +85,21 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
         return
     with Endpoint(options.endpoint) as endpoint:
         columns = needed(options, rows)
-        for batch in endpoint.read_log(part.from_seq, part.to_seq, options.kinds, columns=columns):
+
+        def read(begin: int) -> Iterator[pa.RecordBatch]:
+            return endpoint.read_log(begin, part.to_seq, options.kinds, columns=columns)
+
+        for batch in resuming(endpoint, read, part.from_seq, behind_last_seq):
             kept = rows.keep(batch)
             if kept.num_rows:
                 yield shape(kept, options)
 
 
 def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
-    """The columns that must travel: those asked for, and those by which rows are left out. None for all."""
+    """The columns that must travel: those asked for, and those by which rows are left out or read on. None for all."""
     if options.columns is None:
         return None
-    names = {*options.columns, *rows.columns}
+    names = {"seq", *options.columns, *rows.columns}
     if options.body_kinds is not None and "body" in names:
         names.add("kind")
     return [name for name in READ_SCHEMA.names if name in names]

@@ -19,6 +19,7 @@ from timeball.pipeline.narrow import OPEN, Wanted, bounds, wanted
 from timeball.pipeline.option_values import Offsets
 from timeball.pipeline.options import ReadOptions
 from timeball.pipeline.read_log import piece_rows, shape, split_range
+from timeball.pipeline.resuming import behind_rows, resuming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,7 +105,11 @@ def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iter
     """The rows of one piece that are wanted, in the columns asked for."""
     with Endpoint(options.endpoint) as endpoint:
         topic = options.topic or ""
-        for batch in endpoint.read_queue(topic, part.queue_id, part.from_offset, part.to_offset):
+
+        def read(begin: int) -> Iterator[pa.RecordBatch]:
+            return endpoint.read_queue(topic, part.queue_id, begin, part.to_offset)
+
+        for batch in resuming(endpoint, read, part.from_offset, behind_rows):
             kept = rows.keep(batch)
             if kept.num_rows:
                 yield shape(kept, options)
