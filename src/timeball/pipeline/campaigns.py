@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow as pa
+import pyarrow.fs as fs
+import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
@@ -100,8 +103,11 @@ class Campaigns:
         table = self._open()
         if table is None:
             return []
-        filters = None if campaign is None else [("campaign", "=", campaign)]
-        found = [_event(row) for row in table.to_pyarrow_table(filters=filters).to_pylist()]
+        try:
+            rows = [row for uri in table.file_uris() for row in _read(uri)]
+        except OSError as error:
+            raise StorageError(f"cannot read the campaigns at {self.uri}: {error}") from error
+        found = [_event(row) for row in rows if campaign in (None, row["campaign"])]
         return sorted(found, key=lambda e: (e.log_seq, e.at_ms, e.number, EVENTS.index(e.event)))
 
     def of(self, campaign: str) -> list[Event]:
@@ -138,6 +144,15 @@ def _appended(table: DeltaTable, event: Event) -> bool:
     except CommitFailedError:
         return False
     return True
+
+
+def _read(uri: str) -> list[dict[str, Any]]:
+    # Not through Delta's own reader: its file system is called from Arrow's threads into Python, and one that is
+    # still at it when a command ends aborts the process.
+    files, path = fs.FileSystem.from_uri(uri if "://" in uri else Path(uri).absolute().as_uri())
+    with files.open_input_file(path) as source:
+        rows: list[dict[str, Any]] = pq.ParquetFile(source).read(use_threads=False).to_pylist()
+    return rows
 
 
 def _event(row: dict[str, Any]) -> Event:
