@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from timeball.cli.campaign import TableOption
 from timeball.cli.connection import connect
 from timeball.cli.messages import naming
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
@@ -83,6 +84,7 @@ def replay(
     late: Annotated[bool, typer.Option("--late", help="Also what would be due before now: at once.")] = False,
     job_id: NameOption = None,
     archive: ArchiveOption = None,
+    table_uri: TableOption = None,
     master: Annotated[
         str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
     ] = "local[2]",
@@ -124,7 +126,7 @@ def replay(
             to_topic=to_topic,
             by=by.value,
         )
-        carry_out(spark, endpoint, window, Wish(archive, job_id, dry_run, yes, late, as_json))
+        carry_out(spark, endpoint, window, Wish(archive, table_uri, job_id, dry_run, yes, late, as_json))
     finally:
         spark.stop()
 
@@ -134,6 +136,7 @@ class Wish:
     """The options that say what is to happen with a window; see the command."""
 
     archive: str | None
+    table_uri: str | None
     job_id: str | None
     dry_run: bool
     yes: bool
@@ -146,12 +149,13 @@ def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) ->
     from timeball.pipeline.jobs import replay as job
 
     window.check()
+    places = {"archive_uri": wish.archive, "table_uri": wish.table_uri}
     if not wish.dry_run:
-        done = job.done_before(endpoint, wish.job_id or window.job_id)
+        done = job.done_before(endpoint, wish.job_id or window.job_id, wish.table_uri)
         if done is not None:
             return tell(done, wish.as_json)
     with working("reading what passed", wish):
-        plan = job.plan(spark, endpoint, window, archive_uri=wish.archive)
+        plan = job.plan(spark, endpoint, window, **places)
     if wish.as_json and (wish.dry_run or not plan.rows):
         return print_json(plan)
     if not wish.as_json:
@@ -161,7 +165,7 @@ def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) ->
         return None
     agree(plan, late=wish.late, yes=wish.yes)
     with working(f"scheduling {plan.rows:,} messages", wish):
-        report = job.run(spark, endpoint, window, archive_uri=wish.archive, job_id=wish.job_id, planned=plan)
+        report = job.run(spark, endpoint, window, job_id=wish.job_id, planned=plan, **places)
     return tell(report, wish.as_json)
 
 

@@ -47,6 +47,7 @@ SINCE = "timeball.since"  # table property: the first row of the log that the ar
 SINCE_MS = "timeball.since_ms"  # and the instant of that row: what passed before it is not here
 TRIGGER = "5 seconds"
 EPOCH_ROWS = 1_000_000
+PIECE_ROWS = 500_000  # of the log, for one task: a file
 # Nobody waits for the archive, and every epoch is a file or two: one a minute, or half a million rows.
 OPTIONS = {
     "max_rows_per_batch": str(EPOCH_ROWS),
@@ -189,7 +190,8 @@ def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
         place = {"endpoint": endpoint, "from_seq": str(low), "to_seq": str(high)}
-        ranges = spark.read.format("timeball").option("read", "ranges").options(**place).load()
+        source = spark.read.format("timeball").option("read", "ranges").options(**place)
+        ranges = source.option("rows_per_partition", str(PIECE_ROWS)).option("min_partitions", "1").load()
         ranges.write.format("timeball_archive").options(**place, uri=uri).mode("append").save()
     if begin < to_seq:
         tidy(uri)

@@ -132,14 +132,14 @@ class Sources:
     settled_before_ms: int
 
 
-def look(endpoint: str, archive_uri: str | None = None) -> Sources:
+def look(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
     """Where the archive and the log stand: everything stamped before `now_ms` lies below `end`."""
     with Endpoint(endpoint) as broker:
         status = _all_durable(broker)
         first = status.log.first_seq
         table, known = None, archive.Reach(first, 0, first)
         try:
-            table = open_table(archive_uri or archive.archive_uri(status.table.uri))
+            table = open_table(archive_uri or archive.archive_uri(table_uri or status.table.uri))
             known = archive.reach(table)
         except NotFound:
             if archive_uri is not None:
@@ -254,10 +254,17 @@ def width_ms(span_ms: int) -> int:
 # ---- the job ----------------------------------------------------------------------------------------------
 
 
-def plan(spark: SparkSession, endpoint: str, window: Window, *, archive_uri: str | None = None) -> ReplayPlan:
+def plan(
+    spark: SparkSession,
+    endpoint: str,
+    window: Window,
+    *,
+    archive_uri: str | None = None,
+    table_uri: str | None = None,
+) -> ReplayPlan:
     """What `run` would schedule. Reads, and writes nothing."""
     window.check()
-    sources = look(endpoint, archive_uri)
+    sources = look(endpoint, archive_uri, table_uri)
     check_covered(window, sources)
     width = width_ms(window.end_ms - window.start_ms)
     again = due(window)
@@ -315,8 +322,9 @@ def run(
     done = done_before(endpoint, name, table_uri)
     if done is not None:
         return done
-    planned = planned or plan(spark, endpoint, window, archive_uri=archive_uri)
-    sources = look(endpoint, archive_uri)
+    places = {"archive_uri": archive_uri, "table_uri": table_uri}
+    planned = planned or plan(spark, endpoint, window, **places)
+    sources = look(endpoint, **places)
     if not planned.rows:
         return ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=False, ranges=[])
     with spark_errors(), Endpoint(endpoint) as broker:
