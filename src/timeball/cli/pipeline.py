@@ -29,6 +29,7 @@ class Job(StrEnum):
     COMPACT = "compact"
     LEDGER = "ledger"
     ARCHIVE = "archive"
+    DISPATCH = "dispatch"
 
 
 app.command("status")(pipeline_status.status)
@@ -41,7 +42,7 @@ def _pipeline() -> None:
 
 @app.command("run")
 def run(
-    jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive")],
+    jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive, dispatch")],
     master: Annotated[
         str,
         typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master; the same job runs on any."),
@@ -66,8 +67,8 @@ def run(
     """Run pipeline jobs until Ctrl-C, or with --once until they have caught up.
 
     compact moves promises from the log's tail to the pending table; ledger keeps the events of every promise:
-    accepted, released, cancelled, lateness; archive keeps every message that became visible. Killed at any
-    moment they go on where they were.
+    accepted, released, cancelled, lateness; archive keeps every message that became visible; dispatch brings
+    what is due in place of the broker's own wheel, for clusters. Killed at any moment they go on where they were.
 
     \b
     Examples:
@@ -75,6 +76,7 @@ def run(
       timeball pipeline run ledger --once
       timeball pipeline run compact --option compact.min_rows_per_batch=100000
       timeball pipeline run compact --master spark://head:7077 --endpoint grpc://broker:7400
+      timeball pipeline run dispatch --option dispatch.lead_ms=500 --master spark://head:7077
     """
     if len(set(jobs)) < len(jobs):
         raise RequestError(f"{' '.join(jobs)}: name each job once")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ import pyarrow.flight as flight
 from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, TimeballError, Unavailable, from_code
 from timeball.limits import PULL_ROWS_MAX
+from timeball.message import TABLE_SCHEMA
 from timeball.table import attachment as att
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -81,6 +82,15 @@ class RangesCancelled(msgspec.Struct, frozen=True):
     settled: int
 
 
+class ReleaseAnswer(msgspec.Struct, frozen=True):
+    """What became of a batch that was brought: rows released by it, durably, and rows left; or an error's code."""
+
+    released: int = 0
+    left: int = 0
+    error: str = ""
+    text: str = ""
+
+
 class QueueStatus(msgspec.Struct, frozen=True):
     """A queue keeps the offsets min <= offset < max."""
 
@@ -133,6 +143,26 @@ class Endpoint:
         """When the log was taken up again, of the starts whose first row lies in [from_seq, to_seq)."""
         answer = self._call("starts", {"from_seq": from_seq, "to_seq": to_seq}, dict[str, list[Start]])
         return answer["starts"]
+
+    def lease_dispatcher(self, lease_ms: int) -> None:
+        """Tell the broker that somebody brings what is due for the next `lease_ms`; 0: nobody does any more."""
+        self._call("dispatcher", {"lease_ms": lease_ms}, dict[str, Any])
+
+    def release(self, batches: Iterable[pa.RecordBatch]) -> list[ReleaseAnswer]:
+        """Bring batches of TABLE_SCHEMA rows that are due; one answer each. The batches may be slow to come."""
+        answers: list[ReleaseAnswer] = []
+        try:
+            writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_path(b"release"))
+            with writer:
+                writer.begin(TABLE_SCHEMA)
+                for batch in batches:
+                    writer.write_batch(batch)
+                writer.done_writing()
+                for chunk in reader:
+                    answers.append(msgspec.json.decode(chunk.app_metadata.to_pybytes(), type=ReleaseAnswer))
+        except pa.ArrowException as error:
+            raise from_wire(error, self.uri) from error
+        return answers
 
     def lease_compactor(self, lease_ms: int) -> None:
         """Tell the broker that somebody else compacts for the next `lease_ms`."""

@@ -19,6 +19,7 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from timeball.pipeline.delta_sink import DeltaDataSource
+from timeball.pipeline.due_stream import DueDataSource
 from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.java import cached_file, java_home
 from timeball.pipeline.source import TimeballDataSource
@@ -90,6 +91,7 @@ def register(spark: SparkSession) -> None:
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(TimeballDataSource)
     spark.dataSource.register(DeltaDataSource)
+    spark.dataSource.register(DueDataSource)
 
 
 def make_active(spark: SparkSession) -> None:

@@ -19,6 +19,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from types import FrameType
 
 from pyspark.sql import SparkSession
@@ -29,7 +31,7 @@ from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, Tim
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import plain, spark_errors
 from timeball.pipeline.job_status import Board, Epoch, JobStatus, State, epoch_of
-from timeball.pipeline.jobs import archive, compact, ledger
+from timeball.pipeline.jobs import archive, compact, dispatch, ledger
 from timeball.pipeline.session import LOCAL_MASTER, build_session, make_active
 from timeball.pipeline.store import sibling
 
@@ -49,7 +51,10 @@ JOBS: dict[str, StartJob] = {
     compact.NAME: compact.start,
     ledger.NAME: ledger.start,
     archive.NAME: archive.start,
+    dispatch.NAME: dispatch.start,
 }
+HoldLease = Callable[[str, Callable[[], bool]], contextlib.AbstractContextManager[object]]
+LEASES: dict[str, HoldLease] = {compact.NAME: compact.Lease, dispatch.NAME: dispatch.Lease}
 SUPERFLUOUS = {compact.NAME: compact.superfluous}
 
 
@@ -238,12 +243,11 @@ def _job(
 def _watch(
     jobs: list[Job], endpoint: str, stop: threading.Event, once: bool, clock: Clock, board: Board
 ) -> None:
-    compacting = next((job for job in jobs if job.name == compact.NAME), None)
-    lease: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if compacting is not None:
-        lease = compact.Lease(endpoint, lambda: compacting.running)
     started_ms = clock.wall_ms()
-    with lease:
+    with contextlib.ExitStack() as leases:
+        for job in jobs:
+            if job.name in LEASES:
+                leases.enter_context(LEASES[job.name](endpoint, partial(attrgetter("running"), job)))
         try:
             while not stop.is_set() and not all(job.done for job in jobs):
                 for job in jobs:
