@@ -99,6 +99,14 @@ def test_topics_apart_and_some_of_them() -> None:
     assert load.only([]).total == 0
 
 
+def test_a_hundred_thousand_topics_are_told_apart() -> None:
+    names = [f"t{number}" for number in range(100_000)]
+    load = from_due_ms(np.tile(np.arange(5) * 1_000, 100_000), pa.array(np.repeat(names, 5)))
+    parts = load.by_topic()
+    assert len(parts) == 100_000
+    assert all(part.second.tolist() == [0, 1, 2, 3, 4] for part in list(parts.values())[::9_999])
+
+
 def test_a_part_of_the_time_begins_with_its_first_second_and_ends_before_its_last() -> None:
     load = from_due_ms(np.arange(10) * 1_000)
     assert load.between(3, 7).second.tolist() == [3, 4, 5, 6]

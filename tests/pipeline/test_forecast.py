@@ -67,6 +67,8 @@ def test_an_older_version_says_what_it_said_then(node: RunningNode, broker: Endp
     assert version_at(uri, broker.status().now_ms + HOUR_MS) == broker.status().table.version
     with pytest.raises(NotFound, match="no version so old: the first is of"):
         version_at(uri, 1_000)
+    with pytest.raises(SetupError, match="run this where the broker's data folder is"):
+        version_at(uri + "/elsewhere", 1_000)
 
 
 def replay(clock: ManualClock, node: RunningNode, due_ms: Int64Array) -> None:

@@ -85,7 +85,12 @@ def gather(
 
 def version_at(uri: str, instant_ms: int) -> int:
     """The version of the pending table that was current at an instant; NotFound when none is so old."""
-    table = open_table(uri)
+    try:
+        table = open_table(uri)
+    except NotFound as error:
+        raise SetupError(
+            f"cannot read the pending table at {uri}: run this where the broker's data folder is"
+        ) from error
     table.load_as_version(datetime.fromtimestamp(instant_ms / SECOND_MS, UTC))
     made_ms = int(table.history(1)[0]["timestamp"])
     if made_ms > instant_ms:  # delta-rs answers with the oldest version that it has
