@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from deltalake import write_deltalake
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.traffic import send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
@@ -21,7 +22,8 @@ from timeball.limits import DAY_MS, HOUR_MS
 from timeball.message import TABLE_SCHEMA, Kind
 from timeball.pipeline import promises
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.store import Store
+from timeball.pipeline.log_events import EVENT_SCHEMA, read_events
+from timeball.pipeline.store import Store, sibling
 from timeball.pipeline.waiting import Snapshot, TableFile, read_files, settled_status
 from timeball.table.attachment import Attachment
 
@@ -197,6 +199,28 @@ def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
     node.run(node.broker.compact())
     assert seqs(Snapshot.take(broker, version=1)) == [1, 2, 3, 4, 5]
     assert len(seqs(Snapshot.take(broker))) == 7
+
+
+def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(tmp_path: Path) -> None:
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 10)
+        node.run(node.broker.compact())
+        node.run(node.broker.cancel(seqs=[2, 3]))
+        status = broker.status()
+        events = pa.Table.from_batches(list(read_events(broker, 1, status.log.durable_seq)), EVENT_SCHEMA)
+        fill_segment(node)
+        node.run(node.broker.compact())
+        node.run(node.node.upkeep.checkpoint())
+        assert let_go(node) > 14
+        # The control: the log has forgotten that they were cancelled, and their rows are still in the table.
+        assert seqs(Snapshot.take(broker)) == list(range(1, 11))
+        write_deltalake(sibling(status.table.uri, "ledger"), events)
+        for upcoming in (False, True):
+            assert seqs(Snapshot.take(broker, upcoming=upcoming)) == [1, 4, 5, 6, 7, 8, 9, 10]
+        then = Snapshot.take(
+            broker, version=1
+        )  # was made before they were cancelled, and before the log begins
+        assert (seqs(then), then.is_whole) == (list(range(1, 11)), False)
 
 
 def test_a_table_out_of_reach_is_told(node: RunningNode, broker: Endpoint, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -92,18 +93,15 @@ class SqlSession:
         memory_bytes: int = MEMORY_BYTES,
         log_rows: int = LOG_ROWS,
     ) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="timeball-sql-")
-        self._broker = Endpoint(endpoint, patience_s=0)
         self._log_rows = log_rows
         self._memory_bytes = memory_bytes
         self._columns: dict[str, list[str]] = {}  # of the base relations there are
-        try:
-            self._database = _open_database(Path(self._scratch.name), memory_bytes)
+        with ExitStack() as opened:
+            self._scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
+            self._database = opened.enter_context(_open_database(self._scratch, memory_bytes))
+            self._broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
             self._snapshot = Snapshot.take(self._broker, version=version, table_uri=table_uri)
-        except BaseException:
-            self._broker.close()
-            self._scratch.cleanup()
-            raise
+            self._opened = opened.pop_all()
         shot = self._snapshot
         self.version = Version(
             now_ms=shot.now_ms, table=shot.version, log_end=shot.end_seq, is_whole=shot.is_whole
@@ -117,9 +115,7 @@ class SqlSession:
 
     def close(self) -> None:
         """Let go of everything, also of rows not read yet."""
-        self._database.close()
-        self._broker.close()
-        self._scratch.cleanup()
+        self._opened.close()
 
     def run(self, text: str) -> Answer:
         """The answer to one SELECT; RequestError says what is wrong with it, and names the views there are."""
@@ -243,7 +239,7 @@ class SqlSession:
 
     def _spooled(self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ds.Dataset:
         """Batches in a file of this session, as a relation that can be read more than once."""
-        path = Path(self._scratch.name, f"{name}.arrow")
+        path = self._scratch / f"{name}.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)

@@ -12,6 +12,7 @@ the table's clean-up bound how long that works: then a query fails, and never an
 from __future__ import annotations
 
 import msgspec
+import pyarrow as pa
 from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as f
 
@@ -23,7 +24,7 @@ from timeball.pipeline.jobs import ledger
 from timeball.pipeline.schema import spark_schema
 from timeball.pipeline.sql import Version
 from timeball.pipeline.store import open_table, sibling
-from timeball.pipeline.waiting import LEVEL_PROPERTIES, Snapshot
+from timeball.pipeline.waiting import LEVEL_PROPERTIES, Snapshot, cancelled_before
 
 COLLECTED_ROWS = (
     1_000_000  # of the kept log: so few settlements are sent to every task instead of being shuffled
@@ -88,9 +89,10 @@ def _waiting(spark: SparkSession, endpoint: str, shot: Snapshot, *, bodies: bool
 
 def _source(spark: SparkSession, endpoint: str, shot: Snapshot, from_seq: int) -> DataFrameReader:
     """A read of the log up to the snapshot's end."""
-    begin = min(max(from_seq, shot.first_seq), shot.end_seq)
+    end = max(shot.end_seq, shot.first_seq)  # an older version may have been made before the log begins
+    begin = min(max(from_seq, shot.first_seq), end)
     source = spark.read.format("timeball").option("endpoint", endpoint)
-    return source.option("from_seq", str(begin)).option("to_seq", str(shot.end_seq))
+    return source.option("from_seq", str(begin)).option("to_seq", str(end))
 
 
 def _log(
@@ -104,6 +106,9 @@ def _settled(spark: SparkSession, endpoint: str, shot: Snapshot) -> DataFrame:
     kinds = "cancel" if shot.only_cancels else "release,cancel"
     rows = _log(spark, endpoint, shot, kinds, shot.first_seq, ["source_seq"])
     numbers = rows.select(f.col("source_seq").alias("seq"))
+    forgotten = cancelled_before(shot.uri, min(shot.first_seq, shot.end_seq))
+    if len(forgotten):
+        numbers = numbers.unionByName(spark.createDataFrame(pa.table({"seq": forgotten})))
     return f.broadcast(numbers) if shot.end_seq - shot.first_seq <= COLLECTED_ROWS else numbers
 
 
@@ -156,9 +161,9 @@ def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFra
     if table is not None:
         begin, version = max(begin, ledger.bounds(table)[1]), int(table.version())
         kept = ledger.read_ledger(spark, table).where(f.col("event_seq") < shot.end_seq)
-    begin = min(begin, shot.end_seq)
-    fresh = ledger.read_events(spark, endpoint, begin, shot.end_seq)
-    started = ledger.read_starts(endpoint, begin, shot.end_seq)
+    end = max(begin, shot.end_seq)
+    fresh = ledger.read_events(spark, endpoint, begin, end)
+    started = ledger.read_starts(endpoint, begin, end)
     if started.num_rows:
         fresh = fresh.unionByName(spark.createDataFrame(started, spark_schema(ledger.LEDGER_SCHEMA)))
     return (fresh if kept is None else kept.unionByName(fresh, allowMissingColumns=True)), version

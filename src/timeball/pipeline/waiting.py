@@ -14,8 +14,10 @@ An older version is what waited when it was made: its ATTACH row is the end of t
 being delivered. `upcoming` takes the same view of now: promises due after the broker's clock cannot have been
 released, so only cancels are looked for, which spares reading the releases of days.
 
-Memory is bounded by a batch and by eight bytes for each settlement in the kept log. Knowingly imperfect: a row of the
-table stays a while when it is cancelled; once retention lets go of its CANCEL row it counts as waiting again.
+A row of the table stays there a while when it is cancelled, maybe longer than retention keeps its CANCEL row; the
+ledger, where there is one, remembers it. Knowingly imperfect: without a ledger it counts as waiting again.
+
+Memory is bounded by a batch and by eight bytes for each settlement in the kept log.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import pyarrow.fs as fs
 from timeball.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, Kind, int64
 from timeball.pipeline.endpoint import Endpoint, Status
-from timeball.pipeline.store import open_table
+from timeball.pipeline.store import open_table, sibling
 
 Due = tuple[int | None, int | None]  # low <= due_ms < high; None is open
 
@@ -130,10 +132,12 @@ class Snapshot:
         return [file for file in table_files(self.uri, self.version) if file.may_hold(bounds)]
 
     def settled(self) -> Int64Array:
-        """Sorted numbers of the promises that the kept log says are released or cancelled. Read once."""
+        """Sorted numbers of the promises that are released or cancelled, as far as log and ledger know. Read once."""
         if self._settled is None:
             kinds = [Kind.CANCEL] if self.only_cancels else [Kind.RELEASE, Kind.CANCEL]
-            self._settled = _numbers(self._log(kinds, self.first_seq, ["source_seq"]), "source_seq")
+            found = _numbers(self._log(kinds, self.first_seq, ["source_seq"]), "source_seq")
+            forgotten = cancelled_before(self.uri, min(self.first_seq, self.end_seq))
+            self._settled = np.union1d(found, forgotten) if len(forgotten) else found
         return self._settled
 
     def batches(
@@ -175,7 +179,9 @@ class Snapshot:
         return (self.due_from_ms if low is None else max(low, self.due_from_ms)), high
 
     def _log(self, kinds: Sequence[Kind], from_seq: int, columns: Iterable[str]) -> Iterator[pa.RecordBatch]:
-        begin = min(max(from_seq, self.first_seq), self.end_seq)
+        begin = max(from_seq, self.first_seq)
+        if begin >= self.end_seq:
+            return iter(())
         return self._broker.read_log(begin, self.end_seq, kinds, columns=list(dict.fromkeys(columns)))
 
     def _at(self, place: str, wanted: list[str], due: Due) -> Iterator[pa.RecordBatch]:
@@ -278,6 +284,18 @@ def read_files(
         raise StorageError(f"cannot read the pending table at {uri}: {error}") from error
 
 
+def cancelled_before(uri: str, first_seq: int) -> Int64Array:
+    """Numbers of the promises whose CANCEL rows lie below `first_seq`, from the ledger beside the table at `uri`."""
+    try:
+        table = open_table(sibling(uri, "ledger")) if first_seq > 1 else None
+    except NotFound:
+        table = None
+    if table is None:
+        return np.empty(0, np.int64)
+    wanted = (ds.field("event") == "cancelled") & (ds.field("event_seq") < first_seq)
+    return _numbers(table.to_pyarrow_dataset().to_batches(columns=["first_seq"], filter=wanted), "first_seq")
+
+
 def _open(uri: str, version: int) -> Any:
     try:
         return open_table(uri, version)
@@ -320,9 +338,10 @@ def _status_of_version(broker: Endpoint, now: Status, uri: str, version: int) ->
         raise NotFound(f"no version {version} of the pending table: there are 0 to {now.table.version}")
     mark = attach_mark(uri, version)
     first = now.log.first_seq
-    end = max(mark + 1, first)
+    end = mark + 1
     watermark, made_ms = None, None
-    for batch in broker.read_log(first, end, [Kind.ATTACH], columns=["seq", "body", "store_ms"]):
+    batches = broker.read_log(first, end, [Kind.ATTACH], columns=["seq", "body", "store_ms"])
+    for batch in batches if first < end else ():
         for row in batch.to_pylist():  # one for each change of the table
             attachment = msgspec.json.decode(row["body"])
             if attachment["job"] == "compact":
