@@ -78,6 +78,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
         return open_table(uri)
     except NotFound:
         since, since_ms = beginning(endpoint)
+        LOG.info("job=archive uri=%s new: what passed from row %d on", uri, since)
         return DeltaTable.create(
             uri,
             archiving.TABLE_SCHEMA,
