@@ -57,6 +57,7 @@ def test_the_questions_are_answered(story: RunningNode) -> None:
             session.run(questions[0].replace("due", "dew"))
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_the_examples_run_and_spark_takes_the_same_questions(spark: SparkSession, story: RunningNode) -> None:

@@ -89,13 +89,14 @@ def same(value: Any) -> Any:
 
 
 def test_the_same_questions_have_the_same_answers(spark: SparkSession, story: RunningNode) -> None:
-    shown = views.register(spark, story.endpoint)
+    shown = views.register(spark, story.endpoint, keep=True)
     with SqlSession(story.endpoint) as session:
         assert msgspec.structs.replace(shown, now_ms=0) == msgspec.structs.replace(session.version, now_ms=0)
     for text, expected in zip(QUESTIONS, by_duckdb(story, QUESTIONS), strict=True):
         found = [tuple(same(value) for value in row) for row in spark.sql(text).collect()]
         assert found == [tuple(same(value) for value in row) for row in expected], text
         assert found, f"a question without an answer says nothing: {text}"
+    spark.catalog.clearCache()
 
 
 def test_an_older_version_under_names_of_its_own(spark: SparkSession, story: RunningNode) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import msgspec
 import pyarrow as pa
+from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as f
 
@@ -26,6 +27,7 @@ from timeball.pipeline.sql import Version
 from timeball.pipeline.store import open_table, sibling
 from timeball.pipeline.waiting import LEVEL_PROPERTIES, Snapshot, cancelled_before
 
+KEPT = ("waiting_rows", "ledger_events")
 COLLECTED_ROWS = (
     1_000_000  # of the kept log: so few settlements are sent to every task instead of being shuffled
 )
@@ -39,10 +41,13 @@ def waiting_frame(
         return _waiting(spark, endpoint, Snapshot.take(broker, version=version), bodies=bodies)
 
 
-def register(spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "") -> Version:
+def register(
+    spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "", keep: bool = False
+) -> Version:
     """Make the views pending, pending_table, promises, ledger, log, and archive if there is one, as temporary views.
 
-    `prefix` stands before their names. Returns what they show.
+    `prefix` stands before their names. `keep`: what waits and the events are read once and kept by Spark, in memory or
+    on disk, for many queries; `spark.catalog.clearCache()` lets go of them. Returns what the views show.
     """
     with Endpoint(endpoint) as broker:
         shot = Snapshot.take(broker, version=version)
@@ -59,6 +64,8 @@ def register(spark: SparkSession, endpoint: str, *, version: int | None = None, 
         bases["archive_rows"], archive_version = archive
         shown = msgspec.structs.replace(shown, archive=archive_version)
     for base, frame in bases.items():
+        if keep and base in KEPT:
+            frame.persist(StorageLevel.MEMORY_AND_DISK)
         frame.createOrReplaceTempView(base)
     texts = view_sql.definitions("spark", {base: frame.columns for base, frame in bases.items()})
     for view, query in texts.items():
