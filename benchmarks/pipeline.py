@@ -4,10 +4,11 @@ A broker holds promises of 128 bytes due over the next year, sent and compacted 
 a session (seconds until it is ready, until its first query, until its first query with Python workers), reads the log
 and the pending table through the data source, brings the ledger up to date, and schedules a Parquet file in bulk. Rates
 of reads are of second runs; those of the ledger and of bulk are of single ones, with their planning. Memory is what
-belongs to each process alone and its share of what they share (PSS), before and after the work.
+belongs to each process alone and its share of what they share (PSS), before and after the work. Then the streaming job
+`dispatch` releases a steady load and a burst in place of the broker's own wheel.
 
 Not measured: a cluster, an object store, senders and consumers at work meanwhile, compaction (see the benchmark
-compact), streams, forecast, archive and replay.
+compact), the streams ledger and archive, forecast and replay.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import pipeline_dispatch
 from benchmarks.harness import Server, now_ms, send_promises, serving
 from benchmarks.report import Report
 from timeball import Timeball
@@ -45,6 +47,7 @@ def run(small: bool = False) -> Report:
             report.add(name, value, unit, bar)
         report.add("bulk and reads: CPU of the broker", (server.cpu_s() - cpu_s) / bulk * 1e6, "us/msg")
         _check(report, ball, waiting + bulk)
+    pipeline_dispatch.measure(report, small)
     return report
 
 

@@ -67,6 +67,11 @@ WANTED = {
         "bulk: rate",
         "bulk: bytes written for a byte of payload",
         "missing or doubled",
+        "dispatch, steady: lateness p50",
+        "dispatch, steady: early",
+        "dispatch, burst: left to Spark, most at once",
+        "dispatch, burst: last release after it began",
+        "dispatch, burst: missing or doubled",
     ],
 }
 
