@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.node_fixture import RunningNode, eventually
+from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.campaigning import attach, campaign_of, released, waiting
 
 from timeball import Timeball
@@ -203,6 +203,16 @@ def test_a_resume_that_is_cut_goes_on(
     else:
         assert pause(campaign).held == ROWS
         assert books(campaign) == ("paused", 0, 0, 0, ROWS) and waiting(broker) == {}
+
+
+def test_whoever_keeps_the_promises_of_the_log(tmp_path: Path) -> None:
+    """Those of a bulk write lie in the table, whatever the schedule is."""
+    with running_node(tmp_path / "wheel", schedule="timer_wheel") as node:
+        campaign = campaign_of(node)
+        attach(campaign, ROWS)
+        assert pause(campaign).held == ROWS
+        assert resume(campaign).rows == ROWS
+        assert holding.cancel(campaign).cancelled == ROWS
 
 
 def test_two_at_the_same_time_are_one(node: RunningNode, broker: Endpoint) -> None:
