@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tests.crash import kept_scenarios
+from tests.crash import dispatch_scenarios, kept_scenarios
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 Step = Callable[[World], Awaitable[object]]
@@ -201,6 +201,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bulk": BULK,
     "roll": ROLL,
     **kept_scenarios.SCENARIOS,
+    **dispatch_scenarios.SCENARIOS,
 }
 # Retention keeps nothing that nobody needs, so that these scenarios can see segments go.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,96 @@
+"""The life of a broker that leaves what is near to a dispatcher, who brings some of it, some twice, and some never."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pyarrow as pa
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.message import TABLE_SCHEMA
+
+Step = Callable[[World], Awaitable[object]]
+
+NEAR_MS = 20 * SECOND_MS
+LEASE_MS = 120 * SECOND_MS
+
+
+def cancel_some(*numbers: int) -> Step:
+    """Cancel by the numbers of the keys, in the order in which they were made."""
+
+    async def cancel(world: World) -> None:
+        await world.cancel([f"k{number:05d}" for number in numbers])
+
+    return cancel
+
+
+async def lease(world: World) -> None:
+    """A dispatcher is at work."""
+    world.broker.dispatching.lease(LEASE_MS)
+
+
+def pass_by(ms: int, dispatched: int) -> Step:
+    """Time passes in steps of a second, until so many are left to him; nobody waits for what is due."""
+
+    async def step(world: World) -> None:
+        for _ in range(ms // SECOND_MS):
+            world.clock.advance(SECOND_MS)
+            world.broker.table_ticker.wake()
+            await asyncio.sleep(0)
+        counts = world.broker.schedule_statistics
+        await world.until(lambda: counts()["dispatched_rows"] == dispatched, f"{dispatched} are left to him")
+
+    return step
+
+
+def bring(every: int) -> Step:
+    """He brings each so manieth of the rows that are due, in files of any age."""
+
+    async def step(world: World) -> None:
+        for file in world.broker.parts.hour_log.pending.all():
+            rows = file.rows_between((0, 0), (world.clock.wall + 1, 0)).combine_chunks()
+            for batch in rows.take(pa.array(range(0, rows.num_rows, every), pa.int64())).to_batches():
+                if batch.num_rows:
+                    columns = batch.select(TABLE_SCHEMA.names).columns
+                    await world.broker.dispatching.release(
+                        pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
+                    )
+
+    return step
+
+
+# Left to him: by compaction and by a bulk job; brought, cancelled, brought twice, never brought; saved in between.
+DISPATCH: list[Step] = [
+    lambda w: w.start(),
+    lambda w: w.send("a", [None, 500, NEAR_MS, NEAR_MS, NEAR_MS + 1, NEAR_MS + 2, 2 * HOUR_MS]),  # k0 to k6
+    lambda w: w.compact(),
+    lambda w: w.bulk("b", [NEAR_MS, NEAR_MS + 500, NEAR_MS + SECOND_MS, HOUR_MS], 1),  # k7 to k10
+    lease,
+    pass_by(19 * SECOND_MS, 7),
+    lambda w: w.checkpoint(),
+    cancel_some(3, 77),
+    pass_by(SECOND_MS, 7),
+    bring(2),
+    lambda w: w.consume(),
+    lambda w: w.checkpoint(),
+    bring(1),
+    cancel_some(2, 8),
+    lambda w: w.advance(4 * SECOND_MS),  # the grace, and what nobody has brought
+    lambda w: w.consume(),
+    lambda w: w.rewrite(1),
+    lambda w: w.checkpoint(),
+    lambda w: w.send("a", [NEAR_MS, NEAR_MS + 700]),  # k11, k12
+    lambda w: w.compact(),
+    lease,
+    pass_by(19 * SECOND_MS, 2),
+    lambda w: w.restart(),
+    lambda w: w.advance(2 * SECOND_MS),
+    bring(1),
+    lambda w: w.consume(),
+    lambda w: w.merge(),
+    lambda w: w.let_go(),
+    lambda w: w.checkpoint(),
+]
+
+SCENARIOS = {"dispatch": DISPATCH}
