@@ -45,12 +45,12 @@ FEW_ROWS = 10
 SETTINGS = Settings(compact_rows=300, compact_interval_ms=500, compact_rows_min=FEW_ROWS)
 
 
-def eventually(true: Callable[[], object], what: str) -> None:
+def eventually(true: Callable[[], object], what: str, bound_s: int = BOUND_S) -> None:
     """As node_fixture's, but as patient as Spark is slow, and quick to look: some moments are short."""
     pause = threading.Event()
     begin_ns = CLOCK.monotonic_ns()
     while not true():
-        assert CLOCK.monotonic_ns() - begin_ns < BOUND_S * 1e9, f"did not happen in {BOUND_S} s: {what}"
+        assert CLOCK.monotonic_ns() - begin_ns < bound_s * 1e9, f"did not happen in {bound_s} s: {what}"
         pause.wait(0.002)
 
 
