@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,3 +114,15 @@ def test_memory_is_bounded(story: RunningNode) -> None:
     text = "select list(i) from range(100000000) t(i)"
     with pytest.raises(OverLimit, match="more than 67,108,864 bytes"):
         ask(story, text, memory_bytes=64 << 20)
+
+
+def test_ctrl_c_stops_the_query_and_leaves_the_session(story: RunningNode) -> None:
+    """Whenever it comes: a query of hours would hold the next one up."""
+    endless = "select count(*) from range(1000000) a join range(1000000) b on a.range % 13 = b.range % 13"
+    with SqlSession(story.endpoint) as session:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.run(endless).rows.read_all()
+        timer.join()
+        assert session.run("select 1 as one").rows.read_all().to_pylist() == [{"one": 1}]

@@ -15,10 +15,11 @@ everything else by name. `memory` bounds DuckDB; what exceeds it goes to a tempo
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -37,9 +38,12 @@ if TYPE_CHECKING:
     import duckdb
     from deltalake import DeltaTable
 
+T = TypeVar("T")
+
 MEMORY_BYTES = 1 << 30
 LOG_ROWS = 100_000  # of the log's end in the view `log`
 BATCH_ROWS = 8_192
+INTERRUPT_S = 0.1
 _LEDGER_APP_ID = "timeball-ledger"
 _WAITING_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field("place", pa.string())])
 
@@ -99,6 +103,7 @@ class SqlSession:
         with ExitStack() as opened:
             self._scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
             self._database = opened.enter_context(_open_database(self._scratch, memory_bytes))
+            self._worker = opened.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
             self._broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
             self._snapshot = Snapshot.take(self._broker, version=version, table_uri=table_uri)
             self._opened = opened.pop_all()
@@ -124,7 +129,7 @@ class SqlSession:
         try:
             self._check(text)
             self._prepare(view_sql.named(text))
-            rows = self._database.sql(text).to_arrow_reader(BATCH_ROWS)
+            rows = self._work(lambda: self._database.sql(text).to_arrow_reader(BATCH_ROWS))
         except duckdb.Error as error:
             raise self._plain(error) from error
         return Answer(self.version, pa.RecordBatchReader.from_batches(rows.schema, self._read(rows)))
@@ -134,9 +139,21 @@ class SqlSession:
         import duckdb
 
         try:
-            yield from rows
+            while (batch := self._work(lambda: next(rows, None))) is not None:
+                yield batch
         except (duckdb.Error, OSError, pa.ArrowException) as error:
             raise self._plain(error) from error
+
+    def _work(self, call: Callable[[], T]) -> T:
+        """Let DuckDB work on a thread of its own: Ctrl-C reaches this one at once, and the query is told."""
+        future = self._worker.submit(call)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            while not future.done():  # it may come before the query has begun
+                self._database.interrupt()
+                wait([future], INTERRUPT_S)
+            raise
 
     def _check(self, text: str) -> None:
         import duckdb
