@@ -81,6 +81,7 @@ def test_without_a_query_the_views_are_shown() -> None:
         (["select * from nowhere"], ExitCode.USAGE, "views: pending, pending_table"),
         (["delete from pending"], ExitCode.USAGE, "only SELECT"),
         (["select 1", "--version", "9"], ExitCode.USAGE, "no version 9"),
+        (["select 1", "--table-uri", "/nowhere/pending"], ExitCode.SETUP, "/nowhere/pending"),
         (["select 1", "--file", "x.sql"], ExitCode.USAGE, "--file"),
         (["--file", "/nowhere/x.sql"], ExitCode.SETUP, "--file /nowhere/x.sql"),
         (["select 1", "--memory", "much"], ExitCode.USAGE, "--memory"),

@@ -21,10 +21,10 @@ from timeball.config import MIB
 from timeball.limits import DAY_MS
 from timeball.pipeline import views
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import ledger
+from timeball.pipeline.jobs import archive, ledger
 from timeball.pipeline.options import write_options
 from timeball.pipeline.sink import PromiseTask, attach_all
-from timeball.pipeline.sql import SqlSession
+from timeball.pipeline.sql import SqlSession, view_columns
 from timeball.pipeline.waiting import Snapshot
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -122,21 +122,31 @@ def test_what_waits_as_a_frame_is_what_waits_as_batches(spark: SparkSession, sto
     assert "body" not in views.waiting_frame(spark, story.endpoint, bodies=False).columns
 
 
-def test_with_a_ledger_that_is_behind_nothing_is_missing_or_twice(
+def answers(spark: SparkSession, questions: list[str]) -> list[list[tuple[Any, ...]]]:
+    return [[tuple(map(same, row)) for row in spark.sql(text).collect()] for text in questions]
+
+
+@pytest.mark.slow
+def test_with_a_ledger_that_is_behind_nothing_is_missing_or_twice_and_an_archive_is_one_more_view(
     spark: SparkSession, story: RunningNode
 ) -> None:
-    questions = [text for text in QUESTIONS if "from ledger" in text or "select * from promises" in text]
-    before = by_duckdb(story, questions)
+    happened = [text for text in QUESTIONS if "from ledger" in text or "select * from promises" in text]
+    passed = ["select seq, topic, kind, body, stored, day from archive order by seq"]
+    before = by_duckdb(story, happened)
     with Endpoint(story.endpoint) as broker:
         status = broker.status()
-    uri = ledger.ledger_uri(status.table.uri)
-    ledger.extend(spark, story.endpoint, uri, status.log.durable_seq - 4)
+    places = ledger.ledger_uri(status.table.uri), archive.archive_uri(status.table.uri)
     try:
-        assert views.register(spark, story.endpoint).ledger is not None
-        assert by_duckdb(story, questions) == before
-        for text, expected in zip(questions, before, strict=True):
-            assert [tuple(map(same, row)) for row in spark.sql(text).collect()] == [
-                tuple(map(same, row)) for row in expected
-            ], text
+        ledger.extend(spark, story.endpoint, places[0], status.log.durable_seq - 4)
+        archive.extend(spark, story.endpoint, places[1], status.log.durable_seq)
+        shown = views.register(spark, story.endpoint)
+        assert shown.ledger is not None and shown.archive is not None
+        assert by_duckdb(story, happened) == before
+        assert answers(spark, happened) == [[tuple(map(same, row)) for row in rows] for rows in before]
+        (kept,) = by_duckdb(story, passed)
+        assert answers(spark, passed) == [kept]
+        assert [row[1] for row in kept] == ["orders"] * 3 + ["plain"]
+        assert view_columns()["archive"] == spark.table("archive").columns
     finally:
-        shutil.rmtree(uri)
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)

@@ -242,6 +242,7 @@ def test_the_table_has_caught_up_with_the_log(node: RunningNode, broker: Endpoin
     assert attached == [1]
 
 
-def test_no_spark_is_needed() -> None:
-    code = "import sys, timeball.pipeline.waiting; assert 'pyspark' not in sys.modules"
+@pytest.mark.parametrize("module", ["waiting", "sql"])
+def test_no_spark_is_needed(module: str) -> None:
+    code = f"import sys, timeball.pipeline.{module}; assert 'pyspark' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

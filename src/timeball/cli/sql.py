@@ -43,6 +43,14 @@ def sql(
         int | None,
         typer.Option("--version", min=0, help="As of this version of the pending table; by default now."),
     ] = None,
+    table_uri: Annotated[
+        str | None,
+        typer.Option(
+            "--table-uri",
+            metavar="URI",
+            help="Where the pending table is seen from here, if not as the broker does.",
+        ),
+    ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, all rows.")] = False,
     limit_rows: Annotated[
         int, typer.Option("--limit-rows", min=1, help="Show at most so many rows as a table.")
@@ -79,7 +87,7 @@ def sql(
     from timeball.pipeline.sql import SqlSession
 
     with connect(endpoint):
-        session = SqlSession(endpoint, version=version, memory_bytes=memory)
+        session = SqlSession(endpoint, version=version, table_uri=table_uri, memory_bytes=memory)
     with session:
         answer = session.run(text)
         if as_json:

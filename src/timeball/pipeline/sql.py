@@ -75,7 +75,7 @@ def view_columns() -> dict[str, list[str]]:
         "waiting_rows": _WAITING_SCHEMA,
         "table_rows": TABLE_SCHEMA,
         "ledger_events": EVENT_SCHEMA,
-        "archive_rows": READ_SCHEMA,
+        "archive_rows": pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())]),
         "log_rows": READ_SCHEMA,
     }
     with tempfile.TemporaryDirectory() as scratch, _open_database(Path(scratch), MEMORY_BYTES) as database:

@@ -18,13 +18,13 @@ from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as f
 
 from timeball.errors import NotFound
-from timeball.message import READ_SCHEMA, TABLE_SCHEMA, Kind
+from timeball.message import TABLE_SCHEMA, Kind
 from timeball.pipeline import view_sql
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import ledger
+from timeball.pipeline.jobs import archive, ledger
 from timeball.pipeline.schema import spark_schema
 from timeball.pipeline.sql import Version
-from timeball.pipeline.store import open_table, sibling
+from timeball.pipeline.store import open_table
 from timeball.pipeline.waiting import LEVEL_PROPERTIES, Snapshot, cancelled_before
 
 KEPT = ("waiting_rows", "ledger_events")
@@ -58,10 +58,10 @@ def register(
             "log_rows": _source(spark, endpoint, shot, shot.first_seq).load(),
         }
     bases["ledger_events"], ledger_version = _events(spark, endpoint, shot)
-    archive = _archive(spark, shot)
+    passed = _archive(spark, shot)
     shown = msgspec.structs.replace(shown, ledger=ledger_version)
-    if archive is not None:
-        bases["archive_rows"], archive_version = archive
+    if passed is not None:
+        bases["archive_rows"], archive_version = passed
         shown = msgspec.structs.replace(shown, archive=archive_version)
     for base, frame in bases.items():
         if keep and base in KEPT:
@@ -178,9 +178,8 @@ def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFra
 
 def _archive(spark: SparkSession, shot: Snapshot) -> tuple[DataFrame, int] | None:
     try:
-        table = open_table(sibling(shot.uri, "archive"))
+        table = open_table(archive.archive_uri(shot.uri))
     except NotFound:
         return None
-    uris, schema = table.file_uris(), spark_schema(READ_SCHEMA)
-    found = spark.read.schema(schema).parquet(*uris) if uris else spark.createDataFrame([], schema)
+    found = archive.read_archive(spark, table)
     return found.where(f.col("seq") < shot.end_seq), int(table.version())
