@@ -77,7 +77,9 @@ WANTED = {
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    marks = [getattr(pytest.mark, mark) for mark, names in (("slow", SLOW), ("spark", SPARK)) if name in names]
+    marks = [
+        getattr(pytest.mark, mark) for mark, names in (("slow", SLOW), ("spark", SPARK)) if name in names
+    ]
     return [*marks, pytest.mark.timeout(600)] if name in SPARK else marks
 
 
