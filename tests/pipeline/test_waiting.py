@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -199,6 +201,33 @@ def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
     node.run(node.broker.compact())
     assert seqs(Snapshot.take(broker, version=1)) == [1, 2, 3, 4, 5]
     assert len(seqs(Snapshot.take(broker))) == 7
+
+
+def test_while_promises_move_none_is_hidden_or_there_twice(node: RunningNode, broker: Endpoint) -> None:
+    stop, sent = threading.Event(), [0]
+
+    def work() -> None:
+        with Timeball(node.endpoint) as ball:
+            while not stop.is_set():
+                ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS}] * 100)
+                sent[0] += 100
+                ball.compact()
+
+    mover = threading.Thread(target=work)
+    mover.start()
+    try:
+        for _ in range(10):
+            least = sent[0]
+            assert least <= len(seqs(Snapshot.take(broker))) <= sent[0] + 100
+    finally:
+        stop.set()
+        mover.join()
+    # The control: the watermark of one moment and the table of another hide what was moved in between.
+    status = settled_status(broker)
+    torn = msgspec.structs.replace(
+        status, table=msgspec.structs.replace(status.table, version=status.table.version - 1)
+    )
+    assert len(seqs(Snapshot(broker, torn, uri=status.table.uri, due_from_ms=0))) == sent[0] - 100
 
 
 def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(tmp_path: Path) -> None:
