@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.node_fixture import RunningNode, eventually
+from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.campaigning import attach, campaign_of, released, waiting
+from tests.written_again import fill_segment, let_go
 
 from timeball import Timeball
+from timeball.config import MIB
 from timeball.errors import NotFound
 from timeball.limits import HOUR_MS
+from timeball.pipeline import holding
 from timeball.pipeline.campaign import Campaign, find_attach, must_be_attached
 from timeball.pipeline.endpoint import Endpoint
 
@@ -102,11 +105,31 @@ def test_an_attach_is_found_by_its_own_name_only(node: RunningNode, broker: Endp
     assert find_attach(broker, "sprin", 0) is None
 
 
-def test_the_books_of_a_campaign_whose_log_was_let_go(tmp_path: Path, node: RunningNode) -> None:
-    """Its numbers stay in the table of campaigns; what is settled without a trace counts as released."""
-    campaign = campaign_of(node)
-    attach(campaign, 10)
-    events = campaign.events()
-    end = campaign.broker.status()
-    assert len(campaign.settled(events, end).all) == 0
-    assert campaign.progress().whole
+def test_the_books_of_campaigns_whose_log_was_let_go(tmp_path: Path) -> None:
+    """What was decided of all stays counted; what happened to one and is told nowhere counts as released."""
+    with running_node(tmp_path / "data", segment_bytes=MIB, compact_self=False) as node:
+        names = ("plain", "paused", "resumed", "cancelled")
+        plain, paused, resumed, cancelled = (campaign_of(node, name) for name in names)
+        with Endpoint(node.endpoint) as broker:
+            for campaign in (plain, paused, resumed, cancelled):
+                attach(campaign, 10, after_ms=-300, step_ms=100 * HOUR_MS)  # the first of each is due
+            eventually(lambda: released(broker)["k0"] == len(names), "the first of each is released")
+        holding.pause(paused)
+        holding.pause(resumed)
+        holding.resume(resumed)
+        cancelled.cancel()
+        before = [counts(campaign) for campaign in (plain, paused, resumed, cancelled)]
+        assert before == [
+            ("active", 1, 0, 9, 0),
+            ("paused", 1, 0, 0, 9),
+            ("active", 1, 0, 9, 0),
+            ("cancelled", 1, 9, 0, 0),
+        ]
+        fill_segment(node)
+        assert let_go(node) > plain.events()[0].log_seq
+        assert [counts(campaign) for campaign in (plain, paused, resumed, cancelled)] == before
+        assert not plain.progress().whole and not paused.progress().whole
+        assert holding.resume(paused).rows == 9
+        assert counts(paused) == ("active", 1, 0, 9, 0)
+        assert holding.pause(resumed).held == 9
+        assert cancelled.cancel().cancelled == 9

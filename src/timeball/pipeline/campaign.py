@@ -172,9 +172,11 @@ class Campaign:
     def progress(self) -> Progress:
         """How far it is, as of one status of the broker."""
         events = self.events()
-        attached = last(events, "attached")
+        attached, ended = last(events, "attached"), last(events, "ended")
         if attached is None:
             return _progress(self.id, events, 0, 0, 0, 0, None)
+        if ended is not None:  # nothing can change any more, and the log need not be kept for it
+            return _progress(self.id, events, attached.rows - ended.rows, ended.rows, 0, 0, None)
         status = settled_status(self.broker, self.table_uri)
         settled = self.settled(events, status)
         waiting, first_ms, last_ms = self._waiting(events, status, settled)
@@ -196,11 +198,13 @@ class Campaign:
         self, events: list[Event], status: Status, settled: Settled
     ) -> tuple[int, int | None, int | None]:
         rows, first_ms, last_ms = 0, None, None
-        columns, gone = ["seq", "due_ms"], settled.all
+        columns, gone, held = ["seq", "due_ms"], settled.all, held_ranges(events)
         for batch in number_ranges.table_rows(
             self.table_uri, status.table.version, all_ranges(events), columns, status.settled_before_ms
         ):
-            due_ms = int64(batch.column("due_ms"))[~number_ranges.is_in(int64(batch.column("seq")), gone)]
+            seq = int64(batch.column("seq"))
+            out = number_ranges.is_in(seq, gone) | number_ranges.within(seq, held)
+            due_ms = int64(batch.column("due_ms"))[~out]
             if len(due_ms):
                 rows += len(due_ms)
                 least, most = int(due_ms.min()), int(due_ms.max())
@@ -226,6 +230,8 @@ class Campaign:
         self.record("cancelled")
         newly = self.cancel_attached()
         progress = self.progress()
+        if last(self.events(), "attached"):
+            self.record("ended", rows=progress.cancelled)
         return Cancelled(
             campaign=self.id,
             rows=progress.rows,
@@ -265,6 +271,11 @@ def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment 
 def all_ranges(events: list[Event]) -> list[tuple[int, int]]:
     """Every number the campaign's promises have had."""
     return [each for event in events if event.event in ("attached", "resumed") for each in event.ranges]
+
+
+def held_ranges(events: list[Event]) -> list[tuple[int, int]]:
+    """Every number that a pause has taken back. Its row may stay in the table when the log has let go of the rest."""
+    return [each for event in events if event.event == "paused" for each in event.ranges]
 
 
 def pause_reason(campaign: str, number: int) -> str:

@@ -8,6 +8,7 @@
     resuming     before they are written again                n       -           -
     resumed      when they are attached again                 n       attached    their new numbers
     cancelled    before what waits is cancelled               0       -           -
+    ended        when that is done                            0       cancelled   -
 
 The table is append-only and each event is there once: its Delta commit carries a name of its own (an application
 transaction), so that a command that is repeated, or runs twice at the same time, writes nothing twice. It says what
@@ -33,7 +34,7 @@ from timeball.errors import InvalidMessage, NotFound, StorageError
 from timeball.pipeline.store import sibling
 
 NAME = "campaigns"
-EVENTS = ("planned", "attached", "pausing", "paused", "resuming", "resumed", "cancelled")
+EVENTS = ("planned", "attached", "pausing", "paused", "resuming", "resumed", "cancelled", "ended")
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RESERVED = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # jobs of pipeline and broker
 WRITE_TRIES = 20

@@ -40,6 +40,7 @@ from timeball.pipeline.campaign import (
     Campaign,
     Cancelled,
     all_ranges,
+    held_ranges,
     must_be_attached,
     pause_reason,
     properties,
@@ -188,7 +189,7 @@ class Held:
     def _waiting(self, events: list[Event]) -> Iterator[pa.RecordBatch]:
         campaign = self.campaign
         status = settled_status(campaign.broker, campaign.table_uri)
-        gone = campaign.settled(events, status).all
+        gone, held = campaign.settled(events, status).all, held_ranges(events)
         for batch in number_ranges.table_rows(
             campaign.table_uri,
             status.table.version,
@@ -196,7 +197,8 @@ class Held:
             TABLE_SCHEMA.names,
             status.settled_before_ms,
         ):
-            kept = ~number_ranges.is_in(int64(batch.column("seq")), gone)
+            seq = int64(batch.column("seq"))
+            kept = ~(number_ranges.is_in(seq, gone) | number_ranges.within(seq, held))
             yield (batch if kept.all() else batch.filter(pa.array(kept))).cast(TABLE_SCHEMA)
 
     def numbers(self, pausing: Event) -> Int64Array:
