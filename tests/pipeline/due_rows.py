@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 from tests.node_fixture import RunningNode, eventually
@@ -38,12 +39,26 @@ def attach(broker: Endpoint, dues_ms: Sequence[int], topic: str = "due", job_id:
 
 def left(node: RunningNode) -> int:
     """Rows that the broker has left to its dispatcher."""
-    return node.broker.schedule_statistics()["dispatched_rows"]
+    return int(status(node)["schedule"]["dispatched_rows"])
 
 
 def fetched(node: RunningNode) -> int:
     """Rows that the broker has loaded because nobody brought them."""
-    return node.broker.schedule_statistics()["fetched_rows"]
+    return int(status(node)["schedule"]["fetched_rows"])
+
+
+def released(node: RunningNode) -> int:
+    """All that was released since the start."""
+    return int(status(node)["lateness"]["released"])
+
+
+def status(node: RunningNode) -> dict[str, Any]:
+    """The broker's figures, taken on its own loop."""
+
+    async def ask() -> dict[str, Any]:
+        return node.broker.status()
+
+    return node.run(ask())
 
 
 def all_out(node: RunningNode, rows: int, topic: str = "due") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.pipeline.due_rows import all_out, attach, fetched, left
+from tests.pipeline.due_rows import all_out, attach, fetched, left, released
 
 from timeball.clock import ManualClock
 from timeball.errors import Unavailable
@@ -95,7 +95,7 @@ def test_what_is_too_early_is_brought_again(
     rows = near(node, broker, [0] * 10)
     assert bring(rows, broker, PATIENCE_MS) == Brought(10, 0)
     assert Hasty.ahead_ms < 800, "it was refused, and looked again"
-    assert node.broker.status()["lateness"]["released"] == 10
+    assert released(node) == 10
 
 
 def test_files_that_are_gone_are_left_to_the_broker(

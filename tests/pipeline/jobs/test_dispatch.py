@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 from tests.docs_pages import page
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.pipeline.due_rows import all_out, attach, fetched, left
+from tests.pipeline.due_rows import all_out, attach, fetched, left, released, status
 from tests.test_docs_shown import python_examples
 
 from timeball.limits import HOUR_MS
@@ -50,7 +50,7 @@ def test_what_is_due_in_files_is_brought_by_spark(
     dispatched = node.broker.parts.hour_log.dispatched
 
     def is_leased() -> bool:
-        return dispatched.is_leased(node.broker.parts.clock.now_ms())
+        return dispatched.is_leased(status(node)["now_ms"])
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(make_active, spark).result()
@@ -65,7 +65,7 @@ def test_what_is_due_in_files_is_brought_by_spark(
             stop.set()
         running.result()
     assert (left(node), fetched(node)) == (0, 0)
-    assert node.broker.status()["lateness"]["released"] == 3_000
+    assert released(node) == 3_000
     eventually(lambda: not is_leased(), "the lease is given back")
 
 
@@ -94,7 +94,7 @@ def test_the_lease_is_held_while_it_is_needed(node: RunningNode) -> None:
     dispatched = node.broker.parts.hour_log.dispatched
 
     def is_leased() -> bool:
-        return dispatched.is_leased(node.broker.parts.clock.now_ms())
+        return dispatched.is_leased(status(node)["now_ms"])
 
     with dispatch.Lease(node.endpoint, needed.is_set):
         assert not is_leased()

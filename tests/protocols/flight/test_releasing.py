@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
+from tests.pipeline.due_rows import status
 from tests.protocols.flight.test_exchange import answers
 
 from timeball import limits
@@ -50,7 +51,7 @@ def attach(node: RunningNode, after_ms: int, count: int) -> pa.RecordBatch:
     """Rows in a file of the table, left to the dispatcher."""
     with flight.FlightClient(node.endpoint) as wire:
         list(wire.do_action(flight.Action("dispatcher", b'{"lease_ms": 600000}')))
-    due_ms = node.broker.parts.clock.now_ms() + after_ms
+    due_ms = status(node)["now_ms"] + after_ms
     batch = rows([due_ms] * count, node.run(node.broker.reserve(count)))
     entries = []
     for entry, data in layout.cut_files(pa.Table.from_batches([batch]), due_ms):
@@ -71,15 +72,15 @@ def exchange(wire: flight.FlightClient, schema: pa.Schema = TABLE_SCHEMA) -> tup
 
 def test_each_batch_has_its_answer(leased: RunningNode) -> None:
     batch = attach(leased, 3_000, 100)
-    statistics = leased.broker.schedule_statistics
-    eventually(lambda: statistics()["dispatched_rows"] == 100, "it is left to the dispatcher")
+    dispatched = leased.broker.parts.hour_log.dispatched
+    eventually(lambda: len(dispatched) == 100, "it is left to the dispatcher")
     with flight.FlightClient(leased.endpoint) as wire:
         writer, reader = exchange(wire)
         writer.write_batch(batch)
         writer.done_writing()
         (early,) = answers(reader)
         assert early["error"] == "out_of_range"
-        eventually(lambda: leased.broker.parts.clock.now_ms() >= batch["due_ms"][0].as_py(), "it is due")
+        eventually(lambda: status(leased)["now_ms"] >= batch["due_ms"][0].as_py(), "it is due")
         writer, reader = exchange(wire)
         for part in (batch.slice(0, 30), batch.slice(20, 80), rows([1], 1 << 40), batch):
             writer.write_batch(part)

@@ -7,7 +7,7 @@ outside of the wheel, until the horizon comes to it again: no more than one gath
 Up to the *highest* horizon there was, the files of the table have been looked through: they are not looked into
 again below it. But a file that comes now, from the tail or from other files, may bring both what was promised
 since and what has been seen. What a gather finds below the highest is asked whether it still waits, and whether it
-is parked: sent once is sent.
+is parked, or left to a dispatcher: sent once is sent.
 """
 
 from __future__ import annotations
