@@ -9,7 +9,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 
-from timeball.errors import NotFound, SetupError
+from timeball.errors import NotFound, OutOfRange, SetupError
 from timeball.pipeline.delta_sink import DeltaDataSource, app_version
 from timeball.pipeline.failures import spark_errors
 
@@ -22,9 +22,10 @@ def uri(tmp_path: Path) -> str:
     return str(tmp_path / "t")
 
 
-def append(frame: DataFrame, uri: str, version: int) -> None:
+def append(frame: DataFrame, uri: str, version: int, since: int | None = None) -> None:
     with spark_errors():
         options = {"uri": uri, "app_id": "test", "app_version": str(version)}
+        options |= {} if since is None else {"app_since": str(since)}
         frame.write.format("timeball_delta").options(**options).mode("append").save()
 
 
@@ -42,6 +43,19 @@ def test_each_version_is_added_once(spark: SparkSession, uri: str) -> None:
     append(frame.where("a < 10"), uri, 6)
     assert len(rows(uri)) == 110
     assert app_version(DeltaTable(uri), "test") == 6
+
+
+@pytest.mark.spark
+def test_rows_that_begin_where_the_table_does_not_end_are_refused(spark: SparkSession, uri: str) -> None:
+    """As of a writer that has looked before another one wrote: half of its rows are there already."""
+    frame = spark.range(0, 100, numPartitions=2).selectExpr("id as a", "cast(id as string) as b")
+    append(frame, uri, 5, since=0)
+    with pytest.raises(OutOfRange, match="the table is at 5, these rows begin at 3"):
+        append(frame, uri, 8, since=3)
+    append(frame, uri, 5, since=3)  # has nothing that is new
+    assert rows(uri) == list(range(100))
+    append(frame.where("a < 10"), uri, 8, since=5)
+    assert len(rows(uri)) == 110
 
 
 @pytest.mark.spark

@@ -6,6 +6,7 @@ Tasks write Parquet files, the driver adds them in one Delta commit that carries
 
 A table whose version for this application is already 17 or more stays as it is. The version is chosen by the caller;
 for the ledger it is the row of the log up to which events are in the table, so the table itself knows where to go on.
+With `app_since` the rows are refused (OutOfRange) unless the table stands there: another writer was at work meanwhile.
 The table must exist, and the DataFrame must have its columns in its order.
 """
 
@@ -21,12 +22,13 @@ import pyarrow as pa
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from timeball.clock import SystemClock
-from timeball.errors import SetupError, StorageError
+from timeball.errors import OutOfRange, SetupError, StorageError
 from timeball.pipeline.store import open_table
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -58,20 +60,26 @@ class DeltaDataSource(DataSource):
                 raise SetupError(f"option {name}: missing; timeball_delta needs {', '.join(OPTIONS)}")
         if overwrite:
             raise SetupError("mode overwrite: timeball_delta only appends")
-        if not given["app_version"].isdigit():
-            raise SetupError(f"option app_version={given['app_version']!r}: a whole number")
-        return DeltaWriter(schema.fieldNames(), given["uri"], given["app_id"], int(given["app_version"]))
+        for name in ("app_version", "app_since"):
+            if not given.get(name, "0").isdigit():
+                raise SetupError(f"option {name}={given[name]!r}: a whole number")
+        since = int(given["app_since"]) if "app_since" in given else None
+        return DeltaWriter(
+            schema.fieldNames(), given["uri"], given["app_id"], int(given["app_version"]), since
+        )
 
 
 class DeltaWriter(DataSourceArrowWriter):
     """See the module."""
 
-    def __init__(self, names: list[str], uri: str, app_id: str, app_version: int) -> None:
+    def __init__(
+        self, names: list[str], uri: str, app_id: str, app_version: int, app_since: int | None
+    ) -> None:
         table = open_table(uri)
         self.schema = pa.schema(table.schema().to_arrow())
         if names != self.schema.names:
             raise SetupError(f"columns {names} are not those of the table at {uri}: {self.schema.names}")
-        self.uri, self.app_id, self.app_version = uri, app_id, app_version
+        self.uri, self.app_id, self.app_version, self.app_since = uri, app_id, app_version, app_since
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """One file a task."""
@@ -98,9 +106,21 @@ class DeltaWriter(DataSourceArrowWriter):
         """One Delta commit; none when the table has this version of the application already."""
         added = [message for message in messages if isinstance(message, AddedFile) and message.rows]
         table = open_table(self.uri)
-        if (app_version(table, self.app_id) or 0) >= self.app_version > 0:
+        reached = app_version(table, self.app_id) or 0
+        if reached >= self.app_version > 0:
             LOG.info("table=%s app=%s version=%d repeated=true", self.uri, self.app_id, self.app_version)
             return
+        try:
+            if self.app_since not in (None, reached):
+                raise OutOfRange(f"the table is at {reached}, these rows begin at {self.app_since}")
+            self._add(table, added)
+        except (OutOfRange, CommitFailedError) as error:
+            # Delta itself refuses two commits of one application side by side, and that is the same case.
+            raise OutOfRange(
+                f"another writer of {self.app_id} was at work: {error}; planned again"
+            ) from error
+
+    def _add(self, table: DeltaTable, added: list[AddedFile]) -> None:
         now_ms = SystemClock().wall_ms()
         table.create_write_transaction(
             [

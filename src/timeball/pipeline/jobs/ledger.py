@@ -200,7 +200,9 @@ def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
         if started.num_rows:
             frame = frame.unionByName(spark.createDataFrame(started, spark_schema(LEDGER_SCHEMA)))
         writer = frame.write.format("timeball_delta").option("uri", uri).option("app_id", APP_ID)
-        writer.option("app_version", str(high)).mode("append").save()
+        # Two ledgers that began at the same row must not both add what lies behind it.
+        writer = writer.option("app_since", str(low)).option("app_version", str(high))
+        writer.mode("append").save()
     _tidy(uri)
     return max(0, to_seq - begin)
 
