@@ -12,7 +12,7 @@ from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.cli.bulk import Format, campaign_id, describe, document, format_of, place
+from timeball.cli.bulk import Format, campaign_id, describe, document, format_of, place, source_of
 from timeball.errors import NotFound, RequestError
 from timeball.limits import DAY_MS
 
@@ -20,9 +20,6 @@ pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
 from timeball.pipeline.due_load import Load
 from timeball.pipeline.jobs.bulk import BulkReport
-from timeball.pipeline.screening import Columns
-
-COLUMNS = Columns(topic_name="t")
 
 
 def report(**more: object) -> BulkReport:
@@ -98,17 +95,20 @@ def test_a_place_is_absolute_or_a_uri(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text("x")
-    first = campaign_id([str(file)], "csv", {"sep": ";"}, COLUMNS)
-    assert first == campaign_id([str(file)], "csv", {"sep": ";"}, COLUMNS)
-    others = {
-        campaign_id([str(file)], "json", {"sep": ";"}, COLUMNS),
-        campaign_id([str(file)], "csv", {}, COLUMNS),
-        campaign_id([str(file)], "csv", {"sep": ";"}, Columns(topic_name="u")),
-        campaign_id([str(tmp_path)], "csv", {"sep": ";"}, COLUMNS),
-    }
+
+    def id_of(
+        *files: str, format_: Format = Format.CSV, options: tuple[str, ...] = (), **meaning: str
+    ) -> str:
+        return campaign_id(source_of(files or [str(file)], format_, options), meaning)
+
+    first = id_of()
+    assert first == id_of()
+    assert id_of(str(tmp_path / "*.csv")) == id_of(str(tmp_path / "*.csv"))
+    others = {id_of(format_=Format.JSON), id_of(options=("sep=;",)), id_of(topic="u"), id_of(str(tmp_path))}
+    pattern = id_of(str(tmp_path / "*.csv"))
     file.write_text("xy")
-    others.add(campaign_id([str(file)], "csv", {"sep": ";"}, COLUMNS))
-    assert len(others | {first}) == 6
+    others |= {id_of(), pattern, id_of(str(tmp_path / "*.csv"))}
+    assert len(others | {first}) == 8
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,7 @@ def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> Non
             "--body-column and --body-json",
         ),
         (["s3://b/a.csv", "--topic", "t", "--option", "sep"], "--option sep: write NAME=VALUE"),
+        (["--format", "jdbc", "--topic", "t", "--option", "url=x"], "name the campaign with --campaign"),
         (["s3://b/a.csv", "--topic", "t", "--conf", "=1"], "--conf =1: write NAME=VALUE"),
     ],
 )

@@ -7,10 +7,12 @@ is not known to have worked, can be given again.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +25,12 @@ from timeball.cli.messages import show_instant
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
 from timeball.cli.output import bars, note, print_json, print_line, progress_bar
 from timeball.cli.quantities import show_bytes
-from timeball.errors import InvalidMessage, NotFound, RequestError
+from timeball.errors import NotFound, RequestError, SetupError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from timeball.pipeline.jobs.bulk import BulkReport
-    from timeball.pipeline.screening import Columns
 
 PEAKS_SHOWN = 3
 LOOK_EVERY_S = 0.2
@@ -52,52 +53,65 @@ def _column(name: str, what: str) -> Any:
     return typer.Option(name, metavar="COLUMN", help=what)
 
 
+Files = Annotated[
+    list[str] | None, typer.Argument(metavar="[FILE]...", help="Files, folders, patterns or URIs.")
+]
+Topic = Annotated[str | None, typer.Option("--topic", help="One topic for all.")]
+TopicColumn = Annotated[str | None, _column("--topic-column", "Or the column that holds it.")]
+DueColumn = Annotated[str, _column("--due-column", "When: a timestamp, text, or milliseconds.")]
+BodyColumn = Annotated[str | None, _column("--body-column", "The body; by default 'body'.")]
+BodyJson = Annotated[bool, typer.Option("--body-json", help="Or: all other columns as one JSON object.")]
+KeyColumn = Annotated[str | None, _column("--key-column", "Business keys, to cancel by.")]
+TagColumn = Annotated[str | None, _column("--tag-column", "A tag, to filter by.")]
+IdColumn = Annotated[str | None, _column("--id-column", "Message ids; by default made up.")]
+Zone = Annotated[
+    str | None,
+    typer.Option("--zone", help="Time zone of wall-clock times without one, such as Europe/Paris."),
+]
+FormatOption = Annotated[
+    Format | None, typer.Option("--format", help="By default by the name of the first file.")
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=VALUE", help="An option of Spark's reader; may be repeated."),
+]
+CampaignOption = Annotated[
+    str | None, typer.Option("--campaign", metavar="ID", help="By default from files and options.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be scheduled and rejected.")]
+Rejects = Annotated[
+    str | None,
+    typer.Option("--rejects", metavar="URI", help="Delta table for rejects; by default beside the data."),
+]
+TableUri = Annotated[
+    str | None, typer.Option("--table-uri", metavar="URI", help="Where executors reach the pending table.")
+]
+Conf = Annotated[
+    list[str] | None,
+    typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark's session; may be repeated."),
+]
+Master = Annotated[str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")]
+
+
 def bulk(
-    files: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", help="Files, folders, patterns or URIs.")
-    ] = None,
-    topic: Annotated[str | None, typer.Option("--topic", help="One topic for all.")] = None,
-    topic_column: Annotated[str | None, _column("--topic-column", "Or the column that holds it.")] = None,
-    due_column: Annotated[str, _column("--due-column", "When: a timestamp, text, or milliseconds.")] = "due",
-    body_column: Annotated[str | None, _column("--body-column", "The body; by default 'body'.")] = None,
-    body_json: Annotated[
-        bool, typer.Option("--body-json", help="Or: all other columns as one JSON object.")
-    ] = False,
-    key_column: Annotated[str | None, _column("--key-column", "Business keys, to cancel by.")] = None,
-    tag_column: Annotated[str | None, _column("--tag-column", "A tag, to filter by.")] = None,
-    id_column: Annotated[str | None, _column("--id-column", "Message ids; by default made up.")] = None,
-    zone: Annotated[
-        str | None,
-        typer.Option("--zone", help="Time zone of wall-clock times without one, such as Europe/Paris."),
-    ] = None,
-    format_: Annotated[
-        Format | None, typer.Option("--format", help="By default by the name of the first file.")
-    ] = None,
-    options: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="NAME=VALUE", help="An option of Spark's reader; may be repeated."),
-    ] = None,
-    campaign: Annotated[
-        str | None, typer.Option("--campaign", metavar="ID", help="By default from files and options.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be scheduled and rejected.")
-    ] = False,
-    rejects: Annotated[
-        str | None,
-        typer.Option("--rejects", metavar="URI", help="Delta table for rejects; by default beside the data."),
-    ] = None,
-    table_uri: Annotated[
-        str | None,
-        typer.Option("--table-uri", metavar="URI", help="Where executors reach the pending table."),
-    ] = None,
-    conf: Annotated[
-        list[str] | None,
-        typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark's session; may be repeated."),
-    ] = None,
-    master: Annotated[
-        str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
-    ] = "local[2]",
+    files: Files = None,
+    topic: Topic = None,
+    topic_column: TopicColumn = None,
+    due_column: DueColumn = "due",
+    body_column: BodyColumn = None,
+    body_json: BodyJson = False,
+    key_column: KeyColumn = None,
+    tag_column: TagColumn = None,
+    id_column: IdColumn = None,
+    zone: Zone = None,
+    format_: FormatOption = None,
+    options: Options = None,
+    campaign: CampaignOption = None,
+    dry_run: DryRun = False,
+    rejects: Rejects = None,
+    table_uri: TableUri = None,
+    conf: Conf = None,
+    master: Master = "local[2]",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,46 +134,32 @@ def bulk(
         raise RequestError("--body-column and --body-json: give one of them")
     if (topic is None) == (topic_column is None):
         raise RequestError("say where the messages go: exactly one of --topic and --topic-column")
-    places = [place(each) for each in files or []]
-    chosen = format_of(places, format_)
-    read = {"header": "true"} if chosen is Format.CSV else {}
-    read |= dict(pair("--option", each) for each in options or [])
+    meaning = {
+        "due": due_column,
+        "topic": topic_column,
+        "topic_name": topic,
+        "body": None if body_json else body_column or "body",
+        "keys": key_column,
+        "tag": tag_column,
+        "unique_key": id_column,
+        "zone": zone,
+    }
+    source = source_of(files or [], format_, options or [])
+    if source.format is Format.JDBC and campaign is None and not dry_run:
+        raise RequestError("--format jdbc: name the campaign with --campaign, since a table's rows change")
+    name = campaign or campaign_id(source, meaning)
+    where = {"campaign": name, "dry_run": dry_run, "rejects_uri": rejects, "table_uri": table_uri}
     settings = dict(pair("--conf", each) for each in conf or [])
     from timeball.cli.connection import connect
     from timeball.cli.spark import open_session
 
     with connect(endpoint) as ball:
         ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
+    if not dry_run:
+        note(f"campaign {name}")
     spark = open_session(master, "timeball-bulk", settings)
     try:
-        from timeball.pipeline.jobs import bulk as job
-        from timeball.pipeline.screening import Columns
-
-        columns = Columns(
-            due=due_column,
-            topic=topic_column,
-            topic_name=topic,
-            body=None if body_json else body_column or "body",
-            keys=key_column,
-            tag=tag_column,
-            unique_key=id_column,
-            zone=zone,
-        )
-        name = campaign or campaign_id(places, chosen, read, columns)
-        if not dry_run:
-            note(f"campaign {name}")
-        with _progress(spark, quiet=as_json) as tell:
-            report = job.run(
-                spark,
-                _read(spark, places, chosen, read),
-                endpoint,
-                columns=columns,
-                campaign=name,
-                dry_run=dry_run,
-                rejects_uri=rejects,
-                table_uri=table_uri,
-                tell=tell,
-            )
+        report = _run(spark, source, endpoint, meaning, where, quiet=as_json)
     finally:
         spark.stop()
     if as_json:
@@ -171,7 +171,41 @@ def bulk(
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
 
+def _run(
+    spark: SparkSession,
+    source: Source,
+    endpoint: str,
+    meaning: dict[str, str | None],
+    where: dict[str, Any],
+    *,
+    quiet: bool,
+) -> BulkReport:
+    from timeball.pipeline.jobs import bulk as job
+    from timeball.pipeline.screening import Columns
+
+    with _progress(spark, quiet=quiet) as tell:
+        frame = _read(spark, source)
+        return job.run(spark, frame, endpoint, columns=Columns(**meaning), tell=tell, **where)  # type: ignore[arg-type]
+
+
 # ---- what is read -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """What Spark is to read."""
+
+    places: list[str]
+    format: Format
+    options: dict[str, str]
+
+
+def source_of(files: Sequence[str], format_: Format | None, options: Sequence[str]) -> Source:
+    """From the arguments; RequestError or NotFound names the one that is wrong."""
+    places = [place(each) for each in files]
+    chosen = format_of(places, format_)
+    read = {"header": "true"} if chosen is Format.CSV else {}
+    return Source(places, chosen, read | dict(pair("--option", each) for each in options))
 
 
 def place(text: str) -> str:
@@ -202,15 +236,15 @@ def format_of(places: Sequence[str], wanted: Format | None) -> Format:
     return found
 
 
-def campaign_id(places: Sequence[str], format_: str, read: dict[str, str], columns: Columns) -> str:
+def campaign_id(source: Source, meaning: Mapping[str, str | None]) -> str:
     """An id for these files, as they are now, and this meaning of their columns."""
     stamps = []
-    for each in places:
-        local = Path(each)
-        found = sorted(local.rglob("*")) if local.is_dir() else [local]
+    for each in source.places:
+        found = [Path(name) for name in sorted(glob.glob(each))]
+        found = [file for path in found for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
         stamps += [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found if p.is_file()]
-    said = msgspec.json.encode([list(places), format_, sorted(read.items()), columns, stamps])
-    return f"bulk-{hashlib.sha256(said).hexdigest()[:16]}"
+    said = [source.places, source.format, sorted(source.options.items()), sorted(meaning.items()), stamps]
+    return f"bulk-{hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]}"
 
 
 def pair(option: str, text: str) -> tuple[str, str]:
@@ -221,17 +255,15 @@ def pair(option: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-def _read(spark: SparkSession, places: list[str], format_: Format, options: dict[str, str]) -> DataFrame:
+def _read(spark: SparkSession, source: Source) -> DataFrame:
     from timeball.pipeline.failures import spark_errors
 
-    reader = spark.read.format(format_.value).options(**options)
+    reader = spark.read.format(source.format.value).options(**source.options)
     try:
         with spark_errors():
-            return reader.load(places) if places else reader.load()
-    except (NotFound, InvalidMessage):
-        raise
-    except Exception as error:
-        raise RequestError(f"{places[0] if places else 'jdbc'}: {str(error).splitlines()[0]}") from error
+            return reader.load(source.places) if source.places else reader.load()
+    except SetupError as error:
+        raise RequestError(f"{source.places[0] if source.places else 'jdbc'}: {error}") from error
 
 
 @contextmanager
