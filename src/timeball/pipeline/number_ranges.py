@@ -42,7 +42,8 @@ def ordered(parts: Sequence[Int64Array]) -> Int64Array:
     """All numbers of the parts, sorted, each once. By sorting: numpy's own `unique` makes a table of hashes first."""
     joined = np.concatenate([np.empty(0, np.int64), *parts])
     joined.sort()
-    return joined[np.diff(joined, prepend=-1) != 0]
+    kept: Int64Array = joined[np.diff(joined, prepend=-1) != 0]
+    return kept
 
 
 def count(ranges: Ranges) -> int:
