@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.message import TABLE_SCHEMA
+from timeball.pipeline import due_files
 from timeball.pipeline.due_files import (
     POINTER_SCHEMA,
     DueFiles,
@@ -50,6 +51,25 @@ def test_tasks_hold_each_row_once_and_the_earliest_first(files: list[list[int]],
 def test_an_instant_with_too_many_is_cut_by_rows() -> None:
     planned = tasks(spans([[5] * 100, [5] * 30]), 40)
     assert sorted(count(task) for task in planned) == [20, 30, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("first_row", "rows", "expected"),
+    [
+        (0, 100, [100, 100, 50]),
+        (170, 100, [30, 100, 100, 20]),
+        (170, 250, [30, 200, 20]),
+        (0, 30, [30] * 8 + [10]),
+    ],
+)
+def test_one_file_is_cut_where_its_row_groups_begin(
+    first_row: int, rows: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(due_files, "ROW_GROUP_ROWS", 100)
+    span = Span("f", first_row, np.repeat(np.int64(5), 250))
+    planned = tasks([span], rows)
+    assert [count(task) for task in planned] == expected
+    assert positions([part for task in planned for part in task]) == positions([span])
 
 
 @given(FILES, st.integers(1, 20))

@@ -35,8 +35,10 @@ def planned(stream: DueStream, start: dict[str, int], end: dict[str, int]) -> li
 def test_a_quiet_clock_starts_no_epoch(stream: DueStream, broker: Endpoint) -> None:
     start = stream.initialOffset()
     assert stream.latestOffset(start, ALL) == start
-    attach(broker, [broker.status().now_ms + LEAD_MS + HOUR_MS])
+    attach(broker, [broker.status().now_ms + LEAD_MS + HOUR_MS], job_id="far")
     assert stream.latestOffset(start, ALL) == start, "it is not near yet"
+    attach(broker, [broker.status().now_ms + LEAD_MS - 60_000], job_id="nearer")
+    assert stream.latestOffset(start, ALL) == start, "more will come with it"
     assert stream.partitions(start, start) == []
     stream.stop()
 

@@ -9,6 +9,7 @@ Pure arithmetic on columns, but for reading them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 
 from timeball.message import Int64Array, int64
 from timeball.pipeline.waiting import TableFile, table_files
+from timeball.table.layout import ROW_GROUP_ROWS
 
 POINTER_SCHEMA = pa.schema([("uri", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
 ROWS_SLACK = 1.5  # of the rows for one task: how many more may be left together
@@ -148,10 +150,13 @@ def end_of(spans: Sequence[Span], rows: int, high_ms: int) -> int:
 def tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
     """These rows in pieces of about `rows`, the earliest first, so that few tasks at a time are in time with many.
 
-    Cut by instants, across files; where one instant has too many, by rows.
+    One file is cut where its row groups begin, because a task decodes whole ones. Several are cut by instants, across
+    files; where one instant has too many, by rows.
     """
     if not spans:
         return []
+    if len(spans) == 1:
+        return [[part] for part in _by_groups(spans[0], rows)]
     due = np.sort(np.concatenate([span.due_ms for span in spans]))
     cuts = np.unique(due[rows::rows])
     found: list[list[Span]] = []
@@ -162,6 +167,12 @@ def tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
         elif piece:
             found.append(piece)
     return found
+
+
+def _by_groups(span: Span, rows: int) -> list[Span]:
+    step = rows // ROW_GROUP_ROWS * ROW_GROUP_ROWS or rows
+    cuts = [0, *range(step - span.first_row % step, len(span.due_ms), step), len(span.due_ms)]
+    return [span.part(begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
 def _within(span: Span, low_ms: int | None, high_ms: int | None) -> Span:

@@ -5,7 +5,8 @@
 
 An offset is an instant of the broker's clock: before it, everything has been planned. An epoch covers what is due from
 where the last one ended to `lead_ms` from now, of one version of the table, which its offset names: tasks are there
-when their rows are due. `latestOffset` returns its start while nothing is due, so a quiet broker starts no batch.
+when their rows are due. `latestOffset` returns its start until something is due within half of that, so a quiet broker
+starts no batch.
 
 It promises nothing: what is planned twice is released once, and what is not planned, or too late, the broker releases
 by itself. So what lies further back than `behind_ms` is never planned: the broker has had it for long.
@@ -147,7 +148,7 @@ class DueStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begin = max(int(start["due_ms"]), status.now_ms - options.behind_ms)
         end = status.now_ms + options.lead_ms if self._final_ms is None else self._final_ms
         spans = self._spans(status.table.version, begin, end, status)
-        if not spans and self._final_ms is None:
+        if self._final_ms is None and not self._is_time(spans, status.now_ms):
             return start
         end = max(begin, end_of(spans, options.max_rows_per_batch, end)) if spans else max(begin, end)
         return {"due_ms": end, "from_ms": begin, "version": status.table.version}
@@ -179,6 +180,11 @@ class DueStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+
+    def _is_time(self, spans: list[Span], now_ms: int) -> bool:
+        """Whether the first of these is near enough: planned too early, an epoch would hold the first ones only."""
+        first_ms = min((int(span.due_ms[0]) for span in spans), default=None)
+        return first_ms is not None and first_ms <= now_ms + self.options.lead_ms // 2
 
     def _spans(self, version: int, begin: int, end: int, status: Status | None = None) -> list[Span]:
         if begin >= end:
