@@ -7,12 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 
 from timeball.errors import NotFound, StorageError
 from timeball.message import TABLE_SCHEMA
 from timeball.pipeline import promises
-from timeball.pipeline.store import Store, open_table, sibling
+from timeball.pipeline.store import Store, as_dataset, open_table, sibling
 
 NOW_MS = 1_800_000_000_000
 
@@ -56,3 +56,13 @@ def test_open_table(tmp_path: Path) -> None:
 def test_sibling() -> None:
     assert sibling("/data/pending", "ledger") == "/data/ledger"
     assert sibling("s3://bucket/data/pending/", "ledger") == "s3://bucket/data/ledger"
+
+
+def test_a_version_is_read_with_the_columns_asked_for(tmp_path: Path) -> None:
+    schema = pa.schema([("a", pa.int64()), ("later", pa.string())])
+    table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
+    assert as_dataset(table, schema).to_table().num_rows == 0
+    for number in (1, 2):
+        write_deltalake(str(tmp_path / "t"), pa.table({"a": [number]}), mode="append")
+    then = DeltaTable(str(tmp_path / "t"), version=1)
+    assert as_dataset(then, schema).to_table().to_pylist() == [{"a": 1, "later": None}]

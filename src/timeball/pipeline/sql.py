@@ -31,7 +31,7 @@ from timeball.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.pipeline import view_sql
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import EVENT_SCHEMA, read_events
-from timeball.pipeline.store import open_table, sibling
+from timeball.pipeline.store import as_dataset, open_table, sibling
 from timeball.pipeline.waiting import Snapshot, table_files
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class SqlSession:
         if table is not None:
             begin = max(begin, int(table.transaction_version(_LEDGER_APP_ID) or 0))
             self.version = msgspec.structs.replace(self.version, ledger=table.version())
-            self._database.register("ledger_table", table.to_pyarrow_dataset())
+            self._database.register("ledger_table", as_dataset(table, EVENT_SCHEMA))
             kept = f"select * from ledger_table where event_seq < {shot.end_seq} union all by name "
         fresh = self._spooled("events", EVENT_SCHEMA, read_events(self._broker, begin, shot.end_seq))
         self._database.register("fresh_events", fresh)
@@ -237,7 +237,7 @@ class SqlSession:
                 "there is no archive beside the pending table; 'timeball pipeline run archive' makes one"
             )
         self.version = msgspec.structs.replace(self.version, archive=table.version())
-        self._database.register("archive_table", table.to_pyarrow_dataset())
+        self._database.register("archive_table", as_dataset(table, READ_SCHEMA))
         self._database.execute(
             f"create view archive_rows as select * from archive_table where seq < {self._snapshot.end_seq}"
         )

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.fs as fs
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
@@ -72,6 +73,17 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
         raise NotFound(f"no Delta table at {uri}") from error
     except DeltaError as error:
         raise NotFound(f"no version {version} of the Delta table at {uri}: {error}") from error
+
+
+def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
+    """The rows of one version in these columns, read by Arrow alone.
+
+    delta-rs brings a file system of its own for this, whose threads may abort a process that ends.
+    """
+    found = [fs.FileSystem.from_uri(uri) for uri in table.file_uris()]
+    if not found:
+        return ds.dataset(schema.empty_table())
+    return ds.dataset([path for _, path in found], schema, format="parquet", filesystem=found[0][0])
 
 
 def sibling(uri: str, name: str) -> str:

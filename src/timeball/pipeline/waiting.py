@@ -37,7 +37,7 @@ import pyarrow.fs as fs
 from timeball.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, Kind, int64
 from timeball.pipeline.endpoint import Endpoint, Status
-from timeball.pipeline.store import open_table, sibling
+from timeball.pipeline.store import as_dataset, open_table, sibling
 
 Due = tuple[int | None, int | None]  # low <= due_ms < high; None is open
 
@@ -46,6 +46,7 @@ ALWAYS: Due = (None, None)
 _TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the ATTACH row a version stands for
 _TRIES = 50
 _PAUSE_S = 0.1
+_CANCELS = pa.schema([("event", pa.string()), ("first_seq", pa.int64()), ("event_seq", pa.int64())])
 LEVEL_PROPERTIES = (
     f"REAL_TOPIC{PROPERTY_NAME_END}(?P<topic>[^{PROPERTY_END}]+){PROPERTY_END}"
     f"REAL_QID{PROPERTY_NAME_END}(?P<queue>-?[0-9]+){PROPERTY_END}$"
@@ -293,7 +294,8 @@ def cancelled_before(uri: str, first_seq: int) -> Int64Array:
     if table is None:
         return np.empty(0, np.int64)
     wanted = (ds.field("event") == "cancelled") & (ds.field("event_seq") < first_seq)
-    return _numbers(table.to_pyarrow_dataset().to_batches(columns=["first_seq"], filter=wanted), "first_seq")
+    events = as_dataset(table, _CANCELS)
+    return _numbers(events.to_batches(columns=["first_seq"], filter=wanted), "first_seq")
 
 
 def _open(uri: str, version: int) -> Any:

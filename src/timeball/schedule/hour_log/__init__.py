@@ -4,8 +4,8 @@
     pending table immutable Parquet files sorted by due time; complete for all rows before W
     second wheel  what is due before the horizon, bodies loaded, a slot a second
 
-Every promise is in exactly one place: below the *horizon* H = (due_ms, seq) it is in the wheel, left to a dispatcher, or
-settled, at or above it in the tail, in a file, or parked with its body because the clock went back. Moving the horizon
+Every promise is in exactly one place: below the *horizon* H = (due_ms, seq) it is in the wheel, left to a dispatcher,
+or settled, at or above it in the tail, in a file, or parked with its body because the clock went back. Moving H
 is a gather; moving W is an attach; neither copies a promise from one place to two.
 
 It is the two-level wheel over hourly delay logs, with sorted files where that chains messages by the second: files
