@@ -21,12 +21,13 @@ from timeball.clock import ManualClock
 from timeball.config import MIB
 from timeball.errors import NotFound, OutOfRange, SetupError
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import TABLE_SCHEMA, Kind
+from timeball.message import TABLE_SCHEMA
 from timeball.pipeline import promises
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import EVENT_SCHEMA, read_events
 from timeball.pipeline.store import Store, sibling
-from timeball.pipeline.waiting import Snapshot, TableFile, read_files, settled_status
+from timeball.pipeline.table_version import settled_status
+from timeball.pipeline.waiting import Snapshot, TableFile, read_files
 from timeball.table.attachment import Attachment
 
 
@@ -260,15 +261,6 @@ def test_a_table_out_of_reach_is_told(node: RunningNode, broker: Endpoint, tmp_p
     uri = broker.status().table.uri
     with pytest.raises(OutOfRange, match="has gone meanwhile"):
         list(read_files(uri, ["bucket=x/gone.parquet"], ["seq"]))
-
-
-def test_the_table_has_caught_up_with_the_log(node: RunningNode, broker: Endpoint) -> None:
-    send(node.endpoint, 3)
-    node.run(node.broker.compact())
-    status = settled_status(broker)
-    assert (status.table.version, status.watermark) == (1, 4)
-    attached = [batch.num_rows for batch in broker.read_log(1, status.log.durable_seq, [Kind.ATTACH])]
-    assert attached == [1]
 
 
 @pytest.mark.parametrize("module", ["waiting", "sql"])

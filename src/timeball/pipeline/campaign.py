@@ -26,7 +26,7 @@ from timeball.message import Int64Array, Kind, encode_properties, int64
 from timeball.pipeline import number_ranges
 from timeball.pipeline.campaigns import Campaigns, Event, check_id, last
 from timeball.pipeline.endpoint import Endpoint, Status
-from timeball.pipeline.waiting import settled_status
+from timeball.pipeline.table_version import settled_status
 from timeball.table import attachment as att
 
 REASON = "REASON"  # the property of a CANCEL row that says on whose account

@@ -48,7 +48,7 @@ from timeball.pipeline.campaign import (
 from timeball.pipeline.campaigns import Event, last
 from timeball.pipeline.runs import runs
 from timeball.pipeline.store import Store
-from timeball.pipeline.waiting import settled_status
+from timeball.pipeline.table_version import settled_status
 from timeball.table.attachment import Attachment, FileEntry
 
 LOG = logging.getLogger("timeball.pipeline")

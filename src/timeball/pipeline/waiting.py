@@ -22,30 +22,25 @@ Memory is bounded by a batch and by eight bytes for each settlement in the kept 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.fs as fs
 
-from timeball.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
+from timeball.errors import NotFound, OutOfRange, StorageError
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, Kind, int64
 from timeball.pipeline.endpoint import Endpoint, Status
 from timeball.pipeline.store import as_dataset, open_table, sibling
+from timeball.pipeline.table_version import open_version, settled_status, status_of_version
 
 Due = tuple[int | None, int | None]  # low <= due_ms < high; None is open
 
 PLACES = ("table", "tail", "level")
 ALWAYS: Due = (None, None)
-_TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the ATTACH row a version stands for
-_TRIES = 50
-_PAUSE_S = 0.1
 _CANCELS = pa.schema([("event", pa.string()), ("first_seq", pa.int64()), ("event_seq", pa.int64())])
 LEVEL_PROPERTIES = (
     f"REAL_TOPIC{PROPERTY_NAME_END}(?P<topic>[^{PROPERTY_END}]+){PROPERTY_END}"
@@ -119,7 +114,7 @@ class Snapshot:
         status = settled_status(broker, table_uri)
         uri = table_uri or status.table.uri
         if version is not None:  # also the newest one: a named version means the same for ever
-            then, is_whole = _status_of_version(broker, status, uri, version)
+            then, is_whole = status_of_version(broker, status, uri, version)
             due_from_ms = then.now_ms + 1
             return cls(broker, then, uri=uri, due_from_ms=due_from_ms, only_cancels=True, is_whole=is_whole)
         due_from_ms = status.now_ms + 1 if upcoming else status.settled_before_ms
@@ -249,7 +244,7 @@ def table_files(uri: str, version: int) -> list[TableFile]:
     """The files of one version of the pending table; NotFound, or SetupError when the table is out of reach."""
     if version == 0:
         return []  # the broker makes the table before anything lies in it
-    actions = pa.table(_open(uri, version).get_add_actions(flatten=True))
+    actions = pa.table(open_version(uri, version).get_add_actions(flatten=True))
     return [
         TableFile(
             path=action["path"],
@@ -296,78 +291,6 @@ def cancelled_before(uri: str, first_seq: int) -> Int64Array:
     wanted = (ds.field("event") == "cancelled") & (ds.field("event_seq") < first_seq)
     events = as_dataset(table, _CANCELS)
     return _numbers(events.to_batches(columns=["first_seq"], filter=wanted), "first_seq")
-
-
-def _open(uri: str, version: int) -> Any:
-    try:
-        return open_table(uri, version)
-    except NotFound as error:
-        if str(error).startswith("no version"):
-            raise
-        raise SetupError(
-            f"cannot read the pending table at {uri}: run this where the broker's data folder is"
-        ) from error
-
-
-# ---- one version --------------------------------------------------------------------------------------------
-
-
-def settled_status(broker: Endpoint, table_uri: str | None = None) -> Status:
-    """A status whose table version has all that its log has attached."""
-    for _ in range(_TRIES):
-        status = broker.status()
-        begin = max(
-            attach_mark(table_uri or status.table.uri, status.table.version) + 1, status.log.first_seq
-        )
-        if begin >= status.log.durable_seq:
-            return status
-        behind = broker.read_log(begin, status.log.durable_seq, [Kind.ATTACH], columns=["seq"])
-        if not any(batch.num_rows for batch in behind):
-            return status
-        threading.Event().wait(_PAUSE_S)
-    raise Unavailable("the pending table lags behind the broker's log; try again when less is being attached")
-
-
-def attach_mark(uri: str, version: int) -> int:
-    """The ATTACH row that a version of the pending table stands for; 0 for the empty table."""
-    mark = None if version == 0 else _open(uri, version).transaction_version(_TABLE_APP_ID)
-    return int(mark or 0)
-
-
-def _status_of_version(broker: Endpoint, now: Status, uri: str, version: int) -> tuple[Status, bool]:
-    """What `status` would have said when an older version was made, and whether the log still has its whole tail."""
-    if not 0 <= version <= now.table.version:
-        raise NotFound(f"no version {version} of the pending table: there are 0 to {now.table.version}")
-    mark = attach_mark(uri, version)
-    first = now.log.first_seq
-    end = mark + 1
-    watermark, made_ms = None, None
-    batches = broker.read_log(first, end, [Kind.ATTACH], columns=["seq", "body", "store_ms"])
-    for batch in batches if first < end else ():
-        for row in batch.to_pylist():  # one for each change of the table
-            attachment = msgspec.json.decode(row["body"])
-            if attachment["job"] == "compact":
-                watermark = attachment["to_seq"]
-            made_ms = row["store_ms"]
-    if made_ms is None:
-        made_ms = 0 if version == 0 else _commit_ms(uri, version)
-    then = replace_status(now, version=version, end_seq=end, watermark=watermark or first, now_ms=made_ms)
-    return then, watermark is not None or first == 1
-
-
-def replace_status(status: Status, *, version: int, end_seq: int, watermark: int, now_ms: int) -> Status:
-    """`status` with another end of the log."""
-    return msgspec.structs.replace(
-        status,
-        now_ms=now_ms,
-        watermark=watermark,
-        log=msgspec.structs.replace(status.log, durable_seq=end_seq, next_seq=end_seq),
-        table=msgspec.structs.replace(status.table, version=version),
-    )
-
-
-def _commit_ms(uri: str, version: int) -> int:
-    return int(_open(uri, version).history(1)[0]["timestamp"])
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ be let go by retention meanwhile: then the audit looks again, because it could t
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import msgspec
@@ -31,12 +30,13 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from timeball.errors import NotFound, OutOfRange, Unavailable
+from timeball.errors import NotFound, OutOfRange
 from timeball.message import Kind
-from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.store import open_table
+from timeball.pipeline.table_version import settled_status
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -44,9 +44,6 @@ OVERDUE_MS = 10_000
 OFFENDERS_MAX = 100
 BREACHES = ("lost", "early", "duplicate", "unknown")
 LOOKS_MAX = 3  # retention takes seconds or minutes from one segment to the next; an audit may take as long
-_TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the ATTACH row a version stands for
-_TABLE_TRIES = 50
-_TABLE_PAUSE_S = 0.1
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +122,7 @@ def _has_let_go(endpoint: str, scope: Scope) -> bool:
 def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
     """What to look at, and all events in it with a column `seq`, one row a promise and event."""
     with Endpoint(endpoint) as broker:
-        status, version = settled_table(broker)
+        status = settled_status(broker)
         end = broker.status()
     scope = Scope(
         since=end.log.first_seq,
@@ -133,7 +130,7 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
         end=end.log.durable_seq,
         ledger_end=end.log.first_seq,
         watermark=status.watermark,
-        version=version,
+        version=status.table.version,
         now_ms=end.now_ms,
     )
     recorded = None
@@ -153,19 +150,6 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
     history = history.where("rows > 0")  # a start of the broker is nobody's event
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
     return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms")
-
-
-def settled_table(broker: Endpoint) -> tuple[Status, int]:
-    """Status and table version that belong together: the Delta commit follows its ATTACH row by some milliseconds."""
-    for _ in range(_TABLE_TRIES):
-        status = broker.status()
-        mark = open_table(status.table.uri, status.table.version).transaction_version(_TABLE_APP_ID) or -1
-        begin = max(int(mark) + 1, status.log.first_seq)
-        behind = broker.read_log(begin, max(begin, status.log.durable_seq), [Kind.ATTACH])
-        if not any(batch.num_rows for batch in behind):
-            return status, status.table.version
-        threading.Event().wait(_TABLE_PAUSE_S)
-    raise Unavailable("the pending table lags behind the broker's log; try again when less is being attached")
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
