@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One of the processes that share the tests has the Spark session: a second one costs more than it saves."""
+    for item in items:
+        if item.get_closest_marker("spark"):
+            item.add_marker(pytest.mark.xdist_group("spark"))
+
+
 @pytest.fixture
 def kills(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--kills"))
