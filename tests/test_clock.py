@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from timeball.clock import JITTER_MS, PROBATION_MS, STEP_MS, ManualClock, SchedulerClock, SystemClock
@@ -208,6 +208,7 @@ step = st.tuples(st.just("step"), st.integers(-5_000, 5_000) | st.integers(-DAYS
 suspend = st.tuples(st.just("suspend"), st.integers(0, HOUR_MS))
 
 
+@example([("step", -1), ("step", -1_000), ("step", 1_001)])  # ahead by what was held back, and back again
 @given(st.lists(st.one_of(advance, step, suspend), max_size=60))
 def test_what_holds_over_any_sequence(events: list[tuple[str, int]]) -> None:
     manual, clock = started()

@@ -123,7 +123,8 @@ class SchedulerClock:
         self._wall, self._boot, self._monotonic_ms = wall, boot, monotonic_ms
         if step < -STEP_MS:
             self._step_back(wall, boot, passed)
-        elif step > STEP_MS and slept <= JITTER_MS:
+        elif step > STEP_MS and slept <= JITTER_MS and wall > self._now + passed:
+            # A step that only leads back to where we are is nothing to distrust.
             self._suspect_since_boot = boot
             self.steps_suspected += 1
             self._now += passed

@@ -25,6 +25,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "memory",
         "restart",
         "compact",
+        "pipeline",
         "designs",
     ]
     assert all(len(line) > 30 for line in lines)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, WriterProperties, write_deltalake
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from timeball.message import TABLE_SCHEMA
@@ -38,6 +38,7 @@ def positions(found: Sequence[Span]) -> list[tuple[str, int, int]]:
     return sorted((s.uri, s.first_row + i, int(due)) for s in found for i, due in enumerate(s.due_ms))
 
 
+@example([[0, 1], [0, 0]], 2)  # a crowd at one instant, and somebody behind it
 @given(FILES, st.integers(1, 20))
 def test_tasks_hold_each_row_once_and_the_earliest_first(files: list[list[int]], rows: int) -> None:
     planned = tasks(spans(files), rows)

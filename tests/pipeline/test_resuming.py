@@ -9,6 +9,7 @@ import pytest
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 
+from timeball import Timeball
 from timeball.errors import OutOfRange, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.resuming import TRIES, behind_last_seq, behind_rows, resuming
@@ -20,8 +21,9 @@ def restart(node: RunningNode) -> None:
 
 
 def test_a_read_of_the_log_goes_on_where_it_broke_off(node: RunningNode, broker: Endpoint) -> None:
-    for _ in range(30):
-        send(node.endpoint, 50)
+    with Timeball(node.endpoint) as ball:
+        # More than the connection takes in ahead of the reader.
+        ball.send_many([{"body": bytes(65_536), "after": 86_400}] * 400, topic="orders", batch_rows=20)
     end = broker.status().log.durable_seq
     begun: list[int] = []
 

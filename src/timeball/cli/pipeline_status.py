@@ -57,6 +57,10 @@ def status(
         print_line(f"no job has run with its checkpoints in {folder}")
         return
     out.print(_table(found))
+    for document in found:
+        # A line of its own: in a column it would be folded, and nobody could look for it.
+        if document["error"]:
+            print_line(f"{document['job']}: {document['error']}")
     if broker:
         print_line(f"the log ends at row {broker['log']['durable_seq']:,}; watermark {broker['watermark']:,}")
 
@@ -106,13 +110,12 @@ def _table(found: list[dict[str, Any]]) -> Table:
         table.add_column(name)
     for name in ("at", "behind", "rows/s", "epoch", "epoch took", "failures"):
         table.add_column(name, justify="right")
-    table.add_column("last error")
     for job in found:
         behind = _number(job["behind_rows"], " rows") or _number(job["behind_ms"], " ms")
         at = next(iter((job["position"] or {}).values()), None)
         numbers = [_number(at), behind, _number(job["rows_per_s"]), _number(job["epoch"])]
         took, failures = _number(job["epoch_ms"], " ms"), str(job["failures"])
-        table.add_row(job["job"], job["state"], *numbers, took, failures, job["error"] or "")
+        table.add_row(job["job"], job["state"], *numbers, took, failures)
     return table
 
 

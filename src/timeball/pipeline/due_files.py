@@ -161,12 +161,18 @@ def tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
     cuts = np.unique(due[rows::rows])
     found: list[list[Span]] = []
     for low, high in zip([None, *cuts.tolist()], [*cuts.tolist(), None], strict=True):
-        piece = [part for span in spans if len((part := _within(span, low, high)).due_ms)]
+        piece = _all_within(spans, low, high)
         if count(piece) > rows * ROWS_SLACK:
-            found += [[span.part(at, at + rows)] for span in piece for at in range(0, len(span.due_ms), rows)]
-        elif piece:
+            # Between two cuts are fewer than `rows`; more than that there can only be at the first instant itself.
+            crowd, piece = _all_within(piece, low, low + 1), _all_within(piece, low + 1, high)
+            found += [[span.part(at, at + rows)] for span in crowd for at in range(0, len(span.due_ms), rows)]
+        if piece:
             found.append(piece)
     return found
+
+
+def _all_within(spans: Sequence[Span], low_ms: int | None, high_ms: int | None) -> list[Span]:
+    return [part for span in spans if len((part := _within(span, low_ms, high_ms)).due_ms)]
 
 
 def _by_groups(span: Span, rows: int) -> list[Span]:
