@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import timeball
 from timeball.cli import spark as door
 from timeball.errors import SetupError
 
@@ -16,10 +17,18 @@ from timeball.errors import SetupError
 @pytest.fixture
 def no_pyspark(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine where only the broker is installed."""
-    for name in [name for name in sys.modules if name.startswith(("timeball.pipeline", "pyspark"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "pyspark", None)
+    before = {name: sys.modules.pop(name) for name in _of_spark()}
+    # A fresh copy becomes the package's attribute as well; others are to find the one they know.
+    monkeypatch.setattr(timeball, "pipeline", getattr(timeball, "pipeline", None), raising=False)
+    sys.modules["pyspark"] = None  # type: ignore[assignment]  # what an import of it then finds
     yield
+    for name in _of_spark():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def _of_spark() -> list[str]:
+    return [name for name in sys.modules if name.startswith(("timeball.pipeline", "pyspark"))]
 
 
 @pytest.mark.usefixtures("no_pyspark")
