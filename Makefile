@@ -4,6 +4,8 @@ SHELL   := /bin/bash
 BIN     := .venv/bin
 STAMP   := .venv/.installed
 ARGS    ?=
+# Two processes share the tests: most of them wait most of the time. To debug one: make test ARGS="-n 0 -k name".
+SHARED   = -n 2 --dist loadgroup
 PIP      = $(BIN)/python -m pip --disable-pip-version-check
 COMPILE  = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
            --no-emit-index-url --no-header $(UPGRADE)
@@ -28,10 +30,10 @@ up: $(STAMP)   ## run a broker with its pipeline
 	$(BIN)/timeball up $(ARGS)
 
 test: $(STAMP)   ## the fast tests
-	$(BIN)/python -m pytest -m "not slow and not interop" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not interop" $(SHARED) $(ARGS)
 
 slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
-	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m slow $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
 interop: $(STAMP)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK)
 	$(BIN)/python -m pytest -m interop $(ARGS)
