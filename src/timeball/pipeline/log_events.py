@@ -27,8 +27,8 @@ EVENT_SCHEMA = pa.schema(
         ("lateness_ms", pa.int64()),
         ("queue_id", pa.int32()),
         ("queue_offset", pa.int64()),
-        ("attempt", pa.int32()),
-        ("event_seq", pa.int64()),
+        ("attempt", pa.int32()),  # reconsume_times + 1
+        ("event_seq", pa.int64()),  # the row of the log that says so
     ]
 )
 _OF_ONE = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE, Kind.CANCEL)

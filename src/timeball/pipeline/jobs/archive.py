@@ -14,7 +14,7 @@ what a dead task left behind, is removed a week later, so that nobody loses a fi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,12 @@ from pyspark.sql import types as t
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.clock import SystemClock
-from timeball.errors import NotFound, OutOfRange, StorageError, TimeballError
+from timeball.errors import NotFound, OutOfRange, StorageError
 from timeball.pipeline import archiving
 from timeball.pipeline.archiving import APP_ID, FILE_SCHEMA, PARTITION, ArchiveDataSource
 from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.jobs import marked
 from timeball.pipeline.narrow import Bounds
 from timeball.pipeline.schema import spark_schema
 from timeball.pipeline.store import Store, open_table, sibling
@@ -219,27 +219,8 @@ def start(
             uri = archive_uri(broker.status().table.uri)
     ranges = spark.readStream.format("timeball").options(**{**OPTIONS, **options})
     ranges = ranges.option("endpoint", endpoint).option("read", "ranges")
-    writer = ranges.load().writeStream.foreachBatch(epoch_writer(endpoint, uri))
-    writer = writer.queryName(NAME).option("checkpointLocation", checkpoint)
-    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=TRIGGER)
-    return writer.start()
-
-
-def epoch_writer(endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
-    """What an epoch does: only the end of its ranges counts, the archive knows its own beginning."""
-
-    def write(ranges: DataFrame, batch_id: int) -> None:
-        ends = [row["to_seq"] for row in ranges.collect()]
-        if ends:
-            try:
-                with spark_errors():
-                    rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
-            except TimeballError as error:
-                # Spark wraps this once more, into text; the two stacks below it would bury the sentence.
-                raise type(error)(str(error)) from None
-            LOG.info("job=archive epoch=%d to_seq=%d log_rows=%d", batch_id, max(ends), rows)
-
-    return write
+    write = marked.epoch_writer(NAME, extend, endpoint, uri)
+    return marked.start(ranges.load(), write, NAME, checkpoint, None if once else TRIGGER)
 
 
 # ---- few files --------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ and neither a lost checkpoint nor a lost table leaves a hole that nobody notices
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
@@ -29,11 +28,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from timeball.errors import NotFound, OutOfRange, StorageError, TimeballError
+from timeball.errors import NotFound, OutOfRange, StorageError
 from timeball.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.jobs import marked
+from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.promise_view import promises_sql
 from timeball.pipeline.schema import spark_schema
 from timeball.pipeline.store import open_table, sibling
@@ -47,22 +47,7 @@ TRIGGER = "5 seconds"
 EPOCH_ROWS = 1_000_000
 TIDY_EVERY = 100  # versions; each left a file or two, which are then joined
 
-LEDGER_SCHEMA = pa.schema(
-    [
-        ("event", pa.string()),
-        ("first_seq", pa.int64()),
-        ("rows", pa.int64()),
-        ("topic", pa.string()),
-        ("unique_key", pa.string()),
-        ("due_ms", pa.int64()),
-        ("at_ms", pa.int64()),
-        ("lateness_ms", pa.int64()),
-        ("queue_id", pa.int32()),
-        ("queue_offset", pa.int64()),
-        ("attempt", pa.int32()),  # reconsume_times + 1
-        ("event_seq", pa.int64()),  # the row of the log that says so
-    ]
-)
+LEDGER_SCHEMA = EVENT_SCHEMA
 EVENT_KINDS = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE, Kind.CANCEL, Kind.ATTACH)
 _LOG_COLUMNS = (
     "seq,kind,topic,unique_key,due_ms,store_ms,source_seq,queue_id,queue_offset,reconsume_times,body"
@@ -234,27 +219,10 @@ def start(
     ranges = ranges.option("max_rows_per_batch", str(EPOCH_ROWS)).option(
         "rows_per_partition", str(EPOCH_ROWS)
     )
-    writer = ranges.options(**(options or {})).load().writeStream.foreachBatch(epoch_writer(endpoint, uri))
-    writer = writer.queryName(NAME).option("checkpointLocation", checkpoint)
-    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=TRIGGER)
-    return writer.start()
-
-
-def epoch_writer(endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
-    """What an epoch does: only the end of its ranges counts, the ledger knows its own beginning."""
-
-    def write(ranges: DataFrame, batch_id: int) -> None:
-        ends = [row["to_seq"] for row in ranges.collect()]
-        if ends:
-            try:
-                with spark_errors():
-                    rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
-            except TimeballError as error:
-                # Spark wraps this once more, into text; the two stacks below it would bury the sentence.
-                raise type(error)(str(error)) from None
-            LOG.info("job=ledger epoch=%d to_seq=%d log_rows=%d", batch_id, max(ends), rows)
-
-    return write
+    write = marked.epoch_writer(NAME, extend, endpoint, uri)
+    return marked.start(
+        ranges.options(**(options or {})).load(), write, NAME, checkpoint, None if once else TRIGGER
+    )
 
 
 # ---- the view ---------------------------------------------------------------------------------------------

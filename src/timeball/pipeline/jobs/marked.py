@@ -1,0 +1,51 @@
+"""A stream whose sink knows its own mark: each epoch says only how far, the sink where it begins.
+
+Spark's offsets are asked for one thing, the end of an epoch. `extend` brings the sink's table from its own mark up to
+that row, in a batch query of its own. So a repeated epoch adds nothing, and a checkpoint that was lost, or is older
+than the table, opens no hole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from timeball.errors import TimeballError
+from timeball.pipeline.failures import spark_errors
+
+LOG = logging.getLogger("timeball.pipeline")
+
+Extend = Callable[[SparkSession, str, str, int], int]  # (session, endpoint, uri, to_seq) -> rows of the log
+
+
+def start(
+    ranges: DataFrame,
+    write: Callable[[DataFrame, int], None],
+    name: str,
+    checkpoint: str,
+    trigger: str | None,
+) -> StreamingQuery:
+    """Start the query over a stream of `read=ranges`; without a trigger it stops when it has caught up."""
+    writer = ranges.writeStream.foreachBatch(write).queryName(name).option("checkpointLocation", checkpoint)
+    writer = writer.trigger(availableNow=True) if trigger is None else writer.trigger(processingTime=trigger)
+    return writer.start()
+
+
+def epoch_writer(name: str, extend: Extend, endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
+    """What an epoch does."""
+
+    def write(ranges: DataFrame, batch_id: int) -> None:
+        ends = [row["to_seq"] for row in ranges.collect()]
+        if ends:
+            try:
+                with spark_errors():
+                    rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
+            except TimeballError as error:
+                # Spark wraps this once more, into text; the two stacks below it would bury the sentence.
+                raise type(error)(str(error)) from None
+            LOG.info("job=%s epoch=%d to_seq=%d log_rows=%d", name, batch_id, max(ends), rows)
+
+    return write
