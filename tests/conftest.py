@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One of the processes that share the tests has the Spark session: a second one costs more than it saves."""
     for item in items:
