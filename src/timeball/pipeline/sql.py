@@ -45,6 +45,7 @@ LOG_ROWS = 100_000  # of the log's end in the view `log`
 BATCH_ROWS = 8_192
 INTERRUPT_S = 0.1
 _LEDGER_APP_ID = "timeball-ledger"
+_ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 _WAITING_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field("place", pa.string())])
 
 
@@ -75,7 +76,7 @@ def view_columns() -> dict[str, list[str]]:
         "waiting_rows": _WAITING_SCHEMA,
         "table_rows": TABLE_SCHEMA,
         "ledger_events": EVENT_SCHEMA,
-        "archive_rows": pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())]),
+        "archive_rows": _ARCHIVE_SCHEMA,
         "log_rows": READ_SCHEMA,
     }
     with tempfile.TemporaryDirectory() as scratch, _open_database(Path(scratch), MEMORY_BYTES) as database:
@@ -237,7 +238,7 @@ class SqlSession:
                 "there is no archive beside the pending table; 'timeball pipeline run archive' makes one"
             )
         self.version = msgspec.structs.replace(self.version, archive=table.version())
-        self._database.register("archive_table", as_dataset(table, READ_SCHEMA))
+        self._database.register("archive_table", as_dataset(table, _ARCHIVE_SCHEMA))
         self._database.execute(
             f"create view archive_rows as select * from archive_table where seq < {self._snapshot.end_seq}"
         )

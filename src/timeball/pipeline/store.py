@@ -76,14 +76,19 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
 
 
 def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
-    """The rows of one version in these columns, read by Arrow alone.
+    """The rows of one version in these columns, with all that it is partitioned by, read by Arrow alone.
 
     delta-rs brings a file system of its own for this, whose threads may abort a process that ends.
     """
     found = [fs.FileSystem.from_uri(uri) for uri in table.file_uris()]
     if not found:
         return ds.dataset(schema.empty_table())
-    return ds.dataset([path for _, path in found], schema, format="parquet", filesystem=found[0][0])
+    names = table.metadata().partition_columns
+    folders = ds.partitioning(pa.schema([schema.field(name) for name in names]), flavor="hive")
+    paths = [path for _, path in found]
+    return ds.dataset(
+        paths, schema, format="parquet", filesystem=found[0][0], partitioning=folders if names else None
+    )
 
 
 def sibling(uri: str, name: str) -> str:

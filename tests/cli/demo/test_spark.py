@@ -23,6 +23,8 @@ def _messages(now_ms: int, rows: int) -> pa.RecordBatch:
         {
             "topic": ["flights"] * rows,
             "body": [b"x"] * rows,
+            "keys": ["f"] * rows,
+            "tag": ["JFK"] * rows,
             "unique_key": [f"f{n}" for n in range(rows)],
             "due_ms": due_ms,
         }

@@ -104,8 +104,8 @@ def test_a_dispatcher_is_at_work(times: Times, brought: int, monkeypatch: pytest
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("times", [rigs.nothing, rigs.half, rigs.too_late, rigs.anyhow])
 def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
-    run(DispatchRig(times), 200, 60)
-    run(DispatchRig(times, gather_bytes=1 << 30), 100, 60)
+    run(DispatchRig(times), 60, 60)
+    run(DispatchRig(times, gather_bytes=1 << 30), 30, 60)
 
 
 @pytest.mark.parametrize("wrong", rigs.WRONG_WITH_A_DISPATCHER, ids=lambda wrong: wrong.__name__)
