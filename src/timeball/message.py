@@ -91,6 +91,9 @@ READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
 # RocketMQ's topic of those who wait for a delay level, a queue a level; LEVEL_PROMISE rows stand nowhere else.
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
+# Property of a CANCEL row: on whose account, if somebody has said so.
+CANCEL_REASON = "REASON"
+
 PROPERTY_NAME_END = "\x01"
 PROPERTY_END = "\x02"
 

@@ -15,9 +15,10 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker import range_cancel
-from timeball.broker.range_cancel import REASON, RangesCancelled, within
+from timeball.broker.range_cancel import RangesCancelled
 from timeball.errors import NotFound, OutOfRange
-from timeball.message import Kind, decode_properties
+from timeball.message import CANCEL_REASON, Kind, decode_properties
+from timeball.table.attachment import within
 
 SOON_MS = 2 * SECOND_MS
 DAY_MS = 24 * HOUR_MS
@@ -38,7 +39,7 @@ def cancel_log(world: World) -> list[tuple[int, str]]:
     parts = world.broker.parts
     rows = parts.reader.rows(parts.reader.first_seq, parts.reader.next_seq, [Kind.CANCEL])
     return [
-        (row["source_seq"], decode_properties(row["properties"] or "").get(REASON, ""))
+        (row["source_seq"], decode_properties(row["properties"] or "").get(CANCEL_REASON, ""))
         for batch in rows
         for row in batch.to_pylist()
     ]

@@ -12,6 +12,7 @@ from tests.pipeline.campaigning import attach, campaign_of
 
 from timeball.pipeline import number_ranges
 from timeball.pipeline.endpoint import Endpoint
+from timeball.table.attachment import within
 
 NUMBERS = st.sets(st.integers(0, 60), max_size=40)
 
@@ -26,8 +27,8 @@ def test_ranges_hold_the_numbers_they_are_made_of_and_no_others(numbers: set[int
     assert all(a + rows < b for (a, rows), (b, _) in itertools.pairwise(ranges)), "as few as can be"
     seq = np.array(asked, np.int64)
     wanted = [n in numbers for n in asked]
-    assert number_ranges.within(seq, ranges).tolist() == wanted
-    assert number_ranges.within(seq, ranges[::-1]).tolist() == wanted
+    assert within(seq, ranges).tolist() == wanted
+    assert within(seq, ranges[::-1]).tolist() == wanted
     assert number_ranges.is_in(seq, ordered).tolist() == wanted
 
 

@@ -15,17 +15,13 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.parts import Parts, in_thread
 from timeball.errors import NotFound, OutOfRange
-from timeball.message import Int64Array, Kind, build_rows, encode_properties, int64
+from timeball.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
+from timeball.table.attachment import Ranges, within
 from timeball.table.data_file import DataFile
-
-REASON = "REASON"  # property of a CANCEL row: on whose account
-
-Ranges = Sequence[tuple[int, int]]
 
 
 class RangesCancelled(msgspec.Struct, frozen=True):
@@ -107,13 +103,6 @@ def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatc
     return rows if inside.all() else rows.filter(pa.array(inside))
 
 
-def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Which of these numbers lie in one of the ranges."""
-    bounds = np.array(sorted(ranges), dtype=np.int64)
-    at = np.searchsorted(bounds[:, 0], seq, side="right") - 1
-    return np.asarray((at >= 0) & (seq < bounds[at, 0] + bounds[at, 1]))
-
-
 def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
     """LOG_SCHEMA cancel records for promises given by their identifying columns."""
     return build_rows(
@@ -122,6 +111,6 @@ def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatc
         queue_id=-1,
         store_ms=now_ms,
         source_seq=rows.column("seq"),
-        properties=encode_properties({REASON: reason}) if reason else None,
+        properties=encode_properties({CANCEL_REASON: reason}) if reason else None,
         **{name: rows.column(name) for name in ("topic", "unique_key", "keys", "due_ms", "accepted_ms")},
     )

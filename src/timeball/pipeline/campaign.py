@@ -22,14 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.errors import InvalidMessage, OutOfRange
-from timeball.message import Int64Array, Kind, encode_properties, int64
+from timeball.message import CANCEL_REASON, Int64Array, Kind, encode_properties, int64
 from timeball.pipeline import number_ranges
 from timeball.pipeline.campaigns import Campaigns, Event, check_id, last
 from timeball.pipeline.endpoint import Endpoint, Status
 from timeball.pipeline.table_version import settled_status
 from timeball.table import attachment as att
 
-REASON = "REASON"  # the property of a CANCEL row that says on whose account
 STATES = ("planned", "active", "pausing", "paused", "resuming", "cancelled", "done")
 
 
@@ -153,11 +152,11 @@ class Campaign:
         by_reason: dict[str, list[Int64Array]] = {}
         for batch in self.broker.read_log(begin, end.log.durable_seq, [Kind.RELEASE], columns=["source_seq"]):
             seq = numbers(batch)
-            released.append(seq[number_ranges.within(seq, ranges)])
+            released.append(seq[att.within(seq, ranges)])
         for batch in self.broker.read_log(
             begin, end.log.durable_seq, [Kind.CANCEL], columns=["source_seq", "properties"]
         ):
-            inside = number_ranges.within(numbers(batch), ranges)
+            inside = att.within(numbers(batch), ranges)
             cancelled.append(numbers(batch)[inside])
             for reason in pc.unique(batch.column("properties").filter(pa.array(inside))).drop_null():
                 same = pc.fill_null(pc.equal(batch.column("properties"), reason), False)
@@ -203,7 +202,7 @@ class Campaign:
             self.table_uri, status.table.version, all_ranges(events), columns, status.settled_before_ms
         ):
             seq = int64(batch.column("seq"))
-            out = number_ranges.is_in(seq, gone) | number_ranges.within(seq, held)
+            out = number_ranges.is_in(seq, gone) | att.within(seq, held)
             due_ms = int64(batch.column("due_ms"))[~out]
             if len(due_ms):
                 rows += len(due_ms)
@@ -285,7 +284,7 @@ def pause_reason(campaign: str, number: int) -> str:
 
 def properties(reason: str) -> str:
     """How a reason stands in the properties of a CANCEL row."""
-    return encode_properties({REASON: reason})
+    return encode_properties({CANCEL_REASON: reason})
 
 
 def state(events: list[Event], is_done: bool) -> str:

@@ -49,7 +49,7 @@ from timeball.pipeline.campaigns import Event, last
 from timeball.pipeline.runs import runs
 from timeball.pipeline.store import Store
 from timeball.pipeline.table_version import settled_status
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.attachment import Attachment, FileEntry, within
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -198,7 +198,7 @@ class Held:
             status.settled_before_ms,
         ):
             seq = int64(batch.column("seq"))
-            kept = ~(number_ranges.is_in(seq, gone) | number_ranges.within(seq, held))
+            kept = ~(number_ranges.is_in(seq, gone) | within(seq, held))
             yield (batch if kept.all() else batch.filter(pa.array(kept))).cast(TABLE_SCHEMA)
 
     def numbers(self, pausing: Event) -> Int64Array:
@@ -259,7 +259,7 @@ class Held:
 
     def _held(self, paused: Event) -> Iterator[pa.RecordBatch]:
         for batch in self._read(TABLE_SCHEMA.names):
-            inside = number_ranges.within(int64(batch.column("seq")), paused.ranges)
+            inside = within(int64(batch.column("seq")), paused.ranges)
             rows = batch if inside.all() else batch.filter(pa.array(inside))
             if rows.num_rows:
                 yield rows.cast(TABLE_SCHEMA)

@@ -7,7 +7,7 @@ before the JVM sees them. All functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -110,15 +110,7 @@ def bounds(filters: Sequence[Filter], column: str) -> Bounds:
 
 def kinds(wanted: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[int, ...] | None:
     """The kinds that both the option (None: all) and the filters leave."""
-    for each in filters:
-        if getattr(each, "attribute", None) != ("kind",):
-            continue
-        if isinstance(each, EqualTo):
-            values: tuple[object, ...] = (each.value,)
-        elif isinstance(each, In):
-            values = tuple(each.value)
-        else:
-            continue
+    for values in _listed(filters, "kind"):
         named = tuple(v for v in values if isinstance(v, int))
         wanted = named if wanted is None else tuple(k for k in wanted if k in named)
     return wanted
@@ -127,18 +119,20 @@ def kinds(wanted: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[in
 def topics(wanted: str | None, filters: Sequence[Filter]) -> frozenset[str] | None:
     """The topics that both the option (None: all) and the filters leave; None for all."""
     left = None if wanted is None else frozenset([wanted])
-    for each in filters:
-        if getattr(each, "attribute", None) != ("topic",):
-            continue
-        if isinstance(each, EqualTo):
-            values: tuple[object, ...] = (each.value,)
-        elif isinstance(each, In):
-            values = tuple(each.value)
-        else:
-            continue
+    for values in _listed(filters, "topic"):
         named = frozenset(value for value in values if isinstance(value, str))
         left = named if left is None else left & named
     return left
+
+
+def _listed(filters: Sequence[Filter], name: str) -> Iterator[tuple[object, ...]]:
+    """What each filter of a column by equality or by a list asks for."""
+    for each in filters:
+        if getattr(each, "attribute", None) == (name,):
+            if isinstance(each, EqualTo):
+                yield (each.value,)
+            elif isinstance(each, In):
+                yield tuple(each.value)
 
 
 def _whole(value: object) -> bool:

@@ -16,17 +16,7 @@ import pyarrow.dataset as ds
 from timeball.message import Int64Array, int64
 from timeball.pipeline.store import open_table
 from timeball.pipeline.waiting import read_files
-
-Ranges = Sequence[tuple[int, int]]
-
-
-def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Which of these numbers lie in one of the ranges."""
-    if not ranges:
-        return np.zeros(len(seq), dtype=np.bool_)
-    bounds = np.array(sorted(ranges), dtype=np.int64)
-    at = np.searchsorted(bounds[:, 0], seq, side="right") - 1
-    return np.asarray((at >= 0) & (seq < bounds[at, 0] + bounds[at, 1]))
+from timeball.table.attachment import Ranges, within
 
 
 def as_ranges(seq: Int64Array) -> list[tuple[int, int]]:

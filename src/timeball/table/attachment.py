@@ -11,13 +11,18 @@ commit of the Delta table. It names files, never rows, so that its size does not
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
+from timeball.message import Int64Array
 
+Ranges = Sequence[tuple[int, int]]  # of sequence numbers: (first_seq, rows)
 Job = Literal["compact", "bulk", "rewrite"]
 # What layout.describe gives out, and nothing else: a random last part is what makes a key sidecar's name unique.
 PATH = re.compile(r"bucket=[0-9T-]{7,13}/[0-9a-f]{32}\.parquet")
@@ -82,3 +87,12 @@ def decode(data: bytes) -> Attachment:
                 f"file path {entry.path!r}: relative to the table, as bucket=<bucket>/<32 hex digits>.parquet"
             )
     return attachment
+
+
+def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
+    """Which of these numbers lie in one of the ranges."""
+    if not ranges:
+        return np.zeros(len(seq), dtype=np.bool_)
+    bounds = np.array(sorted(ranges), dtype=np.int64)
+    at = np.searchsorted(bounds[:, 0], seq, side="right") - 1
+    return np.asarray((at >= 0) & (seq < bounds[at, 0] + bounds[at, 1]))
