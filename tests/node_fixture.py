@@ -33,6 +33,7 @@ class RunningNode:
                 "port": 0,
                 "name_server_port": 0,
                 "remoting_port": 0,
+                "grpc_port": 0,
                 "segment_bytes": SEGMENT_BYTES,
                 **settings,
             },

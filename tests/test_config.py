@@ -74,6 +74,7 @@ def test_units_stand_last_in_the_names() -> None:
         "port",
         "name_server_port",
         "remoting_port",
+        "grpc_port",
         "queues_per_topic",
         "compact_rows",
         "compact_rows_min",

@@ -33,6 +33,7 @@ class Settings:
     # RocketMQ clients
     name_server_port: int = 9876  # RocketMQ's own ports; -1: do not listen
     remoting_port: int = 10911
+    grpc_port: int = 8081  # RocketMQ's proxy listens there
     broker_name: str = "timeball"
     cluster_name: str = "DefaultCluster"
     advertise: str = ""  # host[:port] that RocketMQ clients dial; empty: the address they came in by
@@ -48,6 +49,7 @@ class Settings:
     # topics
     queues_per_topic: int = 8  # RocketMQ's defaultTopicQueueNums
     auto_create_topics: bool = True
+    check_message_types: bool = True  # RocketMQ's enableTopicMessageTypeCheck, for clients that say a type
 
     # waiting
     delay_ms_max: int = limits.DELAY_MS_MAX
@@ -78,6 +80,7 @@ class Settings:
         for option, port in (
             ("--name-server-port", self.name_server_port),
             ("--remoting-port", self.remoting_port),
+            ("--grpc-port", self.grpc_port),
         ):
             if not -1 <= port <= 65_535:
                 raise SetupError(f"{option} {port}: a port lies between 0 and 65535; -1 is none")

@@ -28,6 +28,8 @@ GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before
 UNIQUE_KEY_BYTES_MAX = 255
 NAME = re.compile(r"^[%|a-zA-Z0-9_-]+$")  # RocketMQ's own pattern; excludes separators and dots of paths
 
+CLIENT_ID_CHARACTERS_MAX = 1_024  # an address and a name; gRPC's clients send it with every call
+
 # A filter's text comes from any consumer, is parsed on the event loop, and is held while it consumes.
 FILTER_BYTES_MAX = 16_384  # a page of conditions; takes milliseconds to read
 FILTER_TOKENS_MAX = 4_096  # words, numbers, strings and signs

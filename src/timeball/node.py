@@ -41,6 +41,7 @@ from timeball.log.recovery import Opened, open_log
 from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.protocols.flight.server import FlightEdge
+from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.schedule import keepers
 from timeball.schedule.delay_levels.fifo import DelayLevels
@@ -77,6 +78,7 @@ class Node:
         self.upkeep: Upkeep
         self.edge: FlightEdge | None = None
         self.remoting: RemotingEdge | None = None
+        self.grpc: GrpcEdge | None = None
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("disk", "reader", "background")
         ]
@@ -99,6 +101,11 @@ class Node:
     def remoting_port(self) -> int:
         """The port that RocketMQ clients send to and pull from; -1 when there is none."""
         return self.remoting.site.remoting_port if self.remoting is not None else -1
+
+    @property
+    def grpc_port(self) -> int:
+        """The port that RocketMQ 5's gRPC clients connect to; -1 when there is none."""
+        return self.grpc.port if self.grpc is not None else -1
 
     async def start(self, *, listen: bool = True) -> None:
         """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind."""
@@ -130,13 +137,15 @@ class Node:
             self.settings.port,
             status=self.status,
         )
-        remoting = RemotingEdge(self.broker)
+        remoting, grpc = RemotingEdge(self.broker), GrpcEdge(self.broker)
         try:
             await remoting.start()
+            await grpc.start()
         except SetupError:
+            await remoting.close()
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
             raise
-        self.remoting = remoting
+        self.remoting, self.grpc = remoting, grpc
 
     async def _build(self) -> None:
         settings, files = self.settings, self.files
@@ -255,8 +264,9 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
-        if self.remoting is not None:
-            await self.remoting.close()
+        for rocketmq in (self.grpc, self.remoting):
+            if rocketmq is not None:
+                await rocketmq.close()
         if self.edge is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
         for task in self._ticker_tasks:

@@ -28,7 +28,7 @@ class StockBroker:
 
     def __init__(self, data: Path, *options: str) -> None:
         self._data, self._options = data, options
-        self._ports = ["--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
+        self._ports = ["--port", "0", "--name-server-port", "0", "--remoting-port", "0", "--grpc-port", "0"]
 
     def start(self) -> None:
         levels = " ".join(f"{seconds}s" for seconds in LEVELS_S)
@@ -44,9 +44,10 @@ class StockBroker:
         )
         ready = self._process.wait_line(event="ready")
         self.name_server, self.remoting = ready["name_server"], ready["remoting"]
-        self.endpoint = ready["endpoint"]
-        ports = [address.rpartition(":")[2] for address in (self.endpoint, self.name_server, self.remoting)]
-        options = ("--port", "--name-server-port", "--remoting-port")
+        self.endpoint, self.grpc = ready["endpoint"], ready["grpc"]
+        addresses = (self.endpoint, self.name_server, self.remoting, self.grpc)
+        ports = [address.rpartition(":")[2] for address in addresses]
+        options = ("--port", "--name-server-port", "--remoting-port", "--grpc-port")
         self._ports = [word for pair in zip(options, ports, strict=True) for word in pair]
 
     def kill(self) -> None:

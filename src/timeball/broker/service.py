@@ -10,29 +10,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import pyarrow as pa
 
 from timeball import limits
 from timeball.broker import admission, cancelling, delivery, pulling, range_cancel, transactions
+from timeball.broker.appending import Appending
 from timeball.broker.cancelling import Verdict
 from timeball.broker.dispatching import Dispatching
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.popping.popper import Popper
 from timeball.broker.range_cancel import RangesCancelled
-from timeball.broker.topics import Placement
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import NotFound, OutOfRange
-from timeball.log.format import with_seq
 from timeball.log.starts import Start, starts
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
+from timeball.message import READ_SCHEMA, Int64Array
 from timeball.schedule.strategy import Strategy
 from timeball.table.attachment import Attached, Attachment
-
-_QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
-
 
 OF_THE_TABLE = ("table_", "dispatched_", "fetched_")  # counts that a keeper leaves to the hour log
 
@@ -62,8 +58,9 @@ class Broker:
         table = mine if parts.keeper is None else self._delivery(parts.hour_log)
         self.ticker, self.level_ticker, self.table_ticker = mine.ticker, levels.ticker, table.ticker
         self.dispatching = Dispatching(parts, table)
-        self.popper = Popper(self)
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
+        self.appending = Appending(parts, self.waiters, self.mover.tail_count)
+        self.popper = Popper(self)
         self.transactions = Transactions(parts, self._publish, halves)
 
     # -- producing ---------------------------------------------------------------------------------------
@@ -85,28 +82,9 @@ class Broker:
         rows, level, now_ms = self._admit(batch)
         if half_seqs is not None:
             rows = transactions.ending_rows(rows, half_seqs)
-        kinds = rows.column("kind").to_numpy()
-        if (kinds != Kind.MESSAGE).any():
-            # What is for later must find its topic then, whoever may create one.
-            for name in admission.topic_names(rows):
-                parts.topics.ensure(name)
-        if level is not None:
-            parts.topics.ensure(SCHEDULE_TOPIC, parts.levels.table.queues)
-            rows = admission.into_level_queues(rows, level)
-        if parts.keeper is not None:
-            rows = admission.kept_by(parts.keeper, rows, now_ms)
-        has_place = np.flatnonzero(kinds != Kind.PROMISE)
-        placement = None
-        if len(has_place):
-            rows, placement = self._place(rows, has_place)
-        first_seq = parts.writer.next_seq
-
-        def on_durable() -> None:
-            self._sent(rows, first_seq, has_place, placement)
-            if half_seqs is not None:
-                self.transactions.ended(half_seqs)
-
-        _, durable = parts.writer.append(rows, on_durable=on_durable)
+        rows = self.appending.prepare(rows, now_ms, level)
+        then = None if half_seqs is None else partial(self.transactions.ended, half_seqs)
+        first_seq, rows, durable = self.appending.append(rows, then)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def prepare_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
@@ -132,41 +110,6 @@ class Broker:
             table=parts.levels.table,
         )
         return rows, level, now_ms
-
-    def _place(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
-        """Give the rows that are visible, or wait in a level's queue, their queue and offset."""
-        if len(visible) == rows.num_rows:
-            placement = self.parts.topics.place(rows)
-            return _with_places(
-                rows, pa.array(placement.queue_id.astype(np.int32)), pa.array(placement.queue_offset)
-            ), placement
-        placement = self.parts.topics.place(rows.take(pa.array(visible)))
-        queue_id = rows.column("queue_id").to_numpy().copy()
-        queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
-        hidden = np.ones(rows.num_rows, dtype=np.bool_)
-        queue_id[visible], queue_offset[visible], hidden[visible] = (
-            placement.queue_id, placement.queue_offset, False,
-        )  # fmt: skip
-        return _with_places(rows, pa.array(queue_id), pa.array(queue_offset, mask=hidden)), placement
-
-    def _sent(
-        self, rows: pa.RecordBatch, first_seq: int, has_place: Int64Array, placement: Placement | None
-    ) -> None:
-        """The batch is durable: show what is for now, keep what is for later."""
-        if placement is not None:
-            placement.index(first_seq, first_seq + has_place)
-            self.waiters.wake_queues(placement.queues())
-        kinds = rows.column("kind").to_numpy()
-        if (kinds == Kind.MESSAGE).all():
-            return
-        promises = with_seq(rows, first_seq)
-        for kind, schedule in ((Kind.PROMISE, self.parts.schedule), (Kind.LEVEL_PROMISE, self.parts.levels)):
-            mine = kinds == kind
-            later = int(mine.sum())
-            if later:
-                schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(mine)))
-            if later and kind == Kind.PROMISE and self.parts.keeper is None:
-                self.mover.tail_count.add(first_seq + rows.num_rows, later)
 
     def _delivery(self, schedule: Strategy) -> delivery.Delivery:
         return delivery.Delivery(
@@ -386,9 +329,3 @@ class Broker:
         if data is not None:
             with undone(groups.unsaved):
                 await in_thread(self.parts.reader_thread, self.parts.files.replace, "groups.json", data)
-
-
-def _with_places(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:
-    columns = rows.columns
-    columns[_QUEUE_ID], columns[_QUEUE_OFFSET] = queue_id, queue_offset
-    return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)

@@ -1,0 +1,84 @@
+"""The one step of the build that pyproject.toml cannot say: the messages of RocketMQ's gRPC protocol.
+
+RocketMQ publishes the definitions of `apache.rocketmq.v2` with its clients. The one on PyPI carries them as serialised
+descriptors, which is all that a compiler needs; so they are read out of it, as bytes (nothing of the client is
+imported), and compiled into `timeball/protocols/grpc/_generated`. What is there is never edited and never committed.
+
+The files get names of ours: a program that imports Timeball's stubs and the client's own finds two modules then, and
+the generated code imports its neighbours by the place where they lie.
+"""
+
+from __future__ import annotations
+
+import ast
+import tempfile
+from importlib.metadata import files
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+SOURCE = "rocketmq-python-client"
+NAMES = ("definition", "service")  # admin.proto has one call, to change a log level, which no client makes
+PACKAGE = Path("timeball", "protocols", "grpc", "_generated")
+
+
+class BuildStubs(build_py):
+    """Makes the stubs before the package's files are gathered."""
+
+    def run(self) -> None:
+        """See the module's docstring."""
+        generate(Path(__file__).parent / "src")
+        super().run()
+
+
+def generate(root: Path) -> None:
+    """Write the stubs below `root`, unless they are younger than this file and what they are made from."""
+    from grpc_tools import protoc
+
+    published = {path.stem: Path(str(path.locate())) for path in files(SOURCE) or [] if path.suffix == ".py"}
+    sources = [published[f"{name}_pb2"] for name in NAMES]
+    made = [root / PACKAGE / f"{name}_pb2{end}" for name in NAMES for end in (".py", ".pyi")]
+    if all(path.exists() for path in made) and min(p.stat().st_mtime for p in made) > max(
+        p.stat().st_mtime for p in [*sources, Path(__file__)]
+    ):
+        return
+    (root / PACKAGE).mkdir(parents=True, exist_ok=True)
+    (root / PACKAGE / "__init__.py").write_text('"""Made by setup.py: not to be edited."""\n')
+    with tempfile.TemporaryDirectory() as folder:
+        described = Path(folder, "definitions")
+        described.write_bytes(descriptors([descriptor(path) for path in sources]))
+        names = [f"{PACKAGE.as_posix()}/{name}.proto" for name in NAMES]
+        arguments = [f"--descriptor_set_in={described}", f"--python_out={root}", f"--pyi_out={root}"]
+        if protoc.main(["protoc", *arguments, *names]) != 0:
+            raise SystemExit("the definitions of RocketMQ's gRPC protocol could not be compiled")
+
+
+def descriptor(path: Path) -> bytes:
+    """The serialised FileDescriptorProto in a module that protoc has written."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "AddSerializedFile":
+            found = ast.literal_eval(node.args[0])
+            assert isinstance(found, bytes)
+            return found
+    raise SystemExit(f"{path.name} of {SOURCE} has no descriptor: another version?")
+
+
+def descriptors(serialised: list[bytes]) -> bytes:
+    """A FileDescriptorSet of these and of what they import, with our names of the files."""
+    from google.protobuf import descriptor_pb2, duration_pb2, timestamp_pb2
+
+    found = descriptor_pb2.FileDescriptorSet()
+    for known in (timestamp_pb2, duration_pb2):
+        known.DESCRIPTOR.CopyToProto(found.file.add())
+    for data in serialised:
+        file = found.file.add()
+        file.ParseFromString(data)
+        file.name = f"{PACKAGE.as_posix()}/{Path(file.name).name}"
+        for at, name in enumerate(file.dependency):
+            if not name.startswith("google/"):
+                file.dependency[at] = f"{PACKAGE.as_posix()}/{Path(name).name}"
+    return found.SerializeToString()
+
+
+setup(cmdclass={"build_py": BuildStubs})

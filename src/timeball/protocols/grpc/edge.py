@@ -1,0 +1,62 @@
+"""The edge for RocketMQ 5's clients: the rooms, one table of calls, and the server that carries them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from timeball.broker.service import Broker
+from timeball.protocols.grpc.calls import Call
+from timeball.protocols.grpc.clients import Clients
+from timeball.protocols.grpc.dispatch import Dispatch
+from timeball.protocols.grpc.routes import Routes
+from timeball.protocols.grpc.server import Server
+from timeball.protocols.grpc.site import Site
+from timeball.protocols.grpc.telemetry import Telemetry
+
+EXPIRE_LOOK_S = 5.0
+
+
+class GrpcEdge:
+    """See the module. Belongs to the broker's event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._settings = broker.parts.settings
+        self.site = site = Site(broker, Clients())
+        rooms = [Routes(site).handlers(), Telemetry(site).handlers()]
+        self.dispatch = Dispatch(rooms, self._check)
+        self._server = Server(self.dispatch)
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; -1 when there is none."""
+        return self.site.port
+
+    async def start(self) -> None:
+        """Listen; raises SetupError when the port is taken."""
+        self.site.port = self._settings.grpc_port
+        if self.site.port >= 0:
+            self.site.port = await self._server.start(self._settings)
+        self._watch = asyncio.create_task(self._expire())
+        self._watch.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Stop listening, and end the calls that wait."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._server.close()
+
+    def _check(self, call: Call, name: str, request: Any) -> None:
+        """Whether this caller may make this call."""
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_LOOK_S)
+            self.site.clients.expire(self.site.monotonic_ms())
+
+    def _ended(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            # Silent clients would keep what they had in hand from now on, and nobody would hear why.
+            self.site.broker.parts.on_failure(error)

@@ -1,0 +1,114 @@
+"""Where a topic's queues are, and which of them a consumer reads.
+
+There is one broker, so every queue is here. A topic that nobody has made yet has a route all the same while topics
+are made on first use: a client asks for the route before its first message, and most of them do not start without.
+Consumers that do not care for order read from any queue of a topic (queue -1); a group in order gets them one by one.
+"""
+
+from __future__ import annotations
+
+from timeball import limits
+from timeball.broker.topic_config import READ, WRITE
+from timeball.broker.topics import Topic
+from timeball.protocols.grpc._generated.definition_pb2 import (
+    Assignment,
+    Broker,
+    Code,
+    Endpoints,
+    MessageQueue,
+    MessageType,
+    Permission,
+    Resource,
+)
+from timeball.protocols.grpc._generated.service_pb2 import (
+    QueryAssignmentRequest,
+    QueryAssignmentResponse,
+    QueryRouteRequest,
+    QueryRouteResponse,
+)
+from timeball.protocols.grpc.calls import Call, Handlers
+from timeball.protocols.grpc.codec.names import group_name, topic_name
+from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.message_types import accepted_types
+from timeball.protocols.grpc.site import Site
+
+ANY_QUEUE = -1
+PERMISSIONS = {
+    READ | WRITE: Permission.READ_WRITE,
+    READ: Permission.READ,
+    WRITE: Permission.WRITE,
+    0: Permission.NONE,
+}
+
+
+class Routes:
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    def handlers(self) -> Handlers:
+        """The calls answered here."""
+        return {"QueryRoute": self._route, "QueryAssignment": self._assignment}
+
+    async def _route(self, call: Call, request: QueryRouteRequest) -> QueryRouteResponse:
+        topic = self._find(topic_name(request.topic))
+        settings = self._site.settings
+        read = write = settings.queues_per_topic
+        types = accepted_types(None)
+        if topic is not None:
+            read, write = (
+                topic.read_queues if topic.perm & READ else 0,
+                topic.write_queues if topic.perm & WRITE else 0,
+            )
+            types = accepted_types(topic)
+        queues = [
+            self._queue(
+                request.topic,
+                i,
+                request.endpoints,
+                (READ if i < read else 0) | (WRITE if i < write else 0),
+                types,
+            )
+            for i in range(max(read, write))
+        ]
+        return QueryRouteResponse(status=ok(), message_queues=queues)
+
+    async def _assignment(self, call: Call, request: QueryAssignmentRequest) -> QueryAssignmentResponse:
+        topic = self._find(topic_name(request.topic))
+        group = self._site.broker.parts.groups.ensure(group_name(request.group))
+        ids = [ANY_QUEUE]
+        if group.consume_message_orderly:
+            ids = list(range(self._site.settings.queues_per_topic if topic is None else topic.read_queues))
+        if topic is not None and not topic.perm & READ:
+            ids = []
+        queues = [self._queue(request.topic, i, request.endpoints, READ, accepted_types(topic)) for i in ids]
+        return QueryAssignmentResponse(
+            status=ok(), assignments=[Assignment(message_queue=queue) for queue in queues]
+        )
+
+    def _find(self, name: str) -> Topic | None:
+        topic = self._site.broker.parts.topics.find(name)
+        if topic is None and not self._site.settings.auto_create_topics:
+            raise Refused(
+                Code.TOPIC_NOT_FOUND,
+                f"No topic route info in name server for the topic: {name[: limits.TOPIC_BYTES_MAX]}; make it first",
+            )
+        return topic
+
+    def _queue(
+        self,
+        topic: Resource,
+        queue_id: int,
+        dialled: Endpoints,
+        perm: int,
+        types: list[MessageType],
+    ) -> MessageQueue:
+        broker = Broker(name=self._site.settings.broker_name, id=0, endpoints=self._site.endpoints(dialled))
+        return MessageQueue(
+            topic=topic,
+            id=queue_id,
+            permission=PERMISSIONS[perm],
+            broker=broker,
+            accept_message_types=types,
+        )
