@@ -78,7 +78,6 @@ class Broker:
 
         `half_seqs`: the half messages that these rows publish.
         """
-        parts = self.parts
         rows, level, now_ms = self._admit(batch)
         if half_seqs is not None:
             rows = transactions.ending_rows(rows, half_seqs)

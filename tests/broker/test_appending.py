@@ -1,0 +1,68 @@
+"""Rows of several kinds in one append: each goes where its kind belongs, and what refuses does so before."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import column, on_node
+from tests.crash.world import World
+
+from timeball.errors import NotFound
+from timeball.message import Kind, build_rows
+
+KINDS = [Kind.CANCEL, Kind.MESSAGE, Kind.PROMISE]
+
+
+def mixed(now_ms: int, cancelled_topic: str = "gone") -> pa.RecordBatch:
+    return build_rows(
+        3,
+        kind=[int(kind) for kind in KINDS],
+        topic=[cancelled_topic, "now", "later"],
+        queue_id=-1,
+        body=[None, b"a", b"b"],
+        store_ms=now_ms,
+        store_host="here",
+        born_ms=now_ms,
+        born_host="here",
+        flag=0,
+        sys_flag=0,
+        reconsume_times=0,
+        due_ms=[now_ms + 5_000, None, now_ms + 5_000],
+        source_seq=[10**9, None, None],
+    )
+
+
+@on_node()
+async def test_each_row_goes_where_its_kind_belongs(world: World) -> None:
+    appending = world.broker.appending
+    heard: list[int] = []
+    rows = appending.prepare(mixed(world.clock.wall), world.clock.wall)
+    assert set(world.broker.topics()) == {"now", "later"}, "a cancel needs no topic"
+    appended = appending.append(rows, lambda: heard.append(world.broker.parts.reader.next_seq))
+    assert not heard and appended.rows.num_rows == 3
+    assert await appended.durable == appended.first_seq
+    assert heard == [appended.first_seq + 3], "told when the rows are there"
+    assert column(appended.rows, "queue_offset") == [None, 0, None]
+    now = await world.broker.pull("now", {0: 0, 1: 0}, 8, 0)
+    assert column(now, "seq") == [appended.first_seq + 1]
+    await world.advance(5_000)
+    later = await world.broker.pull("later", {0: 0, 1: 0}, 8, 0)
+    assert column(later, "source_seq") == [appended.first_seq + 2]
+    assert world.broker.mover.tail_count.rows == 1
+
+
+@on_node(auto_create_topics=False)
+async def test_what_refuses_does_so_before_anything_is_written(world: World) -> None:
+    before = world.broker.parts.writer.next_seq
+    with pytest.raises(NotFound, match="'now' does not exist"):
+        world.broker.appending.prepare(mixed(world.clock.wall), world.clock.wall)
+    assert world.broker.parts.writer.next_seq == before
+
+
+@on_node()
+async def test_part_of_what_is_prepared_may_be_appended(world: World) -> None:
+    rows = world.broker.appending.prepare(mixed(world.clock.wall), world.clock.wall)
+    appended = world.broker.appending.append(rows.filter(pa.array([False, True, False])))
+    await appended.durable
+    assert column(appended.rows, "kind") == [Kind.MESSAGE]
+    assert world.broker.parts.reader.next_seq == appended.first_seq + 1
