@@ -48,7 +48,7 @@ bench: $(STAMP)   ## the benchmarks
 	$(BIN)/timeball bench $(ARGS)
 
 lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
-	$(COMPILE) --group build -o requirements/build.txt
+	$(COMPILE) --no-deps --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml -o requirements/runtime.txt
 	$(COMPILE) pyproject.toml --extra spark --extra sql --extra demo --extra dev -o requirements/all.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
