@@ -41,6 +41,12 @@ class Stream:
             return False
         return True
 
+    def end(self) -> None:
+        """Send nothing more; what waits is dropped when the client does not take it."""
+        while self.commands.full():
+            self.commands.get_nowait()
+        self.commands.put_nowait(None)
+
 
 @dataclass(eq=False)
 class Client:
@@ -123,6 +129,12 @@ class Clients:
         silent = [c.name for c in self._clients.values() if now_ms - c.heard_ms > EXPIRY_MS and not c.streams]
         for name in silent:
             self.gone(name)
+
+    def close(self) -> None:
+        """End every Telemetry stream: the broker stops."""
+        for client in self._clients.values():
+            for stream in client.streams:
+                stream.end()
 
     def producer(self, topic: str) -> Stream | None:
         """A stream to one of the producers of a topic."""

@@ -46,6 +46,7 @@ class GrpcEdge:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        self.site.clients.close()
         await self._server.close()
 
     def _check(self, call: Call, name: str, request: Any) -> None:

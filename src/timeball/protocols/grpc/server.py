@@ -29,7 +29,7 @@ IDLE_MS_MAX = 2 * limits.MINUTE_MS  # without any call; an open Telemetry stream
 AGE_MS_MAX, AGE_GRACE_MS = 12 * limits.HOUR_MS, 10 * limits.MINUTE_MS
 PING_MS, PING_TIMEOUT_MS = limits.MINUTE_MS, 20 * limits.SECOND_MS
 CLIENT_PING_MS_MIN, PING_STRIKES_MAX = 5 * limits.SECOND_MS, 2
-LAST_ANSWERS_S = 2.0  # at a stop
+LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),

@@ -78,7 +78,7 @@ class Telemetry:
                     known.append(client)
                 await stream.commands.put(TelemetryCommand(status=ok(), settings=client.settings))
         finally:
-            stream.commands.put_nowait(None) if not stream.commands.full() else None
+            stream.end()
 
     def _settle(self, name: str, command: TelemetryCommand) -> Client:
         settings = command.settings

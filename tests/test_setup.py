@@ -1,0 +1,76 @@
+"""The build's one step of ours: stubs that are complete, are found where they are installed, and can be made again."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = Path("timeball", "protocols", "grpc", "_generated")
+
+# In a process of its own: the definitions may be registered once in a process.
+LOOK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from timeball.protocols.grpc._generated import definition_pb2, service_pb2
+service = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
+print(service.full_name, len(service.methods), definition_pb2.Code.ILLEGAL_DELIVERY_TIME)
+"""
+
+
+@pytest.fixture(scope="module")
+def build() -> dict[str, object]:
+    """setup.py's functions, without a set-up."""
+    arguments, here = sys.argv, os.getcwd()
+    sys.argv = ["setup.py", "--name"]
+    os.chdir(ROOT)
+    try:
+        return runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        sys.argv = arguments
+        os.chdir(here)
+
+
+def test_stubs_are_made_whole(build: dict[str, object], tmp_path: Path) -> None:
+    build["generate"](tmp_path)  # type: ignore[operator]
+    made = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
+    assert made == [
+        "__init__.py", "definition_pb2.py", "definition_pb2.pyi", "service_pb2.py", "service_pb2.pyi",
+    ]  # fmt: skip
+    for folder in (FOLDER.parent, FOLDER.parent.parent, FOLDER.parent.parent.parent):
+        (tmp_path / folder / "__init__.py").touch()
+    said = subprocess.run(
+        [sys.executable, "-c", LOOK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert said.stdout.split() == ["apache.rocketmq.v2.MessagingService", "17", "40012"]
+
+
+def test_stubs_are_made_once(build: dict[str, object], tmp_path: Path) -> None:
+    build["generate"](tmp_path)  # type: ignore[operator]
+    stub = tmp_path / FOLDER / "service_pb2.py"
+    stub.write_text("# still here")
+    build["generate"](tmp_path)  # type: ignore[operator]
+    assert stub.read_text() == "# still here"
+    os.utime(stub, (0, 0))
+    build["generate"](tmp_path)  # type: ignore[operator]
+    assert stub.read_text() != "# still here"
+
+
+def test_what_has_no_descriptor_is_refused(build: dict[str, object], tmp_path: Path) -> None:
+    other = tmp_path / "other_pb2.py"
+    other.write_text("DESCRIPTOR = None")
+    with pytest.raises(SystemExit, match="has no descriptor"):
+        build["descriptor"](other)  # type: ignore[operator]
+
+
+def test_stubs_are_not_committed() -> None:
+    said = subprocess.run(
+        ["git", "ls-files", "src/timeball/protocols/grpc/_generated"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout == ""
