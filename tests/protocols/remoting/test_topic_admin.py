@@ -13,8 +13,8 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire, json_body
 
+from timeball.broker.reserved_topics import SCHEDULE_TOPIC
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.reserved import SCHEDULE_TOPIC
 from timeball.protocols.remoting.topic_admin import TopicAdmin
 
 UPDATE, DELETE = RequestCode.UPDATE_AND_CREATE_TOPIC, RequestCode.DELETE_TOPIC_IN_BROKER

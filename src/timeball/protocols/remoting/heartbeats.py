@@ -17,13 +17,13 @@ import msgspec
 
 from timeball import limits
 from timeball.broker.filters import compile_filter
+from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.topics import check_name
 from timeball.errors import InvalidFilter
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import BROADCASTING, Consuming, Subscription
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
-from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX
 from timeball.protocols.remoting.locks import Locks
 from timeball.protocols.remoting.site import Site
 

@@ -21,6 +21,7 @@ from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.popping.modes import RequestMode, RequestModes
 from timeball.broker.popping.popper import Ask, Popped, Receipt
+from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.topic_config import READ
 from timeball.broker.topics import Topic
 from timeball.errors import InvalidFilter, OutOfRange, OverLimit
@@ -31,7 +32,6 @@ from timeball.protocols.remoting.codec import check_points
 from timeball.protocols.remoting.codec.check_points import CheckPoint, Place
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host, encode_stored
-from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX
 from timeball.protocols.remoting.site import Site
 
 ROWS_MAX = 32  # RocketMQ refuses more

@@ -24,6 +24,7 @@ from timeball.broker import selecting
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.parts import in_thread
+from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.selecting import Selection
 from timeball.broker.topic_config import READ
 from timeball.broker.topics import Queue, Topic
@@ -32,7 +33,6 @@ from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import BROADCASTING
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host
-from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX
 from timeball.protocols.remoting.site import Site
 from timeball.protocols.remoting.stored import StoredMessages
 

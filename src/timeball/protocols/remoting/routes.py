@@ -10,12 +10,12 @@ from __future__ import annotations
 import msgspec
 
 from timeball import limits
+from timeball.broker.reserved_topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from timeball.broker.topic_config import INHERIT, READ, WRITE
 from timeball.broker.topics import check_name
 from timeball.errors import InvalidMessage
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.reserved import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.key_values import order_conf
 from timeball.protocols.remoting.site import Site

@@ -13,6 +13,7 @@ import os
 import msgspec
 
 from timeball import limits
+from timeball.broker.reserved_topics import RETRY_PREFIX, forbidden
 from timeball.broker.topic_config import WRITE
 from timeball.broker.topics import Topic, check_name
 from timeball.errors import InvalidMessage, TimeballError
@@ -25,7 +26,6 @@ from timeball.protocols.remoting.codec.codes import (
     ResponseCode,
 )
 from timeball.protocols.remoting.codec.frame import Frame
-from timeball.protocols.remoting.codec.reserved import RETRY_PREFIX, forbidden
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader, read_send
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 from timeball.protocols.remoting.connection import Connection

@@ -9,12 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from timeball import limits
+from timeball.broker import reserved_topics as reserved
 from timeball.broker import topic_config
 from timeball.broker.topic_config import TopicConfig
 from timeball.broker.topics import FilterType, Topic, check_name
 from timeball.errors import RequestError
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
-from timeball.protocols.remoting.codec import reserved
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.tables import data_version
 from timeball.protocols.remoting.site import Site
