@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
-from timeball.broker.admission import SEND_COLUMNS
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
-from timeball.protocols.remoting.codec.send_columns import COLUMNS, SendColumns, with_property
+from timeball.protocols.remoting.codec.send_columns import SendColumns, with_property
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 
@@ -31,10 +30,6 @@ def feed(to: SendColumns, body: bytes = b"x", code: int = RequestCode.SEND_MESSA
         code, SendFields(**{"topic": "t", "properties": properties, **fields}), opaque=len(to)
     )
     to.feed("origin", header, body, 0, "host:1", fields.get("queue_id") or -1, NOW_MS)
-
-
-def test_the_columns_are_the_brokers() -> None:
-    assert {name: SEND_COLUMNS[name] for name in COLUMNS} == COLUMNS
 
 
 def test_what_was_fed_is_taken_once() -> None:

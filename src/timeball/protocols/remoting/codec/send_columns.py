@@ -16,32 +16,14 @@ import msgspec
 import pyarrow as pa
 
 from timeball import limits
+from timeball.broker.send_rows import NAMES, Row, batch_of
 from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import decode_properties, repeated
+from timeball.message import decode_properties
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.records import decode_batch
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
-
-# Those of the broker's admission that a RocketMQ client fills; a codec may not import a room that does I/O, so a test
-# holds the two together.
-COLUMNS: dict[str, pa.DataType] = {
-    "topic": pa.string(),
-    "body": pa.binary(),
-    "tag": pa.string(),
-    "keys": pa.string(),
-    "unique_key": pa.string(),
-    "properties": pa.string(),
-    "queue_id": pa.int32(),
-    "born_ms": pa.int64(),
-    "born_host": pa.string(),
-    "flag": pa.int32(),
-    "sys_flag": pa.int32(),
-    "reconsume_times": pa.int32(),
-    "due_ms": pa.int64(),
-    "delay_level": pa.int32(),
-}
 
 BATCH_ROWS_MAX = (
     8_192  # the answer names each message, some 66 characters, in a header that somebody has to read
@@ -50,8 +32,6 @@ _BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
 _ONE_WAY = int(CommandFlag.ONE_WAY)
 _SHORT = 60  # characters: within all limits, whatever they are made of
 _OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
-
-Row = tuple[Any, ...]
 
 
 class Ticket(msgspec.Struct, gc=False):
@@ -117,15 +97,7 @@ class SendColumns:
         fed, tickets = self._rows, self.tickets
         # First: whatever cannot be converted must not come up again with the sends of others.
         self._rows, self.tickets, self.size_bytes = [], [], 0
-        filled = {}
-        for (name, kind), values in zip(COLUMNS.items(), zip(*fed, strict=True), strict=True):
-            first = values[0]
-            # Two thirds of the columns mostly say one thing; to count is several times cheaper than to convert.
-            if values.count(first) < len(values) or (len(values) == 1 and first is not None):
-                filled[name] = pa.array(values, kind)
-            elif first is not None:
-                filled[name] = repeated(first, kind, len(values))
-        return pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled)), tickets
+        return batch_of(fed), tickets
 
     def _row(
         self, fields: SendFields, flag: int, body: bytes, properties: str, born_host: str, queue_id: int, now_ms: int
@@ -169,9 +141,7 @@ class SendColumns:
         return rows, ",".join(row[_UNIQUE_KEY] for row in rows)
 
 
-_UNIQUE_KEY, _DUE_MS, _DELAY_LEVEL = (
-    list(COLUMNS).index(name) for name in ("unique_key", "due_ms", "delay_level")
-)
+_UNIQUE_KEY, _DUE_MS, _DELAY_LEVEL = (NAMES.index(name) for name in ("unique_key", "due_ms", "delay_level"))
 
 
 def with_property(properties: str, name: str, value: str) -> str:
