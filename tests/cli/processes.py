@@ -29,6 +29,7 @@ def environment(**more: str) -> dict[str, str]:
         # Many brokers at a time, none of them at RocketMQ's own ports.
         "TIMEBALL_NAME_SERVER_PORT": "0",
         "TIMEBALL_REMOTING_PORT": "0",
+        "TIMEBALL_GRPC_PORT": "0",
         **more,
     }
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.interop.drivers import Driver
+from tests.interop.grpc_conversation import ALL as GRPC
+from tests.interop.grpc_conversation import GrpcConversation
 from tests.interop.stock_broker import StockBroker, stock_broker
 from tests.interop.stock_clients import command, missing
 
@@ -35,7 +37,8 @@ def clients(
 
     def client(name: str) -> Driver:
         if name not in running:
-            running[name] = Driver(command(name), broker.name_server, tmp_path_factory.mktemp(name))
+            address = broker.grpc if name in GRPC else broker.name_server
+            running[name] = Driver(command(name), address, tmp_path_factory.mktemp(name))
         return running[name]
 
     yield client
@@ -47,6 +50,14 @@ def clients(
 def client(request: pytest.FixtureRequest, clients: Callable[[str], Driver]) -> Driver:
     """The client that the test is parametrised with."""
     return clients(request.param)
+
+
+@pytest.fixture
+def talks(
+    request: pytest.FixtureRequest, broker: StockBroker, clients: Callable[[str], Driver], name: str
+) -> Callable[..., GrpcConversation]:
+    """Starts the test's conversation, with the gRPC client that it is parametrised with."""
+    return lambda **how: GrpcConversation(request.param, clients(request.param), broker, name, **how)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""A stock client in a process of its own, spoken to in JSON lines. All three programs understand the same requests:
+"""A stock client in a process of its own, spoken to in JSON lines. The programs for the remoting protocol understand
+the same requests:
 
     producer         name, group [transactions]
     send             producer, topic, body [tag keys level properties timer timer_value queue_id]
@@ -9,6 +10,18 @@
     lite_consumer    name, group, topic, expression
     pull             group, topic, expression [broker queue_id offset]
     query_key, view, offsets    producer, topic, key or message_id or at_ms
+    stop             name
+
+and those for gRPC these (`tls`, `access_key`, `secret_key`, `endpoint` with each that starts something):
+
+    producer         name, topic [transactions]
+    send             producer, topic, body [tag keys properties message_group due_ms]
+    send_transaction producer, topic, body, properties; local and the property check say COMMIT, ROLLBACK or UNKNOWN
+    recall           producer, topic, handle
+    simple           name, group, topic, wait_s [expression sql]
+    receive          consumer, count, invisible_s: messages, each with its number
+    ack, change      consumer, number [invisible_s]
+    push             name, group, topic [expression sql fail]
     stop             name
 
 A consumer reports every delivery; the first `fail` deliveries of each body fail.
@@ -42,11 +55,11 @@ class ClientError(Exception):
 class Driver:
     """One client's process. Requests may come from any thread."""
 
-    def __init__(self, command: list[str], name_server: str, home: Path) -> None:
+    def __init__(self, command: list[str], address: str, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             # HOME and user.home: where the clients write their logs.
-            ["env", f"HOME={home}", f"JAVA_TOOL_OPTIONS=-Duser.home={home}", *command, name_server],
+            ["env", f"HOME={home}", f"JAVA_TOOL_OPTIONS=-Duser.home={home}", *command, address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,8 +156,8 @@ class Driver:
 
 
 @contextmanager
-def driving(command: list[str], name_server: str, home: Path) -> Iterator[Driver]:
-    driver = Driver(command, name_server, home)
+def driving(command: list[str], address: str, home: Path) -> Iterator[Driver]:
+    driver = Driver(command, address, home)
     try:
         yield driver
     finally:

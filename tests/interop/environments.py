@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,61 +34,79 @@ class Missing(Exception):
 
 
 def cpp() -> list[str]:
-    """A virtual environment with PyPI's `rocketmq` and nothing else."""
+    """PyPI's `rocketmq`: the C++ client."""
+    return [venv_python("cpp", LOCKS / "cpp.txt"), str(HERE / "cpp_client.py")]
 
-    def make(folder: Path) -> None:
-        fetch([sys.executable, "-m", "venv", "--clear", str(folder)])
-        pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        locked = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(LOCKS / "cpp.txt")]
-        fetch([*pip, *locked])
 
-    folder = kept("cpp", [LOCKS / "cpp.txt"], make, sys.version)
-    return [str(folder / "bin/python"), str(HERE / "cpp_client.py")]
+def grpc_python() -> list[str]:
+    """PyPI's `rocketmq-python-client`."""
+    return [venv_python("grpc_python", LOCKS / "grpc-python.txt"), str(HERE / "grpc_client.py")]
 
 
 def ali_ons() -> list[str]:
-    """`node_modules` with npm's `ali-ons`."""
-    node, npm = tool("node", "nodejs"), tool("npm", "npm")
+    """npm's `ali-ons`."""
+    return node_with("ali_ons", LOCKS, HERE / "ali_ons.js")
 
-    def make(folder: Path) -> None:
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(LOCKS / name, folder / name)
-        # A lock without addresses: npm asks its registry where the files are, and checks them by their hashes.
-        quiet = ["--no-audit", "--no-fund", "--loglevel=error"]
-        locked = ["--omit=dev", "--ignore-scripts", "--omit-lockfile-registry-resolved"]
-        fetch([npm, "ci", *quiet, *locked, "--prefix", str(folder)])
 
-    folder = kept("ali_ons", [LOCKS / "package.json", LOCKS / "package-lock.json"], make)
-    return ["env", f"NODE_PATH={folder / 'node_modules'}", node, str(HERE / "ali_ons.js")]
+def grpc_node() -> list[str]:
+    """npm's `rocketmq-client-nodejs`."""
+    return node_with("grpc_node", LOCKS / "grpc", HERE / "grpc_client.js")
 
 
 def java(version: str, *options: str) -> list[str]:
-    """The jars of one version of the Java client, and our program compiled against them. `version`: v4 or v5."""
-    folder = jars(version)
-    program = [SOURCES / "StockClient.java", SOURCES / version / "Version.java"]
+    """One version of the Java client for the remoting protocol. `version`: v4 or v5."""
+    return java_with(version, "StockClient", SOURCES / version / "Version.java", options=options)
 
-    def make(classes: Path) -> None:
-        run(
-            [
-                tool("javac", "default-jdk"),
-                "-nowarn",
-                "-d",
-                str(classes),
-                "-cp",
-                f"{folder}/*",
-                *map(str, program),
-            ]
-        )
 
-    classes = kept(f"java_{version}_classes", program, make, str(folder))
-    path = os.pathsep.join([str(classes), f"{folder}/*"])
-    return [tool("java", "default-jdk"), *JAVA_OPTIONS, *options, "-cp", path, "StockClient"]
+def grpc_java() -> list[str]:
+    """Maven's `rocketmq-client-java`."""
+    return java_with("grpc", "GrpcClient")
 
 
 def mqadmin() -> list[str]:
     """RocketMQ's own administration tool, of 5.3.3."""
     main = "org.apache.rocketmq.tools.command.MQAdminStartup"
     return [tool("java", "default-jdk"), *JAVA_OPTIONS, "-cp", f"{jars('v5')}/*", main]
+
+
+def venv_python(name: str, lock: Path) -> str:
+    """A virtual environment with what the lock names and nothing else; its Python."""
+
+    def make(folder: Path) -> None:
+        fetch([sys.executable, "-m", "venv", "--clear", str(folder)])
+        pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        fetch([*pip, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)])
+
+    return str(kept(name, [lock], make, sys.version) / "bin/python")
+
+
+def node_with(name: str, locks: Path, program: Path) -> list[str]:
+    """Node, with the `node_modules` that the locks in this folder name."""
+    node, npm = tool("node", "nodejs"), tool("npm", "npm")
+    inputs = [locks / "package.json", locks / "package-lock.json"]
+
+    def make(folder: Path) -> None:
+        for lock in inputs:
+            shutil.copy(lock, folder)
+        # A lock without addresses: npm asks its registry where the files are, and checks them by their hashes.
+        quiet = ["--no-audit", "--no-fund", "--loglevel=error"]
+        locked = ["--omit=dev", "--ignore-scripts", "--omit-lockfile-registry-resolved"]
+        fetch([npm, "ci", *quiet, *locked, "--prefix", str(folder)])
+
+    return ["env", f"NODE_PATH={kept(name, inputs, make) / 'node_modules'}", node, str(program)]
+
+
+def java_with(profile: str, program: str, *more: Path, options: Sequence[str] = ()) -> list[str]:
+    """The jars of one profile of the pom, and our program (a class, and sources beside its own) compiled with them."""
+    folder, sources = jars(profile), [SOURCES / f"{program}.java", *more]
+
+    def make(classes: Path) -> None:
+        javac = [tool("javac", "default-jdk"), "-nowarn", "-d", str(classes), "-cp", f"{folder}/*"]
+        run([*javac, *map(str, sources)])
+
+    classes = kept(f"java_{profile}_classes", sources, make, str(folder))
+    path = os.pathsep.join([str(classes), f"{folder}/*"])
+    return [tool("java", "default-jdk"), *JAVA_OPTIONS, *options, "-cp", path, program]
 
 
 def jars(version: str) -> Path:

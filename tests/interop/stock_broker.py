@@ -20,6 +20,7 @@ from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
 
 LEVELS_S = [1, 2, 3, 4, 5]
+PORTS = ("--port", "--name-server-port", "--remoting-port", "--grpc-port")
 BROKER, CLUSTER = "timeball", "DefaultCluster"
 
 
@@ -80,6 +81,17 @@ class StockBroker:
                 for batch in ball.read_queue(topic, queue, ends.min, ends.max - ends.min):
                     found += [body.decode() for body in batch.column("body").to_pylist()]
         return found
+
+    def rows(self, topic: str) -> list[dict[str, Any]]:
+        """All that stands in a topic's queues, with the log's own columns."""
+        with Timeball(self.endpoint) as ball:
+            return [
+                row
+                for queue, ends in ball.queues(topic).items()
+                if ends.max > ends.min
+                for batch in ball.read_queue(topic, queue, ends.min, ends.max - ends.min)
+                for row in batch.to_pylist()
+            ]
 
     def offsets(self, group: str, topic: str) -> dict[int, int]:
         """Where a group stands."""

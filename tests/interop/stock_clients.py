@@ -19,6 +19,9 @@ COMMANDS: dict[str, Callable[[], list[str]]] = {
     "java5": lambda: environments.java("v5"),
     "java5_binary": lambda: environments.java("v5", "-Drocketmq.serialize.type=ROCKETMQ"),
     "mqadmin": environments.mqadmin,
+    "grpc_python": environments.grpc_python,
+    "grpc_node": environments.grpc_node,
+    "grpc_java": environments.grpc_java,
 }
 
 _made: dict[str, list[str] | Missing] = {}

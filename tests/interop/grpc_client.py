@@ -1,0 +1,218 @@
+"""The stock Python client for gRPC, PyPI's `rocketmq-python-client`, driven by JSON lines: requests on stdin, answers
+and events on stdout. Runs in an environment of its own, with nothing of ours in it: `grpc_client.py ENDPOINT`.
+
+It decides nothing: what to send, when to fail and what must have come is the tests' business.
+"""
+
+import collections
+import itertools
+import json
+import sys
+import threading
+import time
+
+import rocketmq as stock
+from rocketmq.grpc_protocol import FilterType
+
+ENDPOINT = sys.argv[1]
+REQUEST_S = 10
+RESOLUTIONS = {
+    "COMMIT": stock.TransactionResolution.COMMIT,
+    "ROLLBACK": stock.TransactionResolution.ROLLBACK,
+    "UNKNOWN": stock.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED,
+}
+_out = threading.Lock()
+
+
+def emit(line):
+    with _out:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def told(message):
+    return {
+        "topic": message.topic,
+        "body": message.body.decode(),
+        "tag": message.tag,
+        "keys": sorted(message.keys),
+        "message_id": message.message_id,
+        "born_ms": message.born_timestamp,
+        "due_ms": message.delivery_timestamp or None,
+        "message_group": message.message_group,
+        "attempt": message.delivery_attempt,
+        "corrupted": message.corrupted,
+        "properties": dict(message.properties),
+    }
+
+
+def configuration(request):
+    keys = stock.Credentials(request.get("access_key", ""), request.get("secret_key", ""))
+    return stock.ClientConfiguration(request.get("endpoint", ENDPOINT), keys, request_timeout=REQUEST_S)
+
+
+def subscription(request):
+    if "sql" in request:
+        return {request["topic"]: stock.FilterExpression(request["sql"], FilterType.SQL)}
+    return {request["topic"]: stock.FilterExpression(request.get("expression", "*"))}
+
+
+class Checker(stock.TransactionChecker):
+    def check(self, message):
+        emit({"event": "check", "message": told(message)})
+        return RESOLUTIONS[message.properties["check"]]
+
+
+class Listener(stock.MessageListener):
+    """Tells of each message; the first `fail` deliveries of a body fail."""
+
+    def __init__(self, name, fail):
+        self.name, self.fail = name, fail
+        self.failures = collections.Counter()
+        self.lock = threading.Lock()
+
+    def consume(self, message):
+        what = told(message)
+        with self.lock:
+            self.failures[what["body"]] += 1
+            done = self.failures[what["body"]] > self.fail
+        emit({"event": "message", "consumer": self.name, "done": done, "message": what})
+        return stock.ConsumeResult.SUCCESS if done else stock.ConsumeResult.FAILURE
+
+
+class Client:
+    def __init__(self):
+        self.running = {}
+        self.received = {}
+        self.numbers = itertools.count(1)
+
+    # ---- producing
+
+    def producer(self, request):
+        checker = Checker() if request.get("transactions") else None
+        self.start(
+            request,
+            stock.Producer(
+                configuration(request),
+                [request["topic"]] if "topic" in request else None,
+                checker=checker,
+                tls_enable=request.get("tls", False),
+            ),
+        )
+
+    def start(self, request, client):
+        client.startup()
+        self.running[request["name"]] = client
+
+    def message(self, request):
+        message = stock.Message()
+        message.topic = request["topic"]
+        message.body = request["body"].encode()
+        if "tag" in request:
+            message.tag = request["tag"]
+        if "keys" in request:
+            message.keys = request["keys"]
+        if "message_group" in request:
+            message.message_group = request["message_group"]
+        for name, value in request.get("properties", {}).items():
+            message.add_property(name, str(value))
+        if "due_ms" in request:  # whole seconds are all it has
+            assert request["due_ms"] % 1000 == 0
+            message.delivery_timestamp = request["due_ms"] // 1000
+        return message
+
+    def send(self, request):
+        return self.sent(self.running[request["producer"]].send(self.message(request)))
+
+    def send_transaction(self, request):
+        producer = self.running[request["producer"]]
+        transaction = producer.begin_transaction()
+        sent = self.sent(producer.send(self.message(request), transaction))
+        if request["local"] == "COMMIT":
+            transaction.commit()
+        elif request["local"] == "ROLLBACK":
+            transaction.rollback()
+        return sent
+
+    def sent(self, receipt):
+        return {
+            "message_id": receipt.message_id,
+            "transaction_id": receipt.transaction_id,
+            "queue_offset": receipt.offset,
+            "recall_handle": receipt.recall_handle,
+        }
+
+    def recall(self, request):
+        return self.running[request["producer"]].recall_message(request["topic"], request["handle"])
+
+    # ---- consuming
+
+    def simple(self, request):
+        self.start(
+            request,
+            stock.SimpleConsumer(
+                configuration(request),
+                request["group"],
+                subscription(request),
+                await_duration=request["wait_s"],
+                tls_enable=request.get("tls", False),
+            ),
+        )
+
+    def receive(self, request):
+        """Messages, each with a number by which it is acknowledged and changed."""
+        consumer = self.running[request["consumer"]]
+        found = []
+        for message in consumer.receive(request["count"], request["invisible_s"]):
+            number = next(self.numbers)
+            self.received[number] = message
+            found.append({**told(message), "number": number, "received_ms": time.time_ns() // 1_000_000})
+        return found
+
+    def ack(self, request):
+        self.running[request["consumer"]].ack(self.received[request["number"]])
+
+    def change(self, request):
+        message = self.received[request["number"]]
+        self.running[request["consumer"]].change_invisible_duration(message, request["invisible_s"])
+
+    def push(self, request):
+        listener = Listener(request["name"], request.get("fail", 0))
+        self.start(
+            request,
+            stock.PushConsumer(
+                configuration(request),
+                request["group"],
+                listener,
+                subscription(request),
+                tls_enable=request.get("tls", False),
+            ),
+        )
+
+    def stop(self, request):
+        self.running.pop(request["name"]).shutdown()
+
+
+def answer(client, request):
+    line = {"id": request["id"]}
+    try:
+        line["result"] = getattr(client, request["op"])(request)
+    except Exception as error:  # whatever the client raises is for the test to judge
+        code = getattr(error, "code", None)
+        line["error"] = {
+            "type": type(error).__name__,
+            "text": str(error),
+            "code": code if isinstance(code, int) else None,
+        }
+    emit(line)
+
+
+def main():
+    client = Client()
+    emit({"event": "ready"})
+    for line in sys.stdin:
+        threading.Thread(target=answer, args=(client, json.loads(line)), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""One topic, a producer and its consumers, all of one stock client for gRPC: what the tests of that edge need."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection
+from typing import Any
+
+from tests.interop.drivers import BOUND_S, Driver, Json
+from tests.interop.stock_broker import StockBroker
+
+from timeball.protocols.remoting.codec.codes import RequestCode
+
+PYTHON, NODE, JAVA = "grpc_python", "grpc_node", "grpc_java"
+ALL = [PYTHON, NODE, JAVA]
+INVISIBLE_S = 60  # longer than any test: what is not acknowledged does not come again by itself
+
+
+class GrpcConversation:
+    """Names are the test's own, so that tests share a broker. The topic is there before anyone asks for it."""
+
+    def __init__(
+        self,
+        which: str,
+        client: Driver,
+        broker: StockBroker,
+        name: str,
+        *,
+        queues: int = 1,
+        group: Json | None = None,
+        **how: Any,
+    ) -> None:
+        """`group`: what RocketMQ's own group config says of the consumers' group; `how`: what producer and consumers
+        are all started with.
+        """
+        self.which, self.client, self.broker, self._how = which, client, broker, how
+        self.topic, self.group = f"{name}-topic", f"{name}-group"
+        self._producer, self._consumers = f"{name}-producer", 0
+        if queues:
+            broker.create_topic(self.topic, queues)
+        if group is not None:
+            configure_group(broker, self.group, group)
+        client.call("producer", name=self._producer, topic=self.topic, **how)
+
+    # ---- producing
+
+    def send(self, body: str, **options: Any) -> Json:
+        """What the client told about the send; it was acknowledged."""
+        sent: Json = self.call("send", topic=self.topic, body=body, **options)
+        assert sent["message_id"]
+        return sent
+
+    def call(self, op: str, **options: Any) -> Any:
+        """A request that names the producer."""
+        return self.client.call(op, producer=self._producer, **options)
+
+    def due_ms(self, after_ms: int) -> int:
+        """The instant in so many milliseconds, by the broker's clock, or soon after, as this client can say it."""
+        due_ms = self.broker.now_ms() + after_ms
+        return -(-due_ms // 1000) * 1000 if self.which == PYTHON else due_ms
+
+    # ---- consuming
+
+    def listen(self, *, kind: str = "push", **options: Any) -> str:
+        """Start one more consumer of the group; returns its name."""
+        self._consumers += 1
+        name = f"{self.group}-{self._consumers}"
+        how = {"topic": self.topic, "group": self.group, **self._how, **options}
+        self.client.call(kind, name=name, **how)
+        return name
+
+    def simple(self, **options: Any) -> str:
+        """A consumer that asks for what it gets."""
+        return self.listen(kind="simple", **{"wait_s": 5, **options})
+
+    def receive(
+        self, consumer: str, bodies: Collection[str], *, count: int = 16, invisible_s: int = INVISIBLE_S
+    ) -> list[Json]:
+        """Ask until all these have come, or the time is up: what came, in order."""
+        found: list[Json] = []
+        end_s = time.monotonic() + BOUND_S
+        while not set(bodies) <= {message["body"] for message in found}:
+            assert time.monotonic() < end_s, f"{bodies} did not come, but {found}"
+            found += self.receive_once(consumer, count=count, invisible_s=invisible_s)
+        return found
+
+    def receive_once(self, consumer: str, *, count: int = 16, invisible_s: int = INVISIBLE_S) -> list[Json]:
+        """What one question brings; nothing when its wait is over."""
+        found: list[Json] = self.client.call(
+            "receive", consumer=consumer, count=count, invisible_s=invisible_s
+        )
+        return found
+
+    def ack(self, consumer: str, *messages: Json) -> None:
+        for message in messages:
+            self.client.call("ack", consumer=consumer, number=message["number"])
+
+    def change(self, consumer: str, message: Json, invisible_s: int) -> None:
+        self.client.call("change", consumer=consumer, number=message["number"], invisible_s=invisible_s)
+
+    def stop(self, consumer: str) -> None:
+        self.client.call("stop", name=consumer)
+
+    # ---- what became of it, from the broker's own log
+
+    def is_early(self, body: str) -> bool:
+        """Did this message, which had a due instant, come into its queue before it?"""
+        [row] = [row for row in self.broker.rows(self.topic) if row["body"] == body.encode()]
+        return bool(row["store_ms"] < row["due_ms"])
+
+    def dead_letters(self) -> list[str]:
+        return self.broker.bodies(f"%DLQ%{self.group}")
+
+
+def configure_group(broker: StockBroker, group: str, config: Json) -> None:
+    """As an operator would, with RocketMQ's own words; `retry_ms`: the pauses between tries."""
+    found = {"groupName": group, "consumeEnable": True, "retryQueueNums": 1, **config}
+    if pauses_ms := found.pop("retry_ms", None):
+        policy = {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": pauses_ms}}
+        found["groupRetryPolicy"] = policy
+    answer = broker.request(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=json.dumps(found).encode())
+    assert answer.code == 0, answer.remark
