@@ -63,6 +63,38 @@ def test_what_cannot_work_is_refused_by_its_option_s_name(refused: dict[str, Any
     assert f"--{field.replace('_', '-')} {value}" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("", False),
+        ("10.0.0.7", False),
+        ("broker.example", False),
+        ("localhost.example", False),
+    ],
+)
+def test_plain_text_stays_on_this_machine_unless_told_otherwise(host: str, is_local: bool) -> None:
+    Settings(host=host, tls_cert="c", tls_key="k")
+    Settings(host=host, allow_plaintext=True)
+    if is_local:
+        Settings(host=host)
+        return
+    with pytest.raises(SetupError, match=r"--host .*--tls-cert.*--allow-plaintext"):
+        Settings(host=host)
+
+
+def test_a_certificate_and_its_key_go_together() -> None:
+    with pytest.raises(SetupError, match=r"--tls-cert is of no use without --tls-key"):
+        Settings(tls_cert="c")
+    with pytest.raises(SetupError, match=r"--tls-key is of no use without --tls-cert"):
+        Settings(tls_key="k")
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().port = 1  # type: ignore[misc]

@@ -14,6 +14,8 @@ CODES = {
     "invalid_message": "InvalidMessage",
     "invalid_delay": "InvalidDelay",
     "invalid_filter": "InvalidFilter",
+    "unauthorized": "Unauthorized",
+    "forbidden": "Forbidden",
     "not_found": "NotFound",
     "out_of_range": "OutOfRange",
     "over_limit": "OverLimit",
@@ -51,7 +53,15 @@ def test_the_drawing_shows_every_error() -> None:
 
 
 def test_errors_are_sorted_by_who_must_act() -> None:
-    for request in ("InvalidMessage", "InvalidDelay", "InvalidFilter", "NotFound", "OutOfRange"):
+    for request in (
+        "InvalidMessage",
+        "InvalidDelay",
+        "InvalidFilter",
+        "Unauthorized",
+        "Forbidden",
+        "NotFound",
+        "OutOfRange",
+    ):
         assert issubclass(getattr(errors, request), errors.RequestError)
     for storage in ("Corrupt", "DiskFailed"):
         assert issubclass(getattr(errors, storage), errors.StorageError)

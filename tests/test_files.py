@@ -15,7 +15,7 @@ import pytest
 from tests.crash_files import CrashFiles
 
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError, TimeballError
-from timeball.files import Files, RealFiles
+from timeball.files import Files, RealFiles, read_secret
 
 
 @pytest.fixture(params=["real", "crash"])
@@ -344,3 +344,26 @@ def test_a_new_root_is_synced_into_its_parent(tmp_path: Path, monkeypatch: pytes
     files.lock()
     files.unlock()
     assert {tmp_path.stat().st_ino, (tmp_path / "a").stat().st_ino} <= set(synced)
+
+
+# ---- what is not for everybody ------------------------------------------------------------------------------
+
+
+def test_a_secret_is_read_whole_where_nobody_else_can(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"s" * 100_000)
+    path.chmod(0o600)
+    assert read_secret(str(path), "--secret", forbidden_mode=0o077) == b"s" * 100_000
+    path.chmod(0o640)
+    assert read_secret(str(path), "--secret", forbidden_mode=0o007)
+    for mode in (0o640, 0o604, 0o620, 0o601):
+        path.chmod(mode)
+        with pytest.raises(SetupError, match=f"--secret .*others may read it \\(mode {mode:04o}\\)"):
+            read_secret(str(path), "--secret", forbidden_mode=0o077)
+
+
+def test_a_secret_that_cannot_be_read_names_the_option(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"--secret .*No such file"):
+        read_secret(str(tmp_path / "gone"), "--secret", forbidden_mode=0)
+    with pytest.raises(SetupError, match=r"--secret .*directory"):
+        read_secret(str(tmp_path), "--secret", forbidden_mode=0)

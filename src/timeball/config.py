@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -29,6 +30,12 @@ class Settings:
     data: Path = Path("timeball-data")
     host: str = "127.0.0.1"
     port: int = 7400
+
+    # who may come in (docs/security.md)
+    access_file: str = ""  # accounts and what each may do; empty: everybody may do everything
+    tls_cert: str = ""  # PEM, with the chain; with a key, all ports speak TLS and nothing else
+    tls_key: str = ""
+    allow_plaintext: bool = False  # on an address that is not this machine's alone
 
     # RocketMQ clients
     name_server_port: int = 9876  # RocketMQ's own ports; -1: do not listen
@@ -87,6 +94,7 @@ class Settings:
         for option, name in (("--broker-name", self.broker_name), ("--cluster-name", self.cluster_name)):
             if not limits.NAME.fullmatch(name) or len(name) > limits.TOPIC_BYTES_MAX:
                 raise SetupError(f"{option} {name!r}: 1 to 127 of the characters % | a-z A-Z 0-9 _ -")
+        self._check_security()
         if self.durability not in ("sync", "async"):
             raise SetupError(f"--durability {self.durability}: it is 'sync' or 'async'")
         if not 1 * MIB <= self.segment_bytes <= 2048 * MIB:
@@ -104,6 +112,16 @@ class Settings:
             raise SetupError(f"--gather-ahead-ms {self.gather_ahead_ms}: at least 1000")
         if not 0 <= self.dispatch_grace_ms <= limits.HOUR_MS:
             raise SetupError(f"--dispatch-grace-ms {self.dispatch_grace_ms}: between 0 and {limits.HOUR_MS}")
+
+    def _check_security(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            there, missing = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
+            raise SetupError(f"{there} is of no use without {missing}: name both files, or none")
+        if not (self.tls_cert or self.allow_plaintext or is_loopback(self.host)):
+            raise SetupError(
+                f"--host {self.host}: others could reach the broker there, and read what it is sent. Give it a "
+                "certificate (--tls-cert, --tls-key), or say --allow-plaintext if the network is one you trust"
+            )
 
     def _check_waiting(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -127,3 +145,11 @@ class Settings:
             raise SetupError(
                 f"--timing-zone {self.timing_zone!r}: no IANA time zone, such as Europe/Berlin"
             ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address. No name but "localhost" counts: who knows what it is tomorrow."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -5,6 +5,8 @@
     │   ├── InvalidMessage      a name, size or property that no broker of ours accepts
     │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
     │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
+    │   ├── Unauthorized        no credentials, or wrong ones: send an access key of the access file
+    │   ├── Forbidden           the account is known and may not do this; its line in the access file says what it may
     │   ├── NotFound            no such topic, group, promise or file
     │   └── OutOfRange          a position outside what is kept; carries the range that is
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
@@ -55,6 +57,18 @@ class InvalidFilter(RequestError):
     def __init__(self, text: str, *, position: int | None = None, limit: str | None = None) -> None:
         super().__init__(text)
         self.position, self.limit = position, limit
+
+
+class Unauthorized(RequestError):
+    """The request comes without credentials, or with wrong ones; which of the two is not said."""
+
+    code = "unauthorized"
+
+
+class Forbidden(RequestError):
+    """The account may not do this."""
+
+    code = "forbidden"
 
 
 class NotFound(RequestError):

@@ -273,3 +273,20 @@ def _sync_directory(path: Path) -> None:
         raise DiskFailed(f"fsync of folder {path} failed: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:
+    """A file of the operator's outside the data folder, whole, with something in it that is not for everybody.
+
+    Raises SetupError naming the option: when it cannot be read, and when its mode has one of these bits.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            mode = (
+                os.fstat(file.fileno()).st_mode & 0o777
+            )  # of the file that is read, whatever the name means next
+            if mode & forbidden_mode:
+                raise SetupError(f"{option} {path}: others may read it (mode {mode:04o}); chmod 600 it")
+            return file.read()
+    except OSError as error:
+        raise SetupError(f"{option} {path}: {error.strerror or error}") from error

@@ -1,0 +1,264 @@
+"""Who may do what: accounts from a file, credentials from a request, and an answer before anything is done.
+
+    access file -> Access -- authenticate(headers) or verify(content, signature) --> Principal -- check(verb, …)
+
+What is not granted is refused. The words of the file are RocketMQ's (DENY, PUB, SUB, PUB|SUB, ANY):
+
+    what is asked                    verb       needs
+    send                             SEND       PUB on the topic
+    recall, cancel, reschedule       CANCEL     PUB on the topic
+    receive, pull, acknowledge       RECEIVE    SUB on the topic and SUB on the group
+    look (ends of queues, status)    LOOK       an account; of a topic PUB or SUB on it, of a group SUB on it
+    everything else                  ADMIN      admin = true
+
+`%RETRY%g` and `%DLQ%g` follow the group g and nothing else. `"*"` stands for all names that are not in the table, but
+never for topics that are the broker's own: messages of everybody pass through them.
+
+A signature covers a date and not the request, and a bearer sends the secret itself: that nobody listens is TLS's part.
+Invariant: no secret leaves this module, in no error and in no repr; secrets are compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Annotated, Literal
+
+import msgspec
+
+from timeball.errors import Forbidden, SetupError, Unauthorized
+
+# RocketMQ's Python client writes its local time and calls it UTC; no zone is further away than that.
+DATE_DRIFT_MS_MAX = 15 * 60 * 60 * 1000
+FILE_BYTES_MAX = 4 * 1024 * 1024
+EVERY = "*"
+RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"
+# Delayed messages, half messages and traces of all topics; RocketMQ's names, told by how they begin.
+OWN_TOPICS = ("SCHEDULE_TOPIC_", "RMQ_SYS_", "rmq_sys_", "TRANS_CHECK_")
+
+ASK = "this broker asks for an access key and its secret (docs/security.md)"
+_WRONG = "there is no account with this access key and this secret"
+_NO_SECRET = b"nobody's secret: a stranger's name shall take as long as a known one"
+
+_SIGNED = re.compile(
+    r"Credential=(?P<key>[^,/\s]*)(?:/[^,]*)?, *SignedHeaders=x-mq-date-time, *Signature=(?P<hex>[0-9A-Fa-f]{40})"
+)
+_DATE = re.compile(r"([0-9]{4})([0-9]{2})([0-9]{2})T([0-9]{2})([0-9]{2})([0-9]{2})Z")
+
+Right = Literal["DENY", "PUB", "SUB", "PUB|SUB", "SUB|PUB", "ANY"]
+PUB, SUB = 1, 2
+_BOTH = PUB | SUB
+_BITS: dict[str, int] = {"DENY": 0, "PUB": PUB, "SUB": SUB, "PUB|SUB": _BOTH, "SUB|PUB": _BOTH, "ANY": _BOTH}
+_WORDS = {PUB: "PUB", SUB: "SUB", _BOTH: "PUB or SUB"}
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^(\*|[%|a-zA-Z0-9_-]{1,255})$")]
+
+
+class Verb(Enum):
+    """What a request asks for; the value completes the sentence "may not …"."""
+
+    SEND = "send to"
+    CANCEL = "take back messages of"
+    RECEIVE = "receive from"
+    LOOK = "look at"
+    ADMIN = "administer the broker"
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One account, as it stands in the access file."""
+
+    access_key: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@-]{1,128}$")]
+    secret_key: Annotated[str, msgspec.Meta(min_length=8, max_length=256)]
+    admin: bool = False
+    topics: dict[Name, Right] = {}
+    groups: dict[Name, Right] = {}
+
+    def __repr__(self) -> str:
+        return f"Account(access_key={self.access_key!r}, secret_key=…, admin={self.admin})"
+
+
+class _AccessFile(msgspec.Struct, forbid_unknown_fields=True):
+    accounts: list[Account]
+
+
+Accounts = Mapping[str, Account]
+
+
+def parse(data: bytes, place: str) -> Accounts:
+    """The accounts of an access file, by access key; `place` is its path. Raises SetupError, which names no secret."""
+    if len(data) > FILE_BYTES_MAX:
+        raise SetupError(f"--access-file {place}: {len(data)} bytes; at most {FILE_BYTES_MAX}")
+    try:
+        found = msgspec.toml.decode(data, type=_AccessFile)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also text that is no UTF-8
+        raise SetupError(
+            f"--access-file {place}: {error}"
+        ) from None  # the cause may hold the line, and the secret
+    accounts: dict[str, Account] = {}
+    for account in found.accounts:
+        if account.access_key in accounts:
+            raise SetupError(f"--access-file {place}: access_key {account.access_key!r} is there twice")
+        if of_group := [name for name in account.topics if name.startswith((RETRY_PREFIX, DLQ_PREFIX))]:
+            raise SetupError(
+                f"--access-file {place}: topics of {account.access_key!r}: {of_group[0]!r} follows its group; "
+                "grant that in groups"
+            )
+        accounts[account.access_key] = account
+    return accounts
+
+
+class Principal:
+    """Who makes a request. What it may do is asked of the accounts as they are now, however long it has been here."""
+
+    __slots__ = ("_access", "_account")
+
+    def __init__(self, access: Access, account: Account) -> None:
+        self._access, self._account = access, account
+
+    def __repr__(self) -> str:
+        return f"Principal({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        """The access key."""
+        return self._account.access_key
+
+    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
+        """Raise Forbidden unless the account may do this; Unauthorized when it has gone, or has another secret now."""
+        account = self._access.current(self._account)
+        if account.admin or (verb is Verb.LOOK and topic is None and group is None):
+            return
+        if verb is Verb.ADMIN or (topic is None and group is None):
+            raise Forbidden(f"account {self.name!r} may not {Verb.ADMIN.value}: admin = true would let it")
+        right = {Verb.RECEIVE: SUB, Verb.LOOK: _BOTH}.get(verb, PUB)
+        if topic is not None and not _may_topic(account, topic, right):
+            raise Forbidden(
+                f"account {self.name!r} may not {verb.value} topic {topic[:128]!r}: {_needs(topic, right)}"
+            )
+        if group is not None and not _rights(account.groups, group) & SUB:
+            raise Forbidden(
+                f"account {self.name!r} may not use group {group[:128]!r}: SUB on the group would let it"
+            )
+
+    def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
+        """The same as a question."""
+        try:
+            self.check(verb, topic=topic, group=group)
+        except (Forbidden, Unauthorized):
+            return False
+        return True
+
+
+class Access:
+    """The accounts in force. Any thread may ask; `replace` changes all of them at once."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+
+    def __repr__(self) -> str:
+        return f"Access({len(self._accounts)} accounts)"
+
+    def replace(self, accounts: Accounts) -> None:
+        """From now on these; whoever is in with what is gone is out with the next thing it does."""
+        self._accounts = accounts
+
+    def authenticate(self, headers: Mapping[str, str], now_ms: int) -> Principal:
+        """Who sends these headers (names in lower case): "authorization", and "x-mq-date-time". Raises Unauthorized.
+
+        "MQv2-HMAC-SHA1 Credential=<access key>, SignedHeaders=x-mq-date-time, Signature=<hex>", or, for programs that
+        cannot sign, "Bearer <access key>:<secret key>".
+        """
+        scheme, _, rest = headers.get("authorization", "").strip().partition(" ")
+        if scheme.lower() == "bearer":
+            key, _, secret = rest.strip().partition(":")
+            account = self._accounts.get(key)
+            kept = _NO_SECRET if account is None else account.secret_key.encode()
+            return self._let_in(account, hmac.compare_digest(kept, _bytes(secret)))
+        if scheme.lower() != "mqv2-hmac-sha1":
+            raise Unauthorized(ASK)
+        signed = _SIGNED.fullmatch(rest.strip())
+        if signed is None:
+            raise Unauthorized(f"{ASK}; the authorization header has no access key and signature")
+        date = headers.get("x-mq-date-time", "")
+        _check_date(date, now_ms)
+        return self.verify(signed["key"], _bytes(date), bytes.fromhex(signed["hex"]))
+
+    def verify(self, access_key: str, content: bytes, signature: bytes) -> Principal:
+        """Whose signature (HMAC-SHA1) of `content` this is; raises Unauthorized."""
+        account = self._accounts.get(access_key)
+        secret = _NO_SECRET if account is None else account.secret_key.encode()
+        return self._let_in(account, hmac.compare_digest(hmac.digest(secret, content, "sha1"), signature))
+
+    def current(self, account: Account) -> Account:
+        """The account as it is now; Unauthorized when its secret is not the same any more."""
+        found = self._accounts.get(account.access_key)
+        if found is None or found.secret_key != account.secret_key:
+            raise Unauthorized(_WRONG)
+        return found
+
+    def _let_in(self, account: Account | None, proven: bool) -> Principal:
+        if account is None or not proven:
+            raise Unauthorized(_WRONG)
+        return Principal(self, account)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _check_date(text: str, now_ms: int) -> None:
+    found = _DATE.fullmatch(text)
+    try:
+        if found is None:
+            raise ValueError
+        at_ms = int(datetime(*map(int, found.groups()), tzinfo=UTC).timestamp() * 1000)  # type: ignore[misc,arg-type]
+    except ValueError:
+        raise Unauthorized("the header x-mq-date-time is no date such as 20300131T090000Z") from None
+    if abs(now_ms - at_ms) > DATE_DRIFT_MS_MAX:
+        raise Unauthorized("the header x-mq-date-time is more than 15 h from the broker's clock")
+
+
+def _rights(table: Mapping[str, Right], name: str) -> int:
+    return _BITS[table.get(name) or table.get(EVERY, "DENY")]
+
+
+def _may_topic(account: Account, topic: str, right: int) -> bool:
+    for prefix in (RETRY_PREFIX, DLQ_PREFIX):
+        if topic.startswith(prefix):
+            return _may_of_group(account, topic.removeprefix(prefix))
+    if topic.startswith(OWN_TOPICS) and topic not in account.topics:
+        return False
+    return bool(_rights(account.topics, topic) & right)
+
+
+def _may_of_group(account: Account, rest: str) -> bool:
+    """Whether the account may use `%RETRY%<rest>`, where `rest` is a group, or a group and a topic behind it.
+
+    Where one name ends nobody can tell. So the group that the file names counts; else some way to read it must be
+    allowed, and no way to read it may meet a name that the file refuses.
+    """
+    if rest in account.groups:
+        return bool(_rights(account.groups, rest) & SUB)
+    allowed = bool(_rights(account.groups, rest) & SUB)
+    for group, topic in _splits(rest):
+        of_group, of_topic = _rights(account.groups, group) & SUB, _rights(account.topics, topic) & SUB
+        if (group in account.groups and not of_group) or (topic in account.topics and not of_topic):
+            return False
+        allowed = allowed or bool(of_group and of_topic)
+    return allowed
+
+
+def _splits(text: str) -> Iterator[tuple[str, str]]:
+    """Every way to part it at a "_", as RocketMQ joins a group and a topic, or a "+", as its later versions do."""
+    for at, sign in enumerate(text):
+        if sign in "_+":
+            yield text[:at], text[at + 1 :]
+
+
+def _needs(topic: str, right: int) -> str:
+    if topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
+        return "SUB on its group would let it"
+    return f"{_WORDS[right]} on the topic would let it"

@@ -1,0 +1,47 @@
+"""Who may come in, and how they are spoken to, as the settings say it: an access file and a certificate, loaded.
+
+Both are read when the broker starts, which fails if either is not sound. The access file is read again when the
+operator says so (SIGHUP); one that is not sound then is named in the broker's log, and changes nothing. A new certificate needs a new start, since one of the edges cannot exchange its own.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from timeball import access, tls
+from timeball.access import Access, Accounts
+from timeball.config import Settings
+from timeball.errors import SetupError
+from timeball.files import read_secret
+
+logger = logging.getLogger(__name__)
+
+OTHERS = 0o077
+
+
+class Guard:
+    """See the module. `access` and `tls` are None where everybody may come in, and where nothing is encrypted."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        """Read what the settings name; raises SetupError."""
+        self._path = settings.access_file if settings else ""
+        self.access = Access(self._read()) if self._path else None
+        self.tls = tls.load(settings.tls_cert, settings.tls_key) if settings and settings.tls_cert else None
+
+    def reload(self) -> None:
+        """Read the access file again."""
+        if self.access is None:
+            return
+        try:
+            accounts = self._read()
+        except SetupError as error:
+            logger.error("%s; the accounts stay as they were", error)
+            return
+        self.access.replace(accounts)
+        logger.info("--access-file %s was read again: %d accounts", self._path, len(accounts))
+
+    def _read(self) -> Accounts:
+        return access.parse(read_secret(self._path, "--access-file", forbidden_mode=OTHERS), self._path)
+
+
+OPEN = Guard()

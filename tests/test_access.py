@@ -1,0 +1,311 @@
+"""Access: what is not granted is refused, whoever asks and however it is written, and no secret is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.access import DATE_DRIFT_MS_MAX, Access, Principal, Verb, parse
+from timeball.errors import Forbidden, RequestError, SetupError, Unauthorized
+
+SECRET = "shop secret 1"
+FILE = f"""
+[[accounts]]
+access_key = "shop"
+secret_key = "{SECRET}"
+topics = {{ "orders" = "PUB|SUB", "sales" = "PUB", "news" = "SUB", "payroll" = "DENY", "both" = "ANY" }}
+groups = {{ "workers" = "SUB" }}
+
+[[accounts]]
+access_key = "wide"
+secret_key = "wide secret 2"
+topics = {{ "*" = "ANY", "payroll" = "DENY" }}
+groups = {{ "*" = "SUB", "bosses" = "DENY" }}
+
+[[accounts]]
+access_key = "root"
+secret_key = "root secret 3"
+admin = true
+"""
+DATE, DATE_MS = "20300131T090000Z", 1_896_080_400_000
+# printf '20300131T090000Z' | openssl dgst -sha1 -hmac 'shop secret 1'
+DATE_SIGNED = "470fcb2998a2e2583675a15d26fa242d5da196eb"
+
+
+def access(text: str = FILE) -> Access:
+    return Access(parse(text.encode(), "access.toml"))
+
+
+def caller(name: str) -> Principal:
+    secrets = {"shop": SECRET, "wide": "wide secret 2", "root": "root secret 3"}
+    return access().authenticate({"authorization": f"Bearer {name}:{secrets[name]}"}, 0)
+
+
+def signed(credential: str = "shop", signature: str = DATE_SIGNED, date: str = DATE) -> dict[str, str]:
+    text = f"MQv2-HMAC-SHA1 Credential={credential}, SignedHeaders=x-mq-date-time, Signature={signature}"
+    return {"authorization": text, "x-mq-date-time": date}
+
+
+# ---- who it is ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        signed(),
+        signed(signature=DATE_SIGNED.upper()),  # Java
+        signed("shop/cn/rmq"),
+        {"authorization": f"Bearer shop:{SECRET}"},
+        {"authorization": f"bearer  shop:{SECRET}"},
+    ],
+    ids=["signed", "capitals", "region", "bearer", "small"],
+)
+def test_who_proves_it_is_let_in(headers: dict[str, str]) -> None:
+    assert access().authenticate(headers, DATE_MS).name == "shop"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer shop"},
+        {"authorization": "Bearer shop:"},
+        {"authorization": "Bearer :"},
+        {"authorization": "Bearer shop:wrong"},
+        {"authorization": f"Bearer nobody:{SECRET}"},
+        {"authorization": f"Basic shop:{SECRET}"},
+        signed("wide"),
+        signed("nobody"),
+        signed(""),
+        signed(signature="0" * 40),
+        signed(signature=""),
+        signed(date="20300131T090001Z"),  # another second than the one signed
+        signed(date=""),
+        signed(date="2030-01-31"),
+        signed(date="20301331T090000Z"),
+        {"authorization": signed()["authorization"]},
+        {
+            "authorization": signed()["authorization"].replace("x-mq-date-time", "x-mq-nothing"),
+            "x-mq-date-time": DATE,
+        },
+    ],
+    ids=str,
+)
+def test_who_does_not_is_not(headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthorized) as refusal:
+        access().authenticate(headers, DATE_MS)
+    assert SECRET not in str(refusal.value)
+
+
+def test_a_date_may_be_some_zones_away() -> None:
+    for drift_ms in (-DATE_DRIFT_MS_MAX, DATE_DRIFT_MS_MAX):
+        assert access().authenticate(signed(), DATE_MS + drift_ms).name == "shop"
+    for drift_ms in (-DATE_DRIFT_MS_MAX - 1, DATE_DRIFT_MS_MAX + 1):
+        with pytest.raises(Unauthorized, match="15 h"):
+            access().authenticate(signed(), DATE_MS + drift_ms)
+
+
+def test_a_stranger_and_a_wrong_secret_are_told_the_same() -> None:
+    told = set()
+    for pair in ("shop:wrong", "stranger:wrong"):
+        with pytest.raises(Unauthorized) as refusal:
+            access().authenticate({"authorization": f"Bearer {pair}"}, 0)
+        told.add(str(refusal.value))
+    assert len(told) == 1
+
+
+@given(st.dictionaries(st.sampled_from(["authorization", "x-mq-date-time"]), st.text()))
+def test_no_header_does_anything_but_be_refused(headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthorized):
+        access().authenticate(headers, DATE_MS)
+
+
+@given(
+    st.sampled_from(["Bearer ", "MQv2-HMAC-SHA1 ", "MQv2-HMAC-SHA1 Credential="]),
+    st.text(st.characters(exclude_categories=[])),
+    st.text(),
+)
+def test_nor_one_that_begins_well(begin: str, rest: str, date: str) -> None:
+    with pytest.raises(Unauthorized):
+        access().authenticate({"authorization": begin + rest, "x-mq-date-time": date}, DATE_MS)
+
+
+@given(st.text(), st.binary(), st.binary())
+def test_nor_any_signature(key: str, content: bytes, signature: bytes) -> None:
+    with pytest.raises(Unauthorized):
+        access().verify(key, content, signature)
+
+
+# ---- what it may --------------------------------------------------------------------------------------------
+
+MAY: list[tuple[str, Verb, dict[str, str], bool]] = [
+    ("shop", Verb.SEND, {"topic": "orders"}, True),
+    ("shop", Verb.SEND, {"topic": "sales"}, True),
+    ("shop", Verb.SEND, {"topic": "both"}, True),
+    ("shop", Verb.SEND, {"topic": "news"}, False),
+    ("shop", Verb.SEND, {"topic": "payroll"}, False),
+    ("shop", Verb.SEND, {"topic": "unheard"}, False),
+    ("shop", Verb.SEND, {"topic": "Orders"}, False),
+    ("shop", Verb.SEND, {"topic": "*"}, False),
+    ("shop", Verb.SEND, {}, False),
+    ("shop", Verb.CANCEL, {"topic": "sales"}, True),
+    ("shop", Verb.CANCEL, {"topic": "news"}, False),
+    ("shop", Verb.RECEIVE, {"topic": "news", "group": "workers"}, True),
+    ("shop", Verb.RECEIVE, {"topic": "news"}, True),
+    ("shop", Verb.RECEIVE, {"topic": "news", "group": "bosses"}, False),
+    ("shop", Verb.RECEIVE, {"topic": "sales", "group": "workers"}, False),
+    ("shop", Verb.RECEIVE, {}, False),
+    ("shop", Verb.LOOK, {}, True),
+    ("shop", Verb.LOOK, {"topic": "sales"}, True),
+    ("shop", Verb.LOOK, {"topic": "news"}, True),
+    ("shop", Verb.LOOK, {"topic": "payroll"}, False),
+    ("shop", Verb.ADMIN, {}, False),
+    ("shop", Verb.ADMIN, {"topic": "orders"}, False),
+    ("wide", Verb.SEND, {"topic": "unheard"}, True),
+    ("wide", Verb.SEND, {"topic": "payroll"}, False),
+    ("wide", Verb.RECEIVE, {"topic": "orders", "group": "bosses"}, False),
+    ("wide", Verb.ADMIN, {}, False),
+    ("root", Verb.ADMIN, {}, True),
+    ("root", Verb.SEND, {"topic": "SCHEDULE_TOPIC_XXXX"}, True),
+    # the broker's own topics
+    ("wide", Verb.RECEIVE, {"topic": "SCHEDULE_TOPIC_XXXX", "group": "g"}, False),
+    ("wide", Verb.RECEIVE, {"topic": "RMQ_SYS_TRANS_HALF_TOPIC"}, False),
+    ("wide", Verb.LOOK, {"topic": "rmq_sys_wheel_timer"}, False),
+    ("wide", Verb.RECEIVE, {"topic": "TRANS_CHECK_MAX_TIME_TOPIC"}, False),
+    # what belongs to a group
+    ("shop", Verb.RECEIVE, {"topic": "%RETRY%workers", "group": "workers"}, True),
+    ("shop", Verb.SEND, {"topic": "%RETRY%workers"}, True),
+    ("shop", Verb.RECEIVE, {"topic": "%DLQ%workers"}, True),
+    ("shop", Verb.RECEIVE, {"topic": "%RETRY%bosses"}, False),
+    ("shop", Verb.RECEIVE, {"topic": "%DLQ%bosses"}, False),
+    ("shop", Verb.RECEIVE, {"topic": "%RETRY%workers_news"}, True),
+    ("shop", Verb.RECEIVE, {"topic": "%RETRY%workers+news"}, True),
+    ("shop", Verb.RECEIVE, {"topic": "%RETRY%workers_sales"}, False),
+    ("shop", Verb.RECEIVE, {"topic": "%RETRY%workers_payroll"}, False),
+    ("shop", Verb.RECEIVE, {"topic": "%RETRY%workers_unheard"}, False),
+    ("wide", Verb.RECEIVE, {"topic": "%RETRY%anybody"}, True),
+    ("wide", Verb.RECEIVE, {"topic": "%RETRY%any_body"}, True),
+    ("wide", Verb.RECEIVE, {"topic": "%RETRY%bosses"}, False),
+    ("wide", Verb.RECEIVE, {"topic": "%RETRY%bosses_orders"}, False),
+    ("wide", Verb.RECEIVE, {"topic": "%RETRY%anybody_payroll"}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "verb", "what", "allowed"), MAY, ids=str)
+def test_what_an_account_may(name: str, verb: Verb, what: dict[str, str], allowed: bool) -> None:
+    who = caller(name)
+    assert who.may(verb, **what) is allowed
+    if allowed:
+        who.check(verb, **what)
+    else:
+        with pytest.raises(Forbidden, match=name):
+            who.check(verb, **what)
+
+
+@given(st.sampled_from(list(Verb)), st.text(), st.text())
+def test_an_account_without_a_line_may_nothing_but_look(verb: Verb, topic: str, group: str) -> None:
+    who = Access(parse(b'[[accounts]]\naccess_key = "bare"\nsecret_key = "12345678"', "f")).authenticate(
+        {"authorization": "Bearer bare:12345678"}, 0
+    )
+    assert not who.may(verb, topic=topic, group=group)
+    assert who.may(verb) is (verb is Verb.LOOK)
+
+
+def test_who_is_gone_or_has_another_secret_is_out_at_once() -> None:
+    there = access()
+    who = there.authenticate({"authorization": f"Bearer shop:{SECRET}"}, 0)
+    there.replace(parse(FILE.replace('"sales" = "PUB"', '"sales" = "DENY"').encode(), "f"))
+    with pytest.raises(Forbidden):
+        who.check(Verb.SEND, topic="sales")
+    who.check(Verb.SEND, topic="orders")
+    there.replace(parse(FILE.replace(SECRET, "another one").encode(), "f"))
+    with pytest.raises(Unauthorized):
+        who.check(Verb.SEND, topic="orders")
+    there.replace({})
+    assert not who.may(Verb.LOOK)
+
+
+# ---- the file -----------------------------------------------------------------------------------------------
+
+
+def test_no_secret_is_shown() -> None:
+    accounts = parse(FILE.encode(), "f")
+    shown = f"{accounts} {accounts['shop']!r} {access()!r} {caller('shop')!r}"
+    assert "shop" in shown
+    assert not [secret for secret in (SECRET, "wide secret 2", "root secret 3") if secret in shown]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "accounts"),
+        ("accounts = 3", "accounts"),
+        ("[[accounts]]\naccess_key = 'a'", "secret_key"),
+        ("[[accounts]]\naccess_key = 'a'\nsecret_key = 'short'", "secret_key"),
+        ("[[accounts]]\naccess_key = 'a/b'\nsecret_key = 'long enough'", "access_key"),
+        ("[[accounts]]\naccess_key = ''\nsecret_key = 'long enough'", "access_key"),
+        ("[[accounts]]\naccess_key = 'a'\nsecret_key = 'long enough'\nadmn = true", "admn"),
+        ("[[accounts]]\naccess_key = 'a'\nsecret_key = 'long enough'\nadmin = 1", "admin"),
+        ("[[accounts]]\naccess_key = 'a'\nsecret_key = 'long enough'\ntopics = { o = 'READ' }", "READ"),
+        ("[[accounts]]\naccess_key = 'a'\nsecret_key = 'long enough'\ntopics = { 'o.*' = 'SUB' }", "topics"),
+        ("[[accounts]]\naccess_key = 'a'\nsecret_key = 'long enough'\ntopics = { '%RETRY%g' = 'SUB' }", "%RETRY%g"),
+        ("globalWhiteRemoteAddresses = []\n" + FILE, "globalWhiteRemoteAddresses"),
+        (FILE + FILE, "twice"),
+        ("[[accounts]\n", "line 1"),
+        ("accounts = " + "[" * 5_000, "access.toml"),
+        ("\x00", "access.toml"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_sound_says_where(text: str, told: str) -> None:
+    with pytest.raises(SetupError, match=r"--access-file access\.toml") as refusal:
+        parse(text.encode(), "access.toml")
+    assert told in str(refusal.value)
+    assert SECRET not in str(refusal.value) and "long enough" not in str(refusal.value)
+
+
+@given(st.binary(max_size=200))
+def test_hostile_files(data: bytes) -> None:
+    with pytest.raises(SetupError):
+        parse(data, "f")
+
+
+WORDS: st.SearchStrategy[Any] = st.recursive(
+    st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["topics", "access_key", "x"]), inner),
+    max_leaves=5,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["access_key", "secret_key", "admin", "topics", "groups", "x"]), WORDS)
+)
+def test_hostile_accounts(account: dict[str, Any]) -> None:
+    try:
+        accounts = parse(_toml(account), "f")
+    except SetupError:
+        return
+    for found in accounts.values():  # whatever was read means what it says
+        assert msgspec.structs.asdict(found).items() >= account.items()
+
+
+def _toml(account: dict[str, Any]) -> bytes:
+    def value(it: Any) -> str:
+        if isinstance(it, dict):
+            return "{" + ", ".join(f"{json.dumps(k)} = {value(v)}" for k, v in it.items()) + "}"
+        if isinstance(it, list):
+            return "[" + ", ".join(map(value, it)) + "]"
+        return json.dumps(it)
+
+    lines = "".join(f"{name} = {value(it)}\n" for name, it in account.items())
+    return f"[[accounts]]\n{lines}".encode("utf-8", "surrogatepass")
+
+
+def test_both_errors_are_the_caller_s() -> None:
+    assert issubclass(Unauthorized, RequestError) and issubclass(Forbidden, RequestError)
