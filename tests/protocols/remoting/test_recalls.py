@@ -7,9 +7,9 @@ from tests.node_fixture import RunningNode, eventually
 from tests.protocols.remoting.test_sends import rows, sent
 from tests.protocols.remoting.wire import Wire
 
+from timeball.broker.recall_handle import decode_handle, encode_handle
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
-from timeball.protocols.remoting.codec.recall import decode_handle, encode_handle
 
 RECALL = RequestCode.RECALL_MESSAGE
 HOUR_MS = 3_600_000

@@ -19,10 +19,10 @@ from functools import partial
 import pyarrow as pa
 
 from timeball import limits
+from timeball.broker import recall_handle
 from timeball.broker.service import Accepted
 from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.protocols.remoting.calls import response_code
-from timeball.protocols.remoting.codec import recall
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag
 from timeball.protocols.remoting.codec.frame import Command
 from timeball.protocols.remoting.codec.send_columns import SendColumns, Ticket
@@ -141,7 +141,7 @@ class Gathering:
     def _handle(self, ticket: Ticket) -> str:
         if ticket.due_ms is None or not self._recallable:
             return ""
-        return recall.encode_handle(ticket.topic, self._site.broker_name, ticket.due_ms, ticket.unique_key)
+        return recall_handle.encode_handle(ticket.topic, self._site.broker_name, ticket.due_ms, ticket.unique_key)
 
     def _refuse(self, tickets: list[Ticket], error: BaseException) -> None:
         for ticket in tickets:

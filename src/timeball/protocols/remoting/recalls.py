@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
+from timeball.broker.recall_handle import decode_handle
 from timeball.errors import InvalidMessage
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.recall import decode_handle
 from timeball.protocols.remoting.site import Site
 
 SETTLED = ("cancelled", "already_cancelled")

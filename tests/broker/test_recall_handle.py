@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from timeball.broker.recall_handle import Handle, decode_handle, encode_handle
 from timeball.errors import InvalidMessage
-from timeball.protocols.remoting.codec.recall import Handle, decode_handle, encode_handle
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters=" "), min_size=1, max_size=40)
 
