@@ -11,10 +11,11 @@ HTTP/2 can take its place. What a handler raises becomes the response's status (
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from timeball import limits
+from timeball.access import Principal
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.codec.statuses import Refused
 
@@ -30,7 +31,7 @@ class Call:
     headers: Mapping[str, str]
     peer: str = ""
     remaining_s: float | None = None  # until the client's deadline; None: it has none
-    principal: Any = field(default=None)  # who they are, when access is controlled
+    principal: Principal | None = None  # who they are, when access is controlled
 
     @property
     def client_id(self) -> str:

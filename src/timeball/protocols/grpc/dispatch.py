@@ -19,7 +19,7 @@ from timeball.errors import TimeballError
 from timeball.protocols.grpc._generated import service_pb2
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.calls import Call, Handlers
-from timeball.protocols.grpc.codec.statuses import status, status_of
+from timeball.protocols.grpc.codec.statuses import Refused, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,25 +65,18 @@ class Dispatch:
 
     async def unary(self, name: str, call: Call, request: Any) -> Any:
         """The response, of the call's own kind; never raises but when cancelled."""
-        handler = self._handlers.get(name)
-        if handler is None:
-            return self._not_there(name)
         try:
             self._check(call, name, request)
-            return await handler(call, request)
+            return await self._handler(name)(call, request)
         except Exception as error:  # whatever it is, the client gets an answer
             return self._failed(name, error)
 
     async def stream(self, name: str, call: Call, request: Any) -> AsyncIterator[Any]:
         """The responses; a failure is the last of them. `request` is a stream itself where the call takes one."""
-        handler = self._handlers.get(name)
-        if handler is None:
-            yield self._not_there(name)
-            return
         responses: Any = None
         try:
             self._check(call, name, request)
-            responses = handler(call, request)
+            responses = self._handler(name)(call, request)
             async for response in responses:
                 yield response
         except Exception as error:  # as above
@@ -93,9 +86,14 @@ class Dispatch:
                 # At once, and not when it is collected: what it holds for a client that has gone is to come back.
                 await responses.aclose()
 
-    def _not_there(self, name: str) -> Any:
-        sentence = f"{name} is not implemented by Timeball; docs/protocols/grpc.md has what is"
-        return METHODS[name].response(status=status(Code.NOT_IMPLEMENTED, sentence))
+    def _handler(self, name: str) -> Any:
+        handler = self._handlers.get(name)
+        if handler is None:
+            raise Refused(
+                Code.NOT_IMPLEMENTED,
+                f"{name} is not implemented by Timeball; docs/protocols/grpc.md has what is",
+            )
+        return handler
 
     def _failed(self, name: str, error: Exception) -> Any:
         if not isinstance(error, TimeballError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from timeball.broker.service import Broker
-from timeball.protocols.grpc.calls import Call
+from timeball.guard import OPEN, Guard
 from timeball.protocols.grpc.clients import Clients
 from timeball.protocols.grpc.dispatch import Dispatch
+from timeball.protocols.grpc.permissions import Permissions
 from timeball.protocols.grpc.routes import Routes
+from timeball.protocols.grpc.sends import Sends
 from timeball.protocols.grpc.server import Server
 from timeball.protocols.grpc.site import Site
 from timeball.protocols.grpc.telemetry import Telemetry
@@ -20,11 +21,15 @@ EXPIRE_LOOK_S = 5.0
 class GrpcEdge:
     """See the module. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._settings = broker.parts.settings
+    def __init__(self, broker: Broker, guard: Guard = OPEN) -> None:
+        self._settings, self._tls = broker.parts.settings, guard.tls
         self.site = site = Site(broker, Clients())
-        rooms = [Routes(site).handlers(), Telemetry(site).handlers()]
-        self.dispatch = Dispatch(rooms, self._check)
+        rooms = [
+            Routes(site).handlers(),
+            Sends(site).handlers(),
+            Telemetry(site).handlers(),
+        ]
+        self.dispatch = Dispatch(rooms, Permissions(guard.access, broker.parts.clock.clock).check)
         self._server = Server(self.dispatch)
         self._watch: asyncio.Task[None] | None = None
 
@@ -37,7 +42,7 @@ class GrpcEdge:
         """Listen; raises SetupError when the port is taken."""
         self.site.port = self._settings.grpc_port
         if self.site.port >= 0:
-            self.site.port = await self._server.start(self._settings)
+            self.site.port = await self._server.start(self._settings, self._tls)
         self._watch = asyncio.create_task(self._expire())
         self._watch.add_done_callback(self._ended)
 
@@ -48,9 +53,6 @@ class GrpcEdge:
             await asyncio.gather(self._watch, return_exceptions=True)
         self.site.clients.close()
         await self._server.close()
-
-    def _check(self, call: Call, name: str, request: Any) -> None:
-        """Whether this caller may make this call."""
 
     async def _expire(self) -> None:
         while True:

@@ -20,6 +20,7 @@ from timeball.config import Settings
 from timeball.errors import SetupError
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch, Method
+from timeball.tls import Tls
 
 MESSAGE_BYTES_MAX = limits.BODY_BYTES_MAX + 64 * 1024
 HEADERS_BYTES, HEADERS_BYTES_MAX = 8 * 1024, 16 * 1024  # where refusals begin, and where all are refused
@@ -56,14 +57,14 @@ class Server:
         self._dispatch = dispatch
         self._server: grpc.aio.Server | None = None
 
-    async def start(self, settings: Settings) -> int:
+    async def start(self, settings: Settings, tls: Tls | None) -> int:
         """Listen; returns the port. Raises SetupError."""
         server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=CALLS_MAX)
         handlers = {method.name: self._handler(method) for method in METHODS.values()}
         server.add_registered_method_handlers(SERVICE_NAME, handlers)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
-            port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
+            port = _listen(server, f"{host}:{settings.grpc_port}", tls)
         except RuntimeError as error:
             raise SetupError(
                 f"--grpc-port {settings.grpc_port}: {error}; another broker may be running, choose another port"
@@ -100,6 +101,13 @@ class Server:
         if method.gives_stream:
             return grpc.unary_stream_rpc_method_handler(stream, **codec)
         return grpc.unary_unary_rpc_method_handler(unary, **codec)
+
+
+def _listen(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
+    if tls is None:
+        return int(server.add_insecure_port(address))
+    credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)])
+    return int(server.add_secure_port(address, credentials))
 
 
 def call_of(context: ServicerContext[Any, Any]) -> Call:

@@ -28,6 +28,7 @@ from timeball.protocols.grpc.client_settings import answered
 from timeball.protocols.grpc.clients import Client, Stream
 from timeball.protocols.grpc.codec.names import group_name
 from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.permissions import check_settings
 from timeball.protocols.grpc.site import Site
 
 TYPES = frozenset(
@@ -52,9 +53,9 @@ class Telemetry:
     async def _telemetry(
         self, call: Call, requests: AsyncIterator[TelemetryCommand]
     ) -> AsyncIterator[TelemetryCommand]:
-        name, stream = call.client_id, Stream()
+        stream = Stream()
         known: list[Client] = []
-        reading = asyncio.ensure_future(self._read(name, requests, stream, known))
+        reading = asyncio.ensure_future(self._read(call, requests, stream, known))
         try:
             while (command := await stream.commands.get()) is not None:
                 yield command
@@ -65,14 +66,14 @@ class Telemetry:
                 self._site.clients.closed(client, stream, self._site.monotonic_ms())
 
     async def _read(
-        self, name: str, requests: AsyncIterator[TelemetryCommand], stream: Stream, known: list[Client]
+        self, call: Call, requests: AsyncIterator[TelemetryCommand], stream: Stream, known: list[Client]
     ) -> None:
         """What the client says; ends with it."""
         try:
             async for command in requests:
                 if command.WhichOneof("command") != "settings":
                     continue  # an answer to something that we do not ask
-                client = self._settle(name, command)
+                client = self._settle(call, command)
                 if client not in known:
                     self._site.clients.opened(client, stream)
                     known.append(client)
@@ -80,18 +81,19 @@ class Telemetry:
         finally:
             stream.end()
 
-    def _settle(self, name: str, command: TelemetryCommand) -> Client:
+    def _settle(self, call: Call, command: TelemetryCommand) -> Client:
         settings = command.settings
         if settings.client_type not in TYPES:
             raise Refused(
                 Code.UNRECOGNIZED_CLIENT_TYPE,
                 f"client type {settings.client_type}: a producer, or a push, simple or pull consumer",
             )
+        check_settings(call.principal, settings)
         group = None
         if settings.HasField("subscription"):
             group = self._site.broker.parts.groups.ensure(group_name(settings.subscription.group))
         completed = answered(settings, group, check_types=self._site.settings.check_message_types)
-        return self._site.clients.settle(name, completed, self._site.monotonic_ms())
+        return self._site.clients.settle(call.client_id, completed, self._site.monotonic_ms())
 
     async def _heartbeat(self, call: Call, request: HeartbeatRequest) -> HeartbeatResponse:
         client = self._site.clients.heard(call.client_id, self._site.monotonic_ms())

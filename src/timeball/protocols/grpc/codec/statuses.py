@@ -8,6 +8,7 @@ its text stays with us: clients are told its name and no more.
 from __future__ import annotations
 
 from timeball.errors import (
+    Forbidden,
     InvalidDelay,
     InvalidFilter,
     InvalidMessage,
@@ -16,6 +17,7 @@ from timeball.errors import (
     OverLimit,
     RequestError,
     TimeballError,
+    Unauthorized,
     Unavailable,
 )
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Status
@@ -28,6 +30,8 @@ _CODES: list[tuple[type[TimeballError], Code]] = [
     (InvalidMessage, Code.BAD_REQUEST),
     (NotFound, Code.NOT_FOUND),
     (OutOfRange, Code.BAD_REQUEST),
+    (Unauthorized, Code.UNAUTHORIZED),
+    (Forbidden, Code.FORBIDDEN),
     (RequestError, Code.BAD_REQUEST),
     (OverLimit, Code.TOO_MANY_REQUESTS),
     (Unavailable, Code.HA_NOT_AVAILABLE),

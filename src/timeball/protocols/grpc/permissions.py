@@ -1,0 +1,89 @@
+"""Who makes a call, and whether they may: asked before a handler runs, when there is an access file.
+
+Each call of the service stands in the table with what it needs and which of its fields name the topic and the group; a
+call that does not is an administrator's. Telemetry names its topics and its group inside the stream, so the room
+that reads it asks again (`check_settings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from timeball.access import Access, Principal, Verb
+from timeball.clock import Clock
+from timeball.protocols.grpc._generated.definition_pb2 import Resource, Settings
+from timeball.protocols.grpc.calls import Call
+from timeball.protocols.grpc.codec.names import group_name, topic_name
+
+Topics = Callable[[Any], Iterable[Resource]]
+
+
+class Need(NamedTuple):
+    """What a call asks for, and of which topics; `of_group`: of the group in its field `group` too."""
+
+    verb: Verb
+    topics: Topics = lambda request: ()
+    of_group: bool = False
+
+
+def _own(request: Any) -> list[Resource]:
+    return [request.topic]
+
+
+def _of_queue(request: Any) -> list[Resource]:
+    return [request.message_queue.topic]
+
+
+def _of_messages(request: Any) -> list[Resource]:
+    # A call has one topic; of two the first is refused or the second is, and the call with them.
+    return list({(m.topic.resource_namespace, m.topic.name): m.topic for m in request.messages}.values())
+
+
+NEEDS = {
+    "QueryRoute": Need(Verb.LOOK, _own),
+    "QueryOffset": Need(Verb.LOOK, _of_queue),
+    "SendMessage": Need(Verb.SEND, _of_messages),
+    "EndTransaction": Need(Verb.SEND, _own),
+    "RecallMessage": Need(Verb.CANCEL, _own),
+    "QueryAssignment": Need(Verb.RECEIVE, _own, of_group=True),
+    "AckMessage": Need(Verb.RECEIVE, _own, of_group=True),
+    "ChangeInvisibleDuration": Need(Verb.RECEIVE, _own, of_group=True),
+    "ForwardMessageToDeadLetterQueue": Need(Verb.RECEIVE, _own, of_group=True),
+    "ReceiveMessage": Need(Verb.RECEIVE, _of_queue, of_group=True),
+    "PullMessage": Need(Verb.RECEIVE, _of_queue, of_group=True),
+    "UpdateOffset": Need(Verb.RECEIVE, _of_queue, of_group=True),
+    "GetOffset": Need(Verb.RECEIVE, _of_queue, of_group=True),
+}
+# An account is enough: they are about the client itself, or say what they are about later on.
+OF_ONESELF = frozenset({"Telemetry", "Heartbeat", "NotifyClientTermination"})
+
+
+class Permissions:
+    """See the module. Without `access` everybody may do everything."""
+
+    def __init__(self, access: Access | None, clock: Clock) -> None:
+        self._access, self._clock = access, clock
+
+    def check(self, call: Call, name: str, request: Any) -> None:
+        """Set `call.principal`; raises Unauthorized, Forbidden, Refused."""
+        if self._access is None:
+            return
+        call.principal = self._access.authenticate(call.headers, self._clock.wall_ms())
+        if name in OF_ONESELF:
+            return
+        need = NEEDS.get(name, Need(Verb.ADMIN))
+        group = group_name(request.group) if need.of_group else None
+        topics: list[str | None] = [topic_name(topic) for topic in need.topics(request)]
+        for topic in topics or [None]:
+            call.principal.check(need.verb, topic=topic, group=group)
+
+
+def check_settings(principal: Principal | None, settings: Settings) -> None:
+    """Whether a client may be what its settings say; raises Forbidden, Unauthorized, Refused."""
+    if principal is None:
+        return
+    for topic in settings.publishing.topics:
+        principal.check(Verb.SEND, topic=topic_name(topic))  # it will be asked about the topic's transactions
+    if settings.HasField("subscription"):
+        principal.check(Verb.RECEIVE, group=group_name(settings.subscription.group))
