@@ -25,7 +25,8 @@ from tests.crash_files import CrashFiles
 from tests.node_fixture import running_node
 
 from timeball import limits
-from timeball.broker.cancelling import Candidate, Found, Verdict, cancel_rows, verdicts
+from timeball.broker.cancelling import Verdict, cancel_rows, verdicts
+from timeball.broker.finding import Candidate, Found
 from timeball.clock import ManualClock
 from timeball.errors import OutOfRange
 from timeball.message import Int64Array, Kind
@@ -289,7 +290,7 @@ async def test_what_is_settled_and_let_go_is_not_known_any_more(world: World) ->
     await world.cancel(keys[:1])
     await world.advance(SOON_MS)
     await let_go_of_all(world)
-    assert await said(world, ids=keys, seqs=[1, 2]) == ["not_found"] * 4
+    assert await said(world, ids=keys, seqs=[1, 2]) == [*["not_found"] * 2, *["expired"] * 2]
 
 
 # ---- races --------------------------------------------------------------------------------------------------
@@ -443,22 +444,34 @@ def test_cancel_rows_name_the_promises_they_settle() -> None:
 
 
 def test_a_verdict_of_each_sort() -> None:
-    found = Found(
-        [candidate(s, i) for i, s in enumerate("abcd")], {0: ("released", 7), 1: ("already_cancelled", 8)}
-    )
-    assert verdicts(["d", "c", "b", "a", "e"], found, {2}, 50) == [
-        Verdict("d", "released", 3, None),  # settled, and its record let go
+    found = Found([candidate(s, i) for i, s in enumerate("abcd")], gone={6})
+    said = [("released", 7), ("already_cancelled", 8), ("cancelled", 50), ("expired", None)]
+    told = {seq: Verdict("", verdict, seq, at_ms) for seq, (verdict, at_ms) in enumerate(said)}
+    assert verdicts(["d", "c", "c", "b", "a", "e", "6"], found, told) == [
+        Verdict("d", "expired", 3),
         Verdict("c", "cancelled", 2, 50),
+        Verdict("c", "already_cancelled", 2, 50),  # the second time
         Verdict("b", "already_cancelled", 1, 8),
         Verdict("a", "released", 0, 7),
         Verdict("e", "not_found"),
-    ]  # fmt: skip
+        Verdict("6", "expired", 6),
+    ]
 
 
-def test_the_same_promise_found_twice_counts_once() -> None:
-    """In the log and in a file: compaction copies a row before the log lets it go."""
-    found, row = Found(), {"seq": 4, "due_ms": 9, "topic": "t", "unique_key": "x", "keys": None}
-    for accepted_ms in (5, None):
-        found.add("x", row, accepted_ms)
-    found.add("y", row, None)
-    assert [(c.subject, c.accepted_ms) for c in found.candidates] == [("x", 5), ("y", 0)]
+def test_of_several_the_one_that_was_ended_now_comes_first_and_then_the_newest() -> None:
+    found = Found([candidate("a", seq) for seq in (1, 2, 3, 4)])
+    said = {1: "released", 2: "cancelled", 3: "released", 4: "already_cancelled"}
+    told = {seq: Verdict("", verdict, seq, 5) for seq, verdict in said.items()}
+    assert [v.seq for v in verdicts(["a"], found, told)] == [2, 4, 3, 1]
+
+
+def test_what_was_once_cancelled_is_not_told_beside_what_has_its_id_now() -> None:
+    old, new, other = (
+        replace(candidate("a", seq), unique_key=key) for seq, key in ((1, "x"), (2, "x"), (3, "y"))
+    )
+    told = {
+        seq: Verdict("", "already_cancelled", seq, at_ms) for seq, at_ms in ((1, None), (2, None), (3, 9))
+    }
+    assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2]
+    told[1] = Verdict("", "already_cancelled", 1, 7)  # the log tells of it: a promise of its own
+    assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2, 1]

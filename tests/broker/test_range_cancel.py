@@ -16,7 +16,7 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker import range_cancel
 from timeball.broker.range_cancel import RangesCancelled
-from timeball.errors import NotFound, OutOfRange
+from timeball.errors import NotFound, OutOfRange, RequestError
 from timeball.message import CANCEL_REASON, Kind, decode_properties
 from timeball.table.attachment import within
 
@@ -66,6 +66,25 @@ async def test_what_waits_of_a_job_is_ended_wherever_it_lies_and_nothing_else(wo
     await world.advance(41 * DAY_MS)
     assert await delivered(world) == sorted([keys[0], *others, *single])
     assert await said(world, ids=keys) == ["released"] + ["already_cancelled"] * 4
+
+
+@pytest.mark.parametrize("reason", ["x\x02NEXT\x017", "x\n"])
+@on_node()
+async def test_a_reason_that_would_be_more_than_one_property(world: World, reason: str) -> None:
+    _, numbers = await attached(world, [FAR_MS])
+    with pytest.raises(RequestError, match="printable"):
+        await world.broker.cancel_ranges([numbers], reason)
+    assert cancel_log(world) == []
+
+
+@on_node()
+async def test_what_was_moved_has_left_the_job(world: World) -> None:
+    keys, numbers = await attached(world, [FAR_MS, FAR_MS])
+    await world.broker.reschedule(ids=keys[:1], delay_ms=HOUR_MS)
+    counted = await world.broker.cancel_ranges([numbers], "campaign spring")
+    assert counted == RangesCancelled(rows=2, cancelled=1, already_cancelled=1, settled=1)
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == keys[:1]
 
 
 @on_node()

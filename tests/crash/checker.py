@@ -65,6 +65,14 @@ class Sent:
     due_ms: int | None
     acked: bool = False
     is_at_least: bool = False  # a level's wait begins with the broker's clock: it is due then or later
+    maybe_due: set[int] = field(default_factory=set)  # moves asked for, that nobody has answered
+
+    def move(self, due_ms: int) -> None:
+        """A move was answered: it is due then, unless another one is asked for at the same time."""
+        self.maybe_due.discard(due_ms)
+        if self.maybe_due:
+            self.maybe_due |= {due_ms, self.due_ms or 0}
+        self.due_ms = due_ms
 
 
 @dataclass(slots=True)
@@ -142,6 +150,8 @@ def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
             yield Fault("unexpected", f"{row.key} at {row.place}")
             continue
         due_ms = row.due_ms if sent.is_at_least and (row.due_ms or 0) >= (sent.due_ms or 0) else sent.due_ms
+        if row.due_ms in sent.maybe_due:
+            due_ms = row.due_ms
         if (row.body, row.due_ms, row.place.topic) != (sent.body, due_ms, sent.topic):
             yield Fault("corrupted", f"{row.key} at {row.place}: {len(row.body)} bytes, due {row.due_ms}")
         if row.due_ms is not None and row.store_ms < row.due_ms:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tests.crash import dispatch_scenarios, kept_scenarios
+from tests.crash import dispatch_scenarios, kept_scenarios, moved_scenarios
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 Step = Callable[[World], Awaitable[object]]
@@ -202,10 +202,12 @@ SCENARIOS: dict[str, Scenario] = {
     "roll": ROLL,
     **kept_scenarios.SCENARIOS,
     **dispatch_scenarios.SCENARIOS,
+    **moved_scenarios.SCENARIOS,
 }
 # Retention keeps nothing that nobody needs, so that these scenarios can see segments go.
 SETTINGS: dict[str, dict[str, Any]] = {
     "roll": {"retention_ms": 1},
     "levels": {"retention_ms": 1},
     **kept_scenarios.SETTINGS,
+    **moved_scenarios.SETTINGS,
 }

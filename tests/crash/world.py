@@ -164,6 +164,18 @@ class World:
             if not self.files.cut:
                 self.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
 
+    async def reschedule(self, keys: Iterable[str], delay_ms: int) -> None:
+        """Move promises to so far from now; until the answer is there, they may be due at either instant."""
+        wanted, due_ms = list(keys), self.clock.wall + delay_ms
+        for key in wanted:
+            if key in self.observed.sent:
+                self.observed.sent[key].maybe_due.add(max(due_ms, self.clock.wall))
+        for verdict in await self.broker.reschedule(ids=wanted, due_ms=due_ms):
+            if not self.files.cut:
+                self.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
+                if verdict.verdict == "rescheduled":
+                    self.observed.sent[verdict.subject].move(verdict.due_ms)
+
     async def consume(self) -> None:
         """One look at every queue from the group's offsets on, committed behind what was seen."""
         for topic in self.broker.topics().keys() - {SCHEDULE_TOPIC}:

@@ -80,6 +80,19 @@ def test_windows_side_by_side_hold_every_row_once(dues: list[int]) -> None:
     assert [position for part in walked for position in order(part)] == every
 
 
+@given(DUES, st.data())
+def test_rows_by_instant_and_number(dues: list[int], data: st.DataObject) -> None:
+    file, every = one_file(table_rows(dues)), sorted(order(table_rows(dues)))
+    wanted = data.draw(st.lists(st.sampled_from(every), unique=True))
+    asked = [*wanted, (BEGIN_MS + 3, 10**9), (BEGIN_MS - 50, 1)]  # and what lies nowhere
+    due, seq = (np.array(side, dtype=np.int64) for side in zip(*asked, strict=True))
+    # Whoever asks for a number by another instant may be given it; nobody does.
+    assert (
+        set(wanted) <= set(order(file.rows_of(due, seq))) <= {*wanted, *(one for one in every if one[1] == 1)}
+    )
+    assert not file.is_open
+
+
 def test_a_window_reads_only_the_row_groups_that_may_hold_it() -> None:
     file = one_file(table_rows([BEGIN_MS + i for i in range(10 * GROUP_ROWS)]))
     assert file.row_count_up_to(BEGIN_MS, BEGIN_MS) == GROUP_ROWS

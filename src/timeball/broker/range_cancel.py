@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.parts import Parts, in_thread
-from timeball.errors import NotFound, OutOfRange
+from timeball.errors import NotFound, OutOfRange, RequestError
 from timeball.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
 from timeball.table.attachment import Ranges, within
 from timeball.table.data_file import DataFile
@@ -40,6 +40,9 @@ class RangesCancelled(msgspec.Struct, frozen=True):
 async def cancel_ranges(parts: Parts, ranges: Ranges, reason: str) -> RangesCancelled:
     """Settle all promises numbered first_seq <= seq < first_seq + rows, for each (first_seq, rows)."""
     total = check(parts, ranges)
+    if not reason.isprintable():
+        # It would stand among the properties of CANCEL rows, and end its own.
+        raise RequestError(f"reason {reason!r}: printable characters only")
     cancelled = already = 0
     for file in overlapping(parts.hour_log.pending.all(), ranges):
         for group in range(await in_thread(parts.reader_thread, file.group_count)):

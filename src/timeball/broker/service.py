@@ -15,10 +15,19 @@ from functools import partial
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import admission, cancelling, delivery, pulling, range_cancel, transactions
+from timeball.broker import (
+    admission,
+    cancelling,
+    delivery,
+    pulling,
+    range_cancel,
+    rescheduling,
+    transactions,
+)
 from timeball.broker.appending import Appending
 from timeball.broker.cancelling import Verdict
 from timeball.broker.dispatching import Dispatching
+from timeball.broker.finding import Names
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.popping.popper import Popper
@@ -129,65 +138,28 @@ class Broker:
 
         `topic`: only those for it, since producers of different topics may have given the same id.
         """
-        parts = self.parts
-        if len(ids) + len(keys) + len(seqs) > limits.CANCELS_PER_REQUEST_MAX:
-            raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} cancels in one request; split it")
+        names = Names(ids, keys, seqs, topic)
+        return await cancelling.settle(self.parts, names, partial(cancelling.cancel, self.parts))
 
-        def look_up() -> cancelling.Found:
-            files = parts.hour_log.pending.all()
-            return cancelling.look_up(parts.reader, parts.key_index, files, ids=ids, keys=keys, seqs=seqs)
-
-        found = await in_thread(self.parts.reader_thread, look_up)
-        found.candidates = [c for c in found.candidates if topic is None or c.topic == topic]
-        await parts.hour_log.quiet()
-        cancelled, now_ms = await self._cancel_waiting(found)
-        unknown = [c for c in found.candidates if c.seq not in cancelled and c.seq not in found.settled]
-        if unknown:
-            # Settled between the look-up and now, or handed out and on its way to the disk: then look again.
-            await parts.writer.flushed()
-            found.settled.update((await in_thread(self.parts.reader_thread, look_up)).settled)
-            self._recall_cancels(found, [c for c in unknown if c.seq not in found.settled])
-        return cancelling.verdicts([*ids, *keys, *map(str, seqs)], found, cancelled, now_ms)
+    async def reschedule(
+        self,
+        *,
+        ids: Sequence[str] = (),
+        keys: Sequence[str] = (),
+        seqs: Sequence[int] = (),
+        topic: str | None = None,
+        due_ms: int | None = None,
+        delay_ms: int | None = None,
+    ) -> list[Verdict]:
+        """Move what waits of these to another instant, or so far from now; one verdict each (see rescheduling.py)."""
+        names = Names(ids, keys, seqs, topic)
+        return await rescheduling.reschedule(
+            self.parts, self.appending, names, due_ms=due_ms, delay_ms=delay_ms
+        )
 
     async def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> RangesCancelled:
         """Settle what waits of a bulk job's numbers, (first_seq, rows); see range_cancel.py."""
         return await range_cancel.cancel_ranges(self.parts, ranges, reason)
-
-    def _recall_cancels(self, found: cancelling.Found, unknown: list[cancelling.Candidate]) -> None:
-        """Retention may have let a CANCEL row go while its promise still lies in the table: the schedule knows."""
-        for schedule, candidates in self._by_schedule(unknown):
-            for candidate, was in zip(
-                candidates, schedule.was_cancelled(*cancelling.pairs(candidates)), strict=True
-            ):
-                if was:
-                    found.settled[candidate.seq] = ("already_cancelled", None)
-
-    def _by_schedule(
-        self, candidates: Iterable[cancelling.Candidate]
-    ) -> list[tuple[Strategy, list[cancelling.Candidate]]]:
-        """Who keeps which of these promises."""
-        parts = self.parts
-        found: dict[Strategy, list[cancelling.Candidate]] = {}
-        for candidate in candidates:
-            schedule: Strategy = parts.hour_log if candidate.in_table else parts.schedule
-            found.setdefault(parts.levels if candidate.is_level else schedule, []).append(candidate)
-        return list(found.items())
-
-    async def _cancel_waiting(self, found: cancelling.Found) -> tuple[set[int], int]:
-        """Settle the candidates that still wait; returns when the CANCEL rows are durable."""
-        parts, now_ms = self.parts, self.parts.clock.now_ms()
-        by_seq = {c.seq: c for c in found.candidates if c.seq not in found.settled}
-        if not by_seq:
-            return set(), now_ms
-        chosen: list[cancelling.Candidate] = []
-        for schedule, candidates in self._by_schedule(by_seq.values()):
-            answers = schedule.cancel(*cancelling.pairs(candidates))
-            chosen += [c for c, was in zip(candidates, answers, strict=True) if was]
-        if chosen:
-            # No pause since the decision: the CANCEL rows stand in the log before any later release.
-            _, durable = parts.writer.append(cancelling.cancel_rows(chosen, now_ms))
-            await durable
-        return {c.seq for c in chosen}, now_ms
 
     # -- consuming ---------------------------------------------------------------------------------------
 

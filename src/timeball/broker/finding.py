@@ -1,0 +1,328 @@
+"""Which promises a caller means by ids, keys or numbers, and what the log says has become of each.
+
+    id, key   every promise that carries it; of one that was moved, only what it has become
+    number    that promise, or what it has become by now
+
+Found are promises of the log and of the pending table. A CANCEL row with a NEXT property says that the promise was
+moved: it goes on under another number, whose row stands in the same frame, so whoever still finds the one finds the
+other. That is followed to the end of the chain.
+
+Left out, unless its topic is asked for: what is on its way back to a consumer (topics %RETRY% and %DLQ%). It carries
+its producer's id and keys, but the producer's message has been delivered; to cancel would be to lose it.
+
+All of it is one call in the reader thread, which is also where old segments and files are let go: what is found at
+its beginning is still there at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.retry import DLQ_PREFIX, RETRY_PREFIX
+from timeball.errors import OutOfRange
+from timeball.key_hash import hash_text
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.message import CANCEL_NEXT, Int64Array, Kind, decode_properties
+from timeball.schedule.delay_levels.rows import REAL_TOPIC
+from timeball.schedule.hour_log.pending import as_promises as table_rows
+from timeball.schedule.places import as_promises
+from timeball.table.data_file import DataFile
+
+CANCELLED, RELEASED = "already_cancelled", "released"
+
+_COLUMNS = [
+    "seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq", "properties",
+]  # fmt: skip
+_PROMISES = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.MOVED)
+_SETTLING = (Kind.RELEASE, Kind.CANCEL)
+_SCAN_ROWS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a caller asks for. `topic`: only promises for it, as producers of different topics may use the same id."""
+
+    ids: Sequence[str] = ()
+    keys: Sequence[str] = ()
+    seqs: Sequence[int] = ()
+    topic: str | None = None
+
+    def check(self) -> None:
+        """Raise OutOfRange when these are too many for one request."""
+        if len(self.ids) + len(self.keys) + len(self.seqs) > limits.CANCELS_PER_REQUEST_MAX:
+            raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} promises in one request; split it")
+
+    @property
+    def subjects(self) -> list[str]:
+        """As they are told in the answer, in the order asked."""
+        return [*self.ids, *self.keys, *map(str, self.seqs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A promise somebody means. `at_seq`: the row of the log it lies in now, if it lies in one."""
+
+    subject: str
+    seq: int
+    due_ms: int
+    topic: str
+    unique_key: str | None
+    keys: str | None
+    accepted_ms: int
+    is_level: bool = False  # waits in the queue of a delay level
+    in_table: bool = False  # lies in a file of the pending table
+    at_seq: int | None = None
+
+
+class Settled(NamedTuple):
+    """How a promise was settled, and when. `next_seq`: the promise it was moved to."""
+
+    verdict: str
+    at_ms: int | None
+    next_seq: int | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """Promises by subject, and how those that are settled were settled, by number.
+
+    `gone`: numbers older than the log, of which neither log nor table knows anything any more.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    settled: dict[int, Settled] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+
+def look_up(reader: LogReader, key_index: KeyIndex, files: list[DataFile], names: Names) -> Found:
+    """All promises with one of these names, in the log and the table (reader thread)."""
+    search = _Search(reader, files)
+    search.by_number(names.seqs)
+    search.by_name(key_index, names)
+    search.by_walking()
+    followed = search.followed()
+    if names.topic is not None:
+        followed = [c for c in followed if c.topic == names.topic]
+    else:
+        numbers = {str(seq) for seq in names.seqs}
+        followed = [c for c in followed if c.subject in numbers or not is_on_its_way_back(c.topic)]
+    return Found(followed, search.settled, search.gone)
+
+
+def is_on_its_way_back(topic: str) -> bool:
+    """Whether a promise for this topic is a copy for the consumers of a message that was delivered."""
+    return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
+
+
+class _Search:
+    """One look-up."""
+
+    def __init__(self, reader: LogReader, files: list[DataFile]) -> None:
+        self._reader, self._files = reader, files
+        self._found: dict[tuple[str, int], Candidate] = {}
+        self.settled: dict[int, Settled] = {}
+        self.gone: set[int] = set()
+        self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
+
+    # -- by number ---------------------------------------------------------------------------------------------
+
+    def by_number(self, seqs: Iterable[int]) -> None:
+        """Promises with these numbers, where they lie."""
+        wanted = np.unique(np.array(list(seqs), dtype=np.int64))
+        for file in self._files:
+            inside = wanted[(wanted >= file.entry.min_seq) & (wanted <= file.entry.max_seq)]
+            for row in file.find_seqs(inside).to_pylist() if len(inside) else ():
+                self._add(str(row["seq"]), row, row["accepted_ms"], in_table=True)
+        for seq in wanted.tolist():
+            if (
+                not self._in_log(seq)
+                and 0 < seq < self._reader.next_seq
+                and (str(seq), seq) not in self._found
+            ):
+                self._unknown.add(seq)
+
+    def _in_log(self, seq: int) -> bool:
+        """Whether this row is kept; if it is a promise, it is a candidate now."""
+        if not self._reader.first_seq <= seq < self._reader.next_seq:
+            return False
+        there = False
+        for rows in self._reader.rows(seq, seq + 1):
+            there = True
+            for row in rows.select(_COLUMNS).to_pylist():
+                if row["kind"] in (Kind.PROMISE, Kind.LEVEL_PROMISE):
+                    self._add(str(seq), row, row["store_ms"], at_seq=seq)
+        return there
+
+    # -- by id and key -----------------------------------------------------------------------------------------
+
+    def by_name(self, key_index: KeyIndex, names: Names) -> None:
+        """Promises with these ids and keys; and what has become of them, and of those known by number."""
+        by_id, by_key = set(names.ids), set(names.keys)
+        # How a promise named by its number was settled is found by its id, like everything else.
+        known = {c.unique_key for c in self._found.values() if c.unique_key is not None}
+        hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
+        for row in self._reader.take(key_index.find(hashes)).select(_COLUMNS).to_pylist():
+            for name in _names(row, by_id, by_key):
+                self._add_logged(name, row)
+            self._note_settling(row)
+            self._note_move(row)
+        for file in self._files if by_id or by_key else ():
+            rows = file.find(hashes)
+            # Nearly always none: cancels ask every file.
+            for row in rows.to_pylist() if rows.num_rows else ():
+                for name in _names(row, by_id, by_key):
+                    self._add(name, row, row["accepted_ms"], in_table=True)
+
+    # -- by walking through the log ----------------------------------------------------------------------------
+
+    def by_walking(self) -> None:
+        """Look for the rows that no index knows: of promises without an id, and of numbers that lie nowhere.
+
+        It reads all that is kept behind them. Clients of ours give every message an id, and nobody asks often.
+        """
+        nameless = {c.seq for c in self._found.values() if c.unique_key is None}
+        wanted = nameless | self._unknown
+        if not wanted:
+            return
+        begin = max(self._reader.first_seq, min(wanted))
+        for rows in self._walk(begin):
+            source = rows.column("source_seq").fill_null(-1).to_numpy()
+            looked_at = 0
+            while looked_at < len(wanted):  # again, when a move has told of another number to look for
+                looked_at = len(wanted)
+                mine = np.isin(source, list(wanted))
+                for row in rows.filter(pa.array(mine)).to_pylist() if mine.any() else ():
+                    self._note_walked(row)
+                    ended = self.settled.get(row["source_seq"])
+                    if ended is not None and ended.next_seq is not None:
+                        wanted.add(ended.next_seq)
+        found = {c.seq for c in self._found.values()}
+        self.gone = {seq for seq in self._unknown - found if seq < self._reader.first_seq}
+
+    def _walk(self, begin: int) -> Iterator[pa.RecordBatch]:
+        kinds = (*_SETTLING, Kind.MOVED)
+        return self._reader.coalesced(begin, self._reader.next_seq, kinds, _SCAN_ROWS, _COLUMNS)
+
+    def _note_walked(self, row: dict[str, Any]) -> None:
+        self._note_settling(row)
+        self._note_move(row)
+        if row["source_seq"] in self._unknown:
+            self._add_logged(str(row["source_seq"]), row)
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    def _add_logged(self, subject: str, row: dict[str, Any]) -> None:
+        """A row of the log that speaks of a promise: the promise as it was accepted, moved or ended."""
+        if row["kind"] in (Kind.PROMISE, Kind.LEVEL_PROMISE):
+            self._add(subject, row, row["store_ms"], at_seq=row["seq"])
+        elif row["kind"] == Kind.MOVED:
+            self._add(subject, {**row, "seq": row["source_seq"]}, row["accepted_ms"], at_seq=row["seq"])
+        elif row["kind"] in _SETTLING:
+            # The promise itself may have been let go by retention, or never have been in the log (bulk).
+            self._add(subject, {**row, "seq": row["source_seq"]}, row["accepted_ms"])
+
+    def _add(
+        self,
+        subject: str,
+        row: dict[str, Any],
+        accepted_ms: int | None,
+        *,
+        in_table: bool = False,
+        at_seq: int | None = None,
+    ) -> None:
+        known = self._found.get((subject, row["seq"]))
+        if known is not None:
+            self._found[subject, row["seq"]] = replace(
+                known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
+            )
+            return
+        is_level = row.get("kind") == Kind.LEVEL_PROMISE
+        # The CANCEL row is to name the topic the message was for.
+        topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
+        self._found[subject, row["seq"]] = Candidate(
+            subject, row["seq"], row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
+            is_level, in_table, at_seq,
+        )  # fmt: skip
+
+    def _note_settling(self, row: dict[str, Any]) -> None:
+        if row["kind"] == Kind.RELEASE:
+            self.settled[row["source_seq"]] = Settled(RELEASED, row["store_ms"])
+        elif row["kind"] == Kind.CANCEL:
+            next_seq = decode_properties(row["properties"] or "").get(CANCEL_NEXT)
+            self.settled[row["source_seq"]] = Settled(
+                CANCELLED, row["store_ms"], None if next_seq is None else int(next_seq)
+            )
+
+    def _note_move(self, row: dict[str, Any]) -> None:
+        """A promise known by its number was written again: it lies there now."""
+        subject = str(row["source_seq"])
+        if row["kind"] == Kind.MOVED and (subject, row["source_seq"]) in self._found:
+            self._add_logged(subject, row)
+
+    # -- moves ---------------------------------------------------------------------------------------------------
+
+    def followed(self) -> list[Candidate]:
+        """The candidates; in place of those that were moved what they have become, each once for a subject."""
+        result: dict[tuple[str, int], Candidate] = {}
+        for candidate in list(self._found.values()):
+            seq = candidate.seq
+            while (ended := self.settled.get(seq)) is not None and ended.next_seq is not None:
+                seq = ended.next_seq
+            last = self._found.get((candidate.subject, seq)) or self._successor(candidate, seq)
+            result.setdefault((last.subject, last.seq), last)
+        return list(result.values())
+
+    def _successor(self, candidate: Candidate, seq: int) -> Candidate:
+        self._in_log(seq)  # in the frame of the row that told of it
+        found = self._found.get((str(seq), seq))
+        assert found is not None, f"seq {candidate.seq} was moved to {seq}, which is no promise"
+        number = np.array([seq], dtype=np.int64)
+        in_table = any(
+            file.find_seqs(number).num_rows for file in self._files if may_hold(file, found.due_ms, seq)
+        )
+        return replace(found, subject=candidate.subject, in_table=in_table)
+
+
+def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
+    """By which of these a caller means this row."""
+    names = {row["unique_key"]} & by_id
+    if row["keys"] is not None:
+        names |= set(row["keys"].split(" ")) & by_key
+    return sorted(names)
+
+
+def may_hold(file: DataFile, due_ms: int, seq: int) -> bool:
+    """Whether a promise may lie in this file, by what its entry says."""
+    entry = file.entry
+    return entry.min_seq <= seq <= entry.max_seq and entry.min_due_ms <= due_ms <= entry.max_due_ms
+
+
+def read(reader: LogReader, files: list[DataFile], candidates: Sequence[Candidate]) -> pa.RecordBatch:
+    """The whole rows of these promises, in READ_SCHEMA; of those that still lie somewhere (reader thread).
+
+    A row of a delay level comes as it waits, in its disguise.
+    """
+    at = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
+    logged = at >= reader.first_seq
+    parts = [as_promises(reader.take(np.unique(at[logged])))]
+    wanted = [c for c, is_logged in zip(candidates, logged.tolist(), strict=True) if not is_logged]
+    for file in files if wanted else ():
+        inside = [c for c in wanted if may_hold(file, c.due_ms, c.seq)]
+        rows = file.rows_of(*pairs(inside)) if inside else None
+        if rows is not None and rows.num_rows:
+            parts.append(table_rows(rows))
+    return pa.concat_batches(parts)
+
+
+def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
+    """(due_ms, seq) of each."""
+    return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
+        [c.seq for c in candidates], dtype=np.int64
+    )

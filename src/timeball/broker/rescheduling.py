@@ -1,0 +1,150 @@
+"""Reschedule: a promise that waits is moved to another instant, as one step that cannot be seen half done.
+
+    one frame:   CANCEL   source_seq = the old number, REASON "rescheduled", NEXT = the new number
+                 PROMISE  the same message, under the same id, for the new instant
+
+A frame is in the log whole or not at all, so the message is due at the one instant or at the other, whenever the power
+goes; and a recovery, a ledger or an audit finds a promise that was cancelled and one that was accepted, and needs to
+know nothing of moves. The decision is the one of a cancel: what was handed out is `released`, and stays.
+
+The body is read first, since to read is to pause and between the decision and the append there must be none. It does
+not change while a promise waits, wherever it lies. What had once delayed the message (a level, a timer's properties) is
+taken off it: it would tell of an instant that does not hold any more.
+
+Refused, changing nothing: an instant that a send would refuse, and whatever refuses a send (a full disk, a full slot
+of a wheel). Many promises are moved in several frames; a call that fails in between has moved the first of them,
+and may be asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker import finding
+from timeball.broker.appending import Appending
+from timeball.broker.cancelling import Verdict, cancel_rows, settle, stop_waiting
+from timeball.broker.delivery import in_frames
+from timeball.broker.finding import Candidate, Names
+from timeball.broker.parts import Parts, in_thread
+from timeball.broker.retry import SPENT
+from timeball.errors import InvalidDelay, RequestError
+from timeball.message import (
+    CANCEL_NEXT,
+    CANCEL_REASON,
+    LOG_SCHEMA,
+    Kind,
+    decode_properties,
+    encode_properties,
+)
+from timeball.schedule.delay_levels.rows import REAL_QUEUE
+
+REASON = "rescheduled"
+ROWS_AT_ONCE = 64  # bodies in memory: 256 MiB of the largest
+
+
+async def reschedule(
+    parts: Parts, appending: Appending, names: Names, *, due_ms: int | None, delay_ms: int | None
+) -> list[Verdict]:
+    """Move what waits of these to an instant, or so far from now; raises InvalidDelay, and what a send raises."""
+    instant_ms = _instant_ms(parts, due_ms, delay_ms)
+    return await settle(parts, names, partial(_move, parts, appending, instant_ms))
+
+
+def _instant_ms(parts: Parts, due_ms: int | None, delay_ms: int | None) -> int:
+    now_ms, delay_ms_max = parts.clock.now_ms(), parts.settings.delay_ms_max
+    if (due_ms is None) == (delay_ms is None):
+        raise RequestError("reschedule: give one of due_ms and delay_ms")
+    # The delay by itself first: the sum might be an instant that has passed.
+    if delay_ms is not None and not 0 <= delay_ms <= delay_ms_max:
+        raise InvalidDelay(f"delay_ms {delay_ms}: between 0 and {delay_ms_max}")
+    instant_ms = now_ms + delay_ms if delay_ms is not None else due_ms
+    assert instant_ms is not None
+    if not 0 <= instant_ms <= now_ms + delay_ms_max:
+        raise InvalidDelay(f"due_ms {instant_ms}: between 0 and {now_ms + delay_ms_max}")
+    return instant_ms
+
+
+async def _move(
+    parts: Parts, appending: Appending, due_ms: int, candidates: list[Candidate]
+) -> dict[int, Verdict]:
+    told: dict[int, Verdict] = {}
+    for at in range(0, len(candidates), ROWS_AT_ONCE):
+        chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
+
+        files = parts.hour_log.pending.all()
+        rows = await in_thread(parts.reader_thread, finding.read, parts.reader, files, list(chunk.values()))
+        for frame in in_frames(rows) if rows.num_rows else ():
+            told |= await _move_frame(
+                parts, appending, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()]
+            )
+    return told
+
+
+async def _move_frame(
+    parts: Parts, appending: Appending, due_ms: int, rows: pa.RecordBatch, candidates: list[Candidate]
+) -> dict[int, Verdict]:
+    await parts.hour_log.quiet()
+    parts.writer.check_room()
+    now_ms = parts.clock.now_ms()
+    due_ms = max(due_ms, now_ms)  # an instant that has passed is now: nobody is late for it
+    moved = appending.prepare(
+        moved_rows(
+            rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=parts.settings.host
+        ),
+        now_ms,
+    )
+    waited = stop_waiting(parts, candidates)
+    chosen = [c for c, was in zip(candidates, waited.tolist(), strict=True) if was]
+    if not chosen:
+        return {}
+    # No pause since the decision, and nothing that could refuse: all that may has been asked before it.
+    first_seq = parts.writer.next_seq + len(chosen)
+    cancels = cancel_rows(chosen, now_ms, [reason(first_seq + at) for at in range(len(chosen))])
+    appended = appending.append(pa.concat_batches([cancels, moved.filter(pa.array(waited))]))
+    await appended.durable
+    return {c.seq: Verdict("", REASON, first_seq + at, now_ms, due_ms) for at, c in enumerate(chosen)}
+
+
+def reason(next_seq: int) -> str:
+    """Properties of the CANCEL row of a promise that goes on under this number."""
+    return encode_properties({CANCEL_REASON: REASON, CANCEL_NEXT: str(next_seq)})
+
+
+def moved_rows(
+    rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
+) -> pa.RecordBatch:
+    """LOG_SCHEMA promises for another instant, of READ_SCHEMA promises; `topics`: those they are for."""
+    count = rows.num_rows
+    said = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
+    level = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
+    queues = [
+        int(properties[REAL_QUEUE]) if is_level else queue
+        for properties, is_level, queue in zip(
+            said, level.tolist(), rows.column("queue_id").to_pylist(), strict=True
+        )
+    ]
+    nothing, now = pa.nulls(count, pa.int64()), pa.array(np.full(count, now_ms, dtype=np.int64))
+    changed = {
+        "kind": pa.array(np.full(count, Kind.PROMISE, dtype=np.int8)),
+        "topic": pa.array(topics, pa.string()),
+        "queue_id": pa.array(queues, pa.int32()),
+        "queue_offset": nothing,
+        "properties": pa.array([_unspent(properties) for properties in said], pa.string()),
+        "store_ms": now,
+        "store_host": pa.array([host] * count, pa.string()),
+        "prepared_seq": nothing,
+        "due_ms": pa.array(np.full(count, due_ms, dtype=np.int64)),
+        "accepted_ms": nothing,
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def _unspent(properties: dict[str, str]) -> str | None:
+    kept = {name: value for name, value in properties.items() if name not in SPENT}
+    return encode_properties(kept) if kept else None

@@ -1,0 +1,111 @@
+"""Which promises a name means, and what the log says of them; what cancels make of that is in test_cancelling.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.broker.on_node import batch, column, on_node
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, World
+
+from timeball import limits
+from timeball.broker import finding
+from timeball.broker.finding import Candidate, Found, Names
+from timeball.errors import OutOfRange
+from timeball.message import Kind, build_rows
+
+
+def look_up(world: World, **names: object) -> Found:
+    parts = world.broker.parts
+    return finding.look_up(parts.reader, parts.key_index, parts.hour_log.pending.all(), Names(**names))
+
+
+def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
+    parts = world.broker.parts
+    rows = finding.read(parts.reader, parts.hour_log.pending.all(), candidates)
+    return dict(zip(column(rows, "seq"), column(rows, "body"), strict=True))
+
+
+def test_too_many_names_for_one_request() -> None:
+    half = limits.CANCELS_PER_REQUEST_MAX // 2
+    Names(ids=["x"] * half, keys=["x"] * (half - 1), seqs=[1]).check()
+    with pytest.raises(OutOfRange, match="split it"):
+        Names(ids=["x"] * half, keys=["x"] * half, seqs=[1]).check()
+
+
+@on_node()
+async def test_the_same_promise_in_the_log_and_in_a_file_is_one(world: World) -> None:
+    """Compaction copies a row before the log lets it go."""
+    [key] = await world.send("a", [FAR_MS])
+    await world.compact()
+    by_id, by_seq = look_up(world, ids=[key]).candidates, look_up(world, seqs=[1]).candidates
+    assert [(c.seq, c.in_table, c.at_seq, c.accepted_ms) for c in by_id] == [(1, True, 1, world.clock.wall)]
+    assert [(c.seq, c.in_table, c.at_seq, c.accepted_ms) for c in by_seq] == [(1, True, 1, world.clock.wall)]
+
+
+@on_node()
+async def test_bodies_come_from_wherever_they_lie(world: World) -> None:
+    filed = await world.bulk("a", [FAR_MS, 2 * FAR_MS, FAR_MS + 1], 1)
+    logged = await world.send("a", [FAR_MS, FAR_MS])
+    found = look_up(world, ids=[*filed, *logged]).candidates
+    assert {c.in_table for c in found} == {True, False}
+    assert sorted(bodies(world, found).values()) == sorted(
+        world.observed.sent[key].body for key in filed + logged
+    )
+    lost = Candidate("x", 1 << 40, found[0].due_ms, "a", None, None, 0, in_table=True)
+    assert bodies(world, [found[0], lost]).keys() == {found[0].seq}
+    assert bodies(world, []) == {}
+
+
+@on_node()
+async def test_what_ended_a_promise_without_an_id_is_found_in_the_log(world: World) -> None:
+    first = (await world.broker.send(batch(3, delay_ms=[1_000, FAR_MS, FAR_MS]))).first_seq
+    await world.broker.cancel(seqs=[first + 1])
+    await world.advance(1_000)
+    found = look_up(world, seqs=[first, first + 1, first + 2])
+    assert {seq: ended.verdict for seq, ended in found.settled.items()} == {
+        first: "released", first + 1: "already_cancelled",
+    }  # fmt: skip
+    assert found.settled[first].at_ms == world.clock.wall
+
+
+@on_node()
+async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: World) -> None:
+    [key] = await world.bulk("a", [1_000], 1)
+    seq = look_up(world, ids=[key]).candidates[0].seq
+    await world.advance(1_000)
+    parts = world.broker.parts
+    found = finding.look_up(parts.reader, parts.key_index, [], Names(seqs=[seq]))
+    assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
+    # Set aside, and never anybody's.
+    assert look_up(world, seqs=[await world.broker.reserve(3)]) == Found()
+
+
+@on_node()
+async def test_what_is_on_its_way_back_to_a_consumer_is_nobodys_to_cancel(world: World) -> None:
+    """It has the id and the keys of a message that was delivered: to cancel it would be to lose that."""
+    topics = ["orders", "%RETRY%billing", "%DLQ%billing", "%RETRY%billing_orders"]
+    names = {"unique_key": ["x"] * 4, "keys": ["k"] * 4, "topic": topics}
+    first = (await world.broker.send(batch(4, due_ms=[world.clock.wall + HOUR_MS] * 4, **names))).first_seq
+    for found in (look_up(world, ids=["x"]), look_up(world, keys=["k"])):
+        assert [c.topic for c in found.candidates] == ["orders"]
+    assert [c.topic for c in look_up(world, ids=["x"], topic=topics[1]).candidates] == [topics[1]]
+    assert [c.topic for c in look_up(world, seqs=[first + 2]).candidates] == [topics[2]]
+    await world.compact()
+    assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
+
+
+@on_node()
+async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
+    levels = {"topic": ["orders", "%RETRY%billing"], "unique_key": ["x", "x"]}
+    await world.broker.send(batch(2, delay_level=np.array([5, 5], dtype=np.int32), **levels))
+    assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
+
+
+@on_node()
+async def test_a_row_of_another_kind_is_no_promise(world: World) -> None:
+    await world.send("a", [None])
+    row = build_rows(1, kind=int(Kind.HALF), topic="a", unique_key="half", body=b"", store_ms=1)
+    seq, durable = world.broker.parts.writer.append(row)
+    await durable
+    assert look_up(world, ids=["half", "k00000"], seqs=[1, seq]) == Found()
