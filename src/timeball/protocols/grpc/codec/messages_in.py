@@ -1,0 +1,273 @@
+"""A client's message as a row for the broker: checked field by field, with RocketMQ's code for what is wrong.
+
+    message_group          FIFO         one queue for a group, whoever sends: a hash of it
+    delivery_timestamp     DELAY        to the millisecond; a fraction is rounded up, since nothing is early
+    neither                NORMAL, TRANSACTION
+
+What a message says of itself stands in columns and, in RocketMQ's own words, among the properties: its remoting
+clients look there. Type and fields must agree, for a message whose delay was overlooked would be delivered at once.
+Priorities and lite topics are refused: a broker that only took them would promise what it does not keep.
+
+Invariant: any message becomes a row, or Refused is raised; the bytes of others are never looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from zlib import crc32
+
+from timeball import limits
+from timeball.broker.send_rows import Row
+from timeball.protocols.grpc._generated.definition_pb2 import (
+    Code,
+    DigestType,
+    Encoding,
+    Message,
+    MessageType,
+    SystemProperties,
+)
+from timeball.protocols.grpc.codec import property_names as names
+from timeball.protocols.grpc.codec.statuses import Refused
+
+USER_PROPERTIES_MAX = 128  # RocketMQ's userPropertyMaxNum
+USER_PROPERTIES_BYTES_MAX = 16 * 1024  # its maxUserPropertySize: with tag and keys
+MESSAGE_GROUP_CHARACTERS_MAX = 64  # its maxMessageGroupSize
+BORN_HOST_CHARACTERS_MAX = 255
+
+COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag
+NEVER_SECONDS, ALWAYS_SECONDS = -62_135_596_800, 253_402_300_799  # protobuf's timestamps: years 1 to 9999
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_ENCODING_BITS = {Encoding.ENCODING_UNSPECIFIED: 0, Encoding.IDENTITY: 0, Encoding.GZIP: COMPRESSED_BIT}
+# type -> (has a message group, has a delivery timestamp)
+_FIELDS = {
+    MessageType.NORMAL: (False, False),
+    MessageType.FIFO: (True, False),
+    MessageType.DELAY: (False, True),
+    MessageType.TRANSACTION: (False, False),
+}
+
+
+def type_of(system: SystemProperties) -> MessageType:
+    """The message's type, by its fields when it does not say; raises Refused when they do not agree."""
+    kind = system.message_type
+    fields = (bool(system.message_group), system.HasField("delivery_timestamp"))
+    if system.lite_topic or system.HasField("priority"):
+        raise Refused(Code.UNSUPPORTED, "Timeball has neither lite topics nor priorities; send without them")
+    if kind == MessageType.MESSAGE_TYPE_UNSPECIFIED:
+        group, instant = fields
+        kind = MessageType.FIFO if group else MessageType.DELAY if instant else MessageType.NORMAL
+    wanted = _FIELDS.get(kind)
+    if wanted is None:
+        raise Refused(Code.UNSUPPORTED, f"message type {kind}: NORMAL, FIFO, DELAY or TRANSACTION")
+    if fields != wanted:
+        of_group, of_instant = ("a" if has else "no" for has in wanted)
+        raise Refused(
+            Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
+            f"a {MessageType.Name(kind)} message has {of_group} message_group and {of_instant} delivery_timestamp",
+        )
+    return kind
+
+
+def row_of(
+    message: Message, kind: MessageType, topic: str, queues: int, now_ms: int, delay_ms_max: int, peer: str
+) -> Row:
+    """A row of send_rows.COLUMNS for a message of type `kind`; raises Refused.
+
+    `queues`: how many the topic has to write to. `peer`: where the message comes from if it does not say.
+    """
+    system, body = message.system_properties, message.body
+    sys_flag = _check_body(body, system)
+    message_id = _checked(
+        system.message_id, Code.ILLEGAL_MESSAGE_ID, "message_id", limits.UNIQUE_KEY_BYTES_MAX
+    )
+    tag, keys = _tag(system.tag), _keys(system)
+    properties, queue_id, due_ms = _user_properties(message, tag, keys), -1, None
+    properties.append(f"{names.UNIQ_KEY}\x01{message_id}\x02")
+    if kind == MessageType.FIFO:
+        group = _message_group(system.message_group)
+        properties.append(f"{names.MESSAGE_GROUP}\x01{group}\x02")
+        queue_id = crc32(group.encode()) % queues
+    elif kind == MessageType.DELAY:
+        instant_ms = _delivery_ms(system, now_ms, delay_ms_max)
+        properties.append(f"{names.DELIVER_MS}\x01{instant_ms}\x02")
+        due_ms = instant_ms if instant_ms > now_ms else None
+    elif kind == MessageType.TRANSACTION:
+        sys_flag |= PREPARED_BIT
+        properties.append(_transaction_properties(system, topic))
+    if system.trace_context:
+        context = _checked(
+            system.trace_context,
+            Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
+            "trace_context",
+            limits.PROPERTIES_BYTES_MAX,
+        )
+        properties.append(f"{names.TRACE_CONTEXT}\x01{context}\x02")
+    text = "".join(properties)
+    if len(text) > limits.PROPERTIES_BYTES_MAX // 4 and len(text.encode()) > limits.PROPERTIES_BYTES_MAX:
+        raise Refused(
+            Code.MESSAGE_PROPERTIES_TOO_LARGE,
+            f"the properties take more than {limits.PROPERTIES_BYTES_MAX} bytes",
+        )
+    born_host = system.born_host if 0 < len(system.born_host) <= BORN_HOST_CHARACTERS_MAX else peer
+    return (
+        topic, body, tag or None, keys or None, message_id, text, queue_id, _born_ms(system, now_ms), born_host, 0,
+        sys_flag, 0, due_ms, None,
+    )  # fmt: skip
+
+
+def _check_body(body: bytes, system: SystemProperties) -> int:
+    """The bits of sysFlag that the body's encoding has."""
+    if not body:
+        raise Refused(Code.MESSAGE_BODY_EMPTY, "the message has no body")
+    if len(body) > limits.BODY_BYTES_MAX:
+        raise Refused(
+            Code.MESSAGE_BODY_TOO_LARGE,
+            f"the body has {len(body)} bytes, at most {limits.BODY_BYTES_MAX}: send a reference to it instead",
+        )
+    bits = _ENCODING_BITS.get(system.body_encoding)
+    if bits is None:
+        raise Refused(Code.BAD_REQUEST, f"body_encoding {system.body_encoding}: IDENTITY or GZIP")
+    if system.HasField("body_digest"):
+        _check_digest(body, system.body_digest.type, system.body_digest.checksum)
+    return bits
+
+
+def _check_digest(body: bytes, kind: DigestType, checksum: str) -> None:
+    if kind == DigestType.DIGEST_TYPE_UNSPECIFIED:
+        return
+    if kind == DigestType.CRC32:
+        found = f"{crc32(body):08X}"
+    elif kind == DigestType.MD5:
+        found = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
+    elif kind == DigestType.SHA1:
+        found = hashlib.sha1(body, usedforsecurity=False).hexdigest().upper()
+    else:
+        raise Refused(Code.BAD_REQUEST, f"body_digest of type {kind}: CRC32, MD5 or SHA1")
+    # Some clients leave out the zeros in front.
+    if checksum.upper().lstrip("0") != found.lstrip("0"):
+        raise Refused(
+            Code.MESSAGE_CORRUPTED,
+            f"the body's {DigestType.Name(kind)} is {found} and not {checksum[:64]!r}: send it again",
+        )
+
+
+def _has_control(text: str) -> bool:
+    # Nearly every text is printable, and that is told many times faster.
+    return not text.isprintable() and _CONTROL.search(text) is not None
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _checked(text: str, code: Code, what: str, bytes_max: int) -> str:
+    if not text.strip() or _has_control(text) or _size(text) > bytes_max:
+        raise Refused(code, f"{what} {text[:80]!r}: 1 to {bytes_max} bytes, not blank, no control characters")
+    return text
+
+
+def _tag(tag: str) -> str:
+    if not tag:
+        return tag
+    _checked(tag, Code.ILLEGAL_MESSAGE_TAG, "tag", limits.TAG_BYTES_MAX)
+    if "|" in tag:
+        raise Refused(
+            Code.ILLEGAL_MESSAGE_TAG, f"tag {tag[:80]!r}: | stands between tags that a consumer wants"
+        )
+    return tag
+
+
+def _keys(system: SystemProperties) -> str:
+    given = [key for key in system.keys if key]
+    if not given:
+        return ""
+    for key in given:
+        _checked(key, Code.ILLEGAL_MESSAGE_KEY, "key", limits.KEYS_BYTES_MAX)
+    keys = " ".join(given)  # a blank within one makes it two, as in RocketMQ
+    if keys.count(" ") >= limits.KEYS_PER_MESSAGE_MAX or _size(keys) > limits.KEYS_BYTES_MAX:
+        raise Refused(
+            Code.ILLEGAL_MESSAGE_KEY,
+            f"at most {limits.KEYS_PER_MESSAGE_MAX} keys of {limits.KEYS_BYTES_MAX} bytes together",
+        )
+    return keys
+
+
+def _user_properties(message: Message, tag: str, keys: str) -> list[str]:
+    """The properties' texts, those of tag and keys behind the user's own."""
+    given = message.user_properties
+    if len(given) > USER_PROPERTIES_MAX:
+        raise Refused(
+            Code.MESSAGE_PROPERTIES_TOO_LARGE, f"{len(given)} properties, at most {USER_PROPERTIES_MAX}"
+        )
+    texts, size = [], _size(tag) + _size(keys)
+    for name, value in given.items():
+        if not name or name in names.RESERVED:
+            raise Refused(
+                Code.ILLEGAL_MESSAGE_PROPERTY_KEY, f"property {name!r}: RocketMQ's own; take another name"
+            )
+        if _has_control(name) or _has_control(value):
+            raise Refused(
+                Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
+                f"property {name[:80]!r}: a name or value has a control character; encode it, say in base64",
+            )
+        size += _size(name) + _size(value)
+        texts.append(f"{name}\x01{value}\x02")
+    if size > USER_PROPERTIES_BYTES_MAX:
+        raise Refused(
+            Code.MESSAGE_PROPERTIES_TOO_LARGE,
+            f"properties, tag and keys have {size} bytes, at most {USER_PROPERTIES_BYTES_MAX}",
+        )
+    if tag:
+        texts.append(f"{names.TAGS}\x01{tag}\x02")
+    if keys:
+        texts.append(f"{names.KEYS}\x01{keys}\x02")
+    return texts
+
+
+def _message_group(group: str) -> str:
+    if not group.strip() or len(group) > MESSAGE_GROUP_CHARACTERS_MAX or _has_control(group):
+        raise Refused(
+            Code.ILLEGAL_MESSAGE_GROUP,
+            f"message_group {group[:80]!r}: 1 to {MESSAGE_GROUP_CHARACTERS_MAX} characters, not blank, none of control",
+        )
+    return group
+
+
+def _delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> int:
+    at = system.delivery_timestamp
+    if not (NEVER_SECONDS <= at.seconds <= ALWAYS_SECONDS and 0 <= at.nanos < 1_000_000_000):
+        raise Refused(
+            Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant"
+        )
+    instant_ms = at.seconds * 1_000 - (-at.nanos // 1_000_000)
+    if instant_ms - now_ms > delay_ms_max:
+        raise Refused(
+            Code.ILLEGAL_DELIVERY_TIME,
+            f"delivery_timestamp is {instant_ms - now_ms} ms ahead, at most {delay_ms_max} ms "
+            f"({delay_ms_max // limits.DAY_MS} days): send it nearer to its time",
+        )
+    return instant_ms
+
+
+def _born_ms(system: SystemProperties, now_ms: int) -> int:
+    at = system.born_timestamp
+    if 0 < at.seconds <= ALWAYS_SECONDS and 0 <= at.nanos < 1_000_000_000:
+        return int(at.seconds * 1_000 + at.nanos // 1_000_000)
+    return now_ms
+
+
+def _transaction_properties(system: SystemProperties, topic: str) -> str:
+    """The producers of the topic may be asked about it: over gRPC they have no group."""
+    text = f"{names.PREPARED}\x01true\x02{names.PRODUCER_GROUP}\x01{topic}\x02"
+    if system.HasField("orphaned_transaction_recovery_duration"):
+        after = system.orphaned_transaction_recovery_duration
+        if not 0 <= after.seconds * limits.SECOND_MS <= limits.DAY_MS:
+            raise Refused(
+                Code.BAD_REQUEST,
+                f"orphaned_transaction_recovery_duration of {after.seconds} s: a day at most",
+            )
+        if after.seconds:
+            text += f"{names.CHECK_IMMUNITY}\x01{after.seconds}\x02"
+    return text

@@ -1,0 +1,135 @@
+"""SendMessage: checked, and gathered with what others send meanwhile.
+
+A call is one piece: its messages are taken together or refused together, with the code of the first that is wrong, so
+its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a gathering of their own, whose
+batches the broker keeps and shows to nobody before the transaction is committed (transactions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from timeball.broker import recall_handle
+from timeball.broker.reserved_topics import DLQ_PREFIX, RETRY_PREFIX, forbidden
+from timeball.broker.send_rows import NAMES, Row
+from timeball.broker.topic_config import WRITE
+from timeball.broker.topics import Topic
+from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
+from timeball.protocols.grpc._generated.service_pb2 import (
+    SendMessageRequest,
+    SendMessageResponse,
+    SendResultEntry,
+)
+from timeball.protocols.grpc.calls import Call, Handlers
+from timeball.protocols.grpc.codec.messages_in import row_of, type_of
+from timeball.protocols.grpc.codec.names import topic_name
+from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.codec.transaction_ids import transaction_id
+from timeball.protocols.grpc.gathering import Gathering, Placed
+from timeball.protocols.grpc.message_types import accepted_types, check_type
+from timeball.protocols.grpc.site import Site
+
+MESSAGES_MAX = 1_024  # of one call: they are checked without a pause, while everybody else waits
+
+_UNIQUE_KEY, _DUE_MS = NAMES.index("unique_key"), NAMES.index("due_ms")
+_OK = ok()
+
+
+class Destination(NamedTuple):
+    """A topic as a sender needs it."""
+
+    name: str
+    topic: Topic
+    queues: int
+    types: frozenset[MessageType]
+
+
+class Sends:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._topics = site, site.broker.parts.topics
+        self._plain = Gathering(site.broker.send_nowait)
+        self._halves = Gathering(site.broker.prepare_nowait)
+        # By namespace and name, at this version of the topics: asked for with every message.
+        self._destinations: dict[tuple[str, str], Destination] = {}
+        self._version = -1
+
+    def handlers(self) -> Handlers:
+        """The calls answered here."""
+        return {"SendMessage": self._send}
+
+    async def _send(self, call: Call, request: SendMessageRequest) -> SendMessageResponse:
+        messages = request.messages
+        if not 0 < len(messages) <= MESSAGES_MAX:
+            raise Refused(Code.BAD_REQUEST, f"{len(messages)} messages in one call: 1 to {MESSAGES_MAX}")
+        to = self._destination(messages[0].topic)
+        kinds = [type_of(message.system_properties) for message in messages]
+        self._check(messages, set(kinds), to)
+        parts = self._site.broker.parts
+        now_ms, delay_ms_max = parts.clock.now_ms(), parts.settings.delay_ms_max
+        rows = [
+            row_of(message, kind, to.name, to.queues, now_ms, delay_ms_max, call.peer)
+            for message, kind in zip(messages, kinds, strict=True)
+        ]
+        if MessageType.TRANSACTION in kinds:
+            return self._answer(to, rows, await self._halves.take(rows), is_transaction=True)
+        return self._answer(to, rows, await self._plain.take(rows), is_transaction=False)
+
+    def _check(self, messages: Sequence[Message], kinds: set[MessageType], to: Destination) -> None:
+        """What the messages of one call have in common; raises Refused."""
+        if len(messages) > 1:
+            first = messages[0].topic
+            if any(message.topic != first for message in messages):
+                raise Refused(Code.BAD_REQUEST, "messages of several topics: send those of each in a call")
+            if len(kinds) > 1 and MessageType.TRANSACTION in kinds:
+                raise Refused(Code.BAD_REQUEST, "messages of a transaction and others: send them apart")
+        if not kinds <= to.types:
+            for kind in kinds:
+                check_type(to.topic, to.name, kind)
+
+    def _destination(self, resource: Resource) -> Destination:
+        """Where messages of this topic go; it is made when that is allowed. Raises Refused."""
+        if self._topics.version != self._version:
+            self._destinations.clear()
+        key = (resource.resource_namespace, resource.name)
+        found = self._destinations.get(key)
+        if found is None:
+            found = self._look_up(topic_name(resource))
+            # Behind the look-up, which may have made a topic.
+            self._version = self._topics.version
+            self._destinations[key] = found
+        return found
+
+    def _look_up(self, name: str) -> Destination:
+        if forbidden(name) is not None or name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
+            raise Refused(Code.FORBIDDEN, f"topic {name!r} is the broker's own; choose another name")
+        settings = self._site.settings
+        topic = self._topics.find(name)
+        if topic is None:
+            if not settings.auto_create_topics:
+                raise Refused(
+                    Code.TOPIC_NOT_FOUND,
+                    f"topic {name!r} does not exist; make it first, with mqadmin or the client",
+                )
+            topic = self._topics.ensure(name)
+        if not topic.perm & WRITE or not topic.write_queues:
+            raise Refused(Code.FORBIDDEN, f"topic {name!r} is not to be written to: its permissions say so")
+        types = accepted_types(topic if settings.check_message_types else None)
+        return Destination(name, topic, topic.write_queues, frozenset(types))
+
+    def _answer(
+        self, to: Destination, rows: list[Row], placed: Placed, *, is_transaction: bool
+    ) -> SendMessageResponse:
+        entries = []
+        for at, (row, offset) in enumerate(zip(rows, placed.offsets, strict=True)):
+            message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]
+            entry = SendResultEntry(status=_OK, message_id=message_id, offset=offset or 0)
+            if is_transaction:
+                entry.transaction_id = transaction_id(placed.first_seq + at, to.name, message_id)
+            elif due_ms is not None:
+                broker_name = self._site.settings.broker_name
+                entry.recall_handle = recall_handle.encode_handle(to.name, broker_name, due_ms, message_id)
+            entries.append(entry)
+        return SendMessageResponse(status=_OK, entries=entries)
