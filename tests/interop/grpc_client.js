@@ -153,8 +153,11 @@ async function answer(request) {
     const result = await operations[request.op](request);
     emit({ id: request.id, result: result === undefined ? null : result });
   } catch (error) { // whatever the client throws is for the test to judge
-    const code = error.code || (error.cause && error.cause.code) || Number((/code: (\d+)/.exec(error.message) || [])[1]);
-    emit({ id: request.id, error: { type: error.name, code: code || null, text: error.message } });
+    const causes = [];
+    for (let cause = error; cause; cause = cause.cause) causes.push(cause);
+    const text = causes.map(cause => cause.message).join(', because of ');
+    const code = causes.map(cause => cause.code).find(Boolean) || Number((/code: (\d+)/.exec(text) || [])[1]);
+    emit({ id: request.id, error: { type: error.name, code: code || null, text } });
   }
 }
 

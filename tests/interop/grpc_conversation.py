@@ -40,8 +40,18 @@ class GrpcConversation:
         if queues:
             broker.create_topic(self.topic, queues)
         if group is not None:
-            configure_group(broker, self.group, group)
+            self.configure_group(group)
         client.call("producer", name=self._producer, topic=self.topic, **how)
+
+    def configure_group(self, config: Json) -> None:
+        """As an operator would, with RocketMQ's own words; `retry_ms`: the pauses between tries."""
+        found = {"groupName": self.group, "consumeEnable": True, "retryQueueNums": 1, **config}
+        if pauses_ms := found.pop("retry_ms", None):
+            policy = {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": pauses_ms}}
+            found["groupRetryPolicy"] = policy
+        code, body = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, json.dumps(found).encode()
+        answer = self.broker.request(code, body=body)
+        assert answer.code == 0, answer.remark
 
     # ---- producing
 
@@ -107,17 +117,16 @@ class GrpcConversation:
     def is_early(self, body: str) -> bool:
         """Did this message, which had a due instant, come into its queue before it?"""
         [row] = [row for row in self.broker.rows(self.topic) if row["body"] == body.encode()]
-        return bool(row["store_ms"] < row["due_ms"])
+        return came_early(row)
+
+    def returned(self) -> list[Json]:
+        """The rows that came back to the group, because nobody acknowledged them in time."""
+        return self.broker.rows(f"%RETRY%{self.group}_{self.topic}")
 
     def dead_letters(self) -> list[str]:
         return self.broker.bodies(f"%DLQ%{self.group}")
 
 
-def configure_group(broker: StockBroker, group: str, config: Json) -> None:
-    """As an operator would, with RocketMQ's own words; `retry_ms`: the pauses between tries."""
-    found = {"groupName": group, "consumeEnable": True, "retryQueueNums": 1, **config}
-    if pauses_ms := found.pop("retry_ms", None):
-        policy = {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": pauses_ms}}
-        found["groupRetryPolicy"] = policy
-    answer = broker.request(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=json.dumps(found).encode())
-    assert answer.code == 0, answer.remark
+def came_early(row: Json) -> bool:
+    """Did a row of the log come into its queue before it was due?"""
+    return bool(row["store_ms"] < row["due_ms"])

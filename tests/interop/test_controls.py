@@ -10,6 +10,7 @@ import pytest
 from tests.interop import environments, stock_clients
 from tests.interop.conversation import by_body, is_early
 from tests.interop.environments import Missing
+from tests.interop.grpc_conversation import came_early
 from tests.interop.record import golden, raw, scrubbed
 from tests.interop.recorder import recording
 
@@ -20,6 +21,11 @@ from timeball.protocols.remoting.codec.frame import Command, Frame, Splitter, de
 def test_what_comes_early_is_noticed() -> None:
     assert is_early({"store_ms": 999}, 1_000)
     assert not is_early({"store_ms": 1_000}, 1_000)
+
+
+def test_a_row_that_comes_early_is_noticed() -> None:
+    assert came_early({"store_ms": 999, "due_ms": 1_000})
+    assert not came_early({"store_ms": 1_000, "due_ms": 1_000})
 
 
 def test_what_comes_twice_is_noticed() -> None:

@@ -89,7 +89,10 @@ public final class GrpcClient {
     }
 
     private static Map<String, Object> told(Throwable error) {
-        String text = error.getMessage() + (error.getCause() == null ? "" : ", because of " + error.getCause());
+        String text = String.valueOf(error.getMessage());
+        for (Throwable cause = error.getCause(); cause != null; cause = cause.getCause()) {
+            text += ", because of " + cause;
+        }
         Matcher code = CODE.matcher(text);
         Map<String, Object> told = new LinkedHashMap<>();
         told.put("type", error.getClass().getSimpleName());

@@ -1,0 +1,57 @@
+"""Recall over gRPC: what was recalled does not come, what has come cannot be recalled, and the client is told which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.interop.conversation import by_body
+from tests.interop.drivers import ClientError
+from tests.interop.grpc_conversation import ALL, GrpcConversation
+
+pytestmark = pytest.mark.interop
+
+Talks = Callable[..., GrpcConversation]
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_recalled_is_cancelled(talks: Talks) -> None:
+    talk = talks()
+    consumer = talk.simple()
+    due_ms = talk.due_ms(3_000)
+    kept, recalled = talk.send("kept", due_ms=due_ms), talk.send("recalled", due_ms=due_ms)
+    talk.send("end", due_ms=due_ms + 1_000)
+    assert recalled["recall_handle"] != kept["recall_handle"]
+    answered = talk.call("recall", topic=talk.topic, handle=recalled["recall_handle"])
+    assert answered == recalled["message_id"]
+    assert set(by_body(talk.receive(consumer, {"kept", "end"}))) == {"kept", "end"}
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_what_has_come_cannot_be_recalled(talks: Talks) -> None:
+    talk = talks()
+    consumer = talk.simple()
+    sent = talk.send("come", due_ms=talk.due_ms(300))
+    [message] = talk.receive(consumer, {"come"}, invisible_s=1)
+    with pytest.raises(ClientError, match=r"released|delivered") as refused:
+        talk.call("recall", topic=talk.topic, handle=sent["recall_handle"])
+    assert refused.value.code is not None
+    # It was not the message on its way back that was cancelled.
+    [again] = talk.receive(consumer, {"come"})
+    assert (message["attempt"], again["attempt"]) == (1, 2)
+    talk.ack(consumer, again)
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_a_handle_that_is_none_is_refused(talks: Talks) -> None:
+    talk = talks()
+    with pytest.raises(ClientError) as refused:
+        talk.call("recall", topic=talk.topic, handle="not a handle")
+    assert refused.value.code is not None
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_only_what_waits_has_a_handle(talks: Talks) -> None:
+    talk = talks()
+    assert talk.send("later", due_ms=talk.due_ms(60_000))["recall_handle"]
+    assert not talk.send("now").get("recall_handle")

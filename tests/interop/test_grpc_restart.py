@@ -1,0 +1,71 @@
+"""Kill -9 in between: the gRPC clients find the broker again, and neither sends nor receipts are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.interop.drivers import ClientError, driving
+from tests.interop.grpc_conversation import ALL, GrpcConversation
+from tests.interop.stock_broker import stock_broker
+from tests.interop.stock_clients import command
+
+pytestmark = pytest.mark.interop
+
+MESSAGES = 10
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
+    """All clients at once, each with a broker of its own: most of it is their waiting for what has died."""
+    with ThreadPoolExecutor() as pool:
+        yield {which: pool.submit(nothing_is_lost, which, tmp_path_factory.mktemp(which)) for which in ALL}
+
+
+@pytest.mark.parametrize("which", ALL)
+def test_nothing_is_lost(which: str, outcomes: dict[str, Future[None]]) -> None:
+    outcomes[which].result()
+
+
+def nothing_is_lost(which: str, folder: Path) -> None:
+    with stock_broker(folder / "data") as broker:
+        with driving(command(which), broker.grpc, folder / "home") as client:
+            talk = GrpcConversation(which, client, broker, "restarted", queues=2)
+            push, asked = talk.listen(group="given"), talk.simple()
+            due_ms = talk.due_ms(4_000)
+            sent = {f"now {n}" for n in range(MESSAGES)} | {f"late {n}" for n in range(MESSAGES)}
+            for body in sorted(sent):
+                talk.send(body, **({"due_ms": due_ms} if body.startswith("late") else {}))
+            handed_out = {m["body"]: m for m in talk.receive(asked, {f"now {n}" for n in range(MESSAGES)})}
+            talk.ack(asked, handed_out["now 0"])
+            talk.change(asked, handed_out["now 1"], 6)
+            broker.kill()
+            broker.start()
+            sent |= {f"after {n}" for n in range(MESSAGES)}
+            for n in range(MESSAGES):
+                again(lambda n=n: talk.send(f"after {n}"))
+            # A receipt from before is good, and what was not acknowledged comes when its own time is up, not sooner.
+            again(lambda: talk.ack(asked, handed_out["now 2"]))
+            wanted = sent - set(handed_out) | {"now 1"}
+            found = again(lambda: talk.receive(asked, wanted))
+            assert sorted(m["body"] for m in found) == sorted(wanted)
+            attempts = {m["body"]: m["attempt"] for m in found}
+            assert attempts == {body: 2 if body == "now 1" else 1 for body in wanted}
+            client.wait_until(lambda: given(talk, push) >= sent, lambda: f"lost: {sent - given(talk, push)}")
+            assert not any(talk.is_early(f"late {n}") for n in range(MESSAGES))
+
+
+def given(talk: GrpcConversation, push: str) -> set[str]:
+    return {message["body"] for message in talk.client.deliveries(push, done=True)}
+
+
+def again(call):  # type: ignore[no-untyped-def]
+    """As an application would: once more when the connection was gone."""
+    for _ in range(30):
+        try:
+            return call()
+        except ClientError:
+            continue
+    return call()

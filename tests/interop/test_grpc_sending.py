@@ -1,0 +1,99 @@
+"""What the gRPC clients send: as it was said, never before its instant, and refused with a code where it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.interop.drivers import ClientError
+from tests.interop.grpc_conversation import ALL, PYTHON, GrpcConversation
+from tests.interop.stock_broker import StockBroker
+from tests.interop.stock_clients import mqadmin
+
+from timeball import limits
+
+pytestmark = pytest.mark.interop
+
+ILLEGAL_DELIVERY_TIME = 40012
+Talks = Callable[..., GrpcConversation]
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_a_message_comes_as_it_was_sent(talks: Talks) -> None:
+    talk = talks(queues=3)
+    consumer = talk.simple()
+    body = "0123456789" * 5_000 + " äöü"
+    sent = talk.send(body, tag="t", keys="order-17", properties={"colour": "red", "größe": "ü"})
+    [message] = talk.receive(consumer, {body})
+    talk.ack(consumer, message)
+    for said, wanted in {
+        "topic": talk.topic,
+        "body": body,
+        "tag": "t",
+        "keys": ["order-17"],
+        "properties": {"colour": "red", "größe": "ü"},
+        "message_id": sent["message_id"],
+        "attempt": 1,
+        "message_group": None,
+    }.items():
+        assert message[said] == wanted, said
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_the_first_send_makes_the_topic(talks: Talks) -> None:
+    talk = talks(queues=0)
+    talk.send("first")
+    consumer = talk.simple()
+    talk.ack(consumer, *talk.receive(consumer, {"first"}))
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_delays(talks: Talks) -> None:
+    """To the millisecond where the client says it so; one question waits for what is not there yet."""
+    talk = talks()
+    consumer = talk.simple(wait_s=20)
+    due_ms = {f"in {after_ms} ms": talk.due_ms(after_ms) for after_ms in (3_217, 1_109, 86_400_000)}
+    for body, instant_ms in due_ms.items():
+        talk.send(body, due_ms=instant_ms)
+    talk.send("past", due_ms=talk.due_ms(-10_000))
+    assert [m["body"] for m in talk.receive_once(consumer)] == ["past"]
+    [first], [second] = talk.receive_once(consumer), talk.receive_once(consumer)
+    talk.ack(consumer, first, second)
+    assert (first["body"], second["body"]) == ("in 1109 ms", "in 3217 ms")
+    for message in (first, second):
+        assert message["due_ms"] == due_ms[message["body"]]
+        assert not talk.is_early(message["body"])
+        [row] = [row for row in talk.broker.rows(talk.topic) if row["body"].decode() == message["body"]]
+        assert row["due_ms"] == due_ms[message["body"]]
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_ten_years_and_no_more(talks: Talks) -> None:
+    talk = talks()
+    assert talk.send("soon", due_ms=talk.due_ms(limits.DELAY_MS_MAX - 60_000))["recall_handle"]
+    with pytest.raises(ClientError, match="delay") as refused:
+        talk.send("later", due_ms=talk.due_ms(limits.DELAY_MS_MAX + 60_000))
+    assert refused.value.code == ILLEGAL_DELIVERY_TIME
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_a_topic_for_messages_of_one_type(talks: Talks, broker: StockBroker, name: str) -> None:
+    """RocketMQ's attribute message.type: the clients learn of it with the route, and refuse by themselves."""
+    at = ["-b", broker.remoting, "-t", f"{name}-topic", "-r", "1", "-w", "1"]
+    mqadmin(broker, "updateTopic", *at, "-a", "+message.type=DELAY")
+    talk = talks(queues=0)
+    consumer = talk.simple()
+    with pytest.raises(ClientError, match=r"(?i)message type"):
+        talk.send("now")
+    talk.send("later", due_ms=talk.due_ms(1))
+    talk.ack(consumer, *talk.receive(consumer, {"later"}))
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_what_is_sent_to_nobody_s_topic(talks: Talks) -> None:
+    """A name that no topic may have; the clients that let it through are told by the broker."""
+    talk = talks()
+    with pytest.raises(ClientError) as refused:
+        talk.call("send", topic="SCHEDULE_TOPIC_XXXX", body="no")
+    assert refused.value.code in (40002, 40402, 40300), refused.value
+    assert talk.which != PYTHON or "topic" in refused.value.text.lower()
