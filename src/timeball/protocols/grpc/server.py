@@ -8,7 +8,7 @@ does not take its responses waits for itself: each call is a task of its own, he
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -53,13 +53,13 @@ OPTIONS = [
 class Server:
     """See the module. Belongs to the broker's event loop."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
+    def __init__(self, dispatch: Dispatch, options: Sequence[tuple[str, int]] = OPTIONS) -> None:
+        self._dispatch, self._options = dispatch, options
         self._server: grpc.aio.Server | None = None
 
     async def start(self, settings: Settings, tls: Tls | None) -> int:
         """Listen; returns the port. Raises SetupError."""
-        server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=CALLS_MAX)
+        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=CALLS_MAX)
         handlers = {method.name: self._handler(method) for method in METHODS.values()}
         server.add_registered_method_handlers(SERVICE_NAME, handlers)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

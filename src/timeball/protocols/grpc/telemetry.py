@@ -31,6 +31,7 @@ from timeball.protocols.grpc.codec.statuses import Refused, ok
 from timeball.protocols.grpc.permissions import check_settings
 from timeball.protocols.grpc.site import Site
 
+SETTINGS_BYTES_MAX = 256 * 1024  # kept while the client is connected
 TYPES = frozenset(
     {ClientType.PRODUCER, ClientType.PUSH_CONSUMER, ClientType.SIMPLE_CONSUMER, ClientType.PULL_CONSUMER}
 )
@@ -87,6 +88,11 @@ class Telemetry:
             raise Refused(
                 Code.UNRECOGNIZED_CLIENT_TYPE,
                 f"client type {settings.client_type}: a producer, or a push, simple or pull consumer",
+            )
+        if settings.ByteSize() > SETTINGS_BYTES_MAX:
+            raise Refused(
+                Code.PAYLOAD_TOO_LARGE,
+                f"settings of {settings.ByteSize()} bytes; {SETTINGS_BYTES_MAX} at most",
             )
         check_settings(call.principal, settings)
         group = None
