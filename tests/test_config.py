@@ -23,6 +23,7 @@ def test_the_defaults_work_and_are_durable() -> None:
     [
         {"port": 0},
         {"port": 65_535},
+        {"recall_answers": "rocketmq"},
         {"durability": "async"},
         {"segment_bytes": 1 * MIB},
         {"segment_bytes": 2048 * MIB},
@@ -44,6 +45,7 @@ def test_the_edges_are_allowed(allowed: dict[str, Any]) -> None:
         {"port": -1},
         {"port": 65_536},
         {"durability": "sometimes"},
+        {"recall_answers": "sometimes"},
         {"segment_bytes": 1 * MIB - 1},
         {"segment_bytes": 2048 * MIB + 1},
         {"queues_per_topic": 0},

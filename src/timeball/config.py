@@ -17,6 +17,7 @@ from timeball.errors import SetupError
 Durability = Literal["sync", "async"]
 Schedule = Literal["hour_log", "timer_wheel", "level_cascade"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+RecallAnswers = Literal["definite", "rocketmq"]
 
 MIB = 1024 * 1024
 TIMER_WHEEL_MS_MAX = 30 * limits.DAY_MS
@@ -44,6 +45,8 @@ class Settings:
     broker_name: str = "timeball"
     cluster_name: str = "DefaultCluster"
     advertise: str = ""  # host[:port] that RocketMQ clients dial; empty: the address they came in by
+
+    recall_answers: RecallAnswers = "definite"  # or as a stock broker does (docs/cancel.md)
 
     # the log
     durability: Durability = (
@@ -95,6 +98,8 @@ class Settings:
             if not limits.NAME.fullmatch(name) or len(name) > limits.TOPIC_BYTES_MAX:
                 raise SetupError(f"{option} {name!r}: 1 to 127 of the characters % | a-z A-Z 0-9 _ -")
         self._check_security()
+        if self.recall_answers not in get_args(RecallAnswers):
+            raise SetupError(f"--recall-answers {self.recall_answers}: it is 'definite' or 'rocketmq'")
         if self.durability not in ("sync", "async"):
             raise SetupError(f"--durability {self.durability}: it is 'sync' or 'async'")
         if not 1 * MIB <= self.segment_bytes <= 2048 * MIB:

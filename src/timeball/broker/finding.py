@@ -16,7 +16,7 @@ its beginning is still there at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -47,12 +47,16 @@ _SCAN_ROWS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a caller asks for. `topic`: only promises for it, as producers of different topics may use the same id."""
+    """What a caller asks for. `topic`: only promises for it, as producers of different topics may use the same id.
+
+    `may`: only promises for topics that it allows; to this caller others are not there (asked in the reader thread).
+    """
 
     ids: Sequence[str] = ()
     keys: Sequence[str] = ()
     seqs: Sequence[int] = ()
     topic: str | None = None
+    may: Callable[[str], bool] | None = None
 
     def check(self) -> None:
         """Raise OutOfRange when these are too many for one request."""
@@ -113,6 +117,8 @@ def look_up(reader: LogReader, key_index: KeyIndex, files: list[DataFile], names
     else:
         numbers = {str(seq) for seq in names.seqs}
         followed = [c for c in followed if c.subject in numbers or not is_on_its_way_back(c.topic)]
+    if names.may is not None:
+        followed = [c for c in followed if names.may(c.topic)]
     return Found(followed, search.settled, search.gone)
 
 

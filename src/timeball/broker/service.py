@@ -8,7 +8,7 @@ Only attaches are serialised among themselves, since each begins where the last 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from timeball.broker import (
     admission,
     cancelling,
     delivery,
+    offsets,
     pulling,
     range_cancel,
     rescheduling,
@@ -32,6 +33,8 @@ from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.popping.popper import Popper
 from timeball.broker.range_cancel import RangesCancelled
+from timeball.broker.receiving import Receiving
+from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import NotFound, OutOfRange
 from timeball.log.starts import Start, starts
@@ -70,7 +73,10 @@ class Broker:
         self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
         self.appending = Appending(parts, self.waiters, self.mover.tail_count)
         self.popper = Popper(self)
+        self.receiving = Receiving(self)
+        self._saving_offsets = asyncio.Lock()
         self.transactions = Transactions(parts, self._publish, halves)
+        self.transaction_checks = TransactionChecks(parts, self.transactions)
 
     # -- producing ---------------------------------------------------------------------------------------
 
@@ -133,12 +139,14 @@ class Broker:
         keys: Sequence[str] = (),
         seqs: Sequence[int] = (),
         topic: str | None = None,
+        may: Callable[[str], bool] | None = None,
     ) -> list[Verdict]:
         """Settle these promises if they still wait; one definite verdict each (see cancelling.py).
 
-        `topic`: only those for it, since producers of different topics may have given the same id.
+        `topic`: only those for it, since producers of different topics may have given the same id. `may`: of which
+        topics the caller may, None: of all.
         """
-        names = Names(ids, keys, seqs, topic)
+        names = Names(ids, keys, seqs, topic, may)
         return await cancelling.settle(self.parts, names, partial(cancelling.cancel, self.parts))
 
     async def reschedule(
@@ -148,11 +156,12 @@ class Broker:
         keys: Sequence[str] = (),
         seqs: Sequence[int] = (),
         topic: str | None = None,
+        may: Callable[[str], bool] | None = None,
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
         """Move what waits of these to another instant, or so far from now; one verdict each (see rescheduling.py)."""
-        names = Names(ids, keys, seqs, topic)
+        names = Names(ids, keys, seqs, topic, may)
         return await rescheduling.reschedule(
             self.parts, self.appending, names, due_ms=due_ms, delay_ms=delay_ms
         )
@@ -300,3 +309,12 @@ class Broker:
         if data is not None:
             with undone(groups.unsaved):
                 await in_thread(self.parts.reader_thread, self.parts.files.replace, "groups.json", data)
+
+    async def save_offsets(self) -> None:
+        """Write how far consumer groups have come when it has changed."""
+        async with self._saving_offsets:  # an older state must not be written over a newer one
+            parts, data = self.parts, self.parts.offsets.save(self.receiving.parked())
+            if data is not None:
+                with undone(parts.offsets.unsaved):
+                    await parts.writer.synced()  # an offset must not outlive the message behind it
+                    await in_thread(parts.reader_thread, parts.files.replace, offsets.NAME, data)

@@ -43,6 +43,7 @@ HELP = {
     "broker_name": "The broker's name for RocketMQ clients.",
     "cluster_name": "The cluster's name for RocketMQ clients.",
     "advertise": "host[:port] that RocketMQ clients dial; empty: the address they came in by.",
+    "recall_answers": "'definite': success means it will not be delivered; 'rocketmq': as a stock broker answers.",
     "durability": "'sync' acknowledges what the disk has; 'async' may lose the last second in a power cut.",
     "segment_bytes": "Size of one file of the log.",
     "retention_ms": "How long the log keeps what was delivered.",

@@ -57,6 +57,9 @@ def test_unknown_verb_names_the_known_ones() -> None:
         ("commit", {"group": "g", "topic": "t", "offsets": {"zero": 1}}, "offsets"),
         ("cancel", {"ids": [1]}, "ids"),
         ("cancel", {"seqs": [2**63]}, "seqs"),
+        ("reschedule", {"ids": ["a"], "due_ms": -1}, "due_ms"),
+        ("reschedule", {"ids": ["a"], "delay_ms": 1.5}, "delay_ms"),
+        ("reschedule", {"ids": ["a"], "after": 5}, "after"),
         ("reserve", {"rows": 0}, "rows"),
         ("compactor", {"lease_ms": -1}, "lease_ms"),
         ("dispatcher", {"lease_ms": -1}, "lease_ms"),
@@ -72,6 +75,21 @@ def test_wrong_fields_are_named(verb: str, fields: dict[str, object], named: str
 def test_cancel_names_promises_one_way(fields: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="ids, keys or seqs"):
         codec.decode_action("cancel", body(**fields))
+
+
+@pytest.mark.parametrize("fields", [{}, {"ids": ["a"], "keys": ["b"]}, {"ids": []}])
+def test_reschedule_names_promises_one_way(fields: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=r"reschedule: .*ids, keys or seqs"):
+        codec.decode_action("reschedule", body(**fields, due_ms=5))
+
+
+@pytest.mark.parametrize("when", [{}, {"due_ms": 5, "delay_ms": 5}])
+def test_reschedule_says_when_one_way(when: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match="due_ms or delay_ms"):
+        codec.decode_action("reschedule", body(ids=["a"], **when))
+    assert codec.decode_action("reschedule", body(seqs=[1], delay_ms=0)) == codec.Reschedule(
+        seqs=[1], delay_ms=0
+    )
 
 
 def test_cancel_takes_no_more_than_its_limit() -> None:

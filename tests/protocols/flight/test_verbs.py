@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tests.broker.on_node import batch
 from tests.node_fixture import RunningNode
 
 from timeball.errors import NotFound
@@ -23,6 +24,7 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "topics": codec.Nothing(),
         "status": codec.Nothing(),
         "cancel": codec.Cancel(ids=["nobody"]),
+        "reschedule": codec.Reschedule(keys=["nobody"], delay_ms=5),
         "starts": codec.Starts(),
         "reserve": codec.Reserve(rows=3),
         "compactor": codec.Lease(lease_ms=0),
@@ -39,9 +41,28 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
     assert (
         answers["status"]["log"]["next_seq"] == answers["reserve"]["first_seq"] - 1
     )  # and the row that says so
-    assert [v.verdict for v in answers["cancel"]["verdicts"]] == ["not_found"]
+    for verb in ("cancel", "reschedule"):
+        assert [v.verdict for v in answers[verb]["verdicts"]] == ["not_found"]
     for answer in answers.values():
         assert codec.encode(answer)
+
+
+def test_promises_of_topics_that_a_caller_may_not_touch_are_not_there(node: RunningNode) -> None:
+    sent = batch(2, topic=["mine", "theirs"], unique_key=["a", "b"], keys=["k", "k"], delay_ms=[60_000] * 2)
+    first_seq = node.run(node.broker.send(sent)).first_seq
+    requests = [
+        codec.Reschedule(ids=["a", "b"], delay_ms=90_000), codec.Reschedule(seqs=[first_seq + 1], delay_ms=5),
+        codec.Cancel(ids=["b"]), codec.Cancel(keys=["k"]),
+    ]  # fmt: skip
+    told = [
+        node.run(verbs.perform(node.broker, "", request, node.node.status, lambda topic: topic == "mine"))
+        for request in requests
+    ]
+    assert [[v.verdict for v in answer["verdicts"]] for answer in told] == [
+        ["rescheduled", "not_found"], ["not_found"], ["not_found"], ["cancelled"],
+    ]  # fmt: skip
+    [moved] = node.run(node.broker.reschedule(ids=["b"], delay_ms=1))
+    assert moved.verdict == "rescheduled", "it is there for others"
 
 
 def test_a_range_that_nobody_attached_is_not_cancelled(node: RunningNode) -> None:

@@ -1,9 +1,11 @@
-"""Recall: it means what it says."""
+"""Recall over RocketMQ's protocol: the codes of what broker/recalling.py decides."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tests.node_fixture import RunningNode, eventually
+from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.test_sends import rows, sent
 from tests.protocols.remoting.wire import Wire
 
@@ -74,3 +76,13 @@ def test_a_handle_that_names_nothing_here(node: RunningNode, wire: Wire, what: s
 
 def test_an_unknown_topic(wire: Wire) -> None:
     assert recalled(wire, "x", topic="nobody").code == ResponseCode.TOPIC_NOT_EXIST
+
+
+def test_a_stock_brokers_answers_when_asked_for(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", recall_answers="rocketmq") as node, Wire.to(node) as wire:
+        handle = scheduled(node, wire)
+        forged = encode_handle("orders", "timeball", decode_handle(handle).timestamp_ms, "nobody")
+        late = encode_handle("orders", "timeball", 5, "nobody")
+        assert [recalled(wire, one).code for one in (forged, handle, handle)] == [0, 0, 0]
+        assert recalled(wire, late).code == ResponseCode.ILLEGAL_OPERATION
+        assert waits(node) == 0

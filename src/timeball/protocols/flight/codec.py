@@ -94,6 +94,16 @@ class Cancel(_Request, frozen=True):
     seqs: Seqs = []
 
 
+class Reschedule(_Request, frozen=True):
+    """reschedule: exactly one of the three lists names what shall be moved, exactly one of the two says when."""
+
+    ids: Keys = []
+    keys: Keys = []
+    seqs: Seqs = []
+    due_ms: Int64 | None = None
+    delay_ms: Int64 | None = None
+
+
 class CancelRange(_Request, frozen=True):
     """cancel_range: end what waits of a bulk job's numbers, (first_seq, rows)."""
 
@@ -135,6 +145,7 @@ ACTIONS: dict[str, tuple[type[_Request] | None, int, str]] = {
     "offsets": (GetOffsets, BODY_BYTES_MAX, "how far a group has come in a topic"),
     "commit": (Commit, BODY_BYTES_MAX, "remember how far a group has come"),
     "cancel": (Cancel, CANCEL_BODY_BYTES_MAX, "do not keep these promises"),
+    "reschedule": (Reschedule, CANCEL_BODY_BYTES_MAX, "keep these promises at another instant"),
     "cancel_range": (CancelRange, CANCEL_BODY_BYTES_MAX, "do not keep what waits of a bulk job"),
     "starts": (Starts, BODY_BYTES_MAX, "when the log was taken up again after a stop"),
     "reserve": (Reserve, BODY_BYTES_MAX, "set aside sequence numbers for a later attach"),
@@ -151,6 +162,7 @@ ActionRequest = (
     | GetOffsets
     | Commit
     | Cancel
+    | Reschedule
     | CancelRange
     | Starts
     | Reserve
@@ -174,16 +186,18 @@ def decode_action(verb: str, body: bytes) -> ActionRequest:
     if kind is None:
         return attachment.decode(body)
     request: Any = _decode(body or b"{}", kind, f"the body of action {verb}")
-    if isinstance(request, Cancel):
-        _check_cancel(request)
+    if isinstance(request, Cancel | Reschedule):
+        _check_names(verb, request)
+    if isinstance(request, Reschedule) and (request.due_ms is None) == (request.delay_ms is None):
+        raise RequestError("reschedule: say when by due_ms or delay_ms, one of them")
     return request  # type: ignore[no-any-return]  # a struct of ACTIONS
 
 
-def _check_cancel(request: Cancel) -> None:
+def _check_names(verb: str, request: Cancel | Reschedule) -> None:
     named = [name for name in ("ids", "keys", "seqs") if getattr(request, name)]
     if len(named) != 1:
         raise RequestError(
-            f"cancel: name the promises by ids, keys or seqs, one of them; got {named or 'none'}"
+            f"{verb}: name the promises by ids, keys or seqs, one of them; got {named or 'none'}"
         )
 
 

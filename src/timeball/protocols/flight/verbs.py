@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 
 Status = Callable[[], dict[str, object]]
+May = Callable[[str], bool]
 
 
-async def perform(broker: Broker, verb: str, request: codec.ActionRequest, status: Status) -> Any:
-    """Do an action; returns what becomes the JSON of its answer."""
+async def perform(
+    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, may: May | None = None
+) -> Any:
+    """Do an action; returns what becomes the JSON of its answer. `may`: the topics whose promises may be touched."""
     match request:
         case codec.Nothing():
             return await _plain(broker, verb, status)
@@ -40,7 +43,18 @@ async def perform(broker: Broker, verb: str, request: codec.ActionRequest, statu
             await broker.commit_offsets(request.group, request.topic, dict(request.offsets))
             return {}
         case codec.Cancel():
-            return {"verdicts": await broker.cancel(ids=request.ids, keys=request.keys, seqs=request.seqs)}
+            return {
+                "verdicts": await broker.cancel(
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, may=may
+                )
+            }
+        case codec.Reschedule():
+            return {
+                "verdicts": await broker.reschedule(
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, may=may,
+                    due_ms=request.due_ms, delay_ms=request.delay_ms,
+                )
+            }  # fmt: skip
         case codec.CancelRange():
             return await broker.cancel_ranges(request.ranges, request.reason)
         case codec.Starts():
