@@ -84,6 +84,7 @@ class Node:
         ]
         self._level_table = LevelTable.parse(settings.delay_levels)
         self._ticker_tasks: list[asyncio.Task[None]] = []
+        self._checks: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
 
     @property
@@ -146,6 +147,7 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
             raise
         self.remoting, self.grpc = remoting, grpc
+        self._checks = asyncio.create_task(self.broker.transaction_checks.run())
 
     async def _build(self) -> None:
         settings, files = self.settings, self.files
@@ -264,6 +266,9 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
+        if self._checks is not None:
+            self._checks.cancel()
+            await asyncio.gather(self._checks, return_exceptions=True)
         for rocketmq in (self.grpc, self.remoting):
             if rocketmq is not None:
                 await rocketmq.close()

@@ -12,10 +12,10 @@ from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire
 
 from timeball import limits
+from timeball.broker import transaction_checks
 from timeball.clock import ManualClock
 from timeball.errors import InvalidMessage
 from timeball.message import Kind, decode_properties, encode_properties
-from timeball.protocols.remoting import transactions
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
 from timeball.protocols.remoting.codec.records import parse_offset_msg_id
@@ -138,9 +138,9 @@ def test_a_half_message_says_who_may_be_asked() -> None:
 # ---- checks -----------------------------------------------------------------------------------------------
 
 
-async def looked(room: Transactions, world: World, ms: int) -> None:
+async def looked(world: World, ms: int) -> None:
     world.clock.advance(ms)
-    await room.look()
+    await world.broker.transaction_checks.look()
 
 
 async def producer(room: Transactions) -> Pair:
@@ -153,7 +153,7 @@ async def producer(room: Transactions) -> Pair:
 async def test_a_producer_of_the_group_is_asked_with_the_message(world: World) -> None:
     room, seq = Transactions(site_of(world.broker)), await prepare(world, KEYS="k")
     pair = await producer(room)
-    await looked(room, world, limits.TRANSACTION_FIRST_CHECK_MS)
+    await looked(world, limits.TRANSACTION_FIRST_CHECK_MS)
     asked = await pair.read()
     assert (asked.code, asked.is_one_way) == (CHECK, True)
     host, number = parse_offset_msg_id(asked.ext["offsetMsgId"])
@@ -177,11 +177,11 @@ async def test_asked_fifteen_times_and_then_discarded(world: World) -> None:
     room, seq = Transactions(site_of(world.broker)), await prepare(world)
     pair = await producer(room)
     for number in range(limits.TRANSACTION_CHECKS_MAX):
-        await looked(room, world, limits.TRANSACTION_CHECK_INTERVAL_MS)
+        await looked(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
         [message] = decode_stored((await pair.read()).body)
         assert message.properties["TRANSACTION_CHECK_TIMES"] == str(number + 1)
     assert world.broker.transactions.open() == [(seq, 15)]
-    await looked(room, world, limits.TRANSACTION_CHECK_INTERVAL_MS)
+    await looked(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
     assert world.broker.transactions.open() == []
     code, remark = await end(room, seq, COMMIT)
     assert (code, remark) == (
@@ -193,11 +193,12 @@ async def test_asked_fifteen_times_and_then_discarded(world: World) -> None:
 
 @on_node()
 async def test_nobody_to_ask_does_not_count_before_the_retention_time(world: World) -> None:
-    room, seq = Transactions(site_of(world.broker)), await prepare(world)
+    Transactions(site_of(world.broker))
+    seq = await prepare(world)
     for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
-        await looked(room, world, limits.TRANSACTION_CHECK_INTERVAL_MS)
+        await looked(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
     assert world.broker.transactions.open() == [(seq, 0)]
-    await looked(room, world, world.settings.retention_ms)
+    await looked(world, world.settings.retention_ms)
     assert world.broker.transactions.open() == []
 
 
@@ -208,10 +209,10 @@ async def test_no_more_at_a_time_than_a_client_can_take(
     room = Transactions(site_of(world.broker))
     pair = await producer(room)
     seqs = {await prepare(world) for _ in range(5)}
-    monkeypatch.setattr(transactions, "BYTES_PER_LOOK", 1)
+    monkeypatch.setattr(transaction_checks, "BYTES_PER_LOOK", 1)
     for at in range(5):
         assert sum(checks for _, checks in world.broker.transactions.open()) == at
-        await looked(room, world, limits.TRANSACTION_FIRST_CHECK_MS if at == 0 else 0)
+        await looked(world, limits.TRANSACTION_FIRST_CHECK_MS if at == 0 else 0)
     assert {int((await pair.read()).ext["commitLogOffset"]) for _ in seqs} == seqs
     pair.close()
 

@@ -51,7 +51,6 @@ class RemotingEdge:
         locks = Locks(site)
         retries = Retries(site, locks.is_held)
         self._sends = Sends(site, retries)
-        self._transactions = Transactions(site)
         self._heartbeats = HeartBeats(site, locks)
         self._admin = Admin(site)
         self._dispatch = Dispatch(
@@ -66,7 +65,7 @@ class RemotingEdge:
                 self._admin.handlers(),
                 locks.handlers(),
                 retries.handlers(),
-                self._transactions.handlers(),
+                Transactions(site).handlers(),
             ]
         )
         self._connections: set[Connection] = set()
@@ -79,8 +78,7 @@ class RemotingEdge:
         self.site.check_advertised()
         self.site.name_server_port = await self._listen("--name-server-port", settings.name_server_port)
         self.site.remoting_port = await self._listen("--remoting-port", settings.remoting_port)
-        watches = (self._watch_deadlines(), self._transactions.run())
-        self._tasks = [asyncio.create_task(watch) for watch in watches]
+        self._tasks = [asyncio.create_task(self._watch_deadlines())]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 

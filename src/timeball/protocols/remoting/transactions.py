@@ -1,26 +1,21 @@
 """Transactions at the edge: END_TRANSACTION (37) from producers, CHECK_TRANSACTION_STATE (39) to them.
 
 Half messages themselves come as sends (sends.py). A client ends one by the number it was given as the message's
-physical offset, nearly always one-way; of what it did not end, it is asked: the half message is pushed to a
-producer of the group, and its answer is an END_TRANSACTION again. A producer group with nobody connected is not
-asked, and that does not count: a group that is down for an hour finds its transactions when it comes back.
+physical offset, nearly always one-way; of what it did not end, it is asked (broker/transaction_checks.py says when):
+the half message is pushed to a producer of the group, and its answer is an END_TRANSACTION again.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from random import choice
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from timeball import limits
 from timeball.broker import transactions as core
-from timeball.broker.parts import in_thread
 from timeball.broker.transactions import Half, Outcome
-from timeball.errors import Corrupt, InvalidMessage, OutOfRange, OverLimit, RequestError
+from timeball.errors import InvalidMessage
 from timeball.message import READ_SCHEMA, decode_properties, encode_properties
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec import delays
@@ -33,13 +28,6 @@ from timeball.protocols.remoting.codec.codes import (
 from timeball.protocols.remoting.codec.frame import Command
 from timeball.protocols.remoting.codec.records import encode_stored, offset_msg_id
 from timeball.protocols.remoting.site import Site
-
-logger = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-# After a restart many halves may be due at once: no more than this a look, so that clients can take it.
-CHECKS_PER_LOOK = 1_000
-BYTES_PER_LOOK = 8 * 1024 * 1024
 
 PREPARED, GROUP = "TRAN_MSG", core.GROUP
 TRANSACTION_ID = "__transactionId__"
@@ -70,11 +58,12 @@ def prepared(properties: str, group: str | None) -> str:
 
 
 class Transactions:
-    """See the module. `run` asks producers until it is cancelled."""
+    """See the module. Asked by broker/transaction_checks.py."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._core = site.broker.transactions
+        site.broker.transaction_checks.askers.append(self)
 
     def handlers(self) -> Handlers:
         """The requests answered here."""
@@ -115,56 +104,16 @@ class Transactions:
 
     # -- asking ----------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Ask about every open half in time; ends when cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-            except (RequestError, OverLimit) as error:
-                logger.warning("checks of transactions: %s; trying again later", error)
-            except Exception as error:
-                # Nobody else would hear of it: the checks must not just stop.
-                self._site.broker.parts.on_failure(error)
-                return
+    def has_producer(self, half: Half) -> bool:
+        """Whether a producer of the half's group is connected."""
+        return bool(self._site.clients.producers(half.group))
 
-    async def look(self) -> None:
-        """One round: every half that is due is asked about or given up."""
-        now_ms, size_bytes = self._site.broker.parts.clock.now_ms(), 0
-        given_up = []
-        for _ in range(CHECKS_PER_LOOK):
-            half = self._core.take_due(now_ms)
-            if half is None:
-                break
-            why = self._core.given_up(half, now_ms)
-            if why is not None:
-                given_up.append(self._core.discard(half, why))
-            elif size_bytes >= BYTES_PER_LOOK:
-                self._core.put_off(half, now_ms)
-                break
-            else:
-                size_bytes += await self._ask(half)
-        await asyncio.gather(*given_up)
-
-    async def _ask(self, half: Half) -> int:
-        """Push the half message to one of its producers, if there are any; returns the bytes pushed."""
-        parts = self._site.broker.parts
-        if not self._site.clients.producers(half.group):
-            return 0
-        try:
-            row = await in_thread(
-                parts.reader_thread, parts.reader.take, np.array([half.seq], dtype=np.int64)
-            )
-        except OutOfRange:
-            return 0  # ended meanwhile, and let go
-        except Corrupt as error:
-            logger.error("%s", error)  # one message that cannot be asked about; the others are
-            return 0
+    def ask(self, half: Half, row: pa.RecordBatch) -> int:
+        """Push the half message to one of them; returns the bytes pushed."""
         producers = self._site.clients.producers(half.group)
         if not producers:
             return 0
         connection = choice(producers)
-        half.checks += 1
         host, key = self._site.store_host(connection), half.unique_key or ""
         command = Command(
             code=RequestCode.CHECK_TRANSACTION_STATE,
@@ -187,7 +136,7 @@ class Transactions:
 def _asked(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:
     """The half message as a producer is shown it."""
     properties = decode_properties(row.column("properties")[0].as_py() or "")
-    properties[CHECK_TIMES] = str(half.checks)
+    properties[CHECK_TIMES] = str(half.checks + 1)
     if half.unique_key is not None:
         properties.setdefault("UNIQ_KEY", half.unique_key)
         properties[TRANSACTION_ID] = half.unique_key

@@ -1,0 +1,97 @@
+"""Asking producers about the halves they have not ended: one loop, whichever edge a producer is connected to.
+
+Each edge registers an `Asker`, which knows who is connected there. A half is given to the first of them that finds a
+producer for it. A half whose producers are all away is not asked about, and that does not count: a producer that was
+down for an hour finds its transactions when it comes back. What has been asked about too often, or is too old, is
+rolled back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.parts import Parts, in_thread
+from timeball.broker.transactions import Half, Transactions
+from timeball.errors import Corrupt, OutOfRange, OverLimit, RequestError
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+# After a restart many halves may be due at once: no more than this a look, so that clients can take it.
+CHECKS_PER_LOOK = 1_000
+BYTES_PER_LOOK = 8 * 1024 * 1024
+
+
+class Asker(Protocol):
+    """An edge, as far as it is about asking. Both run on the event loop."""
+
+    def has_producer(self, half: Half) -> bool:
+        """Whether somebody is connected who may be asked about this half."""
+
+    def ask(self, half: Half, row: pa.RecordBatch) -> int:
+        """Push the half message, a row of READ_SCHEMA, to one of them; the bytes pushed, 0 when nobody took it."""
+
+
+class TransactionChecks:
+    """See the module. `run` asks until it is cancelled."""
+
+    def __init__(self, parts: Parts, transactions: Transactions) -> None:
+        self._parts, self._transactions = parts, transactions
+        self.askers: list[Asker] = []
+
+    async def run(self) -> None:
+        """Ask about every open half in time; ends when cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (RequestError, OverLimit) as error:
+                logger.warning("checks of transactions: %s; trying again later", error)
+            except Exception as error:
+                # Nobody else would hear of it: the checks must not just stop.
+                self._parts.on_failure(error)
+                return
+
+    async def look(self) -> None:
+        """One round: every half that is due is asked about or given up."""
+        now_ms, size_bytes = self._parts.clock.now_ms(), 0
+        given_up = []
+        for _ in range(CHECKS_PER_LOOK):
+            half = self._transactions.take_due(now_ms)
+            if half is None:
+                break
+            why = self._transactions.given_up(half, now_ms)
+            if why is not None:
+                given_up.append(self._transactions.discard(half, why))
+            elif size_bytes >= BYTES_PER_LOOK:
+                self._transactions.put_off(half, now_ms)
+                break
+            else:
+                size_bytes += await self._ask(half)
+        await asyncio.gather(*given_up)
+
+    async def _ask(self, half: Half) -> int:
+        """Have one of the half's producers asked, if there are any; returns the bytes pushed."""
+        if not any(asker.has_producer(half) for asker in self.askers):
+            return 0
+        parts = self._parts
+        try:
+            row = await in_thread(
+                parts.reader_thread, parts.reader.take, np.array([half.seq], dtype=np.int64)
+            )
+        except OutOfRange:
+            return 0  # ended meanwhile, and let go
+        except Corrupt as error:
+            logger.error("%s", error)  # one message that cannot be asked about; the others are
+            return 0
+        for asker in self.askers:
+            size_bytes = asker.ask(half, row) if asker.has_producer(half) else 0
+            if size_bytes:
+                half.checks += 1
+                return size_bytes
+        return 0
