@@ -8,9 +8,9 @@ import pytest
 from tests.interop.drivers import ClientError
 from tests.interop.grpc_conversation import ALL, PYTHON, GrpcConversation
 from tests.interop.stock_broker import StockBroker
-from tests.interop.stock_clients import mqadmin
 
 from timeball import limits
+from timeball.protocols.remoting.codec.codes import RequestCode
 
 pytestmark = pytest.mark.interop
 
@@ -71,7 +71,7 @@ def test_delays(talks: Talks) -> None:
 def test_ten_years_and_no_more(talks: Talks) -> None:
     talk = talks()
     assert talk.send("soon", due_ms=talk.due_ms(limits.DELAY_MS_MAX - 60_000))["recall_handle"]
-    with pytest.raises(ClientError, match="delay") as refused:
+    with pytest.raises(ClientError, match="3653 days") as refused:
         talk.send("later", due_ms=talk.due_ms(limits.DELAY_MS_MAX + 60_000))
     assert refused.value.code == ILLEGAL_DELIVERY_TIME
 
@@ -79,8 +79,12 @@ def test_ten_years_and_no_more(talks: Talks) -> None:
 @pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_a_topic_for_messages_of_one_type(talks: Talks, broker: StockBroker, name: str) -> None:
     """RocketMQ's attribute message.type: the clients learn of it with the route, and refuse by themselves."""
-    at = ["-b", broker.remoting, "-t", f"{name}-topic", "-r", "1", "-w", "1"]
-    mqadmin(broker, "updateTopic", *at, "-a", "+message.type=DELAY")
+    config = {"topic": f"{name}-topic", "readQueueNums": 1, "writeQueueNums": 1, "perm": 6}
+    made = broker.request(
+        RequestCode.UPDATE_AND_CREATE_TOPIC, **config, attributes="+message.type=DELAY", defaultTopic="TBW102",
+        topicFilterType="SINGLE_TAG",
+    )  # fmt: skip
+    assert made.code == 0, made.remark
     talk = talks(queues=0)
     consumer = talk.simple()
     with pytest.raises(ClientError, match=r"(?i)message type"):
