@@ -1,0 +1,174 @@
+"""Rows of the log as messages for a gRPC client.
+
+What RocketMQ keeps among the properties stands in fields of its own, and what is a user's is shown as the user's:
+names that are RocketMQ's own are not. A message that comes again shows the topic it was sent to, not the retry topic it
+has come by.
+
+Bodies that a remoting producer has compressed are in zlib's form or another, while every client of this protocol reads
+gzip and only some read zlib: those are unpacked here, within what a body may be. The digest is MD5, in the one spelling
+that all clients share; of CRC32 there are three.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import md5
+from typing import NamedTuple
+
+import pyarrow as pa
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from timeball import limits
+from timeball.broker import retry
+from timeball.message import decode_properties
+from timeball.protocols.grpc._generated.definition_pb2 import (
+    DeadLetterQueue,
+    DigestType,
+    Encoding,
+    Message,
+    MessageType,
+    Resource,
+    SystemProperties,
+)
+from timeball.protocols.grpc.codec import property_names as names
+
+COMPRESSED_BIT, COMMITTED_BITS, ENDED_BITS = 1, 8, 12  # of RocketMQ's sysFlag
+COMPRESSION_BITS, COMPRESSION_SHIFT = 0x700, 8
+LZ4, ZSTD = 1, 2  # what stands there; 0 and 3 are zlib
+GZIP_MAGIC = b"\x1f\x8b"
+UNPACKED_BYTES_MAX = 4 * limits.BODY_BYTES_MAX  # what does not fit is sent as it came
+DLQ_TOPIC, DLQ_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
+MESSAGE_ID_DIGITS = 32
+
+
+class _Row(NamedTuple):
+    """The columns of the log that a message is made of."""
+
+    seq: int
+    topic: str
+    queue_id: int
+    queue_offset: int | None
+    body: bytes | None
+    properties: str | None
+    tag: str | None
+    keys: str | None
+    unique_key: str | None
+    born_ms: int | None
+    born_host: str | None
+    store_ms: int | None
+    store_host: str | None
+    sys_flag: int | None
+    reconsume_times: int | None
+    prepared_seq: int | None
+    due_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """What a receive adds to its messages: a handle for each, and how long they are invisible."""
+
+    handles: Sequence[str]
+    invisible_ms: int
+
+
+def messages(
+    rows: pa.RecordBatch, asked: Resource, topic: str, store_host: str, handed_out: HandedOut | None = None
+) -> list[Message]:
+    """A message for each of these READ_SCHEMA rows, under the topic `asked`, which the broker knows as `topic`."""
+    columns = [rows.column(name).to_pylist() for name in _Row._fields]
+    found = []
+    for at, row in enumerate(map(_Row._make, zip(*columns, strict=True))):
+        properties = decode_properties(row.properties or "")
+        body, encoding = _readable(row.body or b"", row.sys_flag or 0)
+        digest = md5(body, usedforsecurity=False).hexdigest().upper()
+        system = _system(row, properties, came_again=row.topic != topic)
+        system.body_digest.type, system.body_digest.checksum = DigestType.MD5, digest
+        system.body_encoding = encoding
+        system.store_host = row.store_host or store_host
+        if handed_out is not None:
+            system.receipt_handle = handed_out.handles[at]
+            system.invisible_duration.FromMilliseconds(handed_out.invisible_ms)
+        users = {name: value for name, value in properties.items() if name not in names.RESERVED}
+        found.append(Message(topic=asked, user_properties=users, system_properties=system, body=body))
+    return found
+
+
+def timestamp(instant_ms: int) -> Timestamp:
+    """The same as protobuf has it."""
+    return Timestamp(seconds=instant_ms // 1_000, nanos=instant_ms % 1_000 * 1_000_000)
+
+
+def stored_id(seq: int) -> str:
+    """The id of a message that was sent without one: its number in the log, as RocketMQ's stored ids end."""
+    return f"{seq:0{MESSAGE_ID_DIGITS}X}"
+
+
+def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> SystemProperties:
+    """What is read off columns and properties, the body and the handing out aside."""
+    group = properties.get(names.MESSAGE_GROUP)
+    # What a retry topic's rows have waited for was the end of an invisible time: nobody's wish.
+    delivery_ms = None if came_again else row.due_ms
+    keys = row.keys or properties.get(names.KEYS)
+    was_half = row.prepared_seq is not None or (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
+    return SystemProperties(
+        tag=row.tag or properties.get(names.TAGS),
+        keys=[key for key in keys.split(" ") if key] if keys else None,
+        message_id=row.unique_key or properties.get(names.UNIQ_KEY) or stored_id(row.seq),
+        message_type=_type(was_half, delivery_ms is not None, group is not None),
+        born_timestamp=timestamp(row.born_ms or 0),
+        born_host=row.born_host or "",
+        store_timestamp=timestamp(row.store_ms or 0),
+        delivery_timestamp=None if delivery_ms is None else timestamp(delivery_ms),
+        queue_id=row.queue_id,
+        queue_offset=row.queue_offset or 0,
+        delivery_attempt=(row.reconsume_times or 0) + 1,
+        message_group=group,
+        trace_context=properties.get(names.TRACE_CONTEXT),
+        dead_letter_queue=_dead_letter(row, properties),
+    )
+
+
+def _type(is_committed: bool, has_waited: bool, has_group: bool) -> MessageType:
+    if is_committed:
+        return MessageType.TRANSACTION
+    if has_waited:
+        return MessageType.DELAY
+    return MessageType.FIFO if has_group else MessageType.NORMAL
+
+
+def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | None:
+    if not row.topic.startswith(retry.DLQ_PREFIX):
+        return None
+    return DeadLetterQueue(
+        topic=properties.get(DLQ_TOPIC) or properties.get(retry.RETRY_TOPIC),
+        message_id=properties.get(DLQ_MESSAGE_ID)
+        or row.unique_key
+        or properties.get(retry.ORIGIN_MESSAGE_ID),
+    )
+
+
+def _readable(body: bytes, sys_flag: int) -> tuple[bytes, Encoding]:
+    """The body in a form that every client can read, and which."""
+    if not sys_flag & COMPRESSED_BIT:
+        return body, Encoding.IDENTITY
+    if not body.startswith(GZIP_MAGIC):
+        unpacked = _unpacked(body, (sys_flag & COMPRESSION_BITS) >> COMPRESSION_SHIFT)
+        if unpacked is not None:
+            return unpacked, Encoding.IDENTITY
+    return body, Encoding.GZIP
+
+
+def _unpacked(body: bytes, compression: int) -> bytes | None:
+    """None when it cannot be, or would become too large."""
+    try:
+        if compression in (LZ4, ZSTD):
+            packed = pa.CompressedInputStream(pa.BufferReader(body), "lz4" if compression == LZ4 else "zstd")
+            found: bytes = packed.read(UNPACKED_BYTES_MAX + 1)
+            return found if len(found) <= UNPACKED_BYTES_MAX else None
+        unpacking = zlib.decompressobj()
+        found = unpacking.decompress(body, UNPACKED_BYTES_MAX)
+        return found if unpacking.eof else None
+    except (zlib.error, pa.ArrowInvalid, OSError):
+        return None
