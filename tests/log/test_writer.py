@@ -133,6 +133,27 @@ def test_a_commit_is_bounded_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_flushed_waits_for_what_somebody_appended_who_has_gone(is_under_way: bool) -> None:
+    async def work() -> None:
+        disk = OnDemand()
+        async with opened(CrashFiles(), disk=disk) as log:
+            _, done = log.writer.append(batch(1))
+            if is_under_way:
+                await turns()
+            waiting = [asyncio.ensure_future(log.writer.flushed()) for _ in range(2)]
+            await turns()
+            done.cancel()
+            waiting[1].cancel()
+            await turns()
+            assert not waiting[0].done(), "the rows are not on disk yet"
+            disk.let_go()
+            await waiting[0]
+            assert log.segments.next_seq == log.writer.next_seq
+
+    run(work())
+
+
 def test_flushed_waits_for_what_was_appended_before() -> None:
     async def work() -> None:
         disk = OnDemand()

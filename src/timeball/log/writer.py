@@ -45,8 +45,9 @@ class _Entry:
     first_seq: int
     span: int
     size_bytes: int
-    done: asyncio.Future[int]
+    done: asyncio.Future[int]  # the caller's: gone when the caller goes
     on_durable: DurableCallback | None
+    flushed: asyncio.Future[None] | None = None  # of those who wait for whatever has been appended
 
 
 @dataclass(slots=True)
@@ -147,8 +148,10 @@ class LogWriter:
         if self.failed is not None:
             raise StorageError(f"the log has stopped: {self.failed}")
         if self._pending or self._busy:
-            last = self._pending[-1].done if self._pending else self._committing[-1].done
-            await asyncio.shield(last)
+            last = self._pending[-1] if self._pending else self._committing[-1]
+            if last.flushed is None:
+                last.flushed = self._loop.create_future()
+            await asyncio.shield(last.flushed)
 
     async def synced(self) -> None:
         """Like `flushed`, and synced in `async` mode too: comes before a file that must not know more than the log."""
@@ -265,6 +268,8 @@ class LogWriter:
                     return
             if not entry.done.done():
                 entry.done.set_result(entry.first_seq)
+            if entry.flushed is not None:
+                entry.flushed.set_result(None)
         self._after_commit()
 
     def _after_commit(self) -> None:
@@ -329,10 +334,11 @@ class LogWriter:
         waiting, self._pending = [*entries, *self._pending], []
         typed = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
         for entry in waiting:
-            if not entry.done.done():
-                entry.done.set_exception(typed)
-                # Some callers have gone; the failure is reported once, through on_failure.
-                entry.done.exception()
+            for future in (entry.done, entry.flushed):
+                if future is not None and not future.done():
+                    future.set_exception(typed)
+                    # Some callers have gone; the failure is reported once, through on_failure.
+                    future.exception()
         self._idle.set()
         if is_first and self._on_failure is not None:
             self._on_failure(error)
