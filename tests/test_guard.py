@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.accounts import access_file
 from tests.certificates import certificate
 
 from timeball.access import Access, Verb
@@ -14,13 +15,6 @@ from timeball.errors import SetupError, Unauthorized
 from timeball.guard import OPEN, Guard
 
 ONE = '[[accounts]]\naccess_key = "one"\nsecret_key = "secret of one"\n'
-
-
-def access_file(tmp_path: Path, text: str = ONE) -> Path:
-    path = tmp_path / "access.toml"
-    path.touch(0o600)
-    path.write_text(text)
-    return path
 
 
 def lets_in(access: Access | None, pair: str) -> bool:
@@ -39,19 +33,19 @@ def test_without_settings_everybody_may_come_in() -> None:
 
 def test_what_the_settings_name_is_loaded(tmp_path: Path) -> None:
     made = certificate(tmp_path)
-    guard = Guard(Settings(access_file=str(access_file(tmp_path)), **made.settings))
+    guard = Guard(Settings(access_file=str(access_file(tmp_path, ONE)), **made.settings))
     assert lets_in(guard.access, "one:secret of one") and guard.tls is not None
 
 
 def test_a_file_that_others_may_read(tmp_path: Path) -> None:
-    path = access_file(tmp_path)
+    path = access_file(tmp_path, ONE)
     path.chmod(0o640)
     with pytest.raises(SetupError, match=r"--access-file .*others may read it"):
         Guard(Settings(access_file=str(path)))
 
 
 def test_it_is_read_again_when_told_so(tmp_path: Path) -> None:
-    path = access_file(tmp_path)
+    path = access_file(tmp_path, ONE)
     guard = Guard(Settings(access_file=str(path)))
     path.write_text(ONE.replace("one", "two"))
     assert not lets_in(guard.access, "two:secret of two")
@@ -62,7 +56,7 @@ def test_it_is_read_again_when_told_so(tmp_path: Path) -> None:
 def test_a_file_that_is_not_sound_any_more_changes_nothing_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = access_file(tmp_path)
+    path = access_file(tmp_path, ONE)
     guard = Guard(Settings(access_file=str(path)))
     for breach in (lambda: path.write_text("accounts = 1"), lambda: path.chmod(0o644), path.unlink):
         breach()

@@ -54,7 +54,8 @@ _BOTH = PUB | SUB
 _BITS: dict[str, int] = {"DENY": 0, "PUB": PUB, "SUB": SUB, "PUB|SUB": _BOTH, "SUB|PUB": _BOTH, "ANY": _BOTH}
 _WORDS = {PUB: "PUB", SUB: "SUB", _BOTH: "PUB or SUB"}
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^(\*|[%|a-zA-Z0-9_-]{1,255})$")]
+# \Z and not $, which would let a line's end pass.
+Name = Annotated[str, msgspec.Meta(pattern=r"^(\*|[%|a-zA-Z0-9_-]{1,255})\Z")]
 
 
 class Verb(Enum):
@@ -70,8 +71,9 @@ class Verb(Enum):
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One account, as it stands in the access file."""
 
-    access_key: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@-]{1,128}$")]
-    secret_key: Annotated[str, msgspec.Meta(min_length=8, max_length=256)]
+    access_key: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@-]{1,128}\Z")]
+    # What a header can carry: ASCII, and no blank at an end.
+    secret_key: Annotated[str, msgspec.Meta(min_length=8, max_length=256, pattern=r"^[!-~][ -~]*[!-~]\Z")]
     admin: bool = False
     topics: dict[Name, Right] = {}
     groups: dict[Name, Right] = {}

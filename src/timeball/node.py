@@ -32,6 +32,7 @@ from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
 from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
+from timeball.guard import OPEN, Guard
 from timeball.log import checkpoint
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
@@ -76,6 +77,7 @@ class Node:
         self.files: Files = chosen
         self.broker: Broker
         self.upkeep: Upkeep
+        self.guard = OPEN
         self.edge: FlightEdge | None = None
         self.remoting: RemotingEdge | None = None
         self.grpc: GrpcEdge | None = None
@@ -113,6 +115,7 @@ class Node:
         # The default lets a busy thread hold the interpreter for 5 ms, which is all the lateness we may have.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._failed = asyncio.get_running_loop().create_future()
+        self.guard = Guard(self.settings)
         if self._real_files is not None:
             check_folder(self._real_files)
             self._real_files.lock()
@@ -137,8 +140,9 @@ class Node:
             self.settings.host,
             self.settings.port,
             status=self.status,
+            guard=self.guard,
         )
-        remoting, grpc = RemotingEdge(self.broker), GrpcEdge(self.broker)
+        remoting, grpc = RemotingEdge(self.broker, self.guard), GrpcEdge(self.broker, self.guard)
         try:
             await remoting.start()
             await grpc.start()
@@ -294,7 +298,7 @@ class Node:
             self._real_files.unlock()
 
     async def run_until_signal(self, before_stop: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serve until SIGTERM or SIGINT; raises what stopped the storage.
+        """Serve until SIGTERM or SIGINT; raises what stopped the storage. SIGHUP: the access file is read again.
 
         `before_stop` runs while the broker still answers: what is a client of it can end in order.
         """
@@ -308,6 +312,8 @@ class Node:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ask)
+        if self.guard.access is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.guard.reload)
         try:
             await asyncio.wait([asked, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if before_stop is not None:

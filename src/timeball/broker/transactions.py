@@ -126,6 +126,10 @@ class Transactions:
         """(seq, checks) of every open half, for the checkpoint."""
         return [(half.seq, half.checks) for half in self._open.values()]
 
+    def find(self, seq: int) -> Half | None:
+        """The open half with this number."""
+        return self._open.get(seq)
+
     @property
     def oldest_seq(self) -> int | None:
         """What retention must not go beyond; None when nothing is open."""

@@ -21,8 +21,12 @@ def connect(endpoint: str) -> Iterator[Timeball]:
         with Timeball(endpoint) as ball:
             yield ball
     except Unavailable as error:
-        if not str(error).startswith("no broker answers"):
+        said = str(error)
+        if not said.startswith("no broker answers") or "handshake" in said:
             raise
+        if "Socket closed" in said and not endpoint.startswith("grpc+tls"):
+            # What a broker that speaks TLS alone does to whoever does not.
+            raise Unavailable(f"{said}; if the broker has a certificate, write grpc+tls://") from error
         raise Unavailable(
             f"no broker answers at {endpoint}: start one with 'timeball up', or name another with --endpoint"
         ) from error

@@ -14,6 +14,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from timeball.client.dialing import Credentials, dial
 from timeball.client.failures import translated
 from timeball.errors import RequestError, Unavailable
 from timeball.message import READ_SCHEMA
@@ -36,15 +37,15 @@ T = TypeVar("T")
 class Calls:
     """A connection to one broker. Connects with the first call. Thread safe."""
 
-    def __init__(self, endpoint: str, timeout_ms: int) -> None:
-        """`endpoint` as in grpc://host:port. RequestError if it is not of that form."""
+    def __init__(self, endpoint: str, timeout_ms: int, who: Credentials | None = None) -> None:
+        """`endpoint` as in grpc://host:port. RequestError if it is not of that form. `who`: else the environment's."""
         self.endpoint = endpoint
         self.timeout_ms = timeout_ms
         self._closed = threading.Event()
         if not endpoint.startswith(("grpc://", "grpc+tcp://", "grpc+tls://", "grpc+unix://")):
             raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port")
         try:
-            self.flight: Any = flight.FlightClient(endpoint, generic_options=_CHANNEL)
+            self.flight: Any = dial(endpoint, who, generic_options=_CHANNEL)
         except (pa.ArrowException, flight.FlightError) as error:
             raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port ({error})") from error
 

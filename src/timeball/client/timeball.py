@@ -26,6 +26,7 @@ from timeball.client import consumer, outgoing
 from timeball.client.answers import Attached, QueueRange, Receipt, SendSummary, Verdict
 from timeball.client.calls import Calls
 from timeball.client.consumer import Consumer, Start
+from timeball.client.dialing import credentials
 from timeball.client.identifiers import IDENTIFIERS
 from timeball.client.instants import After, At, when
 from timeball.client.messages import Message
@@ -48,13 +49,26 @@ class Timeball:
     True
     """
 
-    def __init__(self, endpoint: str = ENDPOINT, *, timeout_ms: int = 30_000) -> None:
-        """`timeout_ms`: how long any answer may take, long polls apart."""
+    def __init__(
+        self,
+        endpoint: str = ENDPOINT,
+        *,
+        timeout_ms: int = 30_000,
+        access_key: str | None = None,
+        secret_key: str | None = None,
+        tls_roots: bytes | None = None,
+    ) -> None:
+        """`timeout_ms`: how long any answer may take, long polls apart.
+
+        Keys: who we are, for a broker that asks. `tls_roots`: certificates of the authority to believe, PEM, for a
+        broker at grpc+tls://; else those that gRPC knows. What is not given is taken from TIMEBALL_ACCESS_KEY,
+        TIMEBALL_SECRET_KEY and TIMEBALL_TLS_ROOTS (a path).
+        """
         if timeout_ms <= 0:
             raise RequestError(f"timeout_ms={timeout_ms}: at least 1")
         clock = SystemClock()
         self._clock = clock
-        self._calls = Calls(endpoint, timeout_ms)
+        self._calls = Calls(endpoint, timeout_ms, credentials(access_key, secret_key, tls_roots))
         self._sender = Sender(self._calls, clock)
         self._consumer = Consumer(self._calls, clock)
 

@@ -18,6 +18,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from timeball.client.dialing import dial
 from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, TimeballError, Unavailable, from_code
 from timeball.limits import PULL_ROWS_MAX
@@ -105,7 +106,7 @@ class Endpoint:
         self.uri = uri
         self._patience_ns = int(patience_s * 1e9)
         self._clock = clock or SystemClock()
-        self._client = flight.FlightClient(uri.replace("grpc://", "grpc+tcp://", 1))
+        self._client = dial(uri)
 
     def __enter__(self) -> Self:
         return self

@@ -16,14 +16,17 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from timeball.access import Principal
 from timeball.errors import NotFound, RequestError, SetupError, TimeballError, Unavailable
+from timeball.guard import OPEN, Guard
 from timeball.message import READ_SCHEMA
-from timeball.protocols.flight import codec, verbs
+from timeball.protocols.flight import codec, permissions, verbs
 from timeball.protocols.flight.columns import SendColumns
 from timeball.protocols.flight.exchange import Stream
 from timeball.protocols.flight.failures import answering, internal, to_flight
@@ -56,10 +59,12 @@ class FlightEdge(flight.FlightServerBase):
         host: str,
         port: int,
         status: Callable[[], dict[str, object]] | None = None,
+        guard: Guard = OPEN,
     ) -> None:
         """Bind and serve; port 0 takes a free one. Raises SetupError when the address cannot be used.
 
-        `status` answers the action of that name, where the process has more to say than the broker.
+        `status` answers the action of that name, where the process has more to say than the broker. `guard`: who
+        may come in, and by which certificate.
         """
         self._broker = broker
         self._status = status or broker.status
@@ -69,12 +74,17 @@ class FlightEdge(flight.FlightServerBase):
         self._calls = Gate("calls", CALLS_MAX)
         self._streams_gate = Gate("send streams", STREAMS_MAX)
         self._streams: set[Stream] = set()
+        self._permissions = permissions.Permissions(guard.access, broker.parts.clock.clock)
         self._closing = threading.Event()
         self._close_once = threading.Lock()
         check_free(host, port)
         address = f"[{host}]" if ":" in host else host
         try:
-            super().__init__(f"grpc+tcp://{address}:{port}")
+            super().__init__(
+                f"grpc+{'tls' if guard.tls else 'tcp'}://{address}:{port}",
+                tls_certificates=[(guard.tls.certificate, guard.tls.key)] if guard.tls else None,
+                middleware=self._permissions.middleware,
+            )
         except (pa.ArrowException, flight.FlightError) as error:
             raise SetupError(f"--port {port} on {host} cannot be used: {error}") from error
 
@@ -83,10 +93,12 @@ class FlightEdge(flight.FlightServerBase):
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """`send` and `release`: record batches in, one acknowledgement each out."""
         with answering("do_exchange"), self._admit(self._streams_gate):
-            path = list(descriptor.path or [])
+            caller, path = self._permissions.caller(context), list(descriptor.path or [])
             if path == codec.SEND_PATH:
-                stream = Stream(self._inbox, self._budget, SendColumns)
+                columns = SendColumns if caller is None else partial(_permitted, caller)
+                stream = Stream(self._inbox, self._budget, columns)
             elif path == codec.RELEASE_PATH:
+                permissions.check_release(caller)
                 stream = Stream(self._releases, self._budget, ReleaseColumns)
             else:
                 raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
@@ -101,17 +113,20 @@ class FlightEdge(flight.FlightServerBase):
     def do_action(self, context: Any, action: Any) -> list[bytes]:
         """Everything small: a JSON body in, one JSON body out."""
         with answering("do_action"), self._admit(self._calls):
-            verb, body = action.type, action.body
+            caller, verb, body = self._permissions.caller(context), action.type, action.body
             codec.check_size(f"the body of action {verb[:40]}", body.size, codec.body_bytes_max(verb))
             request = codec.decode_action(verb, body.to_pybytes())
-            answer = self._on_loop(context, lambda: verbs.perform(self._broker, verb, request, self._status))
-            return [codec.encode(answer)]
+            permissions.check_action(caller, verb, request)
+            may, broker = permissions.cancellable(caller), self._broker
+            answer = self._on_loop(context, lambda: verbs.perform(broker, verb, request, self._status, may))
+            return [codec.encode(permissions.shown(caller, verb, answer))]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Rows in READ_SCHEMA: of the log, of a queue, or of a long poll."""
         with answering("do_get"):
-            data = ticket.ticket
+            caller, data = self._permissions.caller(context), ticket.ticket
             request = codec.decode_ticket(data)
+            permissions.check_ticket(caller, request)
             entry = self._admit(self._calls)
             if isinstance(request, codec.ReadLog):
                 names = request.columns or READ_SCHEMA.names
@@ -206,6 +221,10 @@ class FlightEdge(flight.FlightServerBase):
 
     def _log_rows(self, request: codec.ReadLog, entry: Pass) -> Iterator[pa.RecordBatch]:
         return _LogRows(self._broker, request, entry, self._closing)
+
+
+def _permitted(caller: Principal, schema: pa.Schema) -> permissions.PermittedColumns:
+    return permissions.PermittedColumns(SendColumns(schema), caller)
 
 
 class _LogRows:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from timeball.access import Principal, Verb
 from timeball.errors import (
+    Forbidden,
     InvalidDelay,
     InvalidFilter,
     InvalidMessage,
@@ -21,6 +23,7 @@ from timeball.errors import (
     OverLimit,
     RequestError,
     TimeballError,
+    Unauthorized,
     Unavailable,
 )
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
@@ -45,12 +48,20 @@ class Refused(RequestError):
 
 
 class Call:
-    """A request, the connection it came by, and typed access to what is in it."""
+    """A request, the connection it came by, and typed access to what is in it.
 
-    __slots__ = ("command", "connection")
+    `principal` has signed it; None where there is no access control.
+    """
 
-    def __init__(self, connection: Connection, command: Command) -> None:
-        self.connection, self.command = connection, command
+    __slots__ = ("command", "connection", "principal")
+
+    def __init__(self, connection: Connection, command: Command, principal: Principal | None = None) -> None:
+        self.connection, self.command, self.principal = connection, command, principal
+
+    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
+        """Raise Forbidden unless who asks may do this; for what only the body or a row of the log can say."""
+        if self.principal is not None:
+            self.principal.check(verb, topic=topic, group=group)
 
     def fields(self, kind: type[T]) -> T:
         """The extFields as a msgspec Struct; unknown ones are ignored. Raises Refused."""
@@ -99,6 +110,8 @@ Handler = Callable[[Call], Reply | Awaitable[Reply]]
 Handlers = dict[int, Handler]
 
 _CODES: list[tuple[type[TimeballError], ResponseCode]] = [
+    (Unauthorized, ResponseCode.NO_PERMISSION),
+    (Forbidden, ResponseCode.NO_PERMISSION),
     (InvalidMessage, ResponseCode.MESSAGE_ILLEGAL),
     (InvalidDelay, ResponseCode.MESSAGE_ILLEGAL),
     (InvalidFilter, ResponseCode.SUBSCRIPTION_PARSE_FAILED),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
+from timeball.access import Principal
 from timeball.errors import Unavailable
 from timeball.protocols.remoting.codec.codes import CommandFlag
 from timeball.protocols.remoting.codec.frame import BadFrame, Command, Frame, Splitter, encode
@@ -46,6 +47,9 @@ class Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = loop.create_future()
         self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
+        self.principal: Principal | None = (
+            None  # who has signed the last request; None without access control
+        )
         self.peer = self.local = ("", 0)
         self.name = ":0"  # the far side, for people and as a message's born host
 

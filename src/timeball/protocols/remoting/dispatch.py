@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
 
+from timeball.access import Principal
 from timeball.errors import RequestError, TimeballError
 from timeball.protocols.remoting.calls import Call, Handler, Handlers, Reply, response_code
 from timeball.protocols.remoting.codec import frame as codec
@@ -40,9 +41,18 @@ class Dispatch:
         else:
             self.handle(connection, command)
 
-    def handle(self, connection: Connection, command: Command) -> None:
-        """Call the handler of a request and see that it is answered."""
+    def offers(self, code: int) -> bool:
+        """Whether there is a handler for this code."""
+        return code in self._handlers
+
+    def refuse(self, connection: Connection, command: Command, error: Exception) -> None:
+        """Answer a request that is not to be handled."""
         call = Call(connection, command)
+        self._reply(call, failure(call, error))
+
+    def handle(self, connection: Connection, command: Command, principal: Principal | None = None) -> None:
+        """Call the handler of a request and see that it is answered."""
+        call = Call(connection, command, principal)
         handler = self._handlers.get(command.code)
         if handler is None:
             self._reply(call, _not_supported(call))

@@ -2,18 +2,24 @@
 
 A name server and a broker are two programs in RocketMQ and two ports here; either port answers everything, since
 the request codes of the two do not overlap. Frames of one read go to `Sends` first, whose batches are what the
-throughput is made of; what it does not take goes to the table (dispatch.py).
+throughput is made of; what it does not take goes to the table (dispatch.py). With an access file each request is
+decoded whole first, and what was checked is what is handled: two readers of one header might read two things in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
+from timeball.access import Access
 from timeball.broker.service import Broker
-from timeball.errors import SetupError
+from timeball.errors import SetupError, TimeballError
+from timeball.guard import OPEN, Guard
+from timeball.protocols.remoting import permissions
 from timeball.protocols.remoting.admin import Admin
 from timeball.protocols.remoting.clients import Clients
-from timeball.protocols.remoting.codec.frame import Frame
+from timeball.protocols.remoting.codec.frame import Frame, decode
+from timeball.protocols.remoting.codec.send_header import from_command
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.dispatch import Dispatch
 from timeball.protocols.remoting.heartbeats import HeartBeats
@@ -31,15 +37,16 @@ from timeball.protocols.remoting.transactions import Transactions
 
 DEADLINES_LOOK_S = 1.0
 BACKLOG = 1_024
+HANDSHAKE_S = 10.0  # of TLS; who takes longer has no connection yet that would be counted
 LAST_ANSWERS_S = 2.0  # at a stop, for clients that are slow to take them
 
 
 class RemotingEdge:
     """See the module. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, guard: Guard = OPEN) -> None:
         settings = broker.parts.settings
-        self._settings = settings
+        self._settings, self._guard = settings, guard
         self.site = Site(
             broker=broker,
             clients=Clients(),
@@ -85,13 +92,16 @@ class RemotingEdge:
     async def _listen(self, option: str, port: int) -> int:
         if port < 0:
             return port
-        loop = asyncio.get_running_loop()
+        loop, access, tls = asyncio.get_running_loop(), self._guard.access, self._guard.tls
+        receive = self._receive if access is None else partial(self._receive_signed, access)
         try:
             server = await loop.create_server(
-                lambda: Connection(self._receive, self._connections, loop),
+                lambda: Connection(receive, self._connections, loop),
                 self._settings.host,
                 port,
                 backlog=BACKLOG,
+                ssl=tls.context if tls else None,
+                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
             )
         except OSError as error:
             await self.close()
@@ -106,6 +116,26 @@ class RemotingEdge:
         for frame in frames:
             if not self._sends.take(connection, frame, now_ms):
                 self._dispatch.receive(connection, frame)
+
+    def _receive_signed(self, access: Access, connection: Connection, frames: list[Frame]) -> None:
+        now_ms = self.site.broker.parts.clock.now_ms()
+        for frame in frames:
+            command = decode(frame)
+            if command.is_response:
+                connection.answered(command)
+                continue
+            header = from_command(command)
+            try:
+                principal = connection.principal = permissions.signer(access, command)
+                if header is not None or self._dispatch.offers(command.code):
+                    permissions.check(principal, command)
+            except TimeballError as error:
+                self._dispatch.refuse(connection, command, error)
+                continue
+            if header is not None:
+                self._sends.take_read(connection, header, frame, now_ms)
+            else:
+                self._dispatch.handle(connection, command, principal)
 
     async def _watch_deadlines(self) -> None:
         loop = asyncio.get_running_loop()

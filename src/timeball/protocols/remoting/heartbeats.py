@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from timeball import limits
+from timeball.access import Verb
 from timeball.broker.filters import compile_filter
 from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.topics import check_name
@@ -129,6 +130,10 @@ class HeartBeats:
         consumes = [one.read() for one in said.consumer_data_set or ()]
         for name in [*produces, *(how.group for how in consumes)]:
             check_name(name, limits.GROUP_BYTES_MAX, "group")
+        for how in consumes:
+            call.check(Verb.RECEIVE, group=how.group)
+            for one in how.subscriptions:
+                call.check(Verb.RECEIVE, topic=one.topic)
         clients, connection = self._site.clients, call.connection
         is_new = not clients.knows(connection)
         changed = clients.beat(
@@ -166,6 +171,8 @@ class HeartBeats:
 
     def _goodbye(self, call: Call) -> Reply:
         said, member = call.fields(_Goodbye), self._site.clients.member(call.connection)
+        if said.consumer_group:
+            call.check(Verb.RECEIVE, group=said.consumer_group)
         if member is not None:
             self._tell(
                 self._site.clients.leave(

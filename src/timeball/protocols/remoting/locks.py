@@ -16,6 +16,7 @@ from typing import Annotated
 
 import msgspec
 
+from timeball.access import Verb
 from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.site import Site
@@ -82,7 +83,7 @@ class Locks:
                 lock.ends_ms = min(lock.ends_ms, lock.renewed_ms + TRUST_MS)
 
     def _lock(self, call: Call) -> Reply:
-        wanted = call.body(_Wanted)
+        wanted = self._wanted(call)
         now_ms = self._site.monotonic_ms()
         held = {
             place: lock for place, lock in self._of(wanted.consumer_group).items() if now_ms < lock.ends_ms
@@ -100,7 +101,7 @@ class Locks:
         return call.answer_json({"lockOKMQSet": got})
 
     def _unlock(self, call: Call) -> Reply:
-        wanted = call.body(_Wanted)
+        wanted = self._wanted(call)
         places = {(queue.topic, queue.queue_id) for queue in wanted.mq_set}
         kept = {
             place: lock
@@ -109,6 +110,12 @@ class Locks:
         }
         self._keep(wanted.consumer_group, kept)
         return call.answer()
+
+    @staticmethod
+    def _wanted(call: Call) -> _Wanted:
+        wanted = call.body(_Wanted)
+        call.check(Verb.RECEIVE, group=wanted.consumer_group)
+        return wanted
 
     def _exists(self, group: str, queue: MessageQueue) -> bool:
         if self._site.broker.parts.groups.find(group) is None:

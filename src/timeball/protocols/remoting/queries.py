@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.access import Verb
 from timeball.broker.parts import in_thread
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
@@ -111,6 +112,7 @@ class Queries:
         rows = await in_thread(parts.reader_thread, self._read, np.array([seq], dtype=np.int64))
         if rows is None:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {seq}")
+        call.check(Verb.RECEIVE, topic=rows.column("topic")[0].as_py())
         body = encode_stored(rows, store_host=self._site.store_host(call.connection), born_host=BORN_HOST)
         return call.answer(body=body)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
+from timeball.access import Verb
 from timeball.broker import retry
 from timeball.broker.admission import SEND_COLUMNS
 from timeball.broker.parts import in_thread
@@ -48,6 +49,7 @@ class _SendBack(msgspec.Struct):
 class _Returned(NamedTuple):
     """One message that has come back, as far as its client's words are believed."""
 
+    call: Call
     asked: _SendBack
     queues: int
     times_max: int
@@ -73,7 +75,7 @@ class Retries:
             # RocketMQ's word for a group that wants no retries: nothing is kept, and the consumer goes on.
             return call.answer()
         host = self._site.store_host(call.connection)
-        await self._turns.take(_Returned(asked, queues, most, host))
+        await self._turns.take(_Returned(call, asked, queues, most, host))
         return call.answer()
 
     async def _send_on(self, returned: list[_Returned]) -> list[TimeballError | None]:
@@ -87,6 +89,8 @@ class Retries:
                 continue
             then = _next(row, each)
             try:
+                # The number may be any row's: nobody gets what they may not read by handing it back.
+                each.call.check(Verb.RECEIVE, topic=row["topic"])
                 self._make_topic(then, each.queues)
             except TimeballError as error:
                 outcomes[at] = error

@@ -60,6 +60,11 @@ class Sends:
         header = read_send(frame)
         if header is None:
             return False
+        self.take_read(connection, header, frame, now_ms)
+        return True
+
+    def take_read(self, connection: Connection, header: SendHeader, frame: Frame, now_ms: int) -> None:
+        """Take a send whose header has been read."""
         fields, gathering = header.fields, self._plain
         try:
             if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
@@ -79,9 +84,8 @@ class Sends:
         except TimeballError as error:
             if not header.flag & ONE_WAY:
                 connection.send(refusal(error, header.opaque, frame.serialisation))
-            return True
+            return
         gathering.fed()
-        return True
 
     def _directed(self, header: SendHeader) -> Gathering:
         """Where a send goes that is more than that; its fields are changed to what is to be taken."""

@@ -13,6 +13,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball import limits
+from timeball.access import Verb
 from timeball.broker import transactions as core
 from timeball.broker.transactions import Half, Outcome
 from timeball.errors import InvalidMessage
@@ -27,6 +28,7 @@ from timeball.protocols.remoting.codec.codes import (
 )
 from timeball.protocols.remoting.codec.frame import Command
 from timeball.protocols.remoting.codec.records import encode_stored, offset_msg_id
+from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.site import Site
 
 PREPARED, GROUP = "TRAN_MSG", core.GROUP
@@ -75,6 +77,9 @@ class Transactions:
         commit = asked.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
         if not commit and asked.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
             return call.answer()  # unknown: asked again later
+        half = self._core.find(asked.commitLogOffset)
+        if half is not None:
+            call.check(Verb.SEND, topic=half.topic)
         outcome = await self._core.end(
             asked.commitLogOffset, asked.producerGroup, commit=commit, delay=self._delay
         )
@@ -106,11 +111,11 @@ class Transactions:
 
     def has_producer(self, half: Half) -> bool:
         """Whether a producer of the half's group is connected."""
-        return bool(self._site.clients.producers(half.group))
+        return bool(self._producers(half))
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
         """Push the half message to one of them; returns the bytes pushed."""
-        producers = self._site.clients.producers(half.group)
+        producers = self._producers(half)
         if not producers:
             return 0
         connection = choice(producers)
@@ -131,6 +136,14 @@ class Transactions:
         )
         connection.push(command)
         return len(command.body)
+
+    def _producers(self, half: Half) -> list[Connection]:
+        """Who may be shown the half message: anybody can call themselves a producer of a group."""
+        return [
+            one
+            for one in self._site.clients.producers(half.group)
+            if one.principal is None or one.principal.may(Verb.SEND, topic=half.topic)
+        ]
 
 
 def _asked(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:

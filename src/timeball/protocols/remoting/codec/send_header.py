@@ -115,7 +115,7 @@ def read_send(frame: Frame) -> SendHeader | None:
     if frame.serialisation == JSON:
         code = _json_code(header)
         if code is None:
-            return _from_command(decode(frame))
+            return from_command(decode(frame))
         if code not in SEND_CODES:
             return None
         try:
@@ -123,7 +123,7 @@ def read_send(frame: Frame) -> SendHeader | None:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadFrame(f"the header of a send: {error}") from error
     if frame.serialisation == BINARY and len(header) >= 2 and _CODE.unpack_from(header)[0] in SEND_CODES:
-        return _read_cached(header) or _from_command(decode(frame))
+        return _read_cached(header) or from_command(decode(frame))
     return None
 
 
@@ -136,7 +136,8 @@ def _json_code(header: bytes) -> int | None:
     return int(digits) if digits.isdigit() else None
 
 
-def _from_command(command: Command) -> SendHeader | None:
+def from_command(command: Command) -> SendHeader | None:
+    """The header of a send, from a command decoded before; None when it asks for something else. Raises BadFrame."""
     if command.code not in SEND_CODES or command.is_response:
         return None
     kind = _LongFields if command.code == RequestCode.SEND_MESSAGE else SendFields

@@ -1,0 +1,92 @@
+"""The way to a broker: its address, the certificate it has to show, and who we are.
+
+Who we are comes from the caller or from the environment, so that a secret need not stand in a command line, which
+others can see, or in a Spark job's options. It goes along with every call, and is in no repr and in no error.
+
+    TIMEBALL_ACCESS_KEY, TIMEBALL_SECRET_KEY    for a broker with an access file; both or none
+    TIMEBALL_TLS_ROOTS                          a PEM file: whose certificates to believe, for a broker at grpc+tls://
+    TIMEBALL_TLS_NAME                           the name in its certificate, when it is dialled by another
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.flight as flight
+
+from timeball.errors import RequestError
+
+ACCESS_KEY, SECRET_KEY = "TIMEBALL_ACCESS_KEY", "TIMEBALL_SECRET_KEY"
+TLS_ROOTS, TLS_NAME = "TIMEBALL_TLS_ROOTS", "TIMEBALL_TLS_NAME"
+
+
+class Credentials(NamedTuple):
+    """Who we are, and whom we believe; what is None or empty is not said."""
+
+    access_key: str = ""
+    secret_key: str = ""
+    tls_roots: bytes | None = None
+    tls_name: str = ""
+
+    def __repr__(self) -> str:
+        return f"Credentials(access_key={self.access_key!r}, …)"
+
+
+def credentials(
+    access_key: str | None = None, secret_key: str | None = None, tls_roots: bytes | None = None
+) -> Credentials:
+    """What is given, and from the environment what is not; raises RequestError naming what is missing."""
+    if (access_key is None) != (secret_key is None):
+        raise RequestError("access_key and secret_key go together: give both, or none")
+    key = os.environ.get(ACCESS_KEY, "") if access_key is None else access_key
+    secret = os.environ.get(SECRET_KEY, "") if secret_key is None else secret_key
+    if bool(key) != bool(secret):
+        there, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
+        raise RequestError(f"{there} is set and {missing} is not: set both, or none")
+    if not (f"{key}{secret}".isascii() and f"{key}{secret}a".isprintable()):
+        raise RequestError("access key or secret: only printable ASCII can be sent")
+    path = os.environ.get(TLS_ROOTS, "")
+    if tls_roots is None and path:
+        try:
+            tls_roots = Path(path).read_bytes()
+        except OSError as error:
+            raise RequestError(f"{TLS_ROOTS}={path}: {error.strerror or error}") from error
+    return Credentials(key, secret, tls_roots, os.environ.get(TLS_NAME, ""))
+
+
+def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
+    """A FlightClient of this endpoint that says who we are; without `who` as the environment has it.
+
+    It connects with its first call. Raises RequestError, and Flight's errors for an address that is none.
+    """
+    who = credentials() if who is None else who
+    if who.access_key:
+        options["middleware"] = [_Introduced(who)]
+    if who.tls_roots is not None:
+        options["tls_root_certs"] = who.tls_roots
+    if who.tls_name:
+        options["override_hostname"] = who.tls_name
+    return flight.FlightClient(endpoint.replace("grpc://", "grpc+tcp://", 1), **options)
+
+
+class _Introduced(flight.ClientMiddlewareFactory):
+    """Has each call say who we are."""
+
+    def __init__(self, who: Credentials) -> None:
+        super().__init__()
+        self._call = _Introduction({"authorization": f"Bearer {who.access_key}:{who.secret_key}"})
+
+    def start_call(self, info: Any) -> flight.ClientMiddleware:
+        """See flight.ClientMiddlewareFactory."""
+        return self._call
+
+
+class _Introduction(flight.ClientMiddleware):
+    def __init__(self, headers: dict[str, str]) -> None:
+        super().__init__()
+        self._headers = headers
+
+    def sending_headers(self) -> dict[str, str]:
+        return self._headers

@@ -1,0 +1,113 @@
+"""Who we are and whom we believe: from arguments, from the environment, and never shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.accounts import guarded_node, keys
+from tests.certificates import Certificate, certificate
+from tests.node_fixture import RunningNode
+
+from timeball import Timeball
+from timeball.client.calls import RETRY_PAUSES_S
+from timeball.client.dialing import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS, Credentials, credentials
+from timeball.errors import RequestError, Unauthorized, Unavailable
+from timeball.pipeline.endpoint import Endpoint
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ACCESS_KEY, SECRET_KEY, TLS_ROOTS, TLS_NAME):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory, issued: Certificate) -> Iterator[RunningNode]:
+    with guarded_node(tmp_path_factory.mktemp("guarded"), **issued.settings) as running:
+        yield running
+
+
+def tls(node: RunningNode, host: str = "127.0.0.1") -> str:
+    return f"grpc+tls://{host}:{node.node.port}"
+
+
+def test_nothing_is_said_unless_somebody_says_so() -> None:
+    assert credentials() == Credentials()
+
+
+def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ACCESS_KEY, "a")
+    monkeypatch.setenv(SECRET_KEY, "b")
+    (tmp_path / "roots").write_bytes(b"PEM")
+    monkeypatch.setenv(TLS_ROOTS, str(tmp_path / "roots"))
+    monkeypatch.setenv(TLS_NAME, "broker.example")
+    assert credentials() == Credentials("a", "b", b"PEM", "broker.example")
+    assert credentials("c", "d", b"X") == Credentials("c", "d", b"X", "broker.example")
+
+
+def test_what_is_missing_or_cannot_be_said_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="secret_key"):
+        credentials("a")
+    with pytest.raises(RequestError, match="access_key"):
+        Timeball(secret_key="b")
+    with pytest.raises(RequestError, match="ASCII"):
+        credentials("a", "b\nc")
+    with pytest.raises(RequestError, match="ASCII"):
+        credentials("a", "sch\u00fctz")
+    monkeypatch.setenv(TLS_ROOTS, str(tmp_path / "gone"))
+    with pytest.raises(RequestError, match=TLS_ROOTS):
+        credentials()
+    monkeypatch.setenv(ACCESS_KEY, "a")
+    with pytest.raises(RequestError, match=f"{SECRET_KEY} is not"):
+        credentials()
+
+
+def test_a_secret_is_not_shown() -> None:
+    assert "hidden" not in repr(credentials("a", "hidden"))
+
+
+def test_our_clients_over_tls_with_the_environment_s_keys(
+    node: RunningNode, issued: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TLS_ROOTS, issued.roots)
+    with Timeball(tls(node)) as ball, pytest.raises(Unauthorized):
+        ball.send("orders", "x")
+    root = keys("root")
+    monkeypatch.setenv(ACCESS_KEY, root["access_key"])
+    monkeypatch.setenv(SECRET_KEY, root["secret_key"])
+    with Timeball(tls(node)) as ball:
+        seq = ball.send("orders", "x").seq
+        assert ball.send_many([{"topic": "orders", "body": str(n)} for n in range(100)]).rows == 100
+        assert ball.read_log(seq, seq + 101).read_all().num_rows == 101
+    with Endpoint(tls(node)) as there:
+        assert there.status().log.durable_seq >= seq
+        assert sum(batch.num_rows for batch in there.read_log(seq, seq + 101)) == 101
+
+
+def test_the_name_in_a_certificate_may_be_another_than_the_one_dialled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued = certificate(tmp_path / "tls", "broker.example")
+    with guarded_node(tmp_path, **issued.settings) as node:
+        monkeypatch.setenv(TLS_NAME, "broker.example")
+        with Timeball(tls(node), tls_roots=Path(issued.roots).read_bytes(), **keys("shop")) as ball:
+            assert ball.send("orders", "x").seq == 1
+
+
+def test_another_s_certificate_is_not_believed_and_plain_text_is_not_answered(
+    node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("timeball.client.calls.RETRY_PAUSES_S", RETRY_PAUSES_S[:0])
+    stranger = Path(certificate(tmp_path).roots).read_bytes()
+    with Timeball(tls(node), tls_roots=stranger, **keys("shop")) as ball:
+        with pytest.raises(Unavailable, match="certificate verify failed"):
+            ball.create_topic("orders")
+    with Timeball(node.endpoint, **keys("shop")) as ball, pytest.raises(Unavailable):
+        ball.create_topic("orders")
