@@ -9,11 +9,13 @@ from timeball.guard import OPEN, Guard
 from timeball.protocols.grpc.clients import Clients
 from timeball.protocols.grpc.dispatch import Dispatch
 from timeball.protocols.grpc.permissions import Permissions
+from timeball.protocols.grpc.recalls import Recalls
 from timeball.protocols.grpc.routes import Routes
 from timeball.protocols.grpc.sends import Sends
 from timeball.protocols.grpc.server import Server
 from timeball.protocols.grpc.site import Site
 from timeball.protocols.grpc.telemetry import Telemetry
+from timeball.protocols.grpc.transactions import Transactions
 
 EXPIRE_LOOK_S = 5.0
 
@@ -27,6 +29,8 @@ class GrpcEdge:
         rooms = [
             Routes(site).handlers(),
             Sends(site).handlers(),
+            Transactions(site).handlers(),
+            Recalls(site).handlers(),
             Telemetry(site).handlers(),
         ]
         self.dispatch = Dispatch(rooms, Permissions(guard.access, broker.parts.clock.clock).check)
