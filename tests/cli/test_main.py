@@ -14,7 +14,7 @@ NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 def test_the_commands_are_those_of_the_design() -> None:
     """A command that is missing here would have no test below."""
     assert set(COMMANDS) == {
-        *("up", "serve", "send", "schedule", "cancel", "pull"),
+        *("up", "serve", "send", "schedule", "cancel", "reschedule", "pull"),
         *("pending", "audit", "dump", "bench", "demo", "status"),
         *("bulk", "replay", "forecast", "sql"),
     }
@@ -50,6 +50,7 @@ def test_the_version_is_shown() -> None:
         ["send", "orders", "x"],
         ["schedule", "orders", "x", "--after", "1s"],
         ["cancel", "some-id"],
+        ["reschedule", "some-id", "--after", "5m"],
         ["pull", "orders"],
         ["pending"],
         ["status", "--json"],
@@ -80,6 +81,8 @@ def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
         (["nonsense"], "nonsense"),
         (["bench", "nonsense"], "nonsense"),
         (["cancel"], "--key"),
+        (["reschedule", "--after", "5m"], "--key"),
+        (["reschedule", "some-id"], "--after"),
         (["schedule", "orders", "x"], "--after"),
         (["schedule", "orders", "x", "--after", "1s", "--at", "2030-01-01T00:00:00Z"], "exactly one"),
         (["schedule", "orders", "x", "--after", "30"], "unit"),

@@ -65,6 +65,40 @@ def test_cancel_wants_one_way_of_naming(ball: Timeball) -> None:
         ball.cancel("a", key="b")  # type: ignore[call-overload]
 
 
+def test_reschedule_by_id_ids_and_key(ball: Timeball) -> None:
+    one = ball.send("moves", "x", after="1h", keys="order-2")
+    two = ball.send("moves", "y", after="1h", keys="order-2 another")
+    at_ms = one.store_ms + 7_200_000
+    moved = ball.reschedule(two.id, at=at_ms)
+    assert (moved.subject, moved.verdict, moved.due_ms) == (
+        two.id,
+        "rescheduled",
+        at_ms,
+    ) and not moved.cancelled
+    assert moved.seq is not None and moved.seq > two.seq
+    assert [v.verdict for v in ball.reschedule(ids=[one.id, "unknown"], after=30)] == [
+        "rescheduled",
+        "not_found",
+    ]
+    assert {v.due_ms for v in ball.reschedule(key="order-2", at=at_ms)} == {at_ms}
+    assert [v.verdict for v in ball.reschedule(key="another", after="50ms")] == ["rescheduled"]
+    assert [m.id for m in ball.pull("moves", "g", wait="60s")] == [two.id]
+    assert ball.reschedule(two.id, after=5).verdict == "released"
+    assert ball.cancel(one.id).verdict == "cancelled"
+    assert ball.reschedule(one.id, after=5).verdict == "already_cancelled"
+
+
+def test_reschedule_wants_one_way_of_naming_and_of_saying_when(ball: Timeball) -> None:
+    with pytest.raises(RequestError, match="one of"):
+        ball.reschedule(after=5)  # type: ignore[call-overload]
+    with pytest.raises(InvalidDelay, match="after= or at="):
+        ball.reschedule("a")
+    with pytest.raises(InvalidDelay, match="one of them"):
+        ball.reschedule("a", after=5, at=5_000_000_000_000)
+    with pytest.raises(InvalidDelay, match="due_ms"):
+        ball.reschedule("a", at=250_000_000_000_000)
+
+
 def test_logs_and_queues_are_tables(ball: Timeball) -> None:
     ball.create_topic("tables", 1)
     summary = ball.send_many(

@@ -7,18 +7,9 @@ from typing import Annotated
 import typer
 
 from timeball.cli.connection import connect
-from timeball.cli.exit_codes import ExitCode
-from timeball.cli.messages import show_instant
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
-from timeball.cli.output import print_json, print_line
+from timeball.cli.verdicts import report
 from timeball.errors import RequestError
-
-_SENTENCES = {
-    "cancelled": "{subject}: cancelled",
-    "already_cancelled": "{subject}: was cancelled before",
-    "released": "{subject}: too late, released at {at}",
-    "not_found": "{subject}: no such promise",
-}
 
 
 def cancel(
@@ -29,8 +20,8 @@ def cancel(
 ) -> None:
     """Cancel scheduled messages by id or by key.
 
-    Each gets one verdict: cancelled, cancelled before, released (with the instant), or no such promise.
-    Exit code 1 says that at least one was released or not found.
+    Each gets one verdict: cancelled, cancelled before, released (with the instant), no such promise, or one that
+    waits no more and is older than what the broker keeps. Exit code 1 says that at least one was none of the first two.
 
     \b
     Examples:
@@ -42,11 +33,4 @@ def cancel(
         raise RequestError("name either message ids or --key, not both and not neither")
     with connect(endpoint) as ball:
         verdicts = ball.cancel(key=key) if key is not None else ball.cancel(ids=ids or [])
-    for verdict in verdicts:
-        if as_json:
-            print_json(verdict)
-        else:
-            at = show_instant(verdict.at_ms) if verdict.at_ms is not None else "an unknown instant"
-            print_line(_SENTENCES[verdict.verdict].format(subject=verdict.subject, at=at))
-    if any(verdict.verdict in ("released", "not_found") for verdict in verdicts):
-        raise typer.Exit(ExitCode.CHECK_FAILED)
+    report(verdicts, fine={"cancelled", "already_cancelled"}, as_json=as_json)

@@ -1,8 +1,8 @@
 """What a command's exit code means, and the one place where an error becomes a sentence and a code.
 
     0   done
-    1   a check did not hold: the audit does not balance, a cancel came too late or found nothing,
-        a demo lost, doubled or hurried a message
+    1   a check did not hold: the audit does not balance, a cancel or a move came too late or found
+        nothing, a demo lost, doubled or hurried a message
     2   usage: an option, an argument or a request that cannot be granted as it stands
     3   the broker cannot be reached, or is starting or stopping
     4   set-up: port in use, no Java, data folder of a newer format, not ours, or in use

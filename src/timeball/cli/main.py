@@ -27,6 +27,7 @@ from timeball.cli import (
     pipeline,
     pull,
     replay,
+    reschedule,
     schedule,
     send,
     serve,
@@ -59,6 +60,7 @@ app.command("demo", rich_help_panel=_RUN)(demo.demo)
 app.command("send", rich_help_panel=_MESSAGES)(send.send)
 app.command("schedule", rich_help_panel=_MESSAGES)(schedule.schedule)
 app.command("cancel", rich_help_panel=_MESSAGES)(cancel.cancel)
+app.command("reschedule", rich_help_panel=_MESSAGES)(reschedule.reschedule)
 app.command("pull", rich_help_panel=_MESSAGES)(pull.pull)
 app.command("bulk", rich_help_panel=_MESSAGES)(bulk.bulk)
 app.add_typer(campaign.app, name="campaign", rich_help_panel=_MESSAGES)

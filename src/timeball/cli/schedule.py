@@ -58,14 +58,14 @@ def schedule(
       timeball schedule reminders --lines people.txt --after 7d
       timeball schedule orders hello --after 250ms --json
     """
-    timing = _timing(after, at)
+    when = timing(after, at)
     only_lines(lines, body, message_id)
     with connect(endpoint) as ball:
         if lines is not None:
-            columns = encode_columns(topic, tag, keys, properties) | timing
+            columns = encode_columns(topic, tag, keys, properties) | when
             send_lines(ball, lines, columns, as_json=as_json)
             return
-        due_ms, delay_ms = timing["due_ms"], timing["delay_ms"]
+        due_ms, delay_ms = when["due_ms"], when["delay_ms"]
         receipt = ball.send(
             topic,
             read_body(body),
@@ -79,8 +79,8 @@ def schedule(
         report(receipt, as_json=as_json)
 
 
-def _timing(after: str | None, at: str | None) -> dict[str, int | None]:
-    """The instant or the delay as columns; InvalidDelay unless exactly one is given."""
+def timing(after: str | None, at: str | None) -> dict[str, int | None]:
+    """The instant or the delay as columns, of which one is null; InvalidDelay unless exactly one is given."""
     if (after is None) == (at is None):
         raise InvalidDelay(
             "say when: exactly one of --after (such as 30m) and --at (such as 2030-01-31T09:00:00Z)"

@@ -28,18 +28,21 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What became of a cancel. `at_ms`: when it was released, or cancelled, as far as known.
+    """What became of a promise that was to be cancelled or moved. `at_ms`: when that happened, as far as known.
 
     cancelled           it will not be delivered
-    already_cancelled   it was not going to be
+    rescheduled         it will be delivered at `due_ms`; `seq` is its new number
+    already_cancelled   somebody was first: it was not going to be delivered
     released            too late: it is in its queue
+    expired             it waits no more; what became of it is older than what the broker keeps
     not_found           no promise is known by this name
     """
 
     subject: str
-    verdict: Literal["cancelled", "already_cancelled", "released", "not_found"]
+    verdict: Literal["cancelled", "rescheduled", "already_cancelled", "released", "expired", "not_found"]
     seq: int | None
     at_ms: int | None
+    due_ms: int | None = None
 
     @property
     def cancelled(self) -> bool:

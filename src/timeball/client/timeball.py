@@ -33,7 +33,7 @@ from timeball.client.messages import Message
 from timeball.client.outgoing import Body, Keys, Rows
 from timeball.client.sender import Sender
 from timeball.clock import SystemClock
-from timeball.errors import RequestError
+from timeball.errors import InvalidDelay, RequestError
 
 ENDPOINT = "grpc://127.0.0.1:7400"
 BATCH_ROWS = 8_192
@@ -172,8 +172,8 @@ class Timeball:
     ) -> Verdict | list[Verdict]:
         """Take a delayed message back: by its id, several by their ids, or all that have a key.
 
-        A verdict is definite: `cancelled` will not be delivered, `released` was too late. An id that several
-        promises share has one verdict each; a single `id` returns the first.
+        A verdict is definite: `cancelled` will not be delivered, `released` was too late (answers.Verdict has all).
+        Of several promises with one id a single `id` returns the verdict of the one ended now, else of the newest.
 
         >>> with Timeball(endpoint) as ball:
         ...     receipt = ball.send("orders", "close order 18", keys="order-18", after="30m")
@@ -182,19 +182,64 @@ class Timeball:
         'cancelled'
         ['already_cancelled']
         """
+        return self._settle("cancel", {}, id, key, ids)
+
+    @overload
+    def reschedule(self, id: str, *, after: After | None = None, at: At | None = None) -> Verdict: ...
+    @overload
+    def reschedule(self, *, key: str, after: After | None = None, at: At | None = None) -> list[Verdict]: ...
+    @overload
+    def reschedule(
+        self, *, ids: Iterable[str], after: After | None = None, at: At | None = None
+    ) -> list[Verdict]: ...
+    def reschedule(
+        self,
+        id: str | None = None,
+        *,
+        key: str | None = None,
+        ids: Iterable[str] | None = None,
+        after: After | None = None,
+        at: At | None = None,
+    ) -> Verdict | list[Verdict]:
+        """Move a delayed message to another instant: `after` a while from now, or `at` one. Named as for `cancel`.
+
+        One atomic step: `rescheduled` will be delivered then, once, and not at its old instant; any other verdict is
+        the one that `cancel` would have given. Raises InvalidDelay.
+
+        >>> with Timeball(endpoint) as ball:
+        ...     receipt = ball.send("orders", "close order 19", after="30m")
+        ...     moved = ball.reschedule(receipt.id, after="2h")
+        ...     moved.verdict, moved.due_ms > receipt.due_ms
+        ('rescheduled', True)
+        """
+        delay_ms, due_ms = when(after, at)
+        if delay_ms is None and due_ms is None:
+            raise InvalidDelay("reschedule to when? give after= or at=")
+        moved = {"delay_ms": delay_ms} if due_ms is None else {"due_ms": due_ms}
+        return self._settle("reschedule", moved, id, key, ids)
+
+    def _settle(
+        self,
+        verb: str,
+        body: Mapping[str, int | None],
+        id: str | None,
+        key: str | None,
+        ids: Iterable[str] | None,
+    ) -> Verdict | list[Verdict]:
         if sum(name is not None for name in (id, key, ids)) != 1:
-            raise RequestError("cancel by one of: id, key=, ids=")
+            raise RequestError(f"{verb} by one of: id, key=, ids=")
+
+        def ask(**names: list[str]) -> list[Verdict]:
+            return self._calls.action(verb, {**body, **names}, dict[str, list[Verdict]])["verdicts"]
+
         if id is not None:
-            return self._cancel({"ids": [id]})[0]
+            return ask(ids=[id])[0]
         if key is not None:
-            return self._cancel({"keys": [key]})
+            return ask(keys=[key])
         wanted, verdicts = list(ids or ()), list[Verdict]()
         for start in range(0, len(wanted), limits.CANCELS_PER_REQUEST_MAX):
-            verdicts += self._cancel({"ids": wanted[start : start + limits.CANCELS_PER_REQUEST_MAX]})
+            verdicts += ask(ids=wanted[start : start + limits.CANCELS_PER_REQUEST_MAX])
         return verdicts
-
-    def _cancel(self, body: dict[str, list[str]]) -> list[Verdict]:
-        return self._calls.action("cancel", body, dict[str, list[Verdict]])["verdicts"]
 
     # ---- consuming --------------------------------------------------------------------------------------
 
