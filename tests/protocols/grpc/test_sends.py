@@ -229,14 +229,22 @@ def test_more_than_a_call_may_have(wire: Wire) -> None:
     sent(wire, message())
 
 
-@pytest.mark.parametrize("kind", [d.DigestType.CRC32, d.DigestType.MD5, d.DigestType.SHA1])
-def test_a_right_digest(wire: Wire, kind: int) -> None:
-    right = {
-        d.DigestType.CRC32: f"{crc32(b'body'):x}",
-        d.DigestType.MD5: hashlib.md5(b"body").hexdigest().upper(),
-        d.DigestType.SHA1: hashlib.sha1(b"body").hexdigest(),
-    }[kind]
-    sent(wire, message(body_digest=d.Digest(type=d.DigestType.Name(kind), checksum=right)))
+CRC = crc32(b"body")
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"),
+    [
+        ("CRC32", f"{CRC:08X}"),
+        ("CRC32", f"{CRC:x}"),
+        ("CRC32", f"00{CRC:X}"),
+        ("CRC32", str(CRC)),  # in decimal, as Node's client has it
+        ("MD5", hashlib.md5(b"body").hexdigest().upper()),
+        ("SHA1", hashlib.sha1(b"body").hexdigest()),
+    ],
+)
+def test_a_right_digest_in_every_clients_spelling(wire: Wire, kind: str, right: str) -> None:
+    sent(wire, message(body_digest=d.Digest(type=kind, checksum=right)))
 
 
 # ---- topics ---------------------------------------------------------------------------------------------------
