@@ -200,6 +200,7 @@ class Node:
         self.broker = Broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
+        await self.broker.receiving.restore()
         await self._restore(found, kept)
         levels.restore(found.levels, found.levels_settled_seq)
         self.upkeep = Upkeep(self.broker)
@@ -281,6 +282,7 @@ class Node:
         for task in self._ticker_tasks:
             task.cancel()
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
+        await self.broker.receiving.close()
         await self.broker.popper.close()
         await self.broker.parts.hour_log.close()
         await self.broker.parts.levels.close()

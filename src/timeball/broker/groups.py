@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from timeball import limits
+from timeball.broker import retry
 from timeball.broker.topics import check_name
 from timeball.errors import NotFound, OverLimit
 from timeball.files import Files
@@ -88,6 +89,11 @@ class Groups:
     def find(self, name: str) -> SubscriptionGroup | None:
         """The group, if it exists."""
         return self._groups.get(name)
+
+    def times_max(self, name: str) -> int:
+        """How often a message is tried again that this group did not acknowledge; a group unknown has the default."""
+        group = self._groups.get(name)
+        return retry.times_max(-1 if group is None else group.retry_max_times, None)
 
     def all(self) -> list[SubscriptionGroup]:
         """All groups."""

@@ -2,6 +2,14 @@
 
 Small state, saved as a whole once a second when it has changed, as RocketMQ does every five: after a crash a
 group may see its last second again (G4, at least once), never miss anything.
+
+What was handed out as a promise in the log (receiving/) it does not see again: the file says from which row of the log
+on such promises may be of positions that these offsets do not count as done, and which positions behind them are.
+
+    {"offsets": {group: {topic: {queue: offset}}},
+     "parked": {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}}
+
+Before there were such promises the file was the first of these tables alone; it is read as that.
 """
 
 from __future__ import annotations
@@ -15,7 +23,22 @@ from timeball.files import Files
 
 NAME = "offsets.json"
 
+STALE_ROWS = 200_000  # so many rows are looked through in some tenths of a second when a broker starts
+
 Table = dict[str, dict[str, dict[int, int]]]  # group -> topic -> queue -> offset
+Ahead = dict[str, dict[str, dict[int, list[tuple[int, int]]]]]  # … -> done, [begin, end), behind the offset
+
+
+class Parked(msgspec.Struct, frozen=True):
+    """What is promised of positions that the offsets do not count as done: `ahead`, and in the log `from_seq` on."""
+
+    from_seq: int
+    ahead: Ahead
+
+
+class _File(msgspec.Struct):
+    offsets: Table
+    parked: Parked
 
 
 class Offsets:
@@ -24,8 +47,14 @@ class Offsets:
     def __init__(self, files: Files) -> None:
         self._table: Table = {}
         self._dirty = False
+        self.parked: Parked | None = None  # as last saved; None: by nobody who knew of it
         if files.exists(NAME):
-            self._table = msgspec.json.decode(bytes(files.map_readonly(NAME)), type=Table)
+            data = bytes(files.map_readonly(NAME))
+            try:
+                kept = msgspec.json.decode(data, type=_File)
+                self._table, self.parked = kept.offsets, kept.parked
+            except msgspec.ValidationError:
+                self._table = msgspec.json.decode(data, type=Table)
 
     def get(self, group: str, topic: str) -> dict[int, int]:
         """Offsets of a group; empty when it has none yet."""
@@ -66,12 +95,21 @@ class Offsets:
         self._table.setdefault(group, {}).setdefault(topic, {}).update(offsets)
         self._dirty = True
 
-    def save(self) -> bytes | None:
-        """The file's new content when something has changed; the caller writes it, off the loop."""
-        if not self._dirty:
+    def save(self, parked: Parked | None = None) -> bytes | None:
+        """The file's new content when something has changed; the caller writes it, off the loop.
+
+        `parked` belongs to these offsets: it was found without a pause before this call.
+        """
+        parked = parked or Parked(0, {})
+        if not self._dirty and not self._is_stale(parked):
             return None
-        self._dirty = False
-        return msgspec.json.encode(self._table)
+        self._dirty, self.parked = False, parked
+        return msgspec.json.encode(_File(self._table, parked))
+
+    def _is_stale(self, parked: Parked) -> bool:
+        """Whether what is saved would have the next start look through too much of the log."""
+        saved = self.parked or Parked(0, {})
+        return parked.ahead != saved.ahead or parked.from_seq - saved.from_seq > STALE_ROWS
 
     def unsaved(self) -> None:
         """What `save` gave out was not written."""

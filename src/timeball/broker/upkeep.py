@@ -81,13 +81,7 @@ class Upkeep:
         """Consumer offsets, and the lists of topics and of groups."""
         await self._broker.save_topics()
         await self._broker.save_groups()
-        data = self._parts.offsets.save()
-        if data is not None:
-            with undone(self._parts.offsets.unsaved):
-                await self._parts.writer.synced()  # an offset must not outlive the message behind it
-                await in_thread(
-                    self._parts.reader_thread, lambda: self._parts.files.replace("offsets.json", data)
-                )
+        await self._broker.save_offsets()
 
     async def checkpoint(self) -> None:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""

@@ -48,6 +48,7 @@ class _Saved(msgspec.Struct):
     held: list[_Row]
     again: list[_Row]
     done_ahead: list[int]
+    promised: bool = False  # not said before there was receiving
 
 
 def encode(windows: Iterable[Window]) -> bytes:
@@ -58,6 +59,7 @@ def encode(windows: Iterable[Window]) -> bytes:
                 window.group, window.topic, window.queue_id, window.next_offset, window.stored_offset,
                 window.last_pop_ms, window.attempt_id, [_Row.of(*item) for item in window.held.items()],
                 [_Row.of(*item) for item in window.again.items()], sorted(window.done_ahead),
+                window.promised,
             )
             for window in windows
             if not window.idle
@@ -75,7 +77,7 @@ def take(files: Files, count: Count) -> list[Window]:
     for saved in msgspec.json.decode(data, type=list[_Saved]):
         window = Window(
             saved.group, saved.topic, saved.queue_id, saved.next_offset, saved.stored_offset, count,
-            last_pop_ms=saved.last_pop_ms, attempt_id=saved.attempt_id,
+            last_pop_ms=saved.last_pop_ms, attempt_id=saved.attempt_id, promised=saved.promised,
         )  # fmt: skip
         window.restore(
             {row.offset: row.held() for row in saved.held},

@@ -1,4 +1,4 @@
-"""The verbs of POP: hand out, take receipts, give more time.
+"""The verbs of POP: hand out, take receipts, give more time. And to take for those who promise (../receiving/).
 
 All decisions are made on the event loop between two awaits, so no lock is taken and no position is handed out
 twice while it is in hand. Rows are read afterwards; when that fails, the positions have come back at once. What is
@@ -15,7 +15,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -29,8 +29,9 @@ from timeball.broker.popping.copies import is_of, retry_topic
 from timeball.broker.popping.lines import Lines
 from timeball.broker.popping.returning import Returning
 from timeball.broker.popping.taking import Taking
-from timeball.broker.popping.window import Held, Window
+from timeball.broker.popping.window import NO_RECEIPT, Held, Window
 from timeball.broker.popping.windows import Windows
+from timeball.broker.receipts import PositionReceipt
 from timeball.broker.topics import Topic, check_name
 from timeball.errors import OutOfRange
 from timeball.message import READ_SCHEMA, Int64Array
@@ -42,14 +43,7 @@ _NOTHING = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # once: it takes a third
 RETRY_TURN = 5  # every fifth pop looks at the retry topic first: RocketMQ's popFromRetryProbability of 20 %
 
 
-class Receipt(NamedTuple):
-    """Names one handing out of one message. `topic` is where the row stands: it may be a retry topic."""
-
-    group: str
-    topic: str
-    queue_id: int
-    offset: int
-    pop_ms: int
+Receipt = PositionReceipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +98,7 @@ class Popper:
         """End. What is in hand stays so: whoever opens these files next takes its receipts."""
         await self._returning.close()
         if self._parts.writer.failed is None:
+            await self._parts.writer.flushed()  # what is on its way to the log is done, and not in hand
             await self.windows.save()
 
     def wake(self) -> None:
@@ -114,15 +109,15 @@ class Popper:
 
     async def pop(self, ask: Ask, wait_ms: int) -> Popped:
         """Up to `ask.rows` rows; waits up to `wait_ms` for the first. Raises NotFound, OutOfRange, OverLimit."""
-        _check(ask)
-        until_s = _until_s(wait_ms)
+        check(ask)
+        deadline_s = until_s(wait_ms)
         popped = await self._look(ask)
         if popped.rows.num_rows or wait_ms <= 0:
             return popped
-        async with self._lines.turn(ask, until_s) as has_turn:
+        async with self._lines.turn(ask, deadline_s) as has_turn:
             while has_turn:
                 popped = await self._look(ask)
-                if popped.rows.num_rows or not await self._something(ask, until_s):
+                if popped.rows.num_rows or not await self._something(ask, deadline_s):
                     break
         return popped
 
@@ -133,21 +128,21 @@ class Popper:
                 return popped
             await asyncio.sleep(0)  # the filter passes few: others get their turn between two looks
 
-    async def _something(self, ask: Ask, until_s: float) -> bool:
+    async def _something(self, ask: Ask, deadline_s: float) -> bool:
         """Wait for news; false when the time is up."""
-        left_s = until_s - asyncio.get_running_loop().time()
+        left_s = deadline_s - asyncio.get_running_loop().time()
         return left_s > 0 and await self._broker.waiters.wait_any(_topics_of(ask), left_s)
 
     async def wait_for_some(self, ask: Ask, wait_ms: int) -> bool:
         """Whether a pop would find rows, filters aside; waits up to `wait_ms` for that and takes nothing."""
-        _check(ask)
-        until_s = _until_s(wait_ms)
+        check(ask)
+        deadline_s = until_s(wait_ms)
         while True:
             for window, topic in self._open_windows(ask):
                 has_some = window.again or window.next_offset < topic.queues[window.queue_id].index.max_offset
                 if has_some and not (ask.in_order and window.held):
                     return True
-            if not await self._something(ask, until_s):
+            if not await self._something(ask, deadline_s):
                 return False
 
     def _open_windows(self, ask: Ask) -> list[tuple[Window, Topic]]:
@@ -172,8 +167,8 @@ class Popper:
             found += [(window, topic) for window in windows[first:] + windows[:first]]
         return found
 
-    async def _pop_now(self, ask: Ask) -> tuple[Popped, bool]:
-        """What there is now; and whether there is more that nobody has looked at."""
+    def _take_now(self, ask: Ask) -> tuple[Taking, list[Window], int]:
+        """Take what there is now; from which windows, and about how many rows they still hold."""
         windows, now_ms = self._open_windows(ask), self._parts.clock.now_ms()
         pop_ms = now_ms
         if ask.in_order:
@@ -187,10 +182,16 @@ class Popper:
         for window, topic in windows:
             index = topic.queues[window.queue_id].index
             # A copy in the retry topic has been wanted once.
-            offsets = taking.take(window, index, ask.wanted if topic.name == ask.topic else None)
-            if offsets:
-                self._returning.expect(window, offsets, pop_ms, taking.deadline_ms)
+            taking.take(window, index, ask.wanted if topic.name == ask.topic else None)
             rest += index.max_offset - window.next_offset
+        return taking, [window for window, _ in windows], rest
+
+    async def _pop_now(self, ask: Ask) -> tuple[Popped, bool]:
+        """What there is now; and whether there is more that nobody has looked at."""
+        taking, windows, rest = self._take_now(ask)
+        pop_ms = taking.pop_ms
+        for window, offsets in taking.offsets().items():
+            self._returning.expect(window, offsets, pop_ms, taking.deadline_ms)
         keep = np.ones(len(taking.found), dtype=np.bool_)
         rows = _NOTHING
         if taking.found:
@@ -198,23 +199,19 @@ class Popper:
         for (window, offset, _), is_wanted in zip(taking.found, keep.tolist(), strict=True):
             if not is_wanted and window.find(offset, pop_ms):
                 window.done(offset)
-        self._store(window for window, _ in windows)
+        self._store(windows)
         times = [held.times for (_, _, held), is_wanted in zip(taking.found, keep, strict=True) if is_wanted]
         rows = rows if keep.all() else rows.filter(pa.array(keep))
         return Popped(rows, pop_ms, times, rest), taking.unseen or not keep.all()
 
     async def _read(self, ask: Ask, taking: Taking) -> tuple[pa.RecordBatch, BoolArray]:
-        seqs = np.array([held.seq for _, _, held in taking.found], dtype=np.int64)
         try:
-            return await in_thread(self._parts.reader_thread, self._read_rows, ask, seqs)
+            return await in_thread(self._parts.reader_thread, self.read_rows, ask, taking.seqs)
         except BaseException:  # also a consumer that has gone away: nobody has seen these rows
-            for window, offset, _ in taking.found:
-                if window.find(offset, taking.pop_ms):
-                    window.give_back(offset)
-            self._broker.waiters.wake({window.topic for window, _, _ in taking.found})
+            self.give_up(taking)
             raise
 
-    def _read_rows(self, ask: Ask, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
+    def read_rows(self, ask: Ask, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
         """The rows, and which of them the consumer is to have (reader thread)."""
         rows = self._parts.reader.take(seqs)
         keep = np.ones(len(seqs), dtype=np.bool_)
@@ -225,6 +222,58 @@ class Popper:
         for at in np.flatnonzero(~main).tolist():
             keep[at] = is_of(ask.group, texts[at].as_py())
         return rows, keep
+
+    # -- handing out what is promised at once (../receiving/) ---------------------------------------------------
+
+    async def take(self, ask: Ask, deadline_s: float) -> Taking:
+        """Positions whose rows the caller is to read, to `finish` or to `give_up`; until then nobody else gets them.
+
+        Waits until `deadline_s` on the loop's clock for the first. No deadline brings them back.
+        """
+        taking = self._take(ask)
+        if taking.found or taking.unseen:
+            return taking
+        async with self._lines.turn(ask, deadline_s) as has_turn:
+            while has_turn:
+                taking = self._take(ask)
+                if taking.found or taking.unseen or not await self._something(ask, deadline_s):
+                    break
+        return taking
+
+    def _take(self, ask: Ask) -> Taking:
+        taking, windows, _ = self._take_now(ask)
+        taking.pop_ms = NO_RECEIPT  # no receipt of ours is for these
+        for _, _, held in taking.found:
+            held.pop_ms = NO_RECEIPT
+        self._store(windows)
+        return taking
+
+    def leave_out(self, taking: Taking, keep: BoolArray) -> None:
+        """Of what was taken nobody wants those that are not to be kept."""
+        found = list(zip(taking.found, keep.tolist(), strict=True))
+        self._finish([one for one, is_wanted in found if not is_wanted])
+        taking.found = [one for one, is_wanted in found if is_wanted]
+
+    def finish(self, taking: Taking) -> None:
+        """What was taken is done: other rows of the log stand for it."""
+        for window in taking.offsets():
+            window.promised = True
+        self._finish(taking.found)
+
+    def _finish(self, found: list[tuple[Window, int, Held]]) -> None:
+        windows = {window: window.open_rows >= limits.POP_HELD_PER_QUEUE_MAX for window, _, _ in found}
+        for window, offset, held in found:
+            if window.held.get(offset) is held:
+                window.done(offset)
+        self._store(windows)
+        self._broker.waiters.wake({window.topic for window, was_full in windows.items() if was_full})
+
+    def give_up(self, taking: Taking) -> None:
+        """Nobody has seen what was taken: it is the next to be handed out."""
+        for window, offset, held in taking.found:
+            if window.find(offset, taking.pop_ms) is held:
+                window.give_back(offset)
+        self._broker.waiters.wake({window.topic for window, _, _ in taking.found})
 
     # -- receipts ----------------------------------------------------------------------------------------------
 
@@ -249,7 +298,7 @@ class Popper:
 
         In order the receipt stays as it is, as in RocketMQ, whose clients go on using it.
         """
-        _check_invisible(invisible_ms, 0)
+        check_invisible(invisible_ms, 0)
         found = self._find(receipt)
         if found is None:
             return None
@@ -308,23 +357,31 @@ def _topics_of(ask: Ask) -> list[str]:
     return [ask.topic] if ask.in_order or again == ask.topic else [ask.topic, again]
 
 
-def _until_s(wait_ms: int) -> float:
+def until_s(wait_ms: int) -> float:
+    """When a wait of so long is over, on the loop's clock."""
     return asyncio.get_running_loop().time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
 
 
-def _check(ask: Ask) -> None:
+def left_ms(deadline_s: float) -> int:
+    """How long it is until then."""
+    return max(0, round(1000 * (deadline_s - asyncio.get_running_loop().time())))
+
+
+def check(ask: Ask) -> None:
+    """Raise OutOfRange, InvalidMessage for what cannot be asked."""
     check_name(ask.group, limits.GROUP_BYTES_MAX, "group")
     if not 1 <= ask.rows <= limits.POP_ROWS_MAX:
         raise OutOfRange(f"rows {ask.rows}: between 1 and {limits.POP_ROWS_MAX}")
     if ask.queue_id < -1:
         raise OutOfRange(f"queue {ask.queue_id}: -1 (any) or one that the topic has")
-    _check_invisible(ask.invisible_ms, 1)
+    check_invisible(ask.invisible_ms, 1)
     # Where the copies go must be a topic's name, and this is the time to say so.
     for name in _topics_of(ask):
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
     check_name(retry.dead_letter_topic(ask.group), limits.TOPIC_BYTES_MAX, "topic")
 
 
-def _check_invisible(invisible_ms: int, least_ms: int) -> None:
+def check_invisible(invisible_ms: int, least_ms: int) -> None:
+    """Raise OutOfRange unless a message may be away for so long."""
     if not least_ms <= invisible_ms <= limits.INVISIBLE_MS_MAX:
         raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from timeball import limits
-from timeball.broker import retry
 from timeball.broker.parts import in_thread
 from timeball.broker.popping import copies
 from timeball.broker.popping.deadlines import Deadlines
@@ -186,18 +185,13 @@ class Returning:
             group=window.group,
             topic=window.topic,
             pop_ms=[one.pop_ms for one in kept],
-            times_max=self._times_max(window.group),
+            times_max=parts.groups.times_max(window.group),
             due_ms=[one.held.deadline_ms for one in kept] if later else None,
             dead=dead,
         )
         for name in set(batch.column("topic").to_pylist()):
             parts.topics.ensure(name, 1)
         await self._broker.send(batch)
-
-    def _times_max(self, group: str) -> int:
-        configured = self._parts.groups.find(group)
-        times = -1 if configured is None else configured.retry_max_times
-        return times if times >= 0 else retry.TIMES_MAX
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

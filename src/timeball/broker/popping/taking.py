@@ -28,6 +28,18 @@ class Taking:
         self.found: list[tuple[Window, int, Held]] = []
         self.unseen = False  # a queue has more that nobody has looked at yet
 
+    @property
+    def seqs(self) -> Int64Array:
+        """The rows at the positions taken."""
+        return np.array([held.seq for _, _, held in self.found], dtype=np.int64)
+
+    def offsets(self) -> dict[Window, list[int]]:
+        """The positions taken of each window."""
+        taken: dict[Window, list[int]] = {}
+        for window, offset, _ in self.found:
+            taken.setdefault(window, []).append(offset)
+        return taken
+
     def take(self, window: Window, index: QueueIndex, wanted: Filter | None) -> list[int]:
         """Take from this window what it gives and the bounds allow; the offsets taken."""
         if self._in_order and not self._may_take_in_order(window):

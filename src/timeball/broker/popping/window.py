@@ -11,7 +11,7 @@ before `next_offset` and is neither held nor in `again` is done.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from timeball.log.queue_index import EntryArray
@@ -53,6 +53,7 @@ class Window:
     done_ahead: set[int] = field(default_factory=set)  # at or behind `next_offset`, and yet done
     last_pop_ms: int = 0
     attempt_id: str = ""
+    promised: bool = False  # promises in the log stand for positions of it that are done (../receiving/)
     _order: list[int] = field(default_factory=list)  # heap; positions that are done are taken off late
 
     @property
@@ -72,6 +73,31 @@ class Window:
     def idle(self) -> bool:
         """Whether forgetting this window forgets nothing but its place, which is stored."""
         return not (self.held or self.again or self.done_ahead)
+
+    def ahead(self) -> list[tuple[int, int]]:
+        """Stretches [begin, end) at or behind the first open position that are done."""
+        begin = self.first_open
+        found = []
+        for offset in sorted([*self.held, *self.again]):
+            found += [(begin, offset)] if begin < offset else []
+            begin = offset + 1
+        found += [(begin, self.next_offset)] if begin < self.next_offset else []
+        for offset in sorted(self.done_ahead):
+            if found and found[-1][1] == offset:
+                found[-1] = (found[-1][0], offset + 1)
+            else:
+                found.append((offset, offset + 1))
+        return found
+
+    def done_already(self, offsets: Iterable[int]) -> None:
+        """These have been handed out and are done, before a restart; go on behind those that come next."""
+        for offset in offsets:
+            if offset >= self.next_offset:
+                self.finish_ahead(offset)
+        next_offset = self.next_offset
+        while next_offset in self.done_ahead:
+            next_offset += 1
+        self.advance(next_offset)
 
     def take_again(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool) -> list[int]:
         """Hand out the lowest `rows` positions that have come back."""

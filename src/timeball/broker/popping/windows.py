@@ -7,7 +7,10 @@ was in hand is forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from timeball import limits
+from timeball.broker.offsets import Ahead
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.popping import in_hand
 from timeball.broker.popping.window import Count, Window
@@ -24,6 +27,7 @@ class Windows:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.count = Count()
+        self.fresh = False  # a group has begun somewhere, and that is not saved yet
         kept = in_hand.take(parts.files, self.count)
         self._windows: dict[Key, Window] = {(w.group, w.topic, w.queue_id): w for w in kept}
 
@@ -51,11 +55,36 @@ class Windows:
         self._make_room()
         index = topic.queues[queue_id].index
         if offset is None:
-            offset = self._first_offset(index, from_max)
+            offset, self.fresh = self._first_offset(index, from_max), True
             self._parts.offsets.commit(group, topic.name, {queue_id: offset}, {queue_id: index.max_offset})
         start = min(max(offset, index.min_offset), index.max_offset)
         window = self._windows[key] = Window(group, topic.name, queue_id, start, offset, self.count)
         return window
+
+    def freshen(self) -> None:
+        """Where groups have begun was not saved after all."""
+        self.fresh = True
+
+    def is_live(self, window: Window) -> bool:
+        """Whether the group still goes on from here: nobody else has said where it stands."""
+        key = (window.group, window.topic, window.queue_id)
+        return self._windows.get(key) is window and self._parts.offsets.find(*key) == window.stored_offset
+
+    def ahead(self) -> Ahead:
+        """What is done behind the stored offsets, of windows that promises in the log speak of."""
+        found: Ahead = {}
+        for window in self._windows.values():
+            if window.promised and not window.idle and self.is_live(window) and (done := window.ahead()):
+                found.setdefault(window.group, {}).setdefault(window.topic, {})[window.queue_id] = done
+        return found
+
+    def done_already(self, group: str, topic: Topic, queue_id: int, offsets: Iterable[int]) -> None:
+        """These positions were handed out before a crash: the group goes on as if its offset said so."""
+        index = topic.queues[queue_id].index
+        window = self.open(group, topic, queue_id, from_max=False)
+        window.promised = True
+        window.done_already(sorted({o for o in offsets if window.next_offset <= o < index.max_offset}))
+        self.store(window)
 
     def finish_ahead(self, window: Window, index: QueueIndex, offset: int) -> bool:
         """A receipt of before a restart counts, as long as its message has not been handed out again."""

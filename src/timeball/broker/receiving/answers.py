@@ -1,0 +1,220 @@
+"""What consumers say of what they were handed: settled promise by promise, in the order of the log.
+
+    acknowledged   the promise is cancelled
+    other time     cancelled, and a promise for the other instant in its place
+    dead letter    cancelled, and a message for the group's dead letters in its place
+
+A CANCEL and what takes its place are one append, in the log both or not at all. Each is decided on the event loop
+as every cancel is: a receipt whose promise has been handed out to be released is not valid any more, and one that was
+valid is never released. Nothing can refuse between the decision and the append, and the answer is given when the rows
+are durable.
+
+Many consumers answer at once, and an append costs nearly the same for one row as for a hundred: so they take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker import retry, retry_policy
+from timeball.broker.appending import Appending
+from timeball.broker.parts import Parts, in_thread
+from timeball.broker.popping.copies import retry_topic
+from timeball.broker.receipts import Receipt
+from timeball.broker.receiving import parking, promised
+from timeball.broker.turns import Turns
+from timeball.errors import OutOfRange
+from timeball.message import CANCEL_REASON, Int64Array, Kind, build_rows, encode_properties
+
+ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
+CHANGED = encode_properties({CANCEL_REASON: "invisible time changed"})
+DEAD = encode_properties({CANCEL_REASON: "dead letter"})
+
+CALLS_PER_TURN = 4_096
+ROWS_PER_APPEND = 65_536  # far below what a frame may hold; the next ones wait no longer than for a commit
+# As many bodies as one request may have, were they all of the largest: each is written once more.
+MOVES_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Change(NamedTuple):
+    """A new invisible time for a receipt. None: as the group's retry policy has it, `counts` or not."""
+
+    receipt: Receipt
+    invisible_ms: int | None
+    counts: bool = True
+
+
+class Answers:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, parts: Parts, appending: Appending) -> None:
+        self._parts, self._appending, self._host = parts, appending, parts.settings.host
+        self._acks: Turns[Sequence[Receipt], list[bool]] = Turns(self._acknowledge, CALLS_PER_TURN)
+        self._changes: Turns[Change, Receipt | None] = Turns(self._change, MOVES_PER_TURN)
+        self._dead: Turns[Receipt, bool] = Turns(self._dead_letter, MOVES_PER_TURN)
+
+    async def acknowledge(self, receipts: Sequence[Receipt]) -> list[bool]:
+        """These are done with, durably; false for a receipt that is not valid (any more). Raises OutOfRange."""
+        if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
+            raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
+        return await self._acks.take(receipts) if receipts else []
+
+    async def change(self, change: Change) -> Receipt | None:
+        """The receipt for the new time, durable; None when the old one is not valid (any more)."""
+        return await self._changes.take(change)
+
+    async def dead_letter(self, receipt: Receipt) -> bool:
+        """The message is a dead letter, durably; false when the receipt is not valid (any more)."""
+        return await self._dead.take(receipt)
+
+    # -- one turn of each --------------------------------------------------------------------------------------
+
+    async def _acknowledge(self, asked: list[Sequence[Receipt]]) -> list[list[bool]]:
+        receipts = [receipt for some in asked for receipt in some]
+        valid = np.zeros(len(receipts), dtype=np.bool_)
+        durable = None
+        await self._parts.hour_log.quiet()
+        for begin in range(0, len(receipts), ROWS_PER_APPEND):
+            part = receipts[begin : begin + ROWS_PER_APPEND]
+            now_ms = self._parts.clock.now_ms()
+            won = valid[begin : begin + len(part)] = self._settle(part)
+            if won.any():
+                # No pause since the decision: the CANCEL rows stand in the log before any later release.
+                rows = _cancel_rows(part, ACKNOWLEDGED, now_ms)
+                durable = self._appending.append(rows if won.all() else rows.filter(pa.array(won))).durable
+        if durable is not None:
+            await durable
+        verdicts = iter(valid.tolist())
+        return [[next(verdicts) for _ in some] for some in asked]
+
+    async def _change(self, changes: list[Change]) -> list[Receipt | None]:
+        rows, times, at = await self._read([change.receipt for change in changes])
+        asked = [changes[i] for i in at.tolist()]
+        now_ms = self._parts.clock.now_ms()
+        if not asked:
+            return [None] * len(changes)
+        times += np.array([change.counts for change in asked])
+        due_ms = np.array(
+            [now_ms + self._invisible_ms(change, n) for change, n in zip(asked, times.tolist(), strict=True)],
+            dtype=np.int64,
+        )
+        receipts = [change.receipt for change in asked]
+        topics = [self._topic_after(receipt, n) for receipt, n in zip(receipts, times.tolist(), strict=True)]
+        fresh = self._copies(
+            rows, receipts, topics, times, now_ms, due_ms=due_ms, source_seq=rows.column("source_seq")
+        )
+        won, first_seq = await self._replace(receipts, CHANGED, fresh, now_ms)
+        seqs = first_seq + np.cumsum(won) - 1
+        found: list[Receipt | None] = [None] * len(changes)
+        for i, place in enumerate(at.tolist()):
+            if won[i]:
+                found[place] = receipts[i]._replace(seq=int(seqs[i]), due_ms=int(due_ms[i]))
+        return found
+
+    async def _dead_letter(self, receipts: list[Receipt]) -> list[bool]:
+        rows, times, at = await self._read(receipts)
+        valid = np.zeros(len(receipts), dtype=np.bool_)
+        if len(at):
+            now_ms, asked = self._parts.clock.now_ms(), [receipts[i] for i in at.tolist()]
+            topics = [retry.dead_letter_topic(receipt.group) for receipt in asked]
+            fresh = self._copies(rows, asked, topics, times + 1, now_ms, kind=Kind.MESSAGE)
+            valid[at], _ = await self._replace(asked, DEAD, fresh, now_ms)
+        return [bool(one) for one in valid]
+
+    # -- what they have in common ------------------------------------------------------------------------------
+
+    def _settle(self, receipts: Sequence[Receipt]) -> BoolArray:
+        """Which of these are valid: their promises waited until now, and are cancelled."""
+        due_ms, seq = (
+            np.array([getattr(receipt, name) for receipt in receipts], dtype=np.int64)
+            for name in ("due_ms", "seq")
+        )
+        won = np.zeros(len(receipts), dtype=np.bool_)
+        _, first = np.unique(seq, return_index=True)  # whoever says it twice has settled it once
+        won[first] = self._parts.schedule.cancel(due_ms[first], seq[first])
+        return won
+
+    async def _replace(
+        self, receipts: Sequence[Receipt], reason: str, fresh: pa.RecordBatch, now_ms: int
+    ) -> tuple[BoolArray, int]:
+        """Cancel these and write `fresh` in their place; which were valid, and the first new row's number."""
+        await self._parts.hour_log.quiet()
+        prepared = self._appending.prepare(fresh, now_ms)  # all that may refuse
+        cancels = _cancel_rows(receipts, reason, now_ms)
+        won = self._settle(receipts)
+        if not won.any():
+            return won, 0
+        # No pause since the decision, and one append: a promise is never gone without what takes its place.
+        chosen = pa.array(won)
+        appended = self._appending.append(
+            pa.concat_batches([cancels.filter(chosen), prepared.filter(chosen)])
+        )
+        await appended.durable
+        return won, appended.first_seq + int(np.count_nonzero(won))
+
+    async def _read(self, receipts: Sequence[Receipt]) -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
+        """Promises that are found, how often each had been tried before it was handed out, and whose they are."""
+        parts = self._parts
+        parts.writer.check_room()
+        files = parts.hour_log.pending.all()
+
+        def read() -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
+            rows, at = promised.take(parts.reader, files, receipts)
+            return rows, promised.times_before(parts.reader, rows), at
+
+        return await in_thread(parts.reader_thread, read)
+
+    def _copies(
+        self,
+        rows: pa.RecordBatch,
+        receipts: Sequence[Receipt],
+        topics: Sequence[str],
+        times: Int64Array,
+        now_ms: int,
+        *,
+        kind: Kind = Kind.PROMISE,
+        due_ms: Int64Array | None = None,
+        source_seq: pa.Array | None = None,
+    ) -> pa.RecordBatch:
+        for topic in set(topics):
+            self._parts.topics.ensure(topic, 1)
+        texts = [
+            parking.dressed_text(text or "", parking.added(receipt.group, receipt.topic, now_ms))
+            for text, receipt in zip(rows.column("properties").to_pylist(), receipts, strict=True)
+        ]
+        return parking.parked(
+            rows, kind=kind, topics=topics, properties=pa.array(texts, pa.string()), times=times, due_ms=due_ms,
+            source_seq=source_seq, now_ms=now_ms, host=self._host,
+        )  # fmt: skip
+
+    def _topic_after(self, receipt: Receipt, times: int) -> str:
+        times_max = self._parts.groups.times_max(receipt.group)
+        return parking.topics_after(receipt.group, receipt.topic, np.array([times]), times_max)[0]
+
+    def _invisible_ms(self, change: Change, times: int) -> int:
+        if change.invisible_ms is not None:
+            return change.invisible_ms
+        group = self._parts.groups.find(change.receipt.group)
+        return retry_policy.delay_ms(group.group_retry_policy if group is not None else None, max(1, times))
+
+
+def _cancel_rows(receipts: Sequence[Receipt], reason: str, now_ms: int) -> pa.RecordBatch:
+    """LOG_SCHEMA cancel records. They have no id: the message's own is for whoever sent it."""
+    return build_rows(
+        len(receipts),
+        kind=int(Kind.CANCEL),
+        topic=[retry_topic(receipt.group, receipt.topic) for receipt in receipts],
+        queue_id=-1,
+        properties=reason,
+        store_ms=now_ms,
+        due_ms=[receipt.due_ms for receipt in receipts],
+        source_seq=[receipt.seq for receipt in receipts],
+    )
