@@ -1,11 +1,15 @@
 """`timeball serve`: the ready line, the end, and what keeps it from starting."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
+from tests.accounts import ACCESS_FILE, access_file
+from tests.certificates import certificate
 from tests.cli.processes import running, serving, timeball
+from tests.node_fixture import eventually
 
 from timeball import Timeball, __version__
 
@@ -102,3 +106,46 @@ def test_options_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
         ready = server.wait_line(event="ready")
     assert ready["data"] == str(tmp_path / "from-file")
     assert ready["port"] > 1
+
+
+def test_an_address_that_others_can_reach_wants_a_certificate_or_a_word(tmp_path: Path) -> None:
+    options = ["serve", "--port", "0", "--host", "0.0.0.0", "--data", str(tmp_path / "d")]
+    ended = timeball(*options)
+    assert ended.returncode == 4 and len(ended.stderr.splitlines()) == 1
+    assert "--host 0.0.0.0" in ended.stderr and "--allow-plaintext" in ended.stderr
+    assert not (tmp_path / "d").exists()
+    with running(*options, "--allow-plaintext", "--json") as server:
+        assert server.wait_line(event="ready")["host"] == "0.0.0.0"
+
+
+def test_an_access_file_that_others_may_read_is_named(tmp_path: Path) -> None:
+    path = access_file(tmp_path)
+    path.chmod(0o644)
+    ended = timeball("serve", "--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(path))
+    assert ended.returncode == 4 and "--access-file" in ended.stderr and "chmod 600" in ended.stderr
+
+
+def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path: Path) -> None:
+    """From the environment: a secret is in nobody's list of processes."""
+    issued, path = certificate(tmp_path / "tls"), access_file(tmp_path)
+    options = ["--tls-cert", issued.cert, "--tls-key", issued.key, "--access-file", str(path)]
+    with running("serve", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as server:
+        uri = server.wait_line(event="ready")["endpoint"]
+        assert uri.startswith("grpc+tls://")
+        known = {"TIMEBALL_ENDPOINT": uri, "TIMEBALL_TLS_ROOTS": issued.roots}
+        shop = {**known, "TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": "shop secret 1"}
+        assert timeball("send", "orders", "x", **shop).returncode == 0
+        for refused in (known, {**shop, "TIMEBALL_SECRET_KEY": "wrong"}):
+            ended = timeball("send", "orders", "x", **refused)
+            assert ended.returncode == 2 and "access key" in ended.stderr and "secret 1" not in ended.stderr
+        ended = timeball("send", "news", "x", **shop)
+        assert ended.returncode == 2 and "'news'" in ended.stderr
+        access_file(tmp_path, ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
+        os.kill(server.pid, signal.SIGHUP)
+        shop["TIMEBALL_SECRET_KEY"] = "shop secret 9"
+        eventually(lambda: timeball("send", "orders", "x", **shop).returncode == 0, "the new secret is known")
+        access_file(tmp_path, "not TOML")
+        os.kill(server.pid, signal.SIGHUP)
+        eventually(lambda: [line for line in server.errors if "--access-file" in line], "the mistake is told")
+        assert timeball("send", "orders", "x", **shop).returncode == 0
+        assert server.end() == 0

@@ -31,6 +31,7 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
       timeball serve --data /var/lib/timeball --port 7400 --retention-ms 72h
       timeball serve --port 0 --json      # the ready line names the port it got
       timeball serve --settings timeball.toml
+      timeball serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem --access-file access.toml
     """
     asyncio.run(_serve(settings, as_json))
 
@@ -51,7 +52,7 @@ def announce(node: Node, as_json: bool) -> None:
     from timeball import __version__
 
     settings, data = node.settings, str(node.settings.data.absolute())
-    host, endpoint = _bracketed(settings.host), f"grpc://{_bracketed(settings.host)}:{node.port}"
+    host, endpoint = _bracketed(settings.host), _endpoint(settings, settings.host, node.port)
     ports = {"name_server": node.name_server_port, "remoting": node.remoting_port, "grpc": node.grpc_port}
     addresses = {edge: f"{host}:{port}" if port >= 0 else None for edge, port in ports.items()}
     if not as_json:
@@ -73,10 +74,14 @@ def announce(node: Node, as_json: bool) -> None:
     )
 
 
-def local_endpoint(host: str, port: int) -> str:
-    """How a process on this machine reaches a broker that listens on `host`, which may mean "everywhere"."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"grpc://{_bracketed(reachable)}:{port}"
+def local_endpoint(settings: Settings, port: int) -> str:
+    """How a process on this machine reaches the broker, whose host may mean "everywhere"."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return _endpoint(settings, reachable, port)
+
+
+def _endpoint(settings: Settings, host: str, port: int) -> str:
+    return f"{'grpc+tls' if settings.tls_cert else 'grpc'}://{_bracketed(host)}:{port}"
 
 
 def _bracketed(host: str) -> str:

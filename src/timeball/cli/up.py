@@ -53,7 +53,7 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
     node = Node(settings)
     await node.start()
     announce(node, as_json)
-    endpoint = local_endpoint(settings.host, node.port)
+    endpoint = local_endpoint(settings, node.port)
     say, compacts = _speaker(as_json), settings.schedule == "hour_log"
     if not compacts:
         why = f"with the schedule {settings.schedule} promises wait in the log"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import ssl
 from pathlib import Path
 
 import pytest
+from tests.certificates import certificate
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.wire import Wire
 
@@ -89,3 +92,51 @@ def test_a_watch_that_fails_stops_the_node_and_not_just_itself(
         remoting._heartbeats.expire = broken  # type: ignore[method-assign]
         eventually(failed.done, "the node hears of it")
         assert str(failed.exception()) == "a bug of ours"
+
+
+# ---- TLS ------------------------------------------------------------------------------------------------------
+
+
+def test_both_ports_speak_tls_and_nothing_else(tmp_path: Path) -> None:
+    issued = certificate(tmp_path / "tls")
+    with running_node(tmp_path / "data", **issued.settings) as node:
+        for port in (node.node.name_server_port, node.node.remoting_port):
+            with SecureWire(port, issued.roots) as wire:
+                assert wire.ask(105, topic="TBW102").code == 0
+            with Wire(port) as plain:
+                plain.send(105, topic="TBW102")
+                assert plain.is_closed()
+
+
+def test_a_large_answer_and_many_requests_over_tls(tmp_path: Path) -> None:
+    issued = certificate(tmp_path / "tls")
+    with running_node(tmp_path / "data", **issued.settings) as node:
+        with SecureWire(node.node.remoting_port, issued.roots) as wire:
+            body = os.urandom(1_000_000)
+            sent = [
+                wire.send(310, body, a="p", b="orders", e=0, f=0, g=1, h=0, i=f"UNIQ_KEY\x01{n:032}")
+                for n in range(8)
+            ]
+            assert {wire.answer_to(opaque).code for opaque in sent} == {0}
+            pulled = wire.ask(
+                11, consumerGroup="g", topic="orders", queueId=0, queueOffset=0, maxMsgNums=32, sysFlag=4, subscription="*",
+                commitOffset=0, suspendTimeoutMillis=0,
+            )  # fmt: skip
+            assert pulled.code == 0 and body in pulled.body
+
+
+def test_who_never_finishes_a_handshake_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "HANDSHAKE_S", 0.2)
+    issued = certificate(tmp_path / "tls")
+    with running_node(tmp_path / "data", **issued.settings) as node:
+        with Wire(node.node.remoting_port) as silent:
+            assert silent.is_closed()
+
+
+class SecureWire(Wire):
+    """The same, over TLS."""
+
+    def __init__(self, port: int, roots: str) -> None:
+        super().__init__(port)
+        context = ssl.create_default_context(cafile=roots)
+        self._socket = context.wrap_socket(self._socket, server_hostname="127.0.0.1")

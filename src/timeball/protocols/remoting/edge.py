@@ -1,9 +1,9 @@
 """The edge for RocketMQ's clients: two ports, one table of requests.
 
 A name server and a broker are two programs in RocketMQ and two ports here; either port answers everything, since
-the request codes of the two do not overlap. Frames of one read go to `Sends` first, whose batches are what the
-throughput is made of; what it does not take goes to the table (dispatch.py). With an access file each request is
-decoded whole first, and what was checked is what is handled: two readers of one header might read two things in it.
+the request codes of the two do not overlap. Sends go to `Sends`, whose batches are what the throughput is made of;
+all else goes to the table (dispatch.py). With an access file each request is decoded whole first, and what was checked
+is what is handled: two readers of one header might read two things in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.protocols.remoting import permissions
 from timeball.protocols.remoting.admin import Admin
 from timeball.protocols.remoting.clients import Clients
 from timeball.protocols.remoting.codec.frame import Frame, decode
-from timeball.protocols.remoting.codec.send_header import from_command
+from timeball.protocols.remoting.codec.send_header import from_command, read_send
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.dispatch import Dispatch
 from timeball.protocols.remoting.heartbeats import HeartBeats
@@ -114,7 +114,10 @@ class RemotingEdge:
     def _receive(self, connection: Connection, frames: list[Frame]) -> None:
         now_ms = self.site.broker.parts.clock.now_ms()
         for frame in frames:
-            if not self._sends.take(connection, frame, now_ms):
+            header = read_send(frame)
+            if header is not None:
+                self._sends.take(connection, header, frame, now_ms)
+            else:
                 self._dispatch.receive(connection, frame)
 
     def _receive_signed(self, access: Access, connection: Connection, frames: list[Frame]) -> None:
@@ -133,7 +136,7 @@ class RemotingEdge:
                 self._dispatch.refuse(connection, command, error)
                 continue
             if header is not None:
-                self._sends.take_read(connection, header, frame, now_ms)
+                self._sends.take(connection, header, frame, now_ms)
             else:
                 self._dispatch.handle(connection, command, principal)
 

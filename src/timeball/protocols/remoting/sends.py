@@ -26,7 +26,7 @@ from timeball.protocols.remoting.codec.codes import (
     ResponseCode,
 )
 from timeball.protocols.remoting.codec.frame import Frame
-from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader, read_send
+from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.gathering import Gathering, refusal
@@ -55,16 +55,8 @@ class Sends:
         self._version = -1
         self._turn = itertools.count()
 
-    def take(self, connection: Connection, frame: Frame, now_ms: int) -> bool:
-        """Take a frame if it is a send; raises BadFrame."""
-        header = read_send(frame)
-        if header is None:
-            return False
-        self.take_read(connection, header, frame, now_ms)
-        return True
-
-    def take_read(self, connection: Connection, header: SendHeader, frame: Frame, now_ms: int) -> None:
-        """Take a send whose header has been read."""
+    def take(self, connection: Connection, header: SendHeader, frame: Frame, now_ms: int) -> None:
+        """Take a send, by its header; `frame` is where that was read."""
         fields, gathering = header.fields, self._plain
         try:
             if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
