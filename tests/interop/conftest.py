@@ -64,4 +64,4 @@ def talks(
 def name(request: pytest.FixtureRequest) -> str:
     """A name for this test's topic, groups and clients."""
     kept = "".join(c if c.isalnum() else "-" for c in request.node.name)
-    return kept.removeprefix("test_").strip("-")
+    return kept.removeprefix("test-").strip("-")

@@ -72,7 +72,7 @@ def test_after_the_last_attempt_a_dead_letter(talks: Talks) -> None:
     tries = [talk.receive(consumer, {"hopeless"}, invisible_s=1)[-1] for _ in range(2)]
     assert [m["attempt"] for m in tries] == [1, 2]
     eventually(lambda: talk.dead_letters() == ["hopeless"], "it is a dead letter, once")
-    undertaker = talk.simple(topic=f"%DLQ%{talk.group}", group=f"{talk.group}-undertaker")
+    undertaker = talk.simple(topic=f"%DLQ%{talk.group}", group="undertaker")
     [letter] = talk.receive(undertaker, {"hopeless"})
     talk.ack(undertaker, letter)
     assert letter["tag"] == "t" and letter["properties"]["colour"] == "red"
