@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from timeball import limits
 from timeball.broker.groups import ExponentialRetry, SubscriptionGroup
 from timeball.broker.retry import TIMES_MAX
+from timeball.broker.retry_policy import delay_ms
 from timeball.protocols.grpc._generated.definition_pb2 import (
     CustomizedBackoff,
     ExponentialBackoff,
@@ -25,6 +26,7 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
 PRODUCER_ATTEMPTS = 3
 RECEIVE_ROWS = 32
 LONG_POLLING_S = 20
+PAUSES_MAX = 64  # the last one is for all later attempts
 # The pauses between a producer's own attempts.
 PAUSE_MS, PAUSE_MS_MAX, PAUSE_FACTOR = 10, 1_000, 2
 
@@ -67,10 +69,9 @@ def _policy(group: SubscriptionGroup) -> RetryPolicy:
     if policy.type == "EXPONENTIAL":
         chosen = chosen or ExponentialRetry()
         return _exponential(attempts, chosen.initial, chosen.max, chosen.multiplier)
-    pauses = policy.customized_retry_policy.next if policy.customized_retry_policy is not None else [10_000]
-    return RetryPolicy(
-        max_attempts=attempts, customized_backoff=CustomizedBackoff(next=[duration(ms) for ms in pauses])
-    )
+    # One for each attempt that may fail, as the broker itself would have it: clients only look them up.
+    pauses = [duration(delay_ms(policy, attempt)) for attempt in range(1, min(attempts, PAUSES_MAX) + 1)]
+    return RetryPolicy(max_attempts=attempts, customized_backoff=CustomizedBackoff(next=pauses))
 
 
 def _exponential(attempts: int, initial_ms: int, max_ms: int, factor: int) -> RetryPolicy:
