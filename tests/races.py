@@ -1,0 +1,172 @@
+"""A recorder of what clients were told of messages, and its comparison with what the log says happened.
+
+Every call that may settle or move a promise is told to a `Recorder`, with what was answered. In the end the log of the
+broker is the witness: each promise has one end, each answer agrees with it, and a call that began after another had
+been answered is not older in the log. What a consumer got is compared with both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from timeball.message import CANCEL_NEXT, Kind, decode_properties
+
+COLUMNS = ["seq", "kind", "unique_key", "due_ms", "store_ms", "source_seq", "properties"]
+KINDS = [Kind.PROMISE, Kind.RELEASE, Kind.CANCEL]
+CANCELLED = (
+    "cancelled",
+    "already_cancelled",
+    "recalled",
+)  # recalled: by this call or by another, RocketMQ's success
+
+
+@dataclass
+class Call:
+    """One call about one message, and what it was told. `began`, `ended`: by a count that all calls share."""
+
+    key: str
+    began: int
+    ended: int = 0
+    verdict: str = ""
+    seq: int | None = None
+    at_ms: int | None = None
+    due_ms: int | None = None
+
+    def told(
+        self, verdict: str, seq: int | None = None, at_ms: int | None = None, due_ms: int | None = None
+    ) -> None:
+        self.verdict, self.seq, self.at_ms, self.due_ms = verdict, seq, at_ms, due_ms
+
+
+@dataclass
+class Life:
+    """What the log says of one message: its promises in order, and the row that ended the last of them."""
+
+    key: str
+    promises: list[dict[str, Any]]
+    ends: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def end(self) -> dict[str, Any]:
+        return self.ends[-1]
+
+    @property
+    def is_released(self) -> bool:
+        return bool(self.end["kind"] == Kind.RELEASE)
+
+
+class Recorder:
+    """Thread safe. `first_seq` of what was sent, by message id."""
+
+    def __init__(self) -> None:
+        self.first_seq: dict[str, int] = {}
+        self.calls: list[Call] = []
+        self.delivered: Counter[str] = Counter()
+        self._ticks = itertools.count(1)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def call(self, key: str) -> Iterator[Call]:
+        """Around a call; what it was told is noted inside."""
+        call = Call(key, next(self._ticks))
+        yield call
+        call.ended = next(self._ticks)
+        with self._lock:
+            self.calls.append(call)
+
+    def verdicts(self) -> Counter[str]:
+        return Counter(call.verdict for call in self.calls)
+
+    def faults(self, log: Iterable[dict[str, Any]]) -> list[str]:
+        """Every disagreement with the rows (of `KINDS`, with `COLUMNS`) of the log."""
+        promises: dict[int, dict[str, Any]] = {}
+        ends: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for row in log:
+            if row["kind"] == Kind.PROMISE:
+                promises[row["seq"]] = row
+            else:
+                ends[row["source_seq"]].append(row)
+        by_key = defaultdict(list)
+        for call in self.calls:
+            by_key[call.key].append(call)
+        wrong = [f"promise {seq} has {len(ends[seq])} ends" for seq in promises if len(ends[seq]) != 1]
+        if wrong:
+            return wrong
+        counts = Counter(row["unique_key"] for row in promises.values())
+        for key, seq in self.first_seq.items():
+            life = _life(key, promises, ends, seq)
+            wrong += _of_life(life, counts[key], self.delivered[key])
+            wrong += [f for call in by_key[key] for f in _of_call(life, call)]
+            wrong += _of_order(life, by_key[key])
+        return wrong
+
+
+def _life(
+    key: str, promises: dict[int, dict[str, Any]], ends: dict[int, list[dict[str, Any]]], seq: int
+) -> Life:
+    life = Life(key, [promises[seq]])
+    while True:
+        [end] = ends[seq]
+        life.ends.append(end)
+        text = (
+            decode_properties(end["properties"] or "").get(CANCEL_NEXT)
+            if end["kind"] == Kind.CANCEL
+            else None
+        )
+        if text is None:
+            return life
+        seq = int(text)
+        life.promises.append(promises[seq])
+
+
+def _of_life(life: Life, count: int, delivered: int) -> Iterator[str]:
+    if count != len(life.promises):
+        yield f"{life.key}: {count} promises, of which {len(life.promises)} are one after the other"
+    if delivered != int(life.is_released):
+        yield f"{life.key}: delivered {delivered} times, and released: {life.is_released}"
+    if life.is_released and life.end["store_ms"] < life.promises[-1]["due_ms"]:
+        yield f"{life.key}: early"
+
+
+def _of_call(life: Life, call: Call) -> Iterator[str]:
+    said = f"{call.key} was told {call.verdict} ({call.seq}, {call.at_ms}, {call.due_ms})"
+    if call.verdict in CANCELLED:
+        if life.is_released:
+            yield f"{said}, and was released"
+        elif call.at_ms not in (None, life.end["store_ms"]) or call.seq not in (None, life.end["source_seq"]):
+            yield f"{said}, and was cancelled otherwise"
+    elif call.verdict == "released":
+        if not life.is_released or call.at_ms not in (None, life.end["store_ms"]):
+            yield f"{said}, and was not released then"
+    elif call.verdict == "rescheduled":
+        moved = {promise["seq"]: promise for promise in life.promises[1:]}
+        if call.seq not in moved or moved[call.seq]["due_ms"] != call.due_ms:
+            yield f"{said}, and was not moved so"
+    else:
+        yield f"{said}, which is no answer to a message that was sent"
+
+
+def _of_order(life: Life, calls: list[Call]) -> Iterator[str]:
+    done = Counter(call.verdict for call in calls)
+    if done["cancelled"] > 1:
+        yield f"{life.key} was cancelled twice"
+    moves = Counter(call.seq for call in calls if call.verdict == "rescheduled")
+    if any(count > 1 for count in moves.values()) or len(moves) != len(life.promises) - 1:
+        yield f"{life.key} was moved {len(life.promises) - 1} times, and told so of {dict(moves)}"
+    where = {promise["seq"]: end["seq"] for promise, end in zip(life.promises[1:], life.ends, strict=False)}
+
+    def row(call: Call) -> int:
+        """The row of the log by which it was decided; one that only looked has seen the last one, or is told of it."""
+        decided: int = where.get(call.seq or 0, 0) if call.verdict == "rescheduled" else life.end["seq"]
+        return decided
+
+    for one, other in itertools.permutations(calls, 2):
+        first, then = row(one), row(other)
+        if one.ended < other.began and first > then:
+            yield f"{life.key}: {other.verdict} came after {one.verdict}, and stands before it in the log"
