@@ -76,7 +76,8 @@ class Gathering:
 
 async def _durable(one: _HandedOver) -> Placed | TimeballError:
     try:
-        await asyncio.wait([one.durable])
+        if not one.durable.done():  # the first of a batch waits for all
+            await asyncio.wait([one.durable])
         if one.durable.cancelled():
             return Unavailable("the broker is stopping")
         one.durable.result()

@@ -22,7 +22,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     SendResultEntry,
 )
 from timeball.protocols.grpc.calls import Call, Handlers
-from timeball.protocols.grpc.codec.messages_in import row_of, type_of
+from timeball.protocols.grpc.codec.messages_in import TRANSACTION, row_of, type_of
 from timeball.protocols.grpc.codec.names import topic_name
 from timeball.protocols.grpc.codec.statuses import Refused, ok
 from timeball.protocols.grpc.codec.transaction_ids import transaction_id
@@ -73,7 +73,7 @@ class Sends:
             row_of(message, kind, to.name, to.queues, now_ms, delay_ms_max, call.peer)
             for message, kind in zip(messages, kinds, strict=True)
         ]
-        if MessageType.TRANSACTION in kinds:
+        if TRANSACTION in kinds:
             return self._answer(to, rows, await self._halves.take(rows), is_transaction=True)
         return self._answer(to, rows, await self._plain.take(rows), is_transaction=False)
 
@@ -83,7 +83,7 @@ class Sends:
             first = messages[0].topic
             if any(message.topic != first for message in messages):
                 raise Refused(Code.BAD_REQUEST, "messages of several topics: send those of each in a call")
-            if len(kinds) > 1 and MessageType.TRANSACTION in kinds:
+            if len(kinds) > 1 and TRANSACTION in kinds:
                 raise Refused(Code.BAD_REQUEST, "messages of a transaction and others: send them apart")
         if not kinds <= to.types:
             for kind in kinds:

@@ -38,14 +38,20 @@ BORN_HOST_CHARACTERS_MAX = 255
 COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag
 NEVER_SECONDS, ALWAYS_SECONDS = -62_135_596_800, 253_402_300_799  # protobuf's timestamps: years 1 to 9999
 
+# Plain numbers: to look one up by its name in protobuf's enumeration costs as much as to read a field.
+UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION = (
+    MessageType.MESSAGE_TYPE_UNSPECIFIED, MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY,
+    MessageType.TRANSACTION,
+)  # fmt: skip
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ENCODING_BITS = {Encoding.ENCODING_UNSPECIFIED: 0, Encoding.IDENTITY: 0, Encoding.GZIP: COMPRESSED_BIT}
 # type -> (has a message group, has a delivery timestamp)
 _FIELDS = {
-    MessageType.NORMAL: (False, False),
-    MessageType.FIFO: (True, False),
-    MessageType.DELAY: (False, True),
-    MessageType.TRANSACTION: (False, False),
+    NORMAL: (False, False),
+    FIFO: (True, False),
+    DELAY: (False, True),
+    TRANSACTION: (False, False),
 }
 
 
@@ -55,9 +61,9 @@ def type_of(system: SystemProperties) -> MessageType:
     fields = (bool(system.message_group), system.HasField("delivery_timestamp"))
     if system.lite_topic or system.HasField("priority"):
         raise Refused(Code.UNSUPPORTED, "Timeball has neither lite topics nor priorities; send without them")
-    if kind == MessageType.MESSAGE_TYPE_UNSPECIFIED:
+    if kind == UNSPECIFIED:
         group, instant = fields
-        kind = MessageType.FIFO if group else MessageType.DELAY if instant else MessageType.NORMAL
+        kind = FIFO if group else DELAY if instant else NORMAL
     wanted = _FIELDS.get(kind)
     if wanted is None:
         raise Refused(Code.UNSUPPORTED, f"message type {kind}: NORMAL, FIFO, DELAY or TRANSACTION")
@@ -85,15 +91,15 @@ def row_of(
     tag, keys = _tag(system.tag), _keys(system)
     properties, queue_id, due_ms = _user_properties(message, tag, keys), -1, None
     properties.append(f"{names.UNIQ_KEY}\x01{message_id}\x02")
-    if kind == MessageType.FIFO:
+    if kind == FIFO:
         group = _message_group(system.message_group)
         properties.append(f"{names.MESSAGE_GROUP}\x01{group}\x02")
         queue_id = crc32(group.encode()) % queues
-    elif kind == MessageType.DELAY:
+    elif kind == DELAY:
         instant_ms = _delivery_ms(system, now_ms, delay_ms_max)
         properties.append(f"{names.DELIVER_MS}\x01{instant_ms}\x02")
         due_ms = instant_ms if instant_ms > now_ms else None
-    elif kind == MessageType.TRANSACTION:
+    elif kind == TRANSACTION:
         sys_flag |= PREPARED_BIT
         properties.append(_transaction_properties(system, topic))
     if system.trace_context:
