@@ -79,7 +79,7 @@ class Dispatch:
             responses = self._handler(name)(call, request)
             async for response in responses:
                 yield response
-        except Exception as error:  # as above
+        except Exception as error:  # as above: the client gets an answer, whatever it is
             yield self._failed(name, error)
         finally:
             if responses is not None:

@@ -1,0 +1,137 @@
+"""What consumers say of the messages they have: done with, later, or given up.
+
+    AckMessage                        one status a handle
+    ChangeInvisibleDuration           a new handle; the old one is not valid any more
+    ForwardMessageToDeadLetterQueue   to the group's dead letters, whatever its number of attempts
+
+A handle is INVALID_RECEIPT_HANDLE when it is none of ours, or of another group or topic, and when its message has been
+acknowledged or has come back to the group meanwhile. Answers are given when they are durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from timeball import limits
+from timeball.broker.popping import popper
+from timeball.broker.receiving.receipts import AnyReceipt, Receipt
+from timeball.protocols.grpc._generated.definition_pb2 import Code, Status
+from timeball.protocols.grpc._generated.service_pb2 import (
+    AckMessageRequest,
+    AckMessageResponse,
+    AckMessageResultEntry,
+    ChangeInvisibleDurationRequest,
+    ChangeInvisibleDurationResponse,
+    ForwardMessageToDeadLetterQueueRequest,
+    ForwardMessageToDeadLetterQueueResponse,
+)
+from timeball.protocols.grpc.calls import Call, Handlers
+from timeball.protocols.grpc.codec.names import group_name, topic_name
+from timeball.protocols.grpc.codec.receipt_handles import InOrder, Promised, ReceiptHandles, invalid
+from timeball.protocols.grpc.codec.statuses import Refused, ok, status, status_of
+from timeball.protocols.grpc.consuming import duration_ms
+from timeball.protocols.grpc.renewals import Renewals
+from timeball.protocols.grpc.site import Site
+
+LATE = "it is not valid any more: its message was answered before, or has come back when its time was over"
+
+
+class Handles:
+    """Receipts of the broker as texts for its consumers, and back."""
+
+    def __init__(self, site: Site) -> None:
+        self._handles = ReceiptHandles(site.broker.receiving.seal)
+
+    def encode(self, receipt: AnyReceipt) -> str:
+        """The handle of a receipt."""
+        named = Promised(*receipt[2:]) if isinstance(receipt, Receipt) else InOrder(*receipt[2:])
+        return self._handles.encode(receipt.group, receipt.topic, named)
+
+    def decode(self, text: str, group: str, topic: str) -> AnyReceipt:
+        """The receipt of a handle; raises Refused."""
+        named = self._handles.decode(group, topic, text)
+        return (Receipt if isinstance(named, Promised) else popper.Receipt)(group, topic, *named)
+
+
+class Receipts:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, site: Site, handles: Handles, renewals: Renewals) -> None:
+        self._receiving = site.broker.receiving
+        self._handles, self._renewals = handles, renewals
+
+    def handlers(self) -> Handlers:
+        """The calls answered here."""
+        return {
+            "AckMessage": self._ack,
+            "ChangeInvisibleDuration": self._change,
+            "ForwardMessageToDeadLetterQueue": self._dead_letter,
+        }
+
+    async def _ack(self, call: Call, request: AckMessageRequest) -> AckMessageResponse:
+        group, topic = group_name(request.group), topic_name(request.topic)
+        most = limits.CANCELS_PER_REQUEST_MAX
+        if not 1 <= len(request.entries) <= most:
+            raise Refused(Code.BAD_REQUEST, f"{len(request.entries)} entries: 1 to {most} handles a call")
+        statuses: list[Status] = []
+        receipts: list[AnyReceipt] = []
+        for entry in request.entries:
+            try:
+                receipts.append(self._handles.decode(entry.receipt_handle, group, topic))
+                statuses.append(ok())
+            except Refused as error:
+                statuses.append(status_of(error))
+        async with self._renewals.answering(receipts) as newest:
+            verdicts = iter(await self._receiving.acknowledge(newest))
+        late = status_of(invalid(LATE))
+        statuses = [each if each.code != Code.OK or next(verdicts) else late for each in statuses]
+        entries = [
+            AckMessageResultEntry(
+                message_id=entry.message_id, receipt_handle=entry.receipt_handle, status=each
+            )
+            for entry, each in zip(request.entries, statuses, strict=True)
+        ]
+        return AckMessageResponse(status=_of_all(statuses), entries=entries)
+
+    async def _change(
+        self, call: Call, request: ChangeInvisibleDurationRequest
+    ) -> ChangeInvisibleDurationResponse:
+        receipt = self._receipt(request)
+        # Clients that have failed ask for less than a second, or for none: it may come again at once.
+        invisible_ms = -1
+        if request.HasField("invisible_duration"):
+            invisible_ms = duration_ms(
+                request.invisible_duration, Code.ILLEGAL_INVISIBLE_TIME, "invisible_duration"
+            )
+        if not 0 <= invisible_ms <= limits.INVISIBLE_MS_MAX:
+            raise Refused(
+                Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: 0 to {limits.INVISIBLE_MS_MAX} ms from now"
+            )
+        async with self._renewals.answering([receipt]) as (newest,):
+            changed = await self._receiving.change(newest, invisible_ms, counts=not request.suspend)
+        if changed is None:
+            raise invalid(LATE)
+        return ChangeInvisibleDurationResponse(status=ok(), receipt_handle=self._handles.encode(changed))
+
+    async def _dead_letter(
+        self, call: Call, request: ForwardMessageToDeadLetterQueueRequest
+    ) -> ForwardMessageToDeadLetterQueueResponse:
+        async with self._renewals.answering([self._receipt(request)]) as (newest,):
+            is_valid = await self._receiving.dead_letter(newest)
+        if not is_valid:
+            raise invalid(LATE)
+        return ForwardMessageToDeadLetterQueueResponse(status=ok())
+
+    def _receipt(
+        self, request: ChangeInvisibleDurationRequest | ForwardMessageToDeadLetterQueueRequest
+    ) -> AnyReceipt:
+        group, topic = group_name(request.group), topic_name(request.topic)
+        return self._handles.decode(request.receipt_handle, group, topic)
+
+
+def _of_all(statuses: Sequence[Status]) -> Status:
+    """One status for all: theirs, when they have the same code."""
+    codes = {each.code for each in statuses}
+    if len(codes) == 1:
+        return statuses[0]
+    return status(Code.MULTIPLE_RESULTS, "each entry has a status of its own")

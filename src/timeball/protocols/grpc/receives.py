@@ -1,0 +1,151 @@
+"""ReceiveMessage: messages and what to answer them with, or a place to wait for them.
+
+    found      status OK, the messages, when they were handed out
+    nothing    status MESSAGE_NOT_FOUND, after as long as the client waits
+
+A consumer gets messages of any queue, as with RocketMQ's proxy: it takes turns around the queues of a route, and would
+wait at an empty one while its message lies in another. Only a push consumer in order keeps to the queue it names, which
+it has been assigned. A client that goes away before it has its messages has them given back at once, and one that does
+not read them is waited for `UNREAD_S`; both hold up nobody but themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from timeball import limits
+from timeball.broker.popping import popper
+from timeball.broker.popping.popper import Ask
+from timeball.broker.receiving.receipts import AnyReceipt, Received
+from timeball.errors import TimeballError
+from timeball.protocols.grpc._generated.definition_pb2 import Code
+from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
+from timeball.protocols.grpc.calls import Call, Handlers
+from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, timestamp
+from timeball.protocols.grpc.codec.statuses import Refused, ok, status
+from timeball.protocols.grpc.consuming import Consuming, duration_ms, wait_ms
+from timeball.protocols.grpc.receipts import Handles
+from timeball.protocols.grpc.renewals import FIRST_MS, Renewals
+from timeball.protocols.grpc.site import Site
+
+INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ asks for ten; its clients may ask for less here
+UNREAD_S = 60.0  # how long an answer waits for a client that does not take it
+UNREAD_BYTES_MAX = 512 * 1024 * 1024  # of all answers on their way
+
+
+class Receives:
+    """See the module. Belongs to the event loop; `close` waits for what is given back."""
+
+    def __init__(self, site: Site, consuming: Consuming, handles: Handles, renewals: Renewals) -> None:
+        self._site, self._broker = site, site.broker
+        self._consuming, self._handles, self._renewals = consuming, handles, renewals
+        self._unread_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handlers(self) -> Handlers:
+        """The calls answered here."""
+        return {"ReceiveMessage": self._receive}
+
+    async def close(self) -> None:
+        """Wait until what clients have not got is given back."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _receive(
+        self, call: Call, request: ReceiveMessageRequest
+    ) -> AsyncIterator[ReceiveMessageResponse]:
+        client_id, ask = call.client_id, self._ask(request)
+        waits_ms = wait_ms(
+            call, request.long_polling_timeout if request.HasField("long_polling_timeout") else None
+        )
+        if self._unread_bytes >= UNREAD_BYTES_MAX:
+            raise Refused(
+                Code.TOO_MANY_REQUESTS, "clients do not read what they have asked for; come again later"
+            )
+        received = await self._broker.receiving.receive(ask, waits_ms)
+        if not received.receipts:
+            yield ReceiveMessageResponse(
+                status=status(Code.MESSAGE_NOT_FOUND, f"no message in {waits_ms} ms; ask again")
+            )
+            return
+        size, is_read = received.rows.nbytes, False
+        self._unread_bytes += size
+        task = asyncio.current_task()
+        giving_up = asyncio.get_running_loop().call_later(UNREAD_S, task.cancel) if task is not None else None
+        try:
+            for response in self._found(request, ask, received):
+                yield response
+            is_read = True
+            if request.auto_renew:
+                self._renewals.add(client_id, received.receipts)
+            yield ReceiveMessageResponse(delivery_timestamp=timestamp(self._broker.parts.clock.now_ms()))
+        finally:
+            self._unread_bytes -= size
+            if giving_up is not None:
+                giving_up.cancel()
+            if not is_read:
+                self._give_back(received.receipts)
+
+    def _ask(self, request: ReceiveMessageRequest) -> Ask:
+        group, queue = self._consuming.group(request.group), request.message_queue
+        topic = self._consuming.topic(queue.topic)
+        if not 1 <= request.batch_size <= limits.POP_ROWS_MAX:
+            raise Refused(
+                Code.BAD_REQUEST,
+                f"batch_size {request.batch_size}: 1 to {limits.POP_ROWS_MAX} messages a call",
+            )
+        if not -1 <= queue.id < topic.read_queues:
+            raise Refused(
+                Code.BAD_REQUEST,
+                f"queue {queue.id}: topic {topic.name!r} has 0 to {topic.read_queues - 1}, -1 is any",
+            )
+        in_order = group.consume_message_orderly
+        return Ask(
+            group.group_name,
+            topic.name,
+            queue_id=queue.id if in_order and request.auto_renew else -1,
+            rows=request.batch_size,
+            invisible_ms=FIRST_MS if request.auto_renew else _invisible_ms(request),
+            wanted=self._consuming.wanted(request.filter_expression, topic),
+            in_order=in_order,
+            attempt_id=request.attempt_id if in_order else "",
+        )
+
+    def _found(
+        self, request: ReceiveMessageRequest, ask: Ask, received: Received
+    ) -> list[ReceiveMessageResponse]:
+        handed_out = HandedOut([self._handles.encode(each) for each in received.receipts], ask.invisible_ms)
+        found = messages(
+            received.rows, request.message_queue.topic, ask.topic, self._site.settings.broker_name, handed_out
+        )
+        return [
+            ReceiveMessageResponse(status=ok()),
+            *(ReceiveMessageResponse(message=each) for each in found),
+        ]
+
+    def _give_back(self, receipts: Sequence[AnyReceipt]) -> None:
+        """Nobody has seen these: they come again at once, and it was no attempt."""
+        in_order = [each for each in receipts if isinstance(each, popper.Receipt)]
+        self._broker.popper.give_back(in_order)
+        if len(in_order) < len(receipts):
+            task = asyncio.create_task(self._change(receipts))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _change(self, receipts: Sequence[AnyReceipt]) -> None:
+        try:
+            await asyncio.gather(*(self._broker.receiving.change(each, 0, counts=False) for each in receipts))
+        except TimeballError:
+            pass  # they come again when their invisible time is over
+
+
+def _invisible_ms(request: ReceiveMessageRequest) -> int:
+    asked = 0
+    if request.HasField("invisible_duration"):
+        asked = duration_ms(request.invisible_duration, Code.ILLEGAL_INVISIBLE_TIME, "invisible_duration")
+    if not INVISIBLE_MS_MIN <= asked <= limits.INVISIBLE_MS_MAX:
+        raise Refused(
+            Code.ILLEGAL_INVISIBLE_TIME,
+            f"invisible_duration of {asked} ms: {INVISIBLE_MS_MIN} to {limits.INVISIBLE_MS_MAX} ms, or auto_renew",
+        )
+    return asked
