@@ -19,7 +19,7 @@ function emit(line) {
 
 const options = name => ({
   httpclient, nameSrv, logger: quiet, clientIP: '127.0.0.1', instanceName: name,
-  accessKeyId: 'nobody', accessKeySecret: 'nothing',
+  accessKeyId: process.env.STOCK_ACCESS_KEY || 'nobody', accessKeySecret: process.env.STOCK_SECRET_KEY || 'nothing',
   pollNameServerInteval: 1000, heartbeatBrokerInterval: 2000, rebalanceInterval: 1000, persistConsumerOffsetInterval: 1000,
 });
 

@@ -6,6 +6,7 @@ It decides nothing: what to send, when to fail and what must have come is the te
 
 import collections
 import json
+import os
 import sys
 import threading
 
@@ -24,6 +25,13 @@ def emit(line):
 
 def text(value):
     return value.decode() if isinstance(value, bytes) else value
+
+
+def sign(client):
+    """Have it sign what it sends, if it was told how."""
+    key, secret = (os.environ.get(name) for name in ("STOCK_ACCESS_KEY", "STOCK_SECRET_KEY"))
+    if key:
+        client.set_session_credentials(key, secret, "")
 
 
 SEEN = [
@@ -65,6 +73,7 @@ class Client:
     def producer(self, request):
         producer = stock.Producer(request["group"], timeout=20_000)
         producer.set_namesrv_addr(NAME_SERVER)
+        sign(producer)
         producer.start()
         self.running[request["name"]] = producer
 
@@ -109,6 +118,7 @@ class Client:
             request["group"], orderly=request.get("orderly", False), message_model=model
         )
         consumer.set_namesrv_addr(NAME_SERVER)
+        sign(consumer)
         consumer.set_instance_name(name)
 
         def received(_, handle):
@@ -129,6 +139,7 @@ class Client:
         """All there is in a topic; this client has no pull of one queue from one offset."""
         consumer = stock.PullConsumer(request["group"])
         consumer.set_namesrv_addr(NAME_SERVER)
+        sign(consumer)
         consumer.start()
         try:
             return {

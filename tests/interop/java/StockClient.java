@@ -12,6 +12,8 @@ import java.util.TreeMap;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ExecutorService;
 import java.util.concurrent.Executors;
+import org.apache.rocketmq.acl.common.AclClientRPCHook;
+import org.apache.rocketmq.acl.common.SessionCredentials;
 import org.apache.rocketmq.client.QueryResult;
 import org.apache.rocketmq.client.consumer.DefaultLitePullConsumer;
 import org.apache.rocketmq.client.consumer.DefaultMQPullConsumer;
@@ -22,6 +24,7 @@ import org.apache.rocketmq.client.consumer.listener.ConsumeConcurrentlyStatus;
 import org.apache.rocketmq.client.consumer.listener.ConsumeOrderlyStatus;
 import org.apache.rocketmq.client.consumer.listener.MessageListenerConcurrently;
 import org.apache.rocketmq.client.consumer.listener.MessageListenerOrderly;
+import org.apache.rocketmq.client.consumer.rebalance.AllocateMessageQueueAveragely;
 import org.apache.rocketmq.client.exception.MQBrokerException;
 import org.apache.rocketmq.client.exception.MQClientException;
 import org.apache.rocketmq.client.producer.DefaultMQProducer;
@@ -33,6 +36,7 @@ import org.apache.rocketmq.common.consumer.ConsumeFromWhere;
 import org.apache.rocketmq.common.message.Message;
 import org.apache.rocketmq.common.message.MessageExt;
 import org.apache.rocketmq.common.message.MessageQueue;
+import org.apache.rocketmq.remoting.RPCHook;
 
 /**
  * The stock Java client, driven by JSON lines: requests on stdin, answers and events on stdout.
@@ -42,6 +46,7 @@ import org.apache.rocketmq.common.message.MessageQueue;
  */
 public final class StockClient {
     private static final PrintStream OUT = System.out;
+    private static final RPCHook HOOK = hook();
     private final String nameServer;
     private final Map<String, DefaultMQProducer> producers = new ConcurrentHashMap<>();
     private final Map<String, Runnable> stops = new ConcurrentHashMap<>();
@@ -62,6 +67,13 @@ public final class StockClient {
             workers.execute(() -> client.answer(request));
         }
         System.exit(0);
+    }
+
+    /** Signs each request, if the environment says as whom. */
+    private static RPCHook hook() {
+        String key = System.getenv("STOCK_ACCESS_KEY");
+        return key == null ? null
+            : new AclClientRPCHook(new SessionCredentials(key, System.getenv("STOCK_SECRET_KEY")));
     }
 
     private static void emit(Map<String, ?> line) {
@@ -123,11 +135,11 @@ public final class StockClient {
         String group = r.getString("group");
         DefaultMQProducer producer;
         if (r.getBooleanValue("transactions")) {
-            TransactionMQProducer transactional = new TransactionMQProducer(group);
+            TransactionMQProducer transactional = new TransactionMQProducer(group, HOOK);
             transactional.setTransactionListener(new Verdicts());
             producer = transactional;
         } else {
-            producer = new DefaultMQProducer(group);
+            producer = new DefaultMQProducer(group, HOOK);
         }
         producer.setNamesrvAddr(nameServer);
         producer.setClientIP("127.0.0.1");
@@ -213,7 +225,8 @@ public final class StockClient {
     // ---- consuming
 
     private Object startConsumer(JSONObject r) throws Exception {
-        DefaultMQPushConsumer consumer = new DefaultMQPushConsumer(r.getString("group"));
+        DefaultMQPushConsumer consumer = new DefaultMQPushConsumer(
+                r.getString("group"), HOOK, new AllocateMessageQueueAveragely());
         consumer.setNamesrvAddr(nameServer);
         consumer.setClientIP("127.0.0.1");
         consumer.setInstanceName(r.getString("name"));
@@ -272,7 +285,7 @@ public final class StockClient {
 
     private Object startLiteConsumer(JSONObject r) throws Exception {
         String name = r.getString("name");
-        DefaultLitePullConsumer consumer = new DefaultLitePullConsumer(r.getString("group"));
+        DefaultLitePullConsumer consumer = new DefaultLitePullConsumer(r.getString("group"), HOOK);
         consumer.setNamesrvAddr(nameServer);
         consumer.setClientIP("127.0.0.1");
         consumer.setInstanceName(name);
@@ -317,7 +330,7 @@ public final class StockClient {
     }
 
     private DefaultMQPullConsumer pullConsumer(JSONObject r) throws Exception {
-        DefaultMQPullConsumer consumer = new DefaultMQPullConsumer(r.getString("group"));
+        DefaultMQPullConsumer consumer = new DefaultMQPullConsumer(r.getString("group"), HOOK);
         consumer.setNamesrvAddr(nameServer);
         consumer.setClientIP("127.0.0.1");
         consumer.start();
