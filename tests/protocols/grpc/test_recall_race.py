@@ -25,7 +25,7 @@ from timeball.protocols.grpc._generated import service_pb2 as s
 PROMISES, CALLS, WIRES = 1_000, 64, 8
 AHEAD_MS, SPREAD_MS = 1_500, 1_000
 MISS_MS = 60  # how far from its instant a recall may be aimed
-OK, TOO_LATE = d.Code.OK, d.Code.MESSAGE_NOT_FOUND
+OK, TOO_LATE = d.Code.OK, d.Code.NOT_FOUND
 
 
 @dataclass

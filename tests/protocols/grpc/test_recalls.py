@@ -57,7 +57,7 @@ def test_too_late_says_when(node: RunningNode, wire: Wire, clock: ManualClock) -
     clock.advance(DELAY_MS)
     eventually(lambda: rows(node), "the release")
     code, sentence, message_id = recall(wire, entry.recall_handle)
-    assert (code, message_id) == (Code.MESSAGE_NOT_FOUND, "")
+    assert (code, message_id) == (Code.NOT_FOUND, "")
     assert sentence == f"too late, the message was delivered at {rows(node)[0]['store_ms']}"
 
 
@@ -71,7 +71,7 @@ def test_what_is_no_handle_of_ours(node: RunningNode, wire: Wire, clock: ManualC
         ("x" * 4_096, Code.BAD_REQUEST),
         (encode_handle("orders", "another", due_ms, entry.message_id), Code.BAD_REQUEST),
         (encode_handle("others", name, due_ms, entry.message_id), Code.BAD_REQUEST),
-        (encode_handle("orders", name, due_ms, "unknown"), Code.MESSAGE_NOT_FOUND),
+        (encode_handle("orders", name, due_ms, "unknown"), Code.NOT_FOUND),
     ):
         found, sentence, _ = recall(wire, handle)
         assert (found, bool(sentence)) == (code, True), handle

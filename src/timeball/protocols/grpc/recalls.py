@@ -3,10 +3,12 @@
 What success means is decided in broker/recalling.py; here are RocketMQ's codes for it.
 
     OK                                    settled: it will not be delivered
-    MESSAGE_NOT_FOUND                     too late, unknown, or no longer known; the sentence says which
+    NOT_FOUND                             too late, unknown, or no longer known; the sentence says which
     INTERNAL_SERVER_ERROR                 too late, with --recall-answers rocketmq: its proxy says so
     BAD_REQUEST                           no handle, or one of another topic or broker
     TOPIC_NOT_FOUND, MESSAGE_PROPERTY_CONFLICT_WITH_TYPE    no topic, or none for delayed messages
+
+Not MESSAGE_NOT_FOUND: to clients that is an empty poll, and RocketMQ's Python client would take it for success.
 """
 
 from __future__ import annotations
@@ -42,6 +44,6 @@ class Recalls:
             raise Refused(Code.TOPIC_NOT_FOUND, str(error)) from error
         except RecallRefused as error:
             as_rocketmq = settings.recall_answers == "rocketmq"
-            code = Code.INTERNAL_SERVER_ERROR if as_rocketmq else Code.MESSAGE_NOT_FOUND
+            code = Code.INTERNAL_SERVER_ERROR if as_rocketmq else Code.NOT_FOUND
             raise Refused(code, error.sentence) from error
         return RecallMessageResponse(status=ok(), message_id=message_id)
