@@ -134,6 +134,44 @@ def test_settings_are_asked_about_too(node: RunningNode) -> None:
             assert next(refused).status.code == d.Code.FORBIDDEN
 
 
+def test_a_heartbeat_makes_no_group_of_another_s(node: RunningNode) -> None:
+    with bearer(node, "billing") as wire:
+        wire.telemetry(consumer_settings("billing")).cut()
+        for group, expected in (("billing", d.Code.OK), ("secrets", d.Code.FORBIDDEN)):
+            beat = s.HeartbeatRequest(group=d.Resource(name=group))
+            assert wire.ask("Heartbeat", beat).status.code == expected
+    assert node.broker.parts.groups.find("secrets") is None
+
+
+def test_a_client_s_name_is_its_account_s(node: RunningNode) -> None:
+    """Else a stranger of the same name would be sent what its namesake is, and could say good-bye for it."""
+    headers = [f"Bearer {name}:{name}'s secret" for name in ("shop", "billing")]
+    wires = [Wire.to(node, "namesake", authorization=header) for header in headers]
+    with wires[0] as shop, wires[1] as other:
+        mine = shop.telemetry(producer_settings("orders"))
+        theirs = other.telemetry(consumer_settings("billing"))
+        other.ask_ok("NotifyClientTermination", REQUESTS["NotifyClientTermination"])
+        shop.ask_ok("Heartbeat", REQUESTS["Heartbeat"])
+        assert node.node.grpc is not None
+        stream = node.node.grpc.site.clients.producer("orders")
+        assert stream is not None and stream.principal is not None and stream.principal.name == "shop"
+        mine.cut(), theirs.cut()
+
+
+def test_a_stream_that_is_older_than_its_account_s_rights_is_sent_nothing(tmp_path: Path) -> None:
+    accounts = tmp_path / "access.toml"
+    accounts.touch(0o600)
+    accounts.write_text(ACCESS)
+    with running_node(tmp_path / "data", access_file=str(accounts)) as node, bearer(node, "shop") as shop:
+        assert node.node.grpc is not None
+        clients, stream = node.node.grpc.site.clients, shop.telemetry(producer_settings("orders"))
+        assert clients.producer("orders") is not None
+        accounts.write_text(ACCESS.replace('orders = "PUB"', 'orders = "DENY"'))
+        node.node.guard.reload()
+        assert clients.producer("orders") is None
+        stream.cut()
+
+
 def test_a_call_about_nobody_is_an_administrators(node: RunningNode) -> None:
     with bearer(node, "shop") as shop, bearer(node, "root") as root:
         assert code(shop, "SyncLiteSubscription") == d.Code.FORBIDDEN

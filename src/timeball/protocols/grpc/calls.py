@@ -35,14 +35,14 @@ class Call:
 
     @property
     def client_id(self) -> str:
-        """What the client calls itself; raises Refused when it does not say."""
+        """What the client calls itself; raises Refused when it does not say. Nobody takes another account's name."""
         found = self.headers.get(CLIENT_ID, "")
         if not found or len(found) > limits.CLIENT_ID_CHARACTERS_MAX:
             raise Refused(
                 Code.CLIENT_ID_REQUIRED,
                 f"header {CLIENT_ID}: 1 to {limits.CLIENT_ID_CHARACTERS_MAX} characters, one name a client",
             )
-        return found
+        return found if self.principal is None else f"{self.principal.name}/{found}"
 
 
 Unary = Callable[[Call, Any], Awaitable[Any]]

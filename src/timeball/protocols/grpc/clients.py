@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import choice
 
+from timeball.access import Principal, Verb
 from timeball.errors import OverLimit
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Settings
 from timeball.protocols.grpc._generated.service_pb2 import TelemetryCommand
@@ -27,8 +28,9 @@ CONSUMERS = frozenset({ClientType.PUSH_CONSUMER, ClientType.SIMPLE_CONSUMER, Cli
 
 @dataclass(eq=False)
 class Stream:
-    """One open Telemetry stream: what is put here is sent."""
+    """One open Telemetry stream: what is put here is sent. `principal`: to whom, when access is controlled."""
 
+    principal: Principal | None = None
     commands: asyncio.Queue[TelemetryCommand | None] = field(
         default_factory=lambda: asyncio.Queue(COMMANDS_WAITING_MAX)
     )
@@ -139,6 +141,8 @@ class Clients:
     def producer(self, topic: str) -> Stream | None:
         """A stream to one of the producers of a topic."""
         streams = [stream for client in self._publish.get(topic, {}).values() for stream in client.streams]
+        # A stream may be older than the account's rights: what it is sent is a message of the topic.
+        streams = [s for s in streams if s.principal is None or s.principal.may(Verb.SEND, topic=topic)]
         return choice(streams) if streams else None
 
     def _stop_publishing(self, client: Client) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from timeball.access import Verb
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code
 from timeball.protocols.grpc._generated.service_pb2 import (
     HeartbeatRequest,
@@ -54,7 +55,7 @@ class Telemetry:
     async def _telemetry(
         self, call: Call, requests: AsyncIterator[TelemetryCommand]
     ) -> AsyncIterator[TelemetryCommand]:
-        stream = Stream()
+        stream = Stream(call.principal)
         known: list[Client] = []
         reading = asyncio.ensure_future(self._read(call, requests, stream, known))
         try:
@@ -109,6 +110,8 @@ class Telemetry:
                 "no settings of this client: open a Telemetry stream and send them",
             )
         if client.is_consumer and request.HasField("group"):
+            if call.principal is not None:
+                call.principal.check(Verb.RECEIVE, group=group_name(request.group))
             self._site.broker.parts.groups.ensure(group_name(request.group))
         return HeartbeatResponse(status=ok())
 
