@@ -5,4 +5,15 @@ the real server as a process of its own, in a temporary folder, and load it over
 that the two share the machine as they would on a single node. `small=True` only shows that they still run.
 """
 
-NAMES = ["append", "remoting", "punctual", "burst", "memory", "restart", "compact", "pipeline", "designs"]
+NAMES = [
+    "append",
+    "remoting",
+    "grpc",
+    "punctual",
+    "burst",
+    "memory",
+    "restart",
+    "compact",
+    "pipeline",
+    "designs",
+]

@@ -17,7 +17,7 @@ from benchmarks.report import Report
 from tests.cli.processes import timeball
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
-SLOW = {"remoting", "burst", "restart", "memory", "compact", "pipeline"}
+SLOW = {"remoting", "grpc", "burst", "restart", "memory", "compact", "pipeline"}
 SPARK = {"compact", "pipeline"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
@@ -35,6 +35,14 @@ WANTED = {
         "batches of 128: load's own CPU",
         "pulls of 32: rate",
         "pulls of 256: failed, missing",
+    ],
+    "grpc": [
+        "send 1 a call, 8x8: rate",
+        "send 1 a call, 8x8: server CPU a call",
+        "send 32 a call, 8x8: load's own CPU",
+        "send 1 a call, 1x1: answer p99",
+        "receive 32 and ack, 8x1: rate",
+        "receive 32 and ack, 8x1: failed, missing",
     ],
     "punctual": [
         "lateness p50",
