@@ -9,7 +9,7 @@ from tests.crash_files import CrashFiles
 
 from timeball import limits
 from timeball.broker import offsets as offsets_module
-from timeball.broker.offsets import Offsets
+from timeball.broker.offsets import Offsets, Parked
 from timeball.errors import InvalidMessage, OutOfRange, OverLimit
 
 ENDS = {0: 10, 1: 0, 7: 3}
@@ -107,3 +107,40 @@ def test_what_is_handed_out_is_a_copy() -> None:
     offsets.commit("g", "t", {0: 1}, ENDS)
     offsets.get("g", "t")[0] = 9
     assert offsets.get("g", "t") == {0: 1}
+
+
+OLD = b'{"g":{"orders":{"0":3,"1":5}},"offsets":{"parked":{"0":1}}}'  # what 0.3 and before have written
+
+
+def test_a_file_of_before_there_were_receipts_is_read() -> None:
+    files = CrashFiles()
+    files.replace(offsets_module.NAME, OLD)
+    offsets = Offsets(files)
+    assert offsets.get("g", "orders") == {0: 3, 1: 5} and offsets.get("offsets", "parked") == {0: 1}
+    assert offsets.parked is None, "nobody has said from where on to look"
+    offsets.unsaved()
+    again = saved(offsets, files)
+    assert again.get("g", "orders") == {0: 3, 1: 5} and again.parked == Parked(0, {})
+
+
+def test_what_is_promised_is_saved_with_the_offsets_it_belongs_to() -> None:
+    files = CrashFiles()
+    offsets = Offsets(files)
+    offsets.commit("g", "t", {0: 2}, ENDS)
+    parked = Parked(17, {"g": {"t": {0: [(4, 6)]}}})
+    data = offsets.save(parked)
+    assert data is not None and offsets.save(parked) is None
+    files.replace(offsets_module.NAME, data)
+    again = Offsets(files)
+    assert again.parked == parked and again.get("g", "t") == {0: 2}
+
+
+def test_a_start_never_has_to_look_through_much_of_the_log() -> None:
+    offsets = Offsets(CrashFiles())
+    offsets.unsaved()
+    assert offsets.save(Parked(5, {})) is not None
+    assert offsets.save(Parked(5 + offsets_module.STALE_ROWS, {})) is None, (
+        "nothing has changed, and it is not far"
+    )
+    assert offsets.save(Parked(6 + offsets_module.STALE_ROWS, {})) is not None
+    assert offsets.save(Parked(7 + offsets_module.STALE_ROWS, {"g": {"t": {0: [(1, 2)]}}})) is not None

@@ -90,3 +90,33 @@ def test_the_first_open_position_is_the_least_that_is_neither_done_nor_unseen(
         assert w.first_open == min([*open_ones, w.next_offset])
         assert not done & set(open_ones)
         assert w.open_rows == w.count.rows == len(open_ones)
+
+
+@given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sets(st.integers(10, 19)))
+def test_what_is_done_behind_the_first_open_position_is_told_in_stretches(
+    held: set[int], again: set[int], ahead: set[int]
+) -> None:
+    w = window()
+    take(w, list(range(10)))
+    for offset in range(10):
+        if offset in again - held:
+            w.give_back(offset)
+        elif offset not in held:
+            w.done(offset)
+    for offset in ahead:
+        w.finish_ahead(offset)
+    told = [offset for begin, end in w.ahead() for offset in range(begin, end)]
+    open_ = held | again
+    first = min(open_, default=10)
+    assert told == [o for o in range(first, 10) if o not in open_] + sorted(ahead)
+    assert all(begin < end for begin, end in w.ahead())
+
+
+@given(st.sets(st.integers(0, 20)), st.integers(0, 20))
+def test_after_a_crash_a_window_goes_on_behind_what_was_done(done: set[int], begin: int) -> None:
+    w = window(begin)
+    w.done_already(done)
+    left = [offset for offset in range(begin, 40) if offset not in done]
+    assert w.next_offset == w.first_open == left[0]
+    assert w.done_ahead == {offset for offset in done if offset > left[0]}
+    assert w.count.rows == len(w.done_ahead)

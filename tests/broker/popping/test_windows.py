@@ -98,3 +98,41 @@ async def test_only_what_is_ahead_and_exists_is_done_ahead(world: World) -> None
     assert [windows.finish_ahead(one, index, offset) for offset in (-1, 0, 1, 2, 3)] == [
         False, False, True, True, False,
     ]  # fmt: skip
+
+
+@on_node()
+async def test_a_crash_is_told_what_is_done_of_live_windows_that_promises_speak_of(world: World) -> None:
+    windows = await opened(world)
+    for group in ("promised", "popped", "moved"):
+        one = window(world, windows, group)
+        one.promised = group != "popped"
+        take(one, [0, 1, 2])
+        one.done(1)
+    await world.broker.commit_offsets("moved", "orders", {0: 2})
+    assert windows.ahead() == {"promised": {"orders": {0: [(1, 2)]}}}
+    live = {w.group for w in windows.all() if windows.is_live(w)}
+    assert live == {"promised", "popped"}
+
+
+@on_node()
+async def test_positions_that_were_done_before_a_crash_move_the_group_on(world: World) -> None:
+    windows = await opened(world, 5)
+    topic = world.broker.parts.topics.get("orders")
+    window(world, windows)
+    windows.done_already("g", topic, 0, [0, 1, 3, 99])
+    one = window(world, windows)
+    assert world.broker.offsets("g", "orders") == {0: 2}
+    assert (one.next_offset, one.done_ahead) == (2, {3}), "and what is not there is nobody's"
+
+
+@on_node()
+async def test_where_a_group_begins_is_fresh_until_somebody_has_saved_it(world: World) -> None:
+    windows = await opened(world)
+    assert not windows.fresh
+    window(world, windows)
+    assert windows.fresh
+    windows.fresh = False
+    window(world, windows)
+    assert not windows.fresh
+    windows.freshen()
+    assert windows.fresh
