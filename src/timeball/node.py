@@ -172,6 +172,7 @@ class Node:
         )
         settling = Settling()
         settling.restore(found.settled, found.tick)
+        settling.moved.add(found.moved)
         hour_log, levels = self._hour_log(reader, found, settling), self._levels(reader, topics)
         keeper = keepers.build(
             settings, files, reader, reader_thread, settling, on_change=self._wake, on_failure=self._fail

@@ -444,7 +444,7 @@ def test_cancel_rows_name_the_promises_they_settle() -> None:
 
 
 def test_a_verdict_of_each_sort() -> None:
-    found = Found([candidate(s, i) for i, s in enumerate("abcd")], gone={6})
+    found = Found([candidate(s, i) for i, s in enumerate("abcd")], gone={"6": 6})
     said = [("released", 7), ("already_cancelled", 8), ("cancelled", 50), ("expired", None)]
     told = {seq: Verdict("", verdict, seq, at_ms) for seq, (verdict, at_ms) in enumerate(said)}
     assert verdicts(["d", "c", "c", "b", "a", "e", "6"], found, told) == [

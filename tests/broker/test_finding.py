@@ -13,11 +13,13 @@ from timeball.broker import finding
 from timeball.broker.finding import Candidate, Found, Names
 from timeball.errors import OutOfRange
 from timeball.message import Kind, build_rows
+from timeball.schedule.moved import Moved
 
 
 def look_up(world: World, **names: object) -> Found:
     parts = world.broker.parts
-    return finding.look_up(parts.reader, parts.key_index, parts.hour_log.pending.all(), Names(**names))
+    files, moved = parts.hour_log.pending.all(), parts.settling.moved
+    return finding.look_up(parts.reader, parts.key_index, files, moved, Names(**names))
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
@@ -75,7 +77,7 @@ async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: W
     seq = look_up(world, ids=[key]).candidates[0].seq
     await world.advance(1_000)
     parts = world.broker.parts
-    found = finding.look_up(parts.reader, parts.key_index, [], Names(seqs=[seq]))
+    found = finding.look_up(parts.reader, parts.key_index, [], Moved(), Names(seqs=[seq]))
     assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
     # Set aside, and never anybody's.
     assert look_up(world, seqs=[await world.broker.reserve(3)]) == Found()

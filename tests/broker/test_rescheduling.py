@@ -236,6 +236,59 @@ async def test_when_retention_has_let_go_of_the_move(world: World) -> None:
     assert key not in await delivered(world)
 
 
+@pytest.mark.parametrize("without_checkpoint", [False, True])
+@on_node()
+async def test_where_it_went_is_remembered_through_a_restart(world: World, without_checkpoint: bool) -> None:
+    first = (await world.broker.send(batch(1, unique_key=["x"], delay_ms=[LATER_MS]))).first_seq
+    moved = [(await world.broker.reschedule(ids=["x"], delay_ms=ms))[0].seq for ms in (HOUR_MS, 2 * LATER_MS)]
+    await world.stop()
+    if without_checkpoint:
+        world.files.remove("checkpoint")
+    await world.start()
+    known = world.broker.parts.settling.moved
+    assert [known.next_of(seq) for seq in (first, *moved)] == [*moved, None]
+
+
+@on_node(retention_ms=1)
+async def test_a_number_leads_on_when_the_log_has_let_go_of_it(world: World) -> None:
+    """Through numbers that are forgotten already, over a restart, and until its own instant has passed."""
+    key, quiet = await world.send("a", [LATER_MS, LATER_MS])
+    nameless = (await world.broker.send(batch(1, delay_ms=[LATER_MS]))).first_seq
+    await world.compact()
+    for seq in (1, nameless):
+        await world.broker.reschedule(seqs=[seq], delay_ms=SOON_MS)
+        await world.broker.reschedule(seqs=[seq], delay_ms=2 * LATER_MS)
+    await world.cancel([quiet])
+    await world.advance(2 * SOON_MS)
+    await let_go_of_all(world)
+    await world.restart()
+    assert await said(world, seqs=[2]) == ["already_cancelled"], "that was a cancel"
+    told = await world.broker.reschedule(seqs=[1, nameless], delay_ms=3 * LATER_MS)
+    assert [v.verdict for v in told] == ["rescheduled"] * 2
+    await world.advance(LATER_MS)
+    await world.send("a", [1_500])
+    await world.advance(1_500)  # its first instant is forgotten now, and what waits is found by its id
+    assert await said(world, seqs=[1]) == ["expired"]
+    assert await said(world, ids=[key]) == ["cancelled"]
+    await world.advance(3 * LATER_MS)
+    came = [row.place.topic for row in (await world.outcome()).rows]
+    assert sorted(topic for topic in came if topic != "filler") == [
+        "a",
+        "orders",
+    ]  # the late one, the nameless one
+
+
+@on_node(retention_ms=1)
+async def test_what_came_under_another_number_long_ago_was_not_cancelled(world: World) -> None:
+    [key] = await world.send("a", [LATER_MS])
+    await world.compact()
+    [moved] = await world.broker.reschedule(ids=[key], delay_ms=SOON_MS)
+    await world.advance(SOON_MS)
+    await let_go_of_all(world)
+    assert await world.broker.cancel(ids=[key]) == [Verdict(key, "expired", moved.seq)]
+    assert await world.broker.cancel(seqs=[1]) == [Verdict("1", "expired", moved.seq)]
+
+
 @on_node()
 async def test_many_at_once_and_one_named_twice(world: World) -> None:
     keys = await world.send("a", [FAR_MS] * (2 * rescheduling.ROWS_AT_ONCE + 5))

@@ -125,23 +125,25 @@ def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) ->
 
 
 def _is_overtaken(candidate: Candidate, verdict: Verdict, others: list[Candidate]) -> bool:
-    """Whether its id names a later promise, and all that is known of this one is that it once was cancelled.
-
-    Retention has let go of the row that would say whether it was moved; then the later one is it.
-    """
-    if verdict.verdict != CANCELLED or verdict.at_ms is not None or candidate.unique_key is None:
+    """Whether its id names a later promise, and nothing is known of this one but that it waits no more."""
+    if (
+        verdict.verdict not in (CANCELLED, "expired")
+        or verdict.at_ms is not None
+        or candidate.unique_key is None
+    ):
         return False
     return any(c.unique_key == candidate.unique_key and c.seq > candidate.seq for c in others)
 
 
 def _unknown(subject: str, found: Found) -> Verdict:
-    is_gone = subject.isdecimal() and int(subject) in found.gone
-    return Verdict(subject, "expired", int(subject)) if is_gone else Verdict(subject, "not_found")
+    seq = found.gone.get(subject)
+    return Verdict(subject, "not_found" if seq is None else "expired", seq)
 
 
 async def _look_up(parts: Parts, names: Names) -> Found:
     def call() -> Found:
-        return finding.look_up(parts.reader, parts.key_index, parts.hour_log.pending.all(), names)
+        files, moved = parts.hour_log.pending.all(), parts.settling.moved
+        return finding.look_up(parts.reader, parts.key_index, files, moved, names)
 
     return await in_thread(parts.reader_thread, call)
 

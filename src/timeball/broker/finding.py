@@ -32,6 +32,7 @@ from timeball.log.reader import LogReader
 from timeball.message import CANCEL_NEXT, Int64Array, Kind, decode_properties
 from timeball.schedule.delay_levels.rows import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
+from timeball.schedule.moved import Moved
 from timeball.schedule.places import as_promises
 from timeball.table.data_file import DataFile
 
@@ -97,17 +98,19 @@ class Settled(NamedTuple):
 class Found:
     """Promises by subject, and how those that are settled were settled, by number.
 
-    `gone`: numbers older than the log, of which neither log nor table knows anything any more.
+    `gone`: of a subject that once named a promise of which nothing is known any more, that promise's number.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     settled: dict[int, Settled] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
+    gone: dict[str, int] = field(default_factory=dict)
 
 
-def look_up(reader: LogReader, key_index: KeyIndex, files: list[DataFile], names: Names) -> Found:
+def look_up(
+    reader: LogReader, key_index: KeyIndex, files: list[DataFile], moved: Moved, names: Names
+) -> Found:
     """All promises with one of these names, in the log and the table (reader thread)."""
-    search = _Search(reader, files)
+    search = _Search(reader, files, moved)
     search.by_number(names.seqs)
     search.by_name(key_index, names)
     search.by_walking()
@@ -130,11 +133,11 @@ def is_on_its_way_back(topic: str) -> bool:
 class _Search:
     """One look-up."""
 
-    def __init__(self, reader: LogReader, files: list[DataFile]) -> None:
-        self._reader, self._files = reader, files
+    def __init__(self, reader: LogReader, files: list[DataFile], moved: Moved) -> None:
+        self._reader, self._files, self._moved = reader, files, moved
         self._found: dict[tuple[str, int], Candidate] = {}
         self.settled: dict[int, Settled] = {}
-        self.gone: set[int] = set()
+        self.gone: dict[str, int] = {}
         self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
 
     # -- by number ---------------------------------------------------------------------------------------------
@@ -195,6 +198,7 @@ class _Search:
         """
         nameless = {c.seq for c in self._found.values() if c.unique_key is None}
         wanted = nameless | self._unknown
+        wanted |= {seq for seq in map(self._moved.next_of, wanted) if seq is not None}
         if not wanted:
             return
         begin = max(self._reader.first_seq, min(wanted))
@@ -206,11 +210,11 @@ class _Search:
                 mine = np.isin(source, list(wanted))
                 for row in rows.filter(pa.array(mine)).to_pylist() if mine.any() else ():
                     self._note_walked(row)
-                    ended = self.settled.get(row["source_seq"])
-                    if ended is not None and ended.next_seq is not None:
-                        wanted.add(ended.next_seq)
+                    next_seq = self._next_of(row["source_seq"])
+                    if next_seq is not None:
+                        wanted.add(next_seq)
         found = {c.seq for c in self._found.values()}
-        self.gone = {seq for seq in self._unknown - found if seq < self._reader.first_seq}
+        self.gone = {str(seq): seq for seq in self._unknown - found if seq < self._reader.first_seq}
 
     def _walk(self, begin: int) -> Iterator[pa.RecordBatch]:
         kinds = (*_SETTLING, Kind.MOVED)
@@ -279,21 +283,27 @@ class _Search:
         result: dict[tuple[str, int], Candidate] = {}
         for candidate in list(self._found.values()):
             seq = candidate.seq
-            while (ended := self.settled.get(seq)) is not None and ended.next_seq is not None:
-                seq = ended.next_seq
+            while (next_seq := self._next_of(seq)) is not None:
+                seq = next_seq
             last = self._found.get((candidate.subject, seq)) or self._successor(candidate, seq)
-            result.setdefault((last.subject, last.seq), last)
+            if last is None:
+                self.gone[candidate.subject] = seq
+            else:
+                result.setdefault((last.subject, last.seq), last)
         return list(result.values())
 
-    def _successor(self, candidate: Candidate, seq: int) -> Candidate:
-        self._in_log(seq)  # in the frame of the row that told of it
+    def _next_of(self, seq: int) -> int | None:
+        """What the log says, or is remembered where retention has let go of that."""
+        ended = self.settled.get(seq)
+        return self._moved.next_of(seq) if ended is None else ended.next_seq
+
+    def _successor(self, candidate: Candidate, seq: int) -> Candidate | None:
+        """What a promise has become, where its own name did not find that; None: nothing is known of it any more."""
+        if seq in self.settled:
+            return replace(candidate, seq=seq, in_table=False, at_seq=None)
+        self.by_number([seq])
         found = self._found.get((str(seq), seq))
-        assert found is not None, f"seq {candidate.seq} was moved to {seq}, which is no promise"
-        number = np.array([seq], dtype=np.int64)
-        in_table = any(
-            file.find_seqs(number).num_rows for file in self._files if may_hold(file, found.due_ms, seq)
-        )
-        return replace(found, subject=candidate.subject, in_table=in_table)
+        return None if found is None else replace(found, subject=candidate.subject)
 
 
 def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:

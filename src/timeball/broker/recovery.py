@@ -8,7 +8,8 @@
        rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
     5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
     6. the tick goes on from the checkpoint's with every release record of an instant since
-    7. half messages of the checkpoint's list and from C on, named by no row from C on, are open
+    7. a cancel record that names the promise's next number says that it was moved there
+    8. half messages of the checkpoint's list and from C on, named by no row from C on, are open
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
                    or p is covered by the checkpoint's mark: below settled_before_seq, due before
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball.broker.attaching import Ledger
 from timeball.broker.topics import Topics
@@ -30,7 +32,14 @@ from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
-from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind
+from timeball.message import (
+    CANCEL_NEXT,
+    PROPERTY_NAME_END,
+    SCHEDULE_TOPIC,
+    Int64Array,
+    Kind,
+    decode_properties,
+)
 from timeball.schedule import places
 from timeball.schedule.places import Placed
 from timeball.schedule.strategy import Settled
@@ -42,6 +51,7 @@ from timeball.table.catalog import Catalog
 BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
 
 _EMPTY = np.empty(0, np.int64)
+_NEXT = CANCEL_NEXT + PROPERTY_NAME_END
 _HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
 
 
@@ -55,6 +65,7 @@ class Replayed:
     attaches: list[tuple[int, Attachment]] = field(default_factory=list)
     halves: list[Int64Array] = field(default_factory=list)
     ended: list[Int64Array] = field(default_factory=list)  # halves that have been published or rolled back
+    moved: list[tuple[int, int, int]] = field(default_factory=list)  # see schedule/moved.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,7 @@ class Recovered:
     files: list[FileEntry]
     promises_since_watermark: int
     halves: list[Half]
+    moved: list[tuple[int, int, int]]
     levels: dict[int, cp.LevelFacts]
     levels_settled_seq: Int64Array  # since the checkpoint
 
@@ -115,7 +127,10 @@ def recover(
     opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
     halves = load(reader, facts.halves, opened, ended)
     tick = Tick(*facts.tick).after(_split(replayed.released, in_levels)[1][0])
-    return Recovered(settled, tick, tail.part(waiting), files, len(tail), halves, facts.levels, of_level[1])
+    moved = [*facts.moved, *replayed.moved]
+    return Recovered(
+        settled, tick, tail.part(waiting), files, len(tail), halves, moved, facts.levels, of_level[1]
+    )
 
 
 def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
@@ -134,6 +149,7 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
             released = done.column("kind").to_numpy() == Kind.RELEASE
             replayed.settled.append((due, seq))
             replayed.released.append((due[released], seq[released]))
+            replayed.moved += _moved(done)
         if Kind.HALF in present:
             replayed.halves.append(seqs[kinds == Kind.HALF])
         ended = rows.column("prepared_seq").drop_null()
@@ -143,6 +159,21 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
             for at in np.flatnonzero(kinds == kind).tolist() if kind in present else ():
                 _replay_one(kind, int(seqs[at]), rows.column("body")[at].as_py(), ledger, replayed)
     return replayed
+
+
+def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
+    """(due_ms, seq, next_seq) of the promises that these rows move; most rows have no properties."""
+    properties = settling.column("properties")
+    if properties.null_count == len(properties):
+        return []
+    mine = pc.fill_null(pc.and_(_is_cancel(settling), pc.match_substring(properties, _NEXT)), False)
+    rows = settling.filter(mine).select(["due_ms", "source_seq", "properties"]).to_pylist()
+    named = [(row, decode_properties(row["properties"]).get(CANCEL_NEXT)) for row in rows]
+    return [(row["due_ms"], row["source_seq"], int(seq)) for row, seq in named if seq is not None]
+
+
+def _is_cancel(rows: pa.RecordBatch) -> pa.Array:
+    return pc.equal(rows.column("kind"), pa.scalar(int(Kind.CANCEL), pa.int8()))
 
 
 def _replay_one(kind: Kind, seq: int, body: bytes, ledger: Ledger, replayed: Replayed) -> None:

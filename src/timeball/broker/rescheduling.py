@@ -104,7 +104,11 @@ async def _move_frame(
     # No pause since the decision, and nothing that could refuse: all that may has been asked before it.
     first_seq = parts.writer.next_seq + len(chosen)
     cancels = cancel_rows(chosen, now_ms, [reason(first_seq + at) for at in range(len(chosen))])
-    appended = appending.append(pa.concat_batches([cancels, moved.filter(pa.array(waited))]))
+    moves = [(c.due_ms, c.seq, first_seq + at) for at, c in enumerate(chosen)]
+    appended = appending.append(
+        pa.concat_batches([cancels, moved.filter(pa.array(waited))]),
+        lambda: parts.settling.moved.add(moves),
+    )
     await appended.durable
     return {c.seq: Verdict("", REASON, first_seq + at, now_ms, due_ms) for at, c in enumerate(chosen)}
 

@@ -107,6 +107,7 @@ class Upkeep:
                 halves=self._broker.transactions.open(),
                 levels=parts.levels.state(),
                 tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
+                moved=parts.settling.moved.rows(),
                 schedule=parts.settings.schedule,
                 kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
             )

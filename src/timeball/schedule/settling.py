@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from timeball.message import Int64Array
 from timeball.schedule.due_index import DueIndex
+from timeball.schedule.moved import Moved
 from timeball.schedule.strategy import Settled
 from timeball.schedule.tick import NOTHING_SENT, Tick
 
@@ -38,6 +39,7 @@ class Settling:
         self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
         self._released, self._cancelled = DueIndex(), DueIndex()
         self._mark = _NOTHING  # without pairs
+        self.moved = Moved()  # of the cancelled ones, those that go on under another number
         self.tick = NOTHING_SENT  # how far the sending has come, durably
         # Of each strategy that shares this, before which instant all it keeps is settled: the mark speaks for all.
         self.bounds: list[Callable[[], int]] = []
@@ -112,6 +114,7 @@ class Settling:
             self._mark = Settled(before_ms, _NONE, _NONE, next_seq)
             self._cancelled.pop_before(before_ms, 0)
             self._released.pop_before(before_ms, 0)
+            self.moved.forget_before(before_ms)
 
     def add_late(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Promises with these numbers, (first_seq, rows), set aside long ago, come only now."""
