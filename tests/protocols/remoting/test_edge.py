@@ -119,8 +119,8 @@ def test_a_large_answer_and_many_requests_over_tls(tmp_path: Path) -> None:
             ]
             assert {wire.answer_to(opaque).code for opaque in sent} == {0}
             pulled = wire.ask(
-                11, consumerGroup="g", topic="orders", queueId=0, queueOffset=0, maxMsgNums=32, sysFlag=4, subscription="*",
-                commitOffset=0, suspendTimeoutMillis=0,
+                11, consumerGroup="g", topic="orders", queueId=0, queueOffset=0, maxMsgNums=32, sysFlag=4,
+                subscription="*", commitOffset=0, suspendTimeoutMillis=0,
             )  # fmt: skip
             assert pulled.code == 0 and body in pulled.body
 

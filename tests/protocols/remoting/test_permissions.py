@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from timeball.errors import RequestError, Unauthorized
 from timeball.protocols.remoting import edge as edges
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command, encode
+from timeball.protocols.remoting.connection import UNSIGNED_S
 from timeball.protocols.remoting.permissions import NEEDS, check, content, signer
 from timeball.protocols.remoting.transactions import Transactions
 
@@ -299,6 +301,21 @@ def test_an_account_that_goes_is_out_with_its_next_request(tmp_path: Path) -> No
         eventually(lambda: sent(wire).code == DENIED, "the old secret is of no use")
         wire.secret = "shop secret 9"
         assert sent(wire).code == ResponseCode.SUCCESS
+
+
+def test_who_signs_nothing_does_not_keep_a_connection(node: RunningNode, shop: SignedWire) -> None:
+    remoting = node.node.remoting
+    assert remoting is not None
+    assert sent(shop).code == ResponseCode.SUCCESS
+    [signed] = remoting._connections
+    with Wire.to(node) as stranger:
+        assert stranger.ask(105, topic="TBW102").code == DENIED
+        [unsigned] = remoting._connections - {signed}
+        for connection in (signed, unsigned):
+            later_s = node.loop.time() + UNSIGNED_S + 1
+            node.loop.call_soon_threadsafe(partial(connection.check_deadlines, later_s, must_sign=True))
+        assert stranger.is_closed()
+    assert sent(shop).code == ResponseCode.SUCCESS
 
 
 # ---- the table ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from timeball.protocols.remoting.codec.frame import BadFrame, Command, Frame, Sp
 logger = logging.getLogger(__name__)
 
 HALF_FRAME_S = 10.0  # from the first byte of a frame to its last
+UNSIGNED_S = 10.0  # where requests are signed: from the connection to the first that is
 IDLE_S = 240.0  # clients beat every 30 s; RocketMQ closes after 120 s, we after two of those
 OUTBOUND_BYTES_MAX = 64 * 1024 * 1024  # answers a client has not taken
 CONNECTIONS_MAX = 4_096
@@ -41,7 +42,7 @@ class Connection(asyncio.Protocol):
         self._opaques = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Command]] = {}
         self._frame_since_s: float | None = None
-        self._heard_s = loop.time()
+        self._since_s = self._heard_s = loop.time()
         self._closed_s: float | None = None
         self.on_close: list[Callable[[], None]] = []
         self.closed: asyncio.Future[None] = loop.create_future()
@@ -157,13 +158,19 @@ class Connection(asyncio.Protocol):
         if future is not None and not future.done():
             future.set_result(command)
 
-    def check_deadlines(self, now_s: float) -> None:
-        """Close when a frame takes too long or the client has fallen silent; called about once a second."""
+    def check_deadlines(self, now_s: float, *, must_sign: bool = False) -> None:
+        """Close when a frame takes too long or the client has fallen silent; called about once a second.
+
+        `must_sign`: also when it has not shown who it is, or strangers could take all the connections there are.
+        """
         if self._closed_s is not None:
             if now_s - self._closed_s > GOODBYE_S and self._transport is not None:
                 self._transport.abort()
         elif self._frame_since_s is not None and now_s - self._frame_since_s > HALF_FRAME_S:
             logger.warning("%s: half a frame for %s s; closed", self.name, HALF_FRAME_S)
+            self.close()
+        elif must_sign and self.principal is None and now_s - self._since_s > UNSIGNED_S:
+            logger.warning("%s: nothing signed within %s s; closed", self.name, UNSIGNED_S)
             self.close()
         elif now_s - self._heard_s > IDLE_S and not self.calls:
             logger.info("%s: silent for %s s; closed", self.name, IDLE_S)

@@ -147,7 +147,7 @@ class RemotingEdge:
             self._heartbeats.expire()
             self._admin.sample()
             for connection in list(self._connections):
-                connection.check_deadlines(loop.time())
+                connection.check_deadlines(loop.time(), must_sign=self._guard.access is not None)
 
     def _ended(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled() and (error := watch.exception()) is not None:
