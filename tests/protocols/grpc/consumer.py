@@ -20,11 +20,11 @@ MINUTE_MS = 60_000
 class Consumer:
     """One client of an edge."""
 
-    def __init__(self, world: World, edge: GrpcEdge, name: str = CLIENT) -> None:
-        self.world, self.edge, self.name = world, edge, name
+    def __init__(self, world: World, edge: GrpcEdge, name: str = CLIENT, peer: str = "10.0.0.1") -> None:
+        self.world, self.edge, self.name, self.peer = world, edge, name, peer
 
     def call(self, remaining_s: float | None = None) -> Call:
-        return Call({CLIENT_ID: self.name}, remaining_s=remaining_s)
+        return Call({CLIENT_ID: self.name}, self.peer, remaining_s)
 
     def connect(self, group: str = GROUP) -> None:
         """As its settings make it known."""

@@ -21,6 +21,7 @@ from timeball.protocols.grpc.server import Server
 from timeball.protocols.grpc.site import Site
 from timeball.protocols.grpc.telemetry import Telemetry
 from timeball.protocols.grpc.transactions import Transactions
+from timeball.protocols.grpc.unread import Unread
 
 EXPIRE_LOOK_S = 5.0
 
@@ -31,9 +32,9 @@ class GrpcEdge:
     def __init__(self, broker: Broker, guard: Guard = OPEN) -> None:
         self._settings, self._tls = broker.parts.settings, guard.tls
         self.site = site = Site(broker, Clients())
-        consuming, handles = Consuming(site), Handles(site)
+        consuming, handles, unread = Consuming(site), Handles(site), Unread()
         self._renewals = Renewals(broker.receiving, site.clients, broker.parts.clock.now_ms)
-        self._receives = Receives(site, consuming, handles, self._renewals)
+        self._receives = Receives(site, consuming, handles, self._renewals, unread)
         rooms = [
             Routes(site).handlers(),
             Sends(site).handlers(),
@@ -42,7 +43,7 @@ class GrpcEdge:
             Telemetry(site).handlers(),
             self._receives.handlers(),
             Receipts(site, handles, self._renewals).handlers(),
-            Pulls(site, consuming).handlers(),
+            Pulls(site, consuming, unread).handlers(),
         ]
         self.dispatch = Dispatch(rooms, Permissions(guard.access, broker.parts.clock.clock).check)
         self._server = Server(self.dispatch)

@@ -38,6 +38,7 @@ from timeball.protocols.grpc.codec.messages_out import messages
 from timeball.protocols.grpc.codec.statuses import Refused, ok, status
 from timeball.protocols.grpc.consuming import Consuming, wait_ms
 from timeball.protocols.grpc.site import Site
+from timeball.protocols.grpc.unread import Unread
 
 INSTANT_SECONDS_MAX = limits.INSTANT_MS_MAX // limits.SECOND_MS
 
@@ -45,9 +46,9 @@ INSTANT_SECONDS_MAX = limits.INSTANT_MS_MAX // limits.SECOND_MS
 class Pulls:
     """See the module. Belongs to the event loop."""
 
-    def __init__(self, site: Site, consuming: Consuming) -> None:
+    def __init__(self, site: Site, consuming: Consuming, unread: Unread) -> None:
         self._site, self._broker, self._parts = site, site.broker, site.broker.parts
-        self._consuming = consuming
+        self._consuming, self._unread = consuming, unread
 
     def handlers(self) -> Handlers:
         """The calls answered here."""
@@ -76,15 +77,17 @@ class Pulls:
             yield PullMessageResponse(status=status(Code.ILLEGAL_OFFSET, sentence))
             yield PullMessageResponse(next_offset=low if request.offset < low else high)
             return
+        self._unread.check(call.peer)
         rows, next_offset = await self._rows(topic.name, request, wanted, waits_ms / 1_000)
         if rows is None:
             sentence = f"no message in {waits_ms} ms; ask again at the next offset"
             yield PullMessageResponse(status=status(Code.MESSAGE_NOT_FOUND, sentence))
         else:
-            yield PullMessageResponse(status=ok())
             asked, store_host = request.message_queue.topic, self._site.settings.broker_name
-            for message in messages(rows, asked, topic.name, store_host):
-                yield PullMessageResponse(message=message)
+            with self._unread.held(call.peer, rows.nbytes):
+                yield PullMessageResponse(status=ok())
+                for message in messages(rows, asked, topic.name, store_host):
+                    yield PullMessageResponse(message=message)
         yield PullMessageResponse(next_offset=next_offset)
 
     async def _rows(

@@ -73,18 +73,20 @@ class Receipts:
         most = limits.CANCELS_PER_REQUEST_MAX
         if not 1 <= len(request.entries) <= most:
             raise Refused(Code.BAD_REQUEST, f"{len(request.entries)} entries: 1 to {most} handles a call")
-        statuses: list[Status] = []
+        refused: dict[int, Status] = {}
         receipts: list[AnyReceipt] = []
-        for entry in request.entries:
+        for at, entry in enumerate(request.entries):
             try:
                 receipts.append(self._handles.decode(entry.receipt_handle, group, topic))
-                statuses.append(ok())
             except Refused as error:
-                statuses.append(status_of(error))
+                refused[at] = status_of(error)
         async with self._renewals.answering(receipts) as newest:
             verdicts = iter(await self._receiving.acknowledge(newest))
-        late = status_of(invalid(LATE))
-        statuses = [each if each.code != Code.OK or next(verdicts) else late for each in statuses]
+        fine, late = ok(), status_of(invalid(LATE))
+        statuses = [
+            refused[at] if at in refused else fine if next(verdicts) else late
+            for at in range(len(request.entries))
+        ]
         entries = [
             AckMessageResultEntry(
                 message_id=entry.message_id, receipt_handle=entry.receipt_handle, status=each

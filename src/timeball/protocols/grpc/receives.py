@@ -5,21 +5,21 @@
 
 A consumer gets messages of any queue, as with RocketMQ's proxy: it takes turns around the queues of a route, and would
 wait at an empty one while its message lies in another. Only a push consumer in order keeps to the queue it names, which
-it has been assigned. A client that goes away before it has its messages has them given back at once, and one that does
-not read them is waited for `UNREAD_S`; both hold up nobody but themselves.
+it has been assigned. A client that goes away before it has its messages has them given back at once, and one that
+does not read holds up nobody but itself (unread.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from timeball import limits
 from timeball.broker.popping import popper
 from timeball.broker.popping.popper import Ask
 from timeball.broker.receiving.receipts import AnyReceipt, Received
 from timeball.errors import TimeballError
-from timeball.protocols.grpc._generated.definition_pb2 import Code
+from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, timestamp
@@ -28,19 +28,20 @@ from timeball.protocols.grpc.consuming import Consuming, duration_ms, wait_ms
 from timeball.protocols.grpc.receipts import Handles
 from timeball.protocols.grpc.renewals import FIRST_MS, Renewals
 from timeball.protocols.grpc.site import Site
+from timeball.protocols.grpc.unread import Unread
 
 INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ asks for ten; its clients may ask for less here
-UNREAD_S = 60.0  # how long an answer waits for a client that does not take it
-UNREAD_BYTES_MAX = 512 * 1024 * 1024  # of all answers on their way
 
 
 class Receives:
     """See the module. Belongs to the event loop; `close` waits for what is given back."""
 
-    def __init__(self, site: Site, consuming: Consuming, handles: Handles, renewals: Renewals) -> None:
+    def __init__(
+        self, site: Site, consuming: Consuming, handles: Handles, renewals: Renewals, unread: Unread
+    ) -> None:
         self._site, self._broker = site, site.broker
         self._consuming, self._handles, self._renewals = consuming, handles, renewals
-        self._unread_bytes = 0
+        self._unread = unread
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> Handlers:
@@ -58,31 +59,25 @@ class Receives:
         waits_ms = wait_ms(
             call, request.long_polling_timeout if request.HasField("long_polling_timeout") else None
         )
-        if self._unread_bytes >= UNREAD_BYTES_MAX:
-            raise Refused(
-                Code.TOO_MANY_REQUESTS, "clients do not read what they have asked for; come again later"
-            )
+        self._unread.check(call.peer)
         received = await self._broker.receiving.receive(ask, waits_ms)
         if not received.receipts:
             yield ReceiveMessageResponse(
                 status=status(Code.MESSAGE_NOT_FOUND, f"no message in {waits_ms} ms; ask again")
             )
             return
-        size, is_read = received.rows.nbytes, False
-        self._unread_bytes += size
-        task = asyncio.current_task()
-        giving_up = asyncio.get_running_loop().call_later(UNREAD_S, task.cancel) if task is not None else None
+        is_read = False
         try:
-            for response in self._found(request, ask, received):
-                yield response
-            is_read = True
-            if request.auto_renew:
-                self._renewals.add(client_id, received.receipts)
-            yield ReceiveMessageResponse(delivery_timestamp=timestamp(self._broker.parts.clock.now_ms()))
+            with self._unread.held(call.peer, received.rows.nbytes):
+                yield ReceiveMessageResponse(status=ok())
+                for message in self._messages(request, ask, received):
+                    yield ReceiveMessageResponse(message=message)
+                is_read = True
+                if request.auto_renew:
+                    self._renewals.add(client_id, received.receipts)
+                now_ms = self._broker.parts.clock.now_ms()
+                yield ReceiveMessageResponse(delivery_timestamp=timestamp(now_ms))
         finally:
-            self._unread_bytes -= size
-            if giving_up is not None:
-                giving_up.cancel()
             if not is_read:
                 self._give_back(received.receipts)
 
@@ -111,17 +106,10 @@ class Receives:
             attempt_id=request.attempt_id if in_order else "",
         )
 
-    def _found(
-        self, request: ReceiveMessageRequest, ask: Ask, received: Received
-    ) -> list[ReceiveMessageResponse]:
+    def _messages(self, request: ReceiveMessageRequest, ask: Ask, received: Received) -> Iterator[Message]:
         handed_out = HandedOut([self._handles.encode(each) for each in received.receipts], ask.invisible_ms)
-        found = messages(
-            received.rows, request.message_queue.topic, ask.topic, self._site.settings.broker_name, handed_out
-        )
-        return [
-            ReceiveMessageResponse(status=ok()),
-            *(ReceiveMessageResponse(message=each) for each in found),
-        ]
+        asked, store_host = request.message_queue.topic, self._site.settings.broker_name
+        return messages(received.rows, asked, ask.topic, store_host, handed_out)
 
     def _give_back(self, receipts: Sequence[AnyReceipt]) -> None:
         """Nobody has seen these: they come again at once, and it was no attempt."""

@@ -12,7 +12,7 @@ that all clients share; of CRC32 there are three.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import md5
 from typing import NamedTuple
@@ -38,9 +38,15 @@ COMPRESSED_BIT, COMMITTED_BITS, ENDED_BITS = 1, 8, 12  # of RocketMQ's sysFlag
 COMPRESSION_BITS, COMPRESSION_SHIFT = 0x700, 8
 LZ4, ZSTD = 1, 2  # what stands there; 0 and 3 are zlib
 GZIP_MAGIC = b"\x1f\x8b"
-UNPACKED_BYTES_MAX = 4 * limits.BODY_BYTES_MAX  # what does not fit is sent as it came
+UNPACKED_BYTES_MAX = limits.BODY_BYTES_MAX  # as its producer had it; what does not fit is sent as it came
 DLQ_TOPIC, DLQ_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
 MESSAGE_ID_DIGITS = 32
+
+# Each look into an enum of protobuf's is a search by name, and these are wanted for every message.
+MD5, IDENTITY = DigestType.MD5, Encoding.IDENTITY
+TRANSACTION, DELAY, FIFO, NORMAL = (
+    MessageType.TRANSACTION, MessageType.DELAY, MessageType.FIFO, MessageType.NORMAL,
+)  # fmt: skip
 
 
 class _Row(NamedTuple):
@@ -75,24 +81,25 @@ class HandedOut:
 
 def messages(
     rows: pa.RecordBatch, asked: Resource, topic: str, store_host: str, handed_out: HandedOut | None = None
-) -> list[Message]:
-    """A message for each of these READ_SCHEMA rows, under the topic `asked`, which the broker knows as `topic`."""
+) -> Iterator[Message]:
+    """A message for each of these READ_SCHEMA rows, under the topic `asked`, which the broker knows as `topic`.
+
+    One at a time, so that whoever sends them need not have all of them before others get their turn.
+    """
     columns = [rows.column(name).to_pylist() for name in _Row._fields]
-    found = []
     for at, row in enumerate(map(_Row._make, zip(*columns, strict=True))):
         properties = decode_properties(row.properties or "")
         body, encoding = _readable(row.body or b"", row.sys_flag or 0)
         digest = md5(body, usedforsecurity=False).hexdigest().upper()
         system = _system(row, properties, came_again=row.topic != topic)
-        system.body_digest.type, system.body_digest.checksum = DigestType.MD5, digest
+        system.body_digest.type, system.body_digest.checksum = MD5, digest
         system.body_encoding = encoding
         system.store_host = row.store_host or store_host
         if handed_out is not None:
             system.receipt_handle = handed_out.handles[at]
             system.invisible_duration.FromMilliseconds(handed_out.invisible_ms)
         users = {name: value for name, value in properties.items() if name not in names.RESERVED}
-        found.append(Message(topic=asked, user_properties=users, system_properties=system, body=body))
-    return found
+        yield Message(topic=asked, user_properties=users, system_properties=system, body=body)
 
 
 def timestamp(instant_ms: int) -> Timestamp:
@@ -132,10 +139,10 @@ def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> Syste
 
 def _type(is_committed: bool, has_waited: bool, has_group: bool) -> MessageType:
     if is_committed:
-        return MessageType.TRANSACTION
+        return TRANSACTION
     if has_waited:
-        return MessageType.DELAY
-    return MessageType.FIFO if has_group else MessageType.NORMAL
+        return DELAY
+    return FIFO if has_group else NORMAL
 
 
 def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | None:
@@ -152,11 +159,11 @@ def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | Non
 def _readable(body: bytes, sys_flag: int) -> tuple[bytes, Encoding]:
     """The body in a form that every client can read, and which."""
     if not sys_flag & COMPRESSED_BIT:
-        return body, Encoding.IDENTITY
+        return body, IDENTITY
     if not body.startswith(GZIP_MAGIC):
         unpacked = _unpacked(body, (sys_flag & COMPRESSION_BITS) >> COMPRESSION_SHIFT)
         if unpacked is not None:
-            return unpacked, Encoding.IDENTITY
+            return unpacked, IDENTITY
     return body, Encoding.GZIP
 
 

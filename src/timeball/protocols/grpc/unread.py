@@ -1,0 +1,48 @@
+"""Answers on their way: the messages of a stream are held until its client has taken them, and clients may be slow.
+
+A client that reads has its answer within milliseconds. One that does not is left alone until its deadline, or until
+its connection ends; what it holds up meanwhile is memory, and of that each address has its share, and all have a bound.
+Whoever has used up its own is told to read first, and others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from timeball.protocols.grpc._generated.definition_pb2 import Code
+from timeball.protocols.grpc.codec.statuses import Refused
+
+ADDRESS_BYTES_MAX = 128 * 1024 * 1024
+ALL_BYTES_MAX = 1024 * 1024 * 1024
+
+
+class Unread:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+        self.all_bytes = 0
+
+    def check(self, address: str, size_bytes: int = 0) -> None:
+        """Raise Refused when there is no room for an answer of this size to `address`."""
+        mine = self._bytes.get(address, 0)
+        if mine and (mine + size_bytes > ADDRESS_BYTES_MAX or self.all_bytes + size_bytes > ALL_BYTES_MAX):
+            raise Refused(
+                Code.TOO_MANY_REQUESTS,
+                f"{mine} bytes of answers to {address} are not read yet; read them, then ask on",
+            )
+
+    @contextmanager
+    def held(self, address: str, size_bytes: int) -> Iterator[None]:
+        """An answer of this size is on its way; raises Refused when there is no room for it."""
+        self.check(address, size_bytes)
+        self._bytes[address] = self._bytes.get(address, 0) + size_bytes
+        self.all_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self.all_bytes -= size_bytes
+            self._bytes[address] -= size_bytes
+            if not self._bytes[address]:
+                del self._bytes[address]

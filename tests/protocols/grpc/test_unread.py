@@ -1,0 +1,52 @@
+"""Answers on their way: each address has its share, and nothing is left over of what has arrived."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from timeball.protocols.grpc._generated.definition_pb2 import Code
+from timeball.protocols.grpc.codec.statuses import Refused
+from timeball.protocols.grpc.unread import ADDRESS_BYTES_MAX, ALL_BYTES_MAX, Unread
+
+
+def test_each_address_has_its_share() -> None:
+    unread = Unread()
+    with unread.held("a", ADDRESS_BYTES_MAX - 1):
+        unread.check("a", 1)
+        with pytest.raises(Refused, match="not read yet") as refused:
+            unread.check("a", 2)
+        assert refused.value.status_code == Code.TOO_MANY_REQUESTS
+        unread.check("b", ADDRESS_BYTES_MAX)
+        with pytest.raises(Refused), unread.held("a", 2):
+            raise AssertionError("there is no room")
+    unread.check("a", ADDRESS_BYTES_MAX)
+
+
+def test_all_have_a_bound_and_who_has_read_all_is_answered_still() -> None:
+    unread = Unread()
+    with ExitStack() as held:
+        for n in range(ALL_BYTES_MAX // ADDRESS_BYTES_MAX):
+            held.enter_context(unread.held(f"deaf-{n}", ADDRESS_BYTES_MAX))
+        with unread.held("keen", 100), pytest.raises(Refused):
+            unread.check("keen", 1)
+        unread.check("keen", 100)  # one answer at a time
+
+
+def test_a_single_answer_may_have_any_size() -> None:
+    with Unread().held("a", 2 * ADDRESS_BYTES_MAX):
+        pass
+
+
+def test_nothing_is_left_over() -> None:
+    unread = Unread()
+    for ends_badly in (False, True):
+        with ExitStack() as stack:
+            if ends_badly:
+                stack.enter_context(pytest.raises(ZeroDivisionError))
+            with unread.held("a", 10):
+                assert unread.all_bytes == 10
+                if ends_badly:
+                    raise ZeroDivisionError
+        assert unread.all_bytes == 0 and not unread._bytes
