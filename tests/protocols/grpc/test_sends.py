@@ -218,7 +218,7 @@ def test_one_bad_message_refuses_its_call_whole(node: RunningNode, wire: Wire) -
     assert refused(wire, message(), message(message_type=Type.TRANSACTION))[0] == Code.BAD_REQUEST
     assert refused(wire)[0] == Code.BAD_REQUEST
     assert refused(wire, *(message() for _ in range(MESSAGES_MAX + 1)))[0] == Code.BAD_REQUEST
-    assert rows(node) == []
+    assert node.broker.topics() == {}
     assert len(sent(wire, *(message() for _ in range(MESSAGES_MAX)))) == MESSAGES_MAX
 
 
@@ -256,6 +256,19 @@ def test_topics_that_are_not_made_on_first_use(tmp_path: Path) -> None:
         node.run(node.broker.create_topic("orders", 1))
         sent(wire, message())
         assert len(rows(node)) == 1
+
+
+def test_no_topic_is_made_for_a_message_that_is_refused(node: RunningNode, wire: Wire) -> None:
+    before = node.broker.topics()
+    for n, (fields, _) in enumerate(REFUSED):
+        refused(wire, message(**{"topic": f"topic-{n}", **fields}))
+    assert node.broker.topics() == before
+    later_ms = node.broker.status()["now_ms"] + 60_000  # type: ignore[operator]
+    for n, fields in enumerate(
+        ({}, {"due_ms": later_ms}, {"message_type": 2, "message_group": "g"}, {"message_type": 4})
+    ):
+        sent(wire, message(topic=f"new-{n}", **fields))
+        assert node.broker.topics()[f"new-{n}"] == {"queues": node.settings.queues_per_topic}
 
 
 def test_a_topics_permissions_count_from_the_next_message_on(node: RunningNode, wire: Wire) -> None:

@@ -40,7 +40,7 @@ class Destination(NamedTuple):
     """A topic as a sender needs it."""
 
     name: str
-    topic: Topic
+    topic: Topic | None  # not made yet: the broker makes it for the first message that is taken
     queues: int
     types: frozenset[MessageType]
 
@@ -90,16 +90,16 @@ class Sends:
                 check_type(to.topic, to.name, kind)
 
     def _destination(self, resource: Resource) -> Destination:
-        """Where messages of this topic go; it is made when that is allowed. Raises Refused."""
+        """Where messages of this topic go. Raises Refused."""
         if self._topics.version != self._version:
             self._destinations.clear()
         key = (resource.resource_namespace, resource.name)
         found = self._destinations.get(key)
         if found is None:
             found = self._look_up(topic_name(resource))
-            # Behind the look-up, which may have made a topic.
-            self._version = self._topics.version
-            self._destinations[key] = found
+            if found.topic is not None:
+                self._version = self._topics.version
+                self._destinations[key] = found
         return found
 
     def _look_up(self, name: str) -> Destination:
@@ -113,7 +113,7 @@ class Sends:
                     Code.TOPIC_NOT_FOUND,
                     f"topic {name!r} does not exist; make it first, with mqadmin or the client",
                 )
-            topic = self._topics.ensure(name)
+            return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
         if not topic.perm & WRITE or not topic.write_queues:
             raise Refused(Code.FORBIDDEN, f"topic {name!r} is not to be written to: its permissions say so")
         types = accepted_types(topic if settings.check_message_types else None)
