@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
+from tests.broker.on_node import batch
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
@@ -122,6 +123,36 @@ def test_promises_of_delay_levels_balance(spark: SparkSession, node: RunningNode
     forged = audit.waiting(spark, node.endpoint, scope).where(f"seq != {seqs[3]}")
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
     assert audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope).lost == 1
+
+
+def test_moved_promises_balance(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    """Each move is one that was cancelled and one that was accepted: wherever it lay, and whatever became of it."""
+    send(node.endpoint, 10)
+    node.run(node.broker.compact())
+    send_levels(node, 18, 18)
+    bulk(node, broker, 4, 10**9)
+    bulk_seq = node.broker.parts.hour_log.pending.live_entries()[-1].min_seq
+    tail = node.run(node.broker.send(batch(2, delay_ms=[10**8] * 2))).first_seq
+
+    def move(seqs: list[int], delay_ms: int) -> None:
+        told = node.run(node.broker.reschedule(seqs=seqs, delay_ms=delay_ms))
+        assert [verdict.verdict for verdict in told] == ["rescheduled"] * len(seqs)
+
+    move([1, 2, tail, bulk_seq], 10**7)
+    node.run(node.broker.compact())
+    extend_ledger(spark, node)
+    move([1, tail, bulk_seq + 1], 0)
+    assert [v.verdict for v in node.run(node.broker.cancel(seqs=[2, bulk_seq]))] == ["cancelled"] * 2
+    assert [v.verdict for v in node.run(node.broker.reschedule(ids=["level1"], delay_ms=0))] == [
+        "rescheduled"
+    ]
+    with Timeball(node.endpoint) as ball:
+        eventually(lambda: visible(ball, "orders") + visible(ball, "bulk") == 4, "four have come")
+    report = audit.run(spark, node.endpoint)
+    assert report.ok, report
+    sent, moves, cancelled, came = 10 + 2 + 4 + 2, 4 + 3 + 1, 2, 4
+    assert (report.accepted, report.cancelled, report.released) == (sent + moves, moves + cancelled, came)
+    assert report.pending == sent - cancelled - came
 
 
 @pytest.fixture
