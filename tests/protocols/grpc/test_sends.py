@@ -166,6 +166,8 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"keys": ["k", " "]}, Code.ILLEGAL_MESSAGE_KEY),
     ({"keys": ["k\x02"]}, Code.ILLEGAL_MESSAGE_KEY),
     ({"keys": ["k"] * 65}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"keys": [""] * 65}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"keys": ["a b"] * 33}, Code.ILLEGAL_MESSAGE_KEY),
     ({"keys": ["k" * 2_048] * 2}, Code.ILLEGAL_MESSAGE_KEY),
     ({"message_type": Type.FIFO, "message_group": "g" * 65}, Code.ILLEGAL_MESSAGE_GROUP),
     ({"message_type": Type.FIFO, "message_group": "g\n"}, Code.ILLEGAL_MESSAGE_GROUP),
