@@ -140,10 +140,10 @@ def _unknown(subject: str, found: Found) -> Verdict:
     return Verdict(subject, "not_found" if seq is None else "expired", seq)
 
 
-async def _look_up(parts: Parts, names: Names) -> Found:
+async def _look_up(parts: Parts, names: Names, *, thorough: bool = False) -> Found:
     def call() -> Found:
         files, moved = parts.hour_log.pending.all(), parts.settling.moved
-        return finding.look_up(parts.reader, parts.key_index, files, moved, names)
+        return finding.look_up(parts.reader, parts.key_index, files, moved, names, thorough=thorough)
 
     return await in_thread(parts.reader_thread, call)
 
@@ -156,7 +156,7 @@ async def _look_again(
         return {}
     # Settled between the look-up and now, or handed out and on its way to the disk: then its row is there.
     await parts.writer.flushed()
-    found = await _look_up(parts, Names(seqs=[c.seq for c in lost.values()]))
+    found = await _look_up(parts, Names(seqs=[c.seq for c in lost.values()]), thorough=True)
     become, left = {c.subject: c for c in found.candidates}, {}
     for seq, was in lost.items():
         now = become.get(str(was.seq))

@@ -107,13 +107,22 @@ class Found:
 
 
 def look_up(
-    reader: LogReader, key_index: KeyIndex, files: list[DataFile], moved: Moved, names: Names
+    reader: LogReader,
+    key_index: KeyIndex,
+    files: list[DataFile],
+    moved: Moved,
+    names: Names,
+    *,
+    thorough: bool = False,
 ) -> Found:
-    """All promises with one of these names, in the log and the table (reader thread)."""
+    """All promises with one of these names, in the log and the table (reader thread).
+
+    What has become of those without an id is told if `thorough`: that is to read the log.
+    """
     search = _Search(reader, files, moved)
     search.by_number(names.seqs)
     search.by_name(key_index, names)
-    search.by_walking()
+    search.by_walking(thorough)
     followed = search.followed()
     if names.topic is not None:
         followed = [c for c in followed if c.topic == names.topic]
@@ -191,12 +200,12 @@ class _Search:
 
     # -- by walking through the log ----------------------------------------------------------------------------
 
-    def by_walking(self) -> None:
-        """Look for the rows that no index knows: of promises without an id, and of numbers that lie nowhere.
+    def by_walking(self, thorough: bool) -> None:
+        """Look for the rows that no index knows: of numbers that lie nowhere and, if `thorough`, of promises without an id.
 
         It reads all that is kept behind them. Clients of ours give every message an id, and nobody asks often.
         """
-        nameless = {c.seq for c in self._found.values() if c.unique_key is None}
+        nameless = {c.seq for c in self._found.values() if thorough and c.unique_key is None}
         wanted = nameless | self._unknown
         wanted |= {seq for seq in map(self._moved.next_of, wanted) if seq is not None}
         if not wanted:
