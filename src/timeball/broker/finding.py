@@ -201,7 +201,7 @@ class _Search:
     # -- by walking through the log ----------------------------------------------------------------------------
 
     def by_walking(self, thorough: bool) -> None:
-        """Look for the rows that no index knows: of numbers that lie nowhere, and of promises without an id (`thorough`).
+        """Look for rows that no index knows: of numbers that lie nowhere, and of promises without an id (`thorough`).
 
         It reads all that is kept behind them. Clients of ours give every message an id, and nobody asks often.
         """
