@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -305,6 +307,25 @@ def _toml(account: dict[str, Any]) -> bytes:
 
     lines = "".join(f"{name} = {value(it)}\n" for name, it in account.items())
     return f"[[accounts]]\n{lines}".encode("utf-8", "surrogatepass")
+
+
+def test_the_file_that_the_documentation_shows() -> None:
+    page = (Path(__file__).parents[1] / "docs/security.md").read_text("utf-8")
+    [shown] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    accounts = parse(shown.encode(), "shown")
+    assert [account.admin for account in accounts.values()] == [False, False, True]
+    assert not Principal(Access(accounts), accounts["metrics"]).may(Verb.RECEIVE, topic="payroll")
+
+
+def test_the_documentation_shows_what_is_signed() -> None:
+    page = (Path(__file__).parents[1] / "docs/security.md").read_text("utf-8")
+    shown = re.findall(r"^authorization: (.*)$", page, re.MULTILINE)
+    for line in shown:
+        line = (
+            line.replace("<access key>", "shop").replace("<secret key>", SECRET).replace("<hex>", DATE_SIGNED)
+        )
+        assert access().authenticate({"authorization": line, "x-mq-date-time": DATE}, DATE_MS).name == "shop"
+    assert len(shown) == 2 and f"x-mq-date-time: {DATE}" in page
 
 
 def test_both_errors_are_the_caller_s() -> None:

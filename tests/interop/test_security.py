@@ -12,7 +12,7 @@ from tests.certificates import Certificate, certificate
 from tests.interop.conversation import ALI_ONS, ALL, JAVA4, JAVA5, Conversation, by_body, is_early
 from tests.interop.drivers import ClientError, Driver
 from tests.interop.stock_broker import StockBroker, stock_broker
-from tests.interop.stock_clients import command
+from tests.interop.stock_clients import command, mqadmin
 
 pytestmark = pytest.mark.interop
 
@@ -136,6 +136,21 @@ def test_a_recall_is_signed_too(guarded: StockBroker, signing: Start, name: str)
     talk = Conversation(signing(JAVA5), guarded, name)
     handle = talk.send("never", timer="TIMER_DELAY_SEC", timer_value=60)["recall_handle"]
     assert talk.call("recall", topic=talk.topic, handle=handle)
+
+
+def test_the_administration_tool_signs_too(
+    guarded: StockBroker, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROCKETMQ_HOME", str(tmp_path))
+    asked = ("updateTopic", "-t", name, "-c", "DefaultCluster")
+    (tmp_path / "conf").mkdir()
+    for account, secret, may in (("shop", SECRET, False), ("root", "the secret of root", True)):
+        (tmp_path / "conf/tools.yml").write_text(f"accessKey: {account}\nsecretKey: {secret}\n")
+        if may:
+            assert "success" in mqadmin(guarded, *asked)
+            continue
+        with pytest.raises(AssertionError, match="administer the broker"):
+            mqadmin(guarded, *asked)
 
 
 def test_a_client_that_signs_may_talk_to_a_broker_that_does_not_ask(

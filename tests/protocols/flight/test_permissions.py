@@ -13,12 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.accounts import ACCESS_FILE, access_file, guarded_node, keys
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.errors import Forbidden, RequestError, Unauthorized
-from timeball.protocols.flight import codec
+from timeball.protocols.flight import codec, permissions
 
 ROWS = pa.table(
     {"topic": ["orders"], "body": [b"x"]}, pa.schema([("topic", pa.string()), ("body", pa.binary())])
@@ -232,6 +234,26 @@ def test_what_waits_for_another_s_topic_is_not_there(shop: Timeball, other: Time
     [verdict] = shop.cancel(key="k-1")
     assert (verdict.seq, verdict.verdict) == (mine.seq, "cancelled")
     assert {v.seq for v in root.cancel(key="k-1")} == {mine.seq, theirs.seq}
+
+
+def test_nor_is_it_moved(shop: Timeball, other: Timeball) -> None:
+    mine = shop.send("orders", "mine", after="1h")
+    assert other.reschedule(mine.id, after="2h").verdict == "not_found"
+    assert shop.reschedule(mine.id, after="2h").verdict == "rescheduled"
+
+
+# ---- headers --------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["authorization", "Authorization", "x-mq-date-time", "x-bin"]),
+        st.lists(st.text() | st.binary()),
+    )
+)
+def test_headers_of_any_kind_are_text_or_not_there(headers: dict[str, list[Any]]) -> None:
+    kept = permissions.HeadersKept().start_call(None, headers).headers
+    assert all(name == name.lower() and isinstance(value, str) for name, value in kept.items())
 
 
 # ---- without an access file -----------------------------------------------------------------------------------
