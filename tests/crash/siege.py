@@ -159,6 +159,7 @@ class Siege:
         "acknowledged": 40,
         "seen": 300,
         "cancelled": 4,
+        "rescheduled": 4,
         "committed": 6,
         "compacting": 3,
         "compacted": 2,
@@ -218,7 +219,8 @@ class Siege:
         self.end_clients()
         self.broker.kill()
         self._note_saved_offsets()
-        last_due_ms = max((sent.due_ms or 0 for sent in self.observed.sent.values()), default=0)
+        sent = self.observed.sent.values()
+        last_due_ms = max((ms for one in sent for ms in (one.due_ms or 0, *one.maybe_due)), default=0)
         with (
             running_node(self.broker.data, Ahead(), schedule=schedule) as node,
             Timeball(node.endpoint) as ball,
@@ -393,6 +395,20 @@ def cancel(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
     siege.note("cancelled")
 
 
+def reschedule(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    """Some, to an instant that is still ahead when the broker hears of it."""
+    siege.sends(3)
+    wanted, due_ms = siege.some_promised(rng), CLOCK.wall_ms() + NEAR_MS + int(rng.choice((0, *FAR_MS)))
+    for key in wanted:
+        siege.observed.sent[key].maybe_due.add(due_ms)
+    for verdict in ball.reschedule(ids=wanted, at=due_ms):
+        siege.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
+        if verdict.verdict == "rescheduled":
+            assert verdict.due_ms is not None
+            siege.observed.sent[verdict.subject].move(verdict.due_ms)
+    siege.note("rescheduled")
+
+
 def consume(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
     """Some pulls and commits by a consumer that knows only what the broker has stored."""
     with Timeball(siege.broker.endpoint, timeout_ms=BOUND_S * 1_000) as fresh:
@@ -416,7 +432,7 @@ def compact(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 Step = Callable[[Siege, Timeball, np.random.Generator], None]
-STEPS: tuple[Step, ...] = (send_one, send_many, send_levels, cancel, consume, compact)
+STEPS: tuple[Step, ...] = (send_one, send_many, send_levels, cancel, reschedule, consume, compact)
 
 
 def outcome(ball: Timeball) -> Outcome:
