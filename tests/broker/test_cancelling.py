@@ -293,6 +293,24 @@ async def test_what_is_settled_and_let_go_is_not_known_any_more(world: World) ->
     assert await said(world, ids=keys, seqs=[1, 2]) == [*["not_found"] * 2, *["expired"] * 2]
 
 
+@on_node(retention_ms=1)
+async def test_what_its_file_still_has_and_nothing_else_knows_is_expired(world: World) -> None:
+    """It was released, or cancelled; a guess would be no verdict."""
+    keys = await world.send("a", [SOON_MS, SOON_MS])
+    await world.compact()
+    await world.cancel(keys[:1])
+    await world.advance(SOON_MS)
+    await world.advance(2_000)
+    await let_go_of_all(world)
+    assert await world.broker.cancel(ids=keys) == [
+        Verdict(keys[0], "expired", 1),
+        Verdict(keys[1], "expired", 2),
+    ]
+    await world.restart()
+    assert await said(world, ids=keys, seqs=[1, 2]) == ["expired"] * 4
+    assert await said(world, keys=["every"]) == ["expired"] * 2
+
+
 # ---- races --------------------------------------------------------------------------------------------------
 
 TURNS = st.integers(0, 15)
