@@ -37,6 +37,16 @@ def test_what_the_settings_name_is_loaded(tmp_path: Path) -> None:
     assert lets_in(guard.access, "one:secret of one") and guard.tls is not None
 
 
+def test_who_watches_the_broker_sees_who_was_not_let_in(tmp_path: Path) -> None:
+    guard = Guard(Settings(access_file=str(access_file(tmp_path, ONE))))
+    assert OPEN.status() == {"accounts": 0, "refused": 0}
+    lets_in(guard.access, "one:secret of one")
+    assert guard.status() == {"accounts": 1, "refused": 0}
+    for pair in ("one:wrong", "two:secret of one", ":"):
+        lets_in(guard.access, pair)
+    assert guard.status() == {"accounts": 1, "refused": 3}
+
+
 def test_a_file_that_others_may_read(tmp_path: Path) -> None:
     path = access_file(tmp_path, ONE)
     path.chmod(0o640)

@@ -159,6 +159,12 @@ class Access:
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
+        self.refused = (
+            0  # requests without credentials, or with wrong ones; about, as threads count beside each other
+        )
+
+    def __len__(self) -> int:
+        return len(self._accounts)
 
     def __repr__(self) -> str:
         return f"Access({len(self._accounts)} accounts)"
@@ -180,12 +186,13 @@ class Access:
             kept = _NO_SECRET if account is None else account.secret_key.encode()
             return self._let_in(account, hmac.compare_digest(kept, _bytes(secret)))
         if scheme.lower() != "mqv2-hmac-sha1":
-            raise Unauthorized(ASK)
+            raise self.refusal(ASK)
         signed = _SIGNED.fullmatch(rest.strip())
         if signed is None:
-            raise Unauthorized(f"{ASK}; the authorization header has no access key and signature")
+            raise self.refusal(f"{ASK}; the authorization header has no access key and signature")
         date = headers.get("x-mq-date-time", "")
-        _check_date(date, now_ms)
+        if (wrong := _wrong_date(date, now_ms)) is not None:
+            raise self.refusal(wrong)
         return self.verify(signed["key"], _bytes(date), bytes.fromhex(signed["hex"]))
 
     def verify(self, access_key: str, content: bytes, signature: bytes) -> Principal:
@@ -198,12 +205,17 @@ class Access:
         """The account as it is now; Unauthorized when its secret is not the same any more."""
         found = self._accounts.get(account.access_key)
         if found is None or found.secret_key != account.secret_key:
-            raise Unauthorized(_WRONG)
+            raise self.refusal(_WRONG)
         return found
+
+    def refusal(self, text: str) -> Unauthorized:
+        """What to raise for a request whose sender is not known; counted, for who watches the broker."""
+        self.refused += 1
+        return Unauthorized(text)
 
     def _let_in(self, account: Account | None, proven: bool) -> Principal:
         if account is None or not proven:
-            raise Unauthorized(_WRONG)
+            raise self.refusal(_WRONG)
         return Principal(self, account)
 
 
@@ -211,16 +223,18 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _check_date(text: str, now_ms: int) -> None:
+def _wrong_date(text: str, now_ms: int) -> str | None:
+    """What is wrong with the date of a signature; None when nothing is."""
     found = _DATE.fullmatch(text)
     try:
         if found is None:
             raise ValueError
         at_ms = int(datetime(*map(int, found.groups()), tzinfo=UTC).timestamp() * 1000)  # type: ignore[misc,arg-type]
     except ValueError:
-        raise Unauthorized("the header x-mq-date-time is no date such as 20300131T090000Z") from None
+        return "the header x-mq-date-time is no date such as 20300131T090000Z"
     if abs(now_ms - at_ms) > DATE_DRIFT_MS_MAX:
-        raise Unauthorized("the header x-mq-date-time is more than 15 h from the broker's clock")
+        return "the header x-mq-date-time is more than 15 h from the broker's clock"
+    return None
 
 
 def _rights(table: Mapping[str, Right], name: str) -> int:

@@ -1,7 +1,8 @@
 """Who may come in, and how they are spoken to, as the settings say it: an access file and a certificate, loaded.
 
 Both are read when the broker starts, which fails if either is not sound. The access file is read again when the
-operator says so (SIGHUP); one that is not sound then is named in the broker's log, and changes nothing. A new certificate needs a new start, since one of the edges cannot exchange its own.
+operator says so (SIGHUP); one that is not sound then is named in the broker's log, and changes nothing. A new
+certificate needs a new start, since one of the edges cannot exchange its own.
 """
 
 from __future__ import annotations
@@ -39,6 +40,15 @@ class Guard:
             return
         self.access.replace(accounts)
         logger.info("--access-file %s was read again: %d accounts", self._path, len(accounts))
+
+    def status(self) -> dict[str, int]:
+        """Figures for people: how many accounts there are, and how many requests came with none, or a wrong one."""
+        known = self.access
+        return (
+            {"accounts": 0, "refused": 0}
+            if known is None
+            else {"accounts": len(known), "refused": known.refused}
+        )
 
     def _read(self) -> Accounts:
         return access.parse(read_secret(self._path, "--access-file", forbidden_mode=OTHERS), self._path)

@@ -336,6 +336,7 @@ class Node:
             "rss_bytes": memory.rss,
             # Without the mapped log, which is page cache that the system takes back when it needs it.
             "anon_bytes": memory.rss - memory.shared,
+            "access": self.guard.status(),
             **self.broker.status(),
         }
 

@@ -16,7 +16,6 @@ import binascii
 from typing import NamedTuple
 
 from timeball.access import ASK, Access, Principal, Verb
-from timeball.errors import Unauthorized
 from timeball.protocols.remoting.calls import Refused
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
@@ -81,7 +80,7 @@ def signer(access: Access, command: Command) -> Principal:
     """Whose signature a request bears; raises Unauthorized."""
     key = command.ext.get(ACCESS_KEY)
     if not key:
-        raise Unauthorized(ASK)
+        raise access.refusal(ASK)
     try:
         signature = base64.b64decode(command.ext.get(SIGNATURE, ""), validate=True)
     except (binascii.Error, ValueError):  # also text that is not ASCII
