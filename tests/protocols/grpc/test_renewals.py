@@ -31,9 +31,9 @@ async def push(consumer: Consumer, **fields: Any) -> list[d.Message]:
 
 async def look(consumer: Consumer) -> int:
     """What the watch does each second; how many were renewed."""
-    begun = renewals_of(consumer).look()
-    await asyncio.gather(*begun)
-    return len(begun)
+    before = renewals_of(consumer).renewed
+    await asyncio.gather(*renewals_of(consumer).look())
+    return renewals_of(consumer).renewed - before
 
 
 async def stay(consumer: Consumer, ms: int, step_ms: int = 5_000) -> int:
@@ -244,6 +244,23 @@ def test_a_client_has_so_many_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(await consumer.receive()) == 12 - 5
 
     check()
+
+
+@with_consumer()
+async def test_a_crowd_is_renewed_by_few_at_a_time_and_all_of_it(consumer: Consumer) -> None:
+    consumer.connect()
+    await consumer.send(300)
+    messages = await push(consumer, batch_size=300)
+    await consumer.pass_time(FIRST_MS - AHEAD_MS + 1_000)
+    begun = renewals_of(consumer).look()
+    assert len(begun) == module.RENEWING_MAX < len(messages)
+    # Whoever answers in the middle of that is not behind all of it.
+    assert (await consumer.ack(*messages[:10])).status.code == OK
+    assert not all(task.done() for task in begun)
+    await asyncio.gather(*begun)
+    assert 290 <= renewals_of(consumer).renewed <= 300 and not renewals_of(consumer)._crowd
+    await consumer.pass_time(AHEAD_MS)
+    assert (await consumer.ack(*messages[10:])).status.code == OK
 
 
 def test_nothing_is_kept_of_what_is_answered() -> None:

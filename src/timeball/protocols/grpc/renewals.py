@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ AHEAD_MS = 10 * limits.SECOND_MS  # before its time is over
 LOOK_S = 1.0
 RENEWED_MAX = limits.POP_HELD_MAX
 RENEWED_PER_CLIENT_MAX = 20_000  # stock clients keep some thousand
+RENEWING_MAX = 64  # at once, so that a crowd leaves room for those who answer
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +49,7 @@ class _Held:
     since_ms: int
     times: int = 0
     answering: bool = False
-    renewing: asyncio.Task[None] | None = None
+    renewing: asyncio.Future[None] | None = None
 
 
 class Renewals:
@@ -58,6 +60,9 @@ class Renewals:
         self._held: dict[AnyReceipt, _Held] = {}  # by the receipt that was given first
         self._of_client: dict[str, set[AnyReceipt]] = {}
         self._due: dict[int, set[AnyReceipt]] = {}  # by the second in which to renew
+        self._crowd: deque[AnyReceipt] = deque()  # whose time to be renewed it is
+        self._renewing: set[asyncio.Task[None]] = set()
+        self.renewed = 0
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         clients.on_gone.append(self._gone)
@@ -102,19 +107,17 @@ class Renewals:
             self._drop(first)
 
     def look(self) -> list[asyncio.Task[None]]:
-        """Renew what is to be renewed by now; the renewals that this has begun."""
+        """Renew what is to be renewed by now; the tasks that this has begun."""
         now_ms = self._now_ms()
-        begun = []
         for second in sorted(second for second in self._due if second * limits.SECOND_MS <= now_ms):
-            for first in self._due.pop(second):
-                held = self._held.get(first)
-                if held is None or held.answering or held.renewing is not None:
-                    continue
-                if self._clients.find(held.client) is None or now_ms - held.since_ms >= IN_ALL_MS:
-                    self._drop(first)  # it comes again when its time is over
-                    continue
-                held.renewing = self._begin(self._renew(first, held, now_ms))
-                begun.append(held.renewing)
+            self._crowd.extend(self._due.pop(second))
+        begun = [
+            self._begin(self._renew_crowd())
+            for _ in range(min(RENEWING_MAX - len(self._renewing), len(self._crowd)))
+        ]
+        self._renewing.update(begun)
+        for task in begun:
+            task.add_done_callback(self._renewing.discard)
         return begun
 
     async def close(self) -> None:
@@ -126,6 +129,24 @@ class Renewals:
 
     # -- one message -------------------------------------------------------------------------------------------
 
+    async def _renew_crowd(self) -> None:
+        while self._crowd:
+            first, now_ms = self._crowd.popleft(), self._now_ms()
+            held = self._held.get(first)
+            if held is None or held.answering or held.renewing is not None:
+                continue
+            if self._clients.find(held.client) is None or now_ms - held.since_ms >= IN_ALL_MS:
+                self._drop(first)  # it comes again when its time is over
+                continue
+            held.renewing = asyncio.get_running_loop().create_future()
+            try:
+                await self._renew(first, held, now_ms)
+            finally:
+                held.renewing.set_result(None)
+                held.renewing = None
+            if self._held.get(first) is held and not held.answering:
+                self._expect(first, held)
+
     async def _renew(self, first: AnyReceipt, held: _Held, now_ms: int) -> None:
         left_ms = IN_ALL_MS - (now_ms - held.since_ms)
         step_ms = min(STEPS_MS[min(held.times, len(STEPS_MS) - 1)], max(left_ms, AHEAD_MS))
@@ -135,12 +156,9 @@ class Renewals:
                 self._drop(first)  # settled meanwhile, or its time was over
                 return
             held.receipt, held.due_ms, held.times = changed, now_ms + step_ms, held.times + 1
+            self.renewed += 1
         except TimeballError as error:
             logger.warning("a message in a consumer's hand is not renewed now: %s", error)
-        finally:
-            held.renewing = None
-        if self._held.get(first) is held and not held.answering:
-            self._expect(first, held)
 
     def _expect(self, first: AnyReceipt, held: _Held) -> None:
         # Not in the second that is being looked at: what could not be renewed is tried in the next one.
