@@ -332,7 +332,7 @@ def test_a_message_over_the_wire(node: RunningNode, wire: Wire) -> None:
 def test_the_answer_comes_before_the_deadline(node: RunningNode, wire: Wire) -> None:
     fill(node, 1)
     wire.receive(GROUP, TOPIC)
-    call = wire.stream("ReceiveMessage", receive_request(GROUP, TOPIC, wait_ms=20_000), timeout_s=1.0)
+    call = wire.stream("ReceiveMessage", receive_request(GROUP, TOPIC, wait_ms=20_000), timeout_s=3.0)
     assert [each.status.code for each in call] == [Code.MESSAGE_NOT_FOUND]
 
 
