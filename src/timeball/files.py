@@ -19,6 +19,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ import pyarrow as pa
 
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError
 
+OPEN_FILES_MAX = 1 << 20  # some systems allow a billion, and programs that a child may start close each number
 _CLOSED = (1 << 31) - 1  # a descriptor that no process has: every call on it is EBADF
 
 
@@ -273,6 +275,18 @@ def _sync_directory(path: Path) -> None:
         raise DiskFailed(f"fsync of folder {path} failed: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def allow_many() -> None:
+    """Have this process open as many files as the system lets it; for processes that are a broker.
+
+    The usual 1,024 are fewer than the connections an edge takes, and a log that gets no file for its next segment
+    has failed for good: strangers who only connect could stop it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:

@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.accounts import ACCESS_FILE, access_file
 from tests.certificates import certificate
-from tests.cli.processes import running, serving, timeball
+from tests.cli.processes import COMMAND, running, serving, timeball
 from tests.node_fixture import eventually
 
 from timeball import Timeball, __version__
@@ -148,4 +150,19 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
         os.kill(server.pid, signal.SIGHUP)
         eventually(lambda: [line for line in server.errors if "--access-file" in line], "the mistake is told")
         assert timeball("send", "orders", "x", **shop).returncode == 0
+        assert server.end() == 0
+
+
+def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) -> None:
+    """A shell's soft limit is not the broker's: a few hundred strangers would stop its log."""
+    words = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "d")]
+    limited = ["sh", "-c", 'ulimit -Sn 200; exec "$@"', "sh", *words]
+    with ExitStack() as strangers, running(command=limited) as server:
+        ready = server.wait_line(event="ready")
+        host, _, port = ready["remoting"].rpartition(":")
+        for _ in range(300):
+            strangers.enter_context(socket.create_connection((host, int(port)), timeout=30))
+        with Timeball(ready["endpoint"]) as ball:
+            assert ball.send("orders", "x").seq == 1
+            assert ball.compact() is None
         assert server.end() == 0

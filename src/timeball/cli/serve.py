@@ -38,9 +38,11 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
 async def _serve(settings: Settings, as_json: bool) -> None:
     from timeball.broker.memory import use_system_pool
+    from timeball.files import allow_many
     from timeball.node import Node
 
     use_system_pool()
+    allow_many()
     node = Node(settings)
     await node.start()
     announce(node, as_json)

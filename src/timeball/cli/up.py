@@ -47,9 +47,11 @@ def up(
 
 async def _up(settings: Settings, master: str, as_json: bool) -> None:
     from timeball.broker.memory import use_system_pool
+    from timeball.files import allow_many
     from timeball.node import Node
 
     use_system_pool()
+    allow_many()
     node = Node(settings)
     await node.start()
     announce(node, as_json)
