@@ -38,11 +38,12 @@ BORN_HOST_CHARACTERS_MAX = 255
 COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag
 NEVER_SECONDS, ALWAYS_SECONDS = -62_135_596_800, 253_402_300_799  # protobuf's timestamps: years 1 to 9999
 
-# Plain numbers: to look one up by its name in protobuf's enumeration costs as much as to read a field.
+# Looked up once: by its name in protobuf's enumeration each costs as much as to read a field.
 UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION = (
     MessageType.MESSAGE_TYPE_UNSPECIFIED, MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY,
     MessageType.TRANSACTION,
 )  # fmt: skip
+ILLEGAL_ID, ILLEGAL_TAG = Code.ILLEGAL_MESSAGE_ID, Code.ILLEGAL_MESSAGE_TAG
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ENCODING_BITS = {Encoding.ENCODING_UNSPECIFIED: 0, Encoding.IDENTITY: 0, Encoding.GZIP: COMPRESSED_BIT}
@@ -85,9 +86,7 @@ def row_of(
     """
     system, body = message.system_properties, message.body
     sys_flag = _check_body(body, system)
-    message_id = _checked(
-        system.message_id, Code.ILLEGAL_MESSAGE_ID, "message_id", limits.UNIQUE_KEY_BYTES_MAX
-    )
+    message_id = _checked(system.message_id, ILLEGAL_ID, "message_id", limits.UNIQUE_KEY_BYTES_MAX)
     tag, keys = _tag(system.tag), _keys(system)
     properties, queue_id, due_ms = _user_properties(message, tag, keys), -1, None
     properties.append(f"{names.UNIQ_KEY}\x01{message_id}\x02")
@@ -116,7 +115,9 @@ def row_of(
             Code.MESSAGE_PROPERTIES_TOO_LARGE,
             f"the properties take more than {limits.PROPERTIES_BYTES_MAX} bytes",
         )
-    born_host = system.born_host if 0 < len(system.born_host) <= BORN_HOST_CHARACTERS_MAX else peer
+    born_host = system.born_host
+    if not 0 < len(born_host) <= BORN_HOST_CHARACTERS_MAX:
+        born_host = peer
     return (
         topic, body, tag or None, keys or None, message_id, text, queue_id, _born_ms(system, now_ms), born_host, 0,
         sys_flag, 0, due_ms, None,
@@ -171,6 +172,8 @@ def _size(text: str) -> int:
 
 
 def _checked(text: str, code: Code, what: str, bytes_max: int) -> str:
+    if text and len(text) <= bytes_max and text.isascii() and text.isprintable() and not text.isspace():
+        return text  # most are like this
     if len(text) > bytes_max or _size(text) > bytes_max or not text.strip() or _has_control(text):
         raise Refused(code, f"{what} {text[:80]!r}: 1 to {bytes_max} bytes, not blank, no control characters")
     return text
@@ -179,11 +182,9 @@ def _checked(text: str, code: Code, what: str, bytes_max: int) -> str:
 def _tag(tag: str) -> str:
     if not tag:
         return tag
-    _checked(tag, Code.ILLEGAL_MESSAGE_TAG, "tag", limits.TAG_BYTES_MAX)
+    _checked(tag, ILLEGAL_TAG, "tag", limits.TAG_BYTES_MAX)
     if "|" in tag:
-        raise Refused(
-            Code.ILLEGAL_MESSAGE_TAG, f"tag {tag[:80]!r}: | stands between tags that a consumer wants"
-        )
+        raise Refused(ILLEGAL_TAG, f"tag {tag[:80]!r}: | stands between tags that a consumer wants")
     return tag
 
 
