@@ -10,16 +10,24 @@ from tests.crash.world import HOUR_MS, World
 
 from timeball import limits
 from timeball.broker import finding
-from timeball.broker.finding import Candidate, Found, Names
+from timeball.broker.finding import Candidate, Found, Names, Search
+from timeball.broker.walking import walk
 from timeball.errors import OutOfRange
 from timeball.message import Kind, build_rows
-from timeball.schedule.moved import Moved
+from timeball.table.data_file import DataFile
 
 
-def look_up(world: World, thorough: bool = False, **names: object) -> Found:
+def look_up(
+    world: World, thorough: bool = False, files: list[DataFile] | None = None, **names: object
+) -> Found:
     parts = world.broker.parts
-    files, moved = parts.hour_log.pending.all(), parts.settling.moved
-    return finding.look_up(parts.reader, parts.key_index, files, moved, Names(**names), thorough=thorough)
+    files = parts.hour_log.pending.all() if files is None else files
+    search = Search(parts.reader, parts.key_index, parts.settling.moved, Names(**names))
+    search.begin(files)
+    missing = search.missing(thorough=thorough)
+    if missing:
+        search.note(walk(parts.reader, parts.settling.moved, missing))
+    return search.found(files)
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
@@ -77,8 +85,7 @@ async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: W
     [key] = await world.bulk("a", [1_000], 1)
     seq = look_up(world, ids=[key]).candidates[0].seq
     await world.advance(1_000)
-    parts = world.broker.parts
-    found = finding.look_up(parts.reader, parts.key_index, [], Moved(), Names(seqs=[seq]))
+    found = look_up(world, files=[], seqs=[seq])
     assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
     # Set aside, and never anybody's.
     assert look_up(world, seqs=[await world.broker.reserve(3)]) == Found()

@@ -18,17 +18,19 @@ got on. The answer is what a caller would have got who asked at one instant betw
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.broker import finding
-from timeball.broker.finding import CANCELLED, Candidate, Found, Names, pairs
+from timeball.broker.finding import CANCELLED, Candidate, Found, Names, Search, pairs
 from timeball.broker.parts import Parts, in_thread
+from timeball.broker.walking import walk
 from timeball.message import Kind, build_rows
 from timeball.schedule.strategy import Strategy
 
@@ -141,11 +143,24 @@ def _unknown(subject: str, found: Found) -> Verdict:
 
 
 async def _look_up(parts: Parts, names: Names, *, thorough: bool = False) -> Found:
-    def call() -> Found:
-        files, moved = parts.hour_log.pending.all(), parts.settling.moved
-        return finding.look_up(parts.reader, parts.key_index, files, moved, names, thorough=thorough)
+    pending, moved = parts.hour_log.pending, parts.settling.moved
+    search = Search(parts.reader, parts.key_index, moved, names)
 
-    return await in_thread(parts.reader_thread, call)
+    def begin() -> Found | None:
+        files = pending.all()
+        search.begin(files)
+        return None if search.missing(thorough=thorough) else search.found(files)
+
+    def end(rows: list[dict[str, Any]]) -> Found:
+        search.note(rows)
+        return search.found(pending.all())
+
+    found = await in_thread(parts.reader_thread, begin)
+    if found is None:
+        missing = search.missing(thorough=thorough)
+        rows = await asyncio.to_thread(walk, parts.reader, moved, missing)
+        found = await in_thread(parts.reader_thread, end, rows)
+    return found
 
 
 async def _look_again(

@@ -10,13 +10,13 @@ other. That is followed to the end of the chain.
 Left out, unless its topic is asked for: what is on its way back to a consumer (topics %RETRY% and %DLQ%). It carries
 its producer's id and keys, but the producer's message has been delivered; to cancel would be to lose it.
 
-All of it is one call in the reader thread, which is also where old segments and files are let go: what is found at
-its beginning is still there at its end.
+It is done in the reader thread, which is also where old segments and files are let go: what is found at the beginning
+of a step is still there at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,11 +25,12 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.retry import DLQ_PREFIX, RETRY_PREFIX
+from timeball.broker.walking import COLUMNS, SETTLING, next_seq_of
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.message import CANCEL_NEXT, Int64Array, Kind, decode_properties
+from timeball.message import Int64Array, Kind, decode_properties
 from timeball.schedule.delay_levels.rows import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
 from timeball.schedule.moved import Moved
@@ -38,12 +39,7 @@ from timeball.table.data_file import DataFile
 
 CANCELLED, RELEASED = "already_cancelled", "released"
 
-_COLUMNS = [
-    "seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq", "properties",
-]  # fmt: skip
-_PROMISES = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.MOVED)
-_SETTLING = (Kind.RELEASE, Kind.CANCEL)
-_SCAN_ROWS = 65_536
+_PROMISES = (Kind.PROMISE, Kind.LEVEL_PROMISE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,53 +102,60 @@ class Found:
     gone: dict[str, int] = field(default_factory=dict)
 
 
-def look_up(
-    reader: LogReader,
-    key_index: KeyIndex,
-    files: list[DataFile],
-    moved: Moved,
-    names: Names,
-    *,
-    thorough: bool = False,
-) -> Found:
-    """All promises with one of these names, in the log and the table (reader thread).
-
-    What has become of those without an id is told if `thorough`: that is to read the log.
-    """
-    search = _Search(reader, files, moved)
-    search.by_number(names.seqs)
-    search.by_name(key_index, names)
-    search.by_walking(thorough)
-    followed = search.followed()
-    if names.topic is not None:
-        followed = [c for c in followed if c.topic == names.topic]
-    else:
-        numbers = {str(seq) for seq in names.seqs}
-        followed = [c for c in followed if c.subject in numbers or not is_on_its_way_back(c.topic)]
-    if names.may is not None:
-        followed = [c for c in followed if names.may(c.topic)]
-    return Found(followed, search.settled, search.gone)
-
-
 def is_on_its_way_back(topic: str) -> bool:
     """Whether a promise for this topic is a copy for the consumers of a message that was delivered."""
     return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
 
 
-class _Search:
-    """One look-up."""
+class Search:
+    """One look-up; its methods belong to the reader thread, but for `missing`.
 
-    def __init__(self, reader: LogReader, files: list[DataFile], moved: Moved) -> None:
-        self._reader, self._files, self._moved = reader, files, moved
+    begin, then `walk` for what is missing (walking.py) and `note` what it has found, then `found`.
+    """
+
+    def __init__(self, reader: LogReader, key_index: KeyIndex, moved: Moved, names: Names) -> None:
+        self._reader, self._key_index, self._moved, self._names = reader, key_index, moved, names
+        self._files: list[DataFile] = []
         self._found: dict[tuple[str, int], Candidate] = {}
-        self.settled: dict[int, Settled] = {}
-        self.gone: dict[str, int] = {}
+        self._settled: dict[int, Settled] = {}
         self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
+
+    def begin(self, files: list[DataFile]) -> None:
+        """What the index, the log by number, and these files of the table know."""
+        self._files = files
+        self._by_number(self._names.seqs)
+        self._by_name()
+
+    def missing(self, *, thorough: bool) -> set[int]:
+        """Numbers to read the log for; `thorough`: also to know what became of promises without an id."""
+        return self._unknown | {c.seq for c in self._found.values() if thorough and c.unique_key is None}
+
+    def note(self, rows: list[dict[str, Any]]) -> None:
+        """What reading the log for them has found."""
+        for row in rows:
+            self._note_settling(row)
+            self._note_move(row)
+            if row["source_seq"] in self._unknown:
+                self._add_logged(str(row["source_seq"]), row)
+
+    def found(self, files: list[DataFile]) -> Found:
+        """All promises with one of the names; `files` as they are now."""
+        self._files, names = files, self._names
+        known = {c.seq for c in self._found.values()}
+        gone = {str(seq): seq for seq in self._unknown - known if seq < self._reader.first_seq}
+        followed = self._followed(gone)
+        if names.topic is not None:
+            followed = [c for c in followed if c.topic == names.topic]
+        else:
+            numbers = {str(seq) for seq in names.seqs}
+            followed = [c for c in followed if c.subject in numbers or not is_on_its_way_back(c.topic)]
+        if names.may is not None:
+            followed = [c for c in followed if names.may(c.topic)]
+        return Found(followed, self._settled, gone)
 
     # -- by number ---------------------------------------------------------------------------------------------
 
-    def by_number(self, seqs: Iterable[int]) -> None:
-        """Promises with these numbers, where they lie."""
+    def _by_number(self, seqs: Iterable[int]) -> None:
         wanted = np.unique(np.array(list(seqs), dtype=np.int64))
         for file in self._files:
             inside = wanted[(wanted >= file.entry.min_seq) & (wanted <= file.entry.max_seq)]
@@ -173,20 +176,20 @@ class _Search:
         there = False
         for rows in self._reader.rows(seq, seq + 1):
             there = True
-            for row in rows.select(_COLUMNS).to_pylist():
-                if row["kind"] in (Kind.PROMISE, Kind.LEVEL_PROMISE):
+            for row in rows.select(COLUMNS).to_pylist():
+                if row["kind"] in _PROMISES:
                     self._add(str(seq), row, row["store_ms"], at_seq=seq)
         return there
 
     # -- by id and key -----------------------------------------------------------------------------------------
 
-    def by_name(self, key_index: KeyIndex, names: Names) -> None:
+    def _by_name(self) -> None:
         """Promises with these ids and keys; and what has become of them, and of those known by number."""
-        by_id, by_key = set(names.ids), set(names.keys)
+        by_id, by_key = set(self._names.ids), set(self._names.keys)
         # How a promise named by its number was settled is found by its id, like everything else.
         known = {c.unique_key for c in self._found.values() if c.unique_key is not None}
         hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
-        for row in self._reader.take(key_index.find(hashes)).select(_COLUMNS).to_pylist():
+        for row in self._reader.take(self._key_index.find(hashes)).select(COLUMNS).to_pylist():
             for name in _names(row, by_id, by_key):
                 self._add_logged(name, row)
             self._note_settling(row)
@@ -198,52 +201,15 @@ class _Search:
                 for name in _names(row, by_id, by_key):
                     self._add(name, row, row["accepted_ms"], in_table=True)
 
-    # -- by walking through the log ----------------------------------------------------------------------------
-
-    def by_walking(self, thorough: bool) -> None:
-        """Look for rows that no index knows: of numbers that lie nowhere, and of promises without an id (`thorough`).
-
-        It reads all that is kept behind them. Clients of ours give every message an id, and nobody asks often.
-        """
-        nameless = {c.seq for c in self._found.values() if thorough and c.unique_key is None}
-        wanted = nameless | self._unknown
-        wanted |= {seq for seq in map(self._moved.next_of, wanted) if seq is not None}
-        if not wanted:
-            return
-        begin = max(self._reader.first_seq, min(wanted))
-        for rows in self._walk(begin):
-            source = rows.column("source_seq").fill_null(-1).to_numpy()
-            looked_at = 0
-            while looked_at < len(wanted):  # again, when a move has told of another number to look for
-                looked_at = len(wanted)
-                mine = np.isin(source, list(wanted))
-                for row in rows.filter(pa.array(mine)).to_pylist() if mine.any() else ():
-                    self._note_walked(row)
-                    next_seq = self._next_of(row["source_seq"])
-                    if next_seq is not None:
-                        wanted.add(next_seq)
-        found = {c.seq for c in self._found.values()}
-        self.gone = {str(seq): seq for seq in self._unknown - found if seq < self._reader.first_seq}
-
-    def _walk(self, begin: int) -> Iterator[pa.RecordBatch]:
-        kinds = (*_SETTLING, Kind.MOVED)
-        return self._reader.coalesced(begin, self._reader.next_seq, kinds, _SCAN_ROWS, _COLUMNS)
-
-    def _note_walked(self, row: dict[str, Any]) -> None:
-        self._note_settling(row)
-        self._note_move(row)
-        if row["source_seq"] in self._unknown:
-            self._add_logged(str(row["source_seq"]), row)
-
     # -- rows ----------------------------------------------------------------------------------------------------
 
     def _add_logged(self, subject: str, row: dict[str, Any]) -> None:
         """A row of the log that speaks of a promise: the promise as it was accepted, moved or ended."""
-        if row["kind"] in (Kind.PROMISE, Kind.LEVEL_PROMISE):
+        if row["kind"] in _PROMISES:
             self._add(subject, row, row["store_ms"], at_seq=row["seq"])
         elif row["kind"] == Kind.MOVED:
             self._add(subject, {**row, "seq": row["source_seq"]}, row["accepted_ms"], at_seq=row["seq"])
-        elif row["kind"] in _SETTLING:
+        elif row["kind"] in SETTLING:
             # The promise itself may have been let go by retention, or never have been in the log (bulk).
             self._add(subject, {**row, "seq": row["source_seq"]}, row["accepted_ms"])
 
@@ -271,13 +237,9 @@ class _Search:
         )  # fmt: skip
 
     def _note_settling(self, row: dict[str, Any]) -> None:
-        if row["kind"] == Kind.RELEASE:
-            self.settled[row["source_seq"]] = Settled(RELEASED, row["store_ms"])
-        elif row["kind"] == Kind.CANCEL:
-            next_seq = decode_properties(row["properties"] or "").get(CANCEL_NEXT)
-            self.settled[row["source_seq"]] = Settled(
-                CANCELLED, row["store_ms"], None if next_seq is None else int(next_seq)
-            )
+        if row["kind"] in SETTLING:
+            verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
+            self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"], next_seq_of(row))
 
     def _note_move(self, row: dict[str, Any]) -> None:
         """A promise known by its number was written again: it lies there now."""
@@ -287,7 +249,7 @@ class _Search:
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
-    def followed(self) -> list[Candidate]:
+    def _followed(self, gone: dict[str, int]) -> list[Candidate]:
         """The candidates; in place of those that were moved what they have become, each once for a subject."""
         result: dict[tuple[str, int], Candidate] = {}
         for candidate in list(self._found.values()):
@@ -296,21 +258,21 @@ class _Search:
                 seq = next_seq
             last = self._found.get((candidate.subject, seq)) or self._successor(candidate, seq)
             if last is None:
-                self.gone[candidate.subject] = seq
+                gone[candidate.subject] = seq
             else:
                 result.setdefault((last.subject, last.seq), last)
         return list(result.values())
 
     def _next_of(self, seq: int) -> int | None:
         """What the log says, or is remembered where retention has let go of that."""
-        ended = self.settled.get(seq)
+        ended = self._settled.get(seq)
         return self._moved.next_of(seq) if ended is None else ended.next_seq
 
     def _successor(self, candidate: Candidate, seq: int) -> Candidate | None:
         """What a promise has become, where its own name did not find that; None: nothing is known of it any more."""
-        if seq in self.settled:
+        if seq in self._settled:
             return replace(candidate, seq=seq, in_table=False, at_seq=None)
-        self.by_number([seq])
+        self._by_number([seq])
         found = self._found.get((str(seq), seq))
         return None if found is None else replace(found, subject=candidate.subject)
 

@@ -29,17 +29,11 @@ import pyarrow.compute as pc
 from timeball.broker.attaching import Ledger
 from timeball.broker.topics import Topics
 from timeball.broker.transactions import Half, load
+from timeball.broker.walking import next_seq_of
 from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
-from timeball.message import (
-    CANCEL_NEXT,
-    PROPERTY_NAME_END,
-    SCHEDULE_TOPIC,
-    Int64Array,
-    Kind,
-    decode_properties,
-)
+from timeball.message import CANCEL_NEXT, SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule import places
 from timeball.schedule.places import Placed
 from timeball.schedule.strategy import Settled
@@ -51,7 +45,6 @@ from timeball.table.catalog import Catalog
 BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
 
 _EMPTY = np.empty(0, np.int64)
-_NEXT = CANCEL_NEXT + PROPERTY_NAME_END
 _HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
 
 
@@ -166,14 +159,10 @@ def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
     properties = settling.column("properties")
     if properties.null_count == len(properties):
         return []
-    mine = pc.fill_null(pc.and_(_is_cancel(settling), pc.match_substring(properties, _NEXT)), False)
-    rows = settling.filter(mine).select(["due_ms", "source_seq", "properties"]).to_pylist()
-    named = [(row, decode_properties(row["properties"]).get(CANCEL_NEXT)) for row in rows]
-    return [(row["due_ms"], row["source_seq"], int(seq)) for row, seq in named if seq is not None]
-
-
-def _is_cancel(rows: pa.RecordBatch) -> pa.Array:
-    return pc.equal(rows.column("kind"), pa.scalar(int(Kind.CANCEL), pa.int8()))
+    likely = pc.fill_null(pc.match_substring(properties, CANCEL_NEXT), False)
+    rows = settling.filter(likely).select(["kind", "due_ms", "source_seq", "properties"]).to_pylist()
+    named = [(row, next_seq_of(row)) for row in rows]
+    return [(row["due_ms"], row["source_seq"], next_seq) for row, next_seq in named if next_seq is not None]
 
 
 def _replay_one(kind: Kind, seq: int, body: bytes, ledger: Ledger, replayed: Replayed) -> None:
