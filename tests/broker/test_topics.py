@@ -134,6 +134,14 @@ def test_what_is_saved_is_loaded_with_its_folders() -> None:
     assert again.ensure("c").number == 3
 
 
+def test_the_longest_group_and_topic_have_a_retry_topic() -> None:
+    ours = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
+    assert fresh().ensure(ours).name == ours
+    for name in (ours + "x", "t" * (limits.TOPIC_BYTES_MAX + 1)):
+        with pytest.raises(InvalidMessage, match="topic"):
+            fresh().ensure(name)
+
+
 def test_a_name_never_becomes_a_path() -> None:
     files = CrashFiles()
     topics = fresh(files)

@@ -9,6 +9,8 @@ from tests.interop.drivers import ClientError
 from tests.interop.grpc_conversation import ALL, GrpcConversation, came_early
 from tests.node_fixture import eventually
 
+from timeball import limits
+
 pytestmark = pytest.mark.interop
 
 INVALID_RECEIPT_HANDLE = 40013
@@ -100,3 +102,19 @@ def test_groups_do_not_share(talks: Talks) -> None:
         consumer = talk.simple(group=f"{talk.group}-{group}")
         [message] = talk.receive(consumer, {"for all"})
         talk.ack(consumer, message)
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_the_longest_names(talks: Talks, name: str) -> None:
+    """What comes back goes through a topic of ours whose name is made of both."""
+    talk = talks()
+    topic, group = (
+        f"{name}-".ljust(limits.TOPIC_BYTES_MAX, "t"),
+        f"{name}-".ljust(limits.GROUP_BYTES_MAX, "g"),
+    )
+    consumer = talk.simple(topic=topic, group=group)
+    talk.call("send", topic=topic, body="far")
+    [first] = talk.receive(consumer, {"far"}, invisible_s=1)
+    [again] = talk.receive(consumer, {"far"})
+    talk.ack(consumer, again)
+    assert (first["attempt"], again["attempt"], again["topic"]) == (1, 2, topic)

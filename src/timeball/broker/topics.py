@@ -21,6 +21,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.grouping import alike, codes_of, filled
+from timeball.broker.retry import RETRY_PREFIX
 from timeball.broker.topic_config import TopicConfig, at_least, check
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
@@ -190,7 +191,7 @@ class Topics:
             raise RequestError(f"filter type {filter_type[:80]!r}: it is {' or '.join(get_args(FilterType))}")
         topic = self._topics.get(name)
         if topic is None or topic.deleted:
-            check_name(name, limits.TOPIC_BYTES_MAX, "topic")
+            check_topic(name)
             if queues is None and not self._auto_create:
                 raise NotFound(
                     f"topic {name!r} does not exist; create it, or start with --auto-create-topics"
@@ -337,6 +338,12 @@ def _empty(topic: Topic) -> None:
     """Files stay: a crash may still bring the topic back, when the list is not saved yet. Retention takes them."""
     for queue in topic.queues if topic.emptied_before_seq else ():
         queue.index.hide(topic.emptied_before_seq)
+
+
+def check_topic(name: str) -> None:
+    """Raise InvalidMessage unless a topic may be called so; a group's retry topics may be longer than what users make."""
+    ours = name.startswith(RETRY_PREFIX)
+    check_name(name, limits.RETRY_TOPIC_BYTES_MAX if ours else limits.TOPIC_BYTES_MAX, "topic")
 
 
 def check_name(name: str, bytes_max: int, what: str) -> None:

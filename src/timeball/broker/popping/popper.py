@@ -32,7 +32,7 @@ from timeball.broker.popping.taking import Taking
 from timeball.broker.popping.window import NO_RECEIPT, Held, Window
 from timeball.broker.popping.windows import Windows
 from timeball.broker.receipts import PositionReceipt
-from timeball.broker.topics import Topic, check_name
+from timeball.broker.topics import Topic, check_name, check_topic
 from timeball.errors import OutOfRange
 from timeball.message import READ_SCHEMA, Int64Array
 
@@ -376,9 +376,9 @@ def check(ask: Ask) -> None:
         raise OutOfRange(f"queue {ask.queue_id}: -1 (any) or one that the topic has")
     check_invisible(ask.invisible_ms, 1)
     # Where the copies go must be a topic's name, and this is the time to say so.
-    for name in _topics_of(ask):
-        check_name(name, limits.TOPIC_BYTES_MAX, "topic")
-    check_name(retry.dead_letter_topic(ask.group), limits.TOPIC_BYTES_MAX, "topic")
+    check_name(ask.topic, limits.TOPIC_BYTES_MAX, "topic")
+    for name in (*_topics_of(ask), retry.dead_letter_topic(ask.group)):
+        check_topic(name)
 
 
 def check_invisible(invisible_ms: int, least_ms: int) -> None:
