@@ -341,7 +341,7 @@ def _empty(topic: Topic) -> None:
 
 
 def check_topic(name: str) -> None:
-    """Raise InvalidMessage unless a topic may be called so; a group's retry topics may be longer than what users make."""
+    """Raise InvalidMessage unless a topic may be called so; a retry topic of ours may be longer than a user's."""
     ours = name.startswith(RETRY_PREFIX)
     check_name(name, limits.RETRY_TOPIC_BYTES_MAX if ours else limits.TOPIC_BYTES_MAX, "topic")
 
