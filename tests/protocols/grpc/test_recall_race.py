@@ -1,12 +1,14 @@
 """Recalls that race the due instant: never recalled and delivered, never neither, and every answer is the log's.
 
 A thousand promises fall due within a second while 64 clients' calls, each aimed at its promise's instant and some
-before and behind it, take them back. What was delivered is what a consumer finds in the queues.
+before and behind it, take them back. What was delivered is what stands in the queues, and what a consumer receives and
+acknowledges meanwhile is the same, once each.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +38,7 @@ class Race:
     delivered: Counter[str] = field(default_factory=Counter)
     released_ms: dict[str, int] = field(default_factory=dict)  # by the log
     cancelled: set[str] = field(default_factory=set)
+    received: Counter[str] = field(default_factory=Counter)
 
     def faults(self) -> list[str]:
         """Everything that may not be."""
@@ -53,6 +56,8 @@ class Race:
                 found.append(f"{name}: {sentence!r}, and the log says {self.released_ms.get(name)}")
             if code not in (OK, TOO_LATE):
                 found.append(f"{name}: {d.Code.Name(code)} {sentence}")
+            if self.received[name] != times:
+                found.append(f"{name}: delivered {times} times, received {self.received[name]} times")
         return found
 
     def watch(self, node: RunningNode) -> None:
@@ -70,7 +75,10 @@ class Race:
     def is_over(self, node: RunningNode) -> bool:
         """Whether every promise has come to an end, or some have come to too many."""
         self.watch(node)
-        return self.delivered.total() + len(self.cancelled) >= PROMISES
+        return (
+            self.delivered.total() + len(self.cancelled) >= PROMISES
+            and self.received.total() >= self.delivered.total()
+        )
 
 
 def wait_until(instant_ms: float) -> None:
@@ -100,19 +108,45 @@ def recalled(wire: Wire, shots: list[tuple[str, str, float]]) -> dict[str, tuple
     return found
 
 
+def consume(wire: Wire, received: Counter[str], over: threading.Event) -> None:
+    """Receive and acknowledge until told to stop, and then until there is nothing more."""
+    while True:
+        was_over = over.is_set()
+        found = wire.receive("readers", "orders", wait_ms=50)
+        if not found:
+            if was_over:
+                return
+            continue
+        received.update(each.system_properties.message_id for each in found)
+        entries = [
+            s.AckMessageEntry(
+                message_id=each.system_properties.message_id,
+                receipt_handle=each.system_properties.receipt_handle,
+            )
+            for each in found
+        ]
+        group, topic = d.Resource(name="readers"), d.Resource(name="orders")
+        wire.ask_ok("AckMessage", s.AckMessageRequest(group=group, topic=topic, entries=entries))
+
+
 def test_a_thousand_recalls_race_their_instants(tmp_path: Path) -> None:
-    race, aim = Race(), random.Random(6)
+    race, aim, over = Race(), random.Random(6), threading.Event()
     with running_node(tmp_path / "data") as node:
         wires = [Wire.to(node, f"client-{n}") for n in range(WIRES)]
         shots = [
             (name, handle, due_ms + aim.uniform(-MISS_MS, MISS_MS))
             for name, handle, due_ms in promised(wires[0])
         ]
-        with ThreadPoolExecutor(CALLS) as pool:
-            parts = [pool.submit(recalled, wires[n % WIRES], shots[n::CALLS]) for n in range(CALLS)]
-            for part in parts:
-                race.answers.update(part.result())
-        eventually(lambda: race.is_over(node), "each promise is delivered or cancelled")
+        with ThreadPoolExecutor(CALLS + 1) as pool:
+            consuming = pool.submit(consume, wires[-1], race.received, over)
+            try:
+                parts = [pool.submit(recalled, wires[n % WIRES], shots[n::CALLS]) for n in range(CALLS)]
+                for part in parts:
+                    race.answers.update(part.result())
+                eventually(lambda: race.is_over(node), "each promise is received or cancelled")
+            finally:
+                over.set()  # else the pool would wait for it for ever
+            consuming.result()
         for wire in wires:
             wire.close()
     assert len(race.answers) == PROMISES
@@ -126,7 +160,9 @@ def test_a_thousand_recalls_race_their_instants(tmp_path: Path) -> None:
 def recorded() -> Race:
     """A race without a fault: A was recalled, B was not."""
     sentence = "too late, the message was delivered at 7"
-    return Race({"A": (OK, "ok"), "B": (TOO_LATE, sentence)}, Counter({"B": 1}), {"B": 7}, {"A"})
+    return Race(
+        {"A": (OK, "ok"), "B": (TOO_LATE, sentence)}, Counter({"B": 1}), {"B": 7}, {"A"}, Counter({"B": 1})
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,6 +176,9 @@ def recorded() -> Race:
         lambda race: race.released_ms.update(B=8),
         lambda race: race.answers.update(A=(TOO_LATE, "too late, the message was delivered at 7")),
         lambda race: race.answers.update(B=(OK, "ok")),
+        lambda race: race.received.update(["B"]),
+        lambda race: race.received.update(["A"]),
+        lambda race: race.received.clear(),
         lambda race: race.answers.update(B=(d.Code.INTERNAL_SERVER_ERROR, "")),
     ],
 )
