@@ -95,6 +95,24 @@ def test_a_group_shares_a_queue(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
+def test_in_order(talks: Talks) -> None:
+    """A FIFO group is given nothing behind a message that it has not acknowledged."""
+    talk = talks(queues=1, group={"consumeMessageOrderly": True})
+    consumer = talk.simple()
+    for number in range(3):
+        talk.send(f"message {number}", message_group="lane")
+    [first] = talk.receive_once(consumer, count=1, invisible_s=1)
+    [again] = talk.receive(consumer, {"message 0"}, count=1)
+    talk.ack(consumer, again)
+    [second] = talk.receive(consumer, {"message 1"}, count=1)
+    talk.ack(consumer, second)
+    [third] = talk.receive(consumer, {"message 2"}, count=1)
+    talk.ack(consumer, third)
+    assert [m["attempt"] for m in (first, again, second, third)] == [1, 2, 1, 1]
+    assert {m["message_group"] for m in (first, again, second, third)} == {"lane"}
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_groups_do_not_share(talks: Talks) -> None:
     talk = talks()
     talk.send("for all")

@@ -51,3 +51,26 @@ def test_each_recalls_the_other_s(client: Driver, talks: Talks, broker: StockBro
     assert old.call("recall", topic=new.topic, handle=by_new["recall_handle"]) == by_new["message_id"]
     assert new.call("recall", topic=new.topic, handle=by_old["recall_handle"]) == by_old["message_id"]
     assert set(by_body(new.receive(consumer, {"end"}))) == {"end"}
+
+
+@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("client", [JAVA5], indirect=True)
+def test_a_group_goes_on_with_the_other_client(
+    client: Driver, talks: Talks, broker: StockBroker, name: str
+) -> None:
+    """What one sort of client has consumed, the group has consumed."""
+    new = talks()
+    old = Conversation(client, broker, name, queues=0)
+    assert new.group == old.group
+    listener = old.listen()
+    old.send("first")
+    client.wait_deliveries(listener, 1)
+    old.stop(listener)
+    new.send("second")
+    consumer = new.simple()
+    [message] = new.receive(consumer, {"second"})
+    new.ack(consumer, message)
+    new.stop(consumer)
+    listener = old.listen()
+    old.send("third")
+    assert [m["body"] for m in client.wait_deliveries(listener, 1)] == ["third"]
