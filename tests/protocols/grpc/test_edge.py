@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
-from tests.node_fixture import running_node
+from tests.broker.on_node import batch
+from tests.node_fixture import eventually, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
+from timeball.clock import ManualClock
+from timeball.protocols.grpc import edge
 from timeball.protocols.grpc.dispatch import METHODS
 
 NOT_THERE = {"SyncLiteSubscription"}
@@ -40,3 +44,39 @@ def test_a_restart_knows_nobody_and_is_told_again(tmp_path: Path) -> None:
             assert wire.ask("Heartbeat", beat).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
             wire.telemetry(consumer_settings("g"))
             wire.ask_ok("Heartbeat", beat)
+
+
+def test_a_consumer_that_is_killed_is_missed_and_what_it_had_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "EXPIRE_LOOK_S", 0.02)
+    clock = ManualClock()
+    with running_node(tmp_path / "data", clock) as node, Wire.to(node, "living") as living:
+        assert node.node.grpc is not None
+        clients = node.node.grpc.site.clients
+        node.run(node.broker.send(batch(1, unique_key=["id-1"])))
+        killed = Wire.to(node, "killed")
+        killed.telemetry(consumer_settings("g", d.ClientType.PUSH_CONSUMER))
+        (message,) = killed.receive("g", "orders", auto_renew=True, invisible_ms=None)
+        living.telemetry(consumer_settings("g"))
+        killed.close()  # no good-bye
+
+        def beat_until(true: Callable[[], object]) -> Callable[[], object]:
+            """Time passes, and those who live beat."""
+
+            def look() -> object:
+                clock.advance(5_000)
+                living.ask_ok("Heartbeat", s.HeartbeatRequest(group=d.Resource(name="g")))
+                node.loop.call_soon_threadsafe(node.broker.ticker.wake)
+                return true()
+
+            return look
+
+        eventually(beat_until(lambda: clients.find("killed") is None), "it is missed")
+        assert clients.find("living") is not None
+        back: list[d.Message] = []
+        eventually(
+            beat_until(lambda: back.extend(living.receive("g", "orders", wait_ms=0)) or back), "it is back"
+        )
+        assert back[0].system_properties.message_id == message.system_properties.message_id
+        assert back[0].system_properties.delivery_attempt == 2
