@@ -12,7 +12,7 @@ from tests.crash.world import World
 from timeball import limits
 from timeball.broker.send_rows import NAMES, Row
 from timeball.broker.service import Accepted
-from timeball.errors import DiskFailed, InvalidMessage
+from timeball.errors import DiskFailed, InvalidMessage, OverLimit
 from timeball.message import Kind
 from timeball.protocols.grpc import gathering
 from timeball.protocols.grpc.gathering import Gathering
@@ -86,6 +86,27 @@ async def test_who_goes_away_harms_nobody(world: World) -> None:
     assert isinstance(answers[1], asyncio.CancelledError)
     assert [answers[at].offsets for at in (0, 2)]  # type: ignore[union-attr]
     assert (await gathering.take([row(b"next")])).first_seq > 0
+
+
+@on_node()
+async def test_what_waits_is_bounded_whether_its_callers_stay_or_go(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "HELD_BYTES_MAX", 10)
+    taken, _ = counted(world)
+    calls = [asyncio.ensure_future(taken.take([row(b"12345")])) for _ in range(2)]
+    await asyncio.sleep(0)
+    calls[1].cancel()
+    with pytest.raises(OverLimit, match="10 bytes of messages wait"):
+        await taken.take([row(b"6")])
+    await calls[0]
+    await taken.take([row(b"123456")])
+    await taken.take([row(b"x" * 11)])  # alone it may be larger: nobody else waits
+    assert taken._held_bytes == 0
+    bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
+    with pytest.raises(InvalidMessage):
+        await taken.take([bad])
+    assert taken._held_bytes == 0
 
 
 @on_node(failing=True)
