@@ -68,6 +68,10 @@ class Verb(Enum):
     ADMIN = "administer the broker"
 
 
+# What a verb needs on its topic; of two, one is enough.
+_RIGHTS = {Verb.SEND: PUB, Verb.CANCEL: PUB, Verb.RECEIVE: SUB, Verb.LOOK: _BOTH}
+
+
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One account, as it stands in the access file."""
 
@@ -135,7 +139,7 @@ class Principal:
             return
         if verb is Verb.ADMIN or (topic is None and group is None):
             raise Forbidden(f"account {self.name!r} may not {Verb.ADMIN.value}: admin = true would let it")
-        right = {Verb.RECEIVE: SUB, Verb.LOOK: _BOTH}.get(verb, PUB)
+        right = _RIGHTS[verb]
         if topic is not None and not _may_topic(account, topic, right):
             raise Forbidden(
                 f"account {self.name!r} may not {verb.value} topic {topic[:128]!r}: {_needs(topic, right)}"

@@ -292,6 +292,28 @@ def test_a_delayed_message_is_recalled_by_those_who_may_send_it(shop: SignedWire
     shop.ask_ok(recall, topic="orders", recallHandle=handle)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x7f\xff\xff\xff\x00\x00\x00\x04",
+        b"\x00\x00\x00\x08\x00\x00\x00\x04nope",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # a TLS handshake to a port that speaks none
+        encode(Command(310, ext={"a": "no topic", "AccessKey": "shop", "Signature": SIGNATURE})),
+        encode(
+            Command(310, ext={"b": "orders", "e": "no number", "AccessKey": "shop", "Signature": SIGNATURE})
+        ),
+    ],
+)
+def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
+    node: RunningNode, shop: SignedWire, data: bytes
+) -> None:
+    assert sent(shop).code == ResponseCode.SUCCESS
+    with Wire.to(node) as bad:
+        bad.send_bytes(data)
+        assert bad.is_closed()
+    assert sent(shop).code == ResponseCode.SUCCESS
+
+
 def test_an_account_that_goes_is_out_with_its_next_request(tmp_path: Path) -> None:
     path = access_file(tmp_path)
     with running_node(tmp_path / "data", access_file=str(path)) as node, SignedWire.of(node, "shop") as wire:

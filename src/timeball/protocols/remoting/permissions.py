@@ -24,6 +24,8 @@ ACCESS_KEY, SIGNATURE = "AccessKey", "Signature"
 # Clients up to 4.9.3 add this one behind the signature's back.
 UNSIGNED_ONCE, UNSIGNED_UP_TO = "_UNIQUE_KEY_QUERY", 399  # MQVersion.V4_9_3
 
+_LEFT_OUT, _LEFT_OUT_ONCE = frozenset({SIGNATURE}), frozenset({SIGNATURE, UNSIGNED_ONCE})
+
 
 class Need(NamedTuple):
     """A verb, and the header's fields that name its topic and its group."""
@@ -91,7 +93,7 @@ def signer(access: Access, command: Command) -> Principal:
 def content(command: Command) -> bytes:
     """What the signature is made of."""
     ext = command.ext
-    left_out = {SIGNATURE, UNSIGNED_ONCE} if command.version <= UNSIGNED_UP_TO else {SIGNATURE}
+    left_out = _LEFT_OUT_ONCE if command.version <= UNSIGNED_UP_TO else _LEFT_OUT
     values = "".join(ext[name] for name in sorted(ext) if name not in left_out)
     return values.encode("utf-8", "surrogatepass") + command.body
 
