@@ -280,6 +280,27 @@ async def test_one_that_goes_while_it_waits_takes_nothing(consumer: Consumer) ->
     assert len(await consumer.receive()) == 1
 
 
+@with_consumer()
+async def test_one_that_goes_at_any_moment_loses_nothing(consumer: Consumer) -> None:
+    """It is cut off so many turns of the loop after its message came: before, while and after it is handed out."""
+    given_back = 0
+    for turns in range(60):
+        waiting = asyncio.create_task(consumer.receive(wait_ms=20_000))
+        await consumer.world.until(lambda: consumer.world.broker.waiters._count, "it waits")
+        await consumer.send(unique_key=[f"id-{turns}"])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        (mine,) = await asyncio.gather(waiting, return_exceptions=True)
+        found = mine if isinstance(mine, list) else await consumer.receive(wait_ms=20_000)
+        given_back += found is not mine
+        assert ids(found) == [f"id-{turns}"] and found[0].system_properties.delivery_attempt == 1
+        assert (await consumer.ack(*found)).status.code == Code.OK
+    assert given_back
+    await consumer.pass_time(10 * MINUTE_MS)
+    assert await consumer.receive() == []
+
+
 def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unread, "ADDRESS_BYTES_MAX", 1)
 
