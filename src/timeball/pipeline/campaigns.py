@@ -93,6 +93,8 @@ class Campaigns:
         try:
             for _ in range(WRITE_TRIES):
                 table = self._open() or self._create()
+                if table is None:
+                    continue
                 if table.transaction_version(event.app_id) is not None or _appended(table, event):
                     return
         except (DeltaError, OSError) as error:
@@ -118,10 +120,14 @@ class Campaigns:
             raise NotFound(f"no campaign {campaign!r}; `timeball campaign list` shows those there are")
         return found
 
-    def _create(self) -> DeltaTable:
-        return DeltaTable.create(
-            self.uri, SCHEMA, mode="ignore", name=NAME, description="What was decided about bulk writes"
-        )
+    def _create(self) -> DeltaTable | None:
+        """The new table; None when somebody else makes it at this moment."""
+        try:
+            return DeltaTable.create(
+                self.uri, SCHEMA, mode="ignore", name=NAME, description="What was decided about bulk writes"
+            )
+        except CommitFailedError:
+            return None
 
     def _open(self) -> DeltaTable | None:
         try:
