@@ -13,6 +13,7 @@ from tests.interop.conversation import ALI_ONS, ALL, JAVA4, JAVA5, Conversation,
 from tests.interop.drivers import ClientError, Driver
 from tests.interop.stock_broker import StockBroker, stock_broker
 from tests.interop.stock_clients import command, mqadmin
+from tests.node_fixture import eventually
 
 pytestmark = pytest.mark.interop
 
@@ -138,19 +139,38 @@ def test_a_recall_is_signed_too(guarded: StockBroker, signing: Start, name: str)
     assert talk.call("recall", topic=talk.topic, handle=handle)
 
 
+def test_a_consumer_that_pops_signs_too(
+    guarded: StockBroker, signing: Start, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what it says of a message that has come back, which names the group's retry topic."""
+    talk = Conversation(signing(JAVA5), guarded, name)
+    as_tool(tmp_path, monkeypatch, "root", "the secret of root")
+    how = ["-t", talk.topic, "-g", talk.group, "-m", "POP", "-q", "8"]
+    mqadmin(guarded, "setConsumeMode", "-b", guarded.remoting, *how)
+    consumer = talk.listen(server_rebalance=True, fail=1)
+    talk.send("twice")
+    [again] = talk.client.wait_deliveries(consumer, 1, done=True)
+    assert again["body"] == "twice" and "POP_CK" in again["properties"]
+    retried = f"%RETRY%{talk.group}_{talk.topic}"
+    eventually(lambda: guarded.offsets(talk.group, retried) == {0: 1}, "it is acknowledged")
+
+
 def test_the_administration_tool_signs_too(
     guarded: StockBroker, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ROCKETMQ_HOME", str(tmp_path))
     asked = ("updateTopic", "-t", name, "-c", "DefaultCluster")
-    (tmp_path / "conf").mkdir()
-    for account, secret, may in (("shop", SECRET, False), ("root", "the secret of root", True)):
-        (tmp_path / "conf/tools.yml").write_text(f"accessKey: {account}\nsecretKey: {secret}\n")
-        if may:
-            assert "success" in mqadmin(guarded, *asked)
-            continue
-        with pytest.raises(AssertionError, match="administer the broker"):
-            mqadmin(guarded, *asked)
+    as_tool(tmp_path, monkeypatch, "shop", SECRET)
+    with pytest.raises(AssertionError, match="administer the broker"):
+        mqadmin(guarded, *asked)
+    as_tool(tmp_path, monkeypatch, "root", "the secret of root")
+    assert "success" in mqadmin(guarded, *asked)
+
+
+def as_tool(home: Path, patch: pytest.MonkeyPatch, account: str, secret: str) -> None:
+    """Where RocketMQ's tool looks for who it is."""
+    patch.setenv("ROCKETMQ_HOME", str(home))
+    (home / "conf").mkdir(exist_ok=True)
+    (home / "conf/tools.yml").write_text(f"accessKey: {account}\nsecretKey: {secret}\n")
 
 
 def test_a_client_that_signs_may_talk_to_a_broker_that_does_not_ask(
