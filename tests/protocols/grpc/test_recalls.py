@@ -102,6 +102,19 @@ def test_as_a_stock_broker_answers(tmp_path: Path, clock: ManualClock) -> None:
         assert [row["unique_key"] for row in rows(node)] == [late.message_id]
 
 
+def test_a_message_that_was_moved_since_is_found(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+    moved, other = delayed(wire, clock), delayed(wire, clock)
+    due_ms = clock.wall_ms() + 2 * DELAY_MS
+    [verdict] = node.run(node.broker.reschedule(ids=[moved.message_id], due_ms=due_ms))
+    assert verdict.verdict == "rescheduled"
+    clock.advance(DELAY_MS)
+    eventually(lambda: rows(node), "the other's release")
+    assert recall(wire, moved.recall_handle) == (Code.OK, "ok", moved.message_id)
+    clock.advance(DELAY_MS)
+    eventually(lambda: node.broker.status()["settled_before_ms"] > due_ms, "its new instant")  # type: ignore[operator]
+    assert [row["unique_key"] for row in rows(node)] == [other.message_id]
+
+
 def test_a_recall_outlives_the_broker(tmp_path: Path, clock: ManualClock) -> None:
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         entry, other = delayed(wire, clock), delayed(wire, clock)
