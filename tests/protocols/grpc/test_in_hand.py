@@ -190,7 +190,7 @@ class Life:
     async def quiet(self) -> None:
         """What goes on behind the calls is done."""
         edge = self.edges[-1]
-        await asyncio.gather(*edge._receives._tasks, *edge._renewals._tasks)
+        await asyncio.gather(*self.world.broker.receiving._tasks, *edge._renewals._tasks)
         await self.pass_time(0)
 
     async def end(self) -> None:

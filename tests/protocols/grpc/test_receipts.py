@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, resource, with_consumer
-from tests.protocols.grpc.wire import d, s
+from tests.protocols.grpc.wire import consumer_settings, d, s
 
 from timeball import limits
-from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 
 OK, INVALID = d.Code.OK, d.Code.INVALID_RECEIPT_HANDLE
 
@@ -105,6 +105,30 @@ def test_a_message_that_failed_comes_again_when_its_consumer_says(ms: int) -> No
         if ms:
             assert await consumer.receive() == []
         await consumer.pass_time(ms)
+        (again,) = await consumer.receive()
+        assert again.system_properties.delivery_attempt == 2
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("ms", "waits_ms"), [(0, 7_000), (10, 7_000), (999, 7_000), (1_000, 1_000), (9_000, 9_000)]
+)
+def test_what_a_push_consumer_fails_waits_as_the_policy_says(ms: int, waits_ms: int) -> None:
+    """Node's asks for none, or for its seconds as milliseconds."""
+
+    @with_consumer()
+    async def check(consumer: Consumer) -> None:
+        policy = RetryPolicy(customized_retry_policy=CustomizedRetry([7_000]))
+        consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
+        settings = consumer_settings(GROUP, d.ClientType.PUSH_CONSUMER)
+        consumer.edge.site.clients.settle(consumer.name, settings, consumer.edge.site.monotonic_ms())
+        await consumer.send()
+        (message,) = await consumer.receive()
+        assert (await consumer.change(message, ms)).status.code == OK
+        await consumer.pass_time(waits_ms - 1)
+        assert await consumer.receive() == []
+        await consumer.pass_time(1)
         (again,) = await consumer.receive()
         assert again.system_properties.delivery_attempt == 2
 

@@ -168,6 +168,7 @@ def with_duration(name: str, seconds: int, nanos: int = 0) -> s.ReceiveMessageRe
         (changed(batch_size=(1 << 31) - 1), Code.BAD_REQUEST),
         (changed(queue_id=99), Code.BAD_REQUEST),
         (changed(queue_id=-2), Code.BAD_REQUEST),
+        (changed(attempt_id="x" * 1_000), Code.BAD_REQUEST),
         (changed(invisible_ms=None), Code.ILLEGAL_INVISIBLE_TIME),
         (changed(invisible_ms=0), Code.ILLEGAL_INVISIBLE_TIME),
         (changed(invisible_ms=-60_000), Code.ILLEGAL_INVISIBLE_TIME),

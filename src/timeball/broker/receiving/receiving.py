@@ -108,7 +108,7 @@ class Receiving:
         try:
             await durable
         except asyncio.CancelledError:
-            self._give_back_later(receipts)
+            self.not_seen(receipts)
             raise
         return Received(rows, list(receipts))
 
@@ -198,15 +198,16 @@ class Receiving:
         return [next(verdicts if isinstance(one, Receipt) else in_order) for one in receipts]
 
     async def change(
-        self, receipt: AnyReceipt, invisible_ms: int, *, counts: bool = True
+        self, receipt: AnyReceipt, invisible_ms: int | None, *, counts: bool = True
     ) -> AnyReceipt | None:
         """Invisible until `invisible_ms` from now, durably; the new receipt, or None when the old one is not valid.
 
+        None: for as long as the group's retry policy says after this attempt (in order: not at all).
         Without `counts` this handing out is no attempt (RocketMQ's `suspend`); in order it is one all the same.
         """
-        popping.check_invisible(invisible_ms, 0)
+        popping.check_invisible(invisible_ms or 0, 0)
         if not isinstance(receipt, Receipt):
-            return await self._popper.change_invisible(receipt, invisible_ms)
+            return await self._popper.change_invisible(receipt, invisible_ms or 0)
         return await self._answers.change(Change(receipt, invisible_ms, counts))
 
     async def dead_letter(self, receipt: AnyReceipt) -> bool:
@@ -220,13 +221,14 @@ class Receiving:
         self._popper.give_back([one for one in receipts if not isinstance(one, Receipt)])
         await self._change_all([Change(one, None) for one in receipts if isinstance(one, Receipt)])
 
-    def _give_back_later(self, receipts: Sequence[Receipt]) -> None:
-        """Nobody has seen these: they come again at once, and it was no attempt."""
-        task = asyncio.create_task(
-            self._change_all([Change(receipt, 0, counts=False) for receipt in receipts])
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def not_seen(self, receipts: Sequence[AnyReceipt]) -> None:
+        """Their consumer was gone before it had them: they come again at once, and it was no attempt."""
+        self._popper.give_back([one for one in receipts if not isinstance(one, Receipt)])
+        changes = [Change(one, 0, counts=False) for one in receipts if isinstance(one, Receipt)]
+        if changes:
+            task = asyncio.create_task(self._change_all(changes))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _change_all(self, changes: Sequence[Change]) -> None:
         try:

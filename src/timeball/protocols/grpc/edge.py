@@ -7,12 +7,13 @@ import asyncio
 from timeball.broker.service import Broker
 from timeball.guard import OPEN, Guard
 from timeball.protocols.grpc.clients import Clients
+from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles
 from timeball.protocols.grpc.consuming import Consuming
 from timeball.protocols.grpc.dispatch import Dispatch
 from timeball.protocols.grpc.permissions import Permissions
 from timeball.protocols.grpc.pulls import Pulls
 from timeball.protocols.grpc.recalls import Recalls
-from timeball.protocols.grpc.receipts import Handles, Receipts
+from timeball.protocols.grpc.receipts import Receipts
 from timeball.protocols.grpc.receives import Receives
 from timeball.protocols.grpc.renewals import Renewals
 from timeball.protocols.grpc.routes import Routes
@@ -32,16 +33,15 @@ class GrpcEdge:
     def __init__(self, broker: Broker, guard: Guard = OPEN) -> None:
         self._settings, self._tls = broker.parts.settings, guard.tls
         self.site = site = Site(broker, Clients())
-        consuming, handles, unread = Consuming(site), Handles(site), Unread()
+        consuming, handles, unread = Consuming(site), ReceiptHandles(broker.receiving.seal), Unread()
         self._renewals = Renewals(broker.receiving, site.clients, broker.parts.clock.now_ms)
-        self._receives = Receives(site, consuming, handles, self._renewals, unread)
         rooms = [
             Routes(site).handlers(),
             Sends(site).handlers(),
             Transactions(site).handlers(),
             Recalls(site).handlers(),
             Telemetry(site).handlers(),
-            self._receives.handlers(),
+            Receives(site, consuming, handles, self._renewals, unread).handlers(),
             Receipts(site, handles, self._renewals).handlers(),
             Pulls(site, consuming, unread).handlers(),
         ]
@@ -69,7 +69,6 @@ class GrpcEdge:
             await asyncio.gather(self._watch, return_exceptions=True)
         self.site.clients.close()
         await self._server.close()
-        await self._receives.close()
         await self._renewals.close()
 
     async def _expire(self) -> None:

@@ -6,6 +6,10 @@
 
 A handle is INVALID_RECEIPT_HANDLE when it is none of ours, or of another group or topic, and when its message has been
 acknowledged or has come back to the group meanwhile. Answers are given when they are durable.
+
+A push consumer asks for another time when its listener has failed, and the pause is the group's policy. RocketMQ's Node
+client reads the policy wrongly (a customised one as none, seconds as milliseconds), and would have its messages tried
+to death in an instant; so whatever is less than a second, of a push consumer, is the policy's own pause.
 """
 
 from __future__ import annotations
@@ -13,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from timeball import limits
-from timeball.broker.popping import popper
-from timeball.broker.receiving.receipts import AnyReceipt, Receipt
-from timeball.protocols.grpc._generated.definition_pb2 import Code, Status
+from timeball.broker.receipts import AnyReceipt
+from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code, Status
 from timeball.protocols.grpc._generated.service_pb2 import (
     AckMessageRequest,
     AckMessageResponse,
@@ -27,7 +30,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 )
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import group_name, topic_name
-from timeball.protocols.grpc.codec.receipt_handles import InOrder, Promised, ReceiptHandles, invalid
+from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles, invalid
 from timeball.protocols.grpc.codec.statuses import Refused, ok, status, status_of
 from timeball.protocols.grpc.consuming import duration_ms
 from timeball.protocols.grpc.renewals import Renewals
@@ -36,28 +39,11 @@ from timeball.protocols.grpc.site import Site
 LATE = "it is not valid any more: its message was answered before, or has come back when its time was over"
 
 
-class Handles:
-    """Receipts of the broker as texts for its consumers, and back."""
-
-    def __init__(self, site: Site) -> None:
-        self._handles = ReceiptHandles(site.broker.receiving.seal)
-
-    def encode(self, receipt: AnyReceipt) -> str:
-        """The handle of a receipt."""
-        named = Promised(*receipt[2:]) if isinstance(receipt, Receipt) else InOrder(*receipt[2:])
-        return self._handles.encode(receipt.group, receipt.topic, named)
-
-    def decode(self, text: str, group: str, topic: str) -> AnyReceipt:
-        """The receipt of a handle; raises Refused."""
-        named = self._handles.decode(group, topic, text)
-        return (Receipt if isinstance(named, Promised) else popper.Receipt)(group, topic, *named)
-
-
 class Receipts:
     """See the module. Belongs to the event loop."""
 
-    def __init__(self, site: Site, handles: Handles, renewals: Renewals) -> None:
-        self._receiving = site.broker.receiving
+    def __init__(self, site: Site, handles: ReceiptHandles, renewals: Renewals) -> None:
+        self._receiving, self._clients = site.broker.receiving, site.clients
         self._handles, self._renewals = handles, renewals
 
     def handlers(self) -> Handlers:
@@ -99,7 +85,6 @@ class Receipts:
         self, call: Call, request: ChangeInvisibleDurationRequest
     ) -> ChangeInvisibleDurationResponse:
         receipt = self._receipt(request)
-        # Clients that have failed ask for less than a second, or for none: it may come again at once.
         invisible_ms = -1
         if request.HasField("invisible_duration"):
             invisible_ms = duration_ms(
@@ -110,7 +95,10 @@ class Receipts:
                 Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: 0 to {limits.INVISIBLE_MS_MAX} ms from now"
             )
         async with self._renewals.answering([receipt]) as (newest,):
-            changed = await self._receiving.change(newest, invisible_ms, counts=not request.suspend)
+            by_policy = invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push(call)
+            changed = await self._receiving.change(
+                newest, None if by_policy else invisible_ms, counts=not request.suspend
+            )
         if changed is None:
             raise invalid(LATE)
         return ChangeInvisibleDurationResponse(status=ok(), receipt_handle=self._handles.encode(changed))
@@ -123,6 +111,10 @@ class Receipts:
         if not is_valid:
             raise invalid(LATE)
         return ForwardMessageToDeadLetterQueueResponse(status=ok())
+
+    def _is_push(self, call: Call) -> bool:
+        client = self._clients.find(call.client_id)
+        return client is not None and client.settings.client_type == ClientType.PUSH_CONSUMER
 
     def _receipt(
         self, request: ChangeInvisibleDurationRequest | ForwardMessageToDeadLetterQueueRequest

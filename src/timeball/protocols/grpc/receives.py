@@ -11,46 +11,39 @@ does not read holds up nobody but itself (unread.py).
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 
 from timeball import limits
-from timeball.broker.popping import popper
 from timeball.broker.popping.popper import Ask
-from timeball.broker.receiving.receipts import AnyReceipt, Received
-from timeball.errors import TimeballError
+from timeball.broker.receiving.receipts import Received
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, timestamp
+from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles
 from timeball.protocols.grpc.codec.statuses import Refused, ok, status
 from timeball.protocols.grpc.consuming import Consuming, duration_ms, wait_ms
-from timeball.protocols.grpc.receipts import Handles
 from timeball.protocols.grpc.renewals import FIRST_MS, Renewals
 from timeball.protocols.grpc.site import Site
 from timeball.protocols.grpc.unread import Unread
 
+ATTEMPT_ID_CHARACTERS_MAX = 128  # kept with each queue in order; a UUID has 36
 INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ asks for ten; its clients may ask for less here
 
 
 class Receives:
-    """See the module. Belongs to the event loop; `close` waits for what is given back."""
+    """See the module. Belongs to the event loop."""
 
     def __init__(
-        self, site: Site, consuming: Consuming, handles: Handles, renewals: Renewals, unread: Unread
+        self, site: Site, consuming: Consuming, handles: ReceiptHandles, renewals: Renewals, unread: Unread
     ) -> None:
         self._site, self._broker = site, site.broker
         self._consuming, self._handles, self._renewals = consuming, handles, renewals
         self._unread = unread
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> Handlers:
         """The calls answered here."""
         return {"ReceiveMessage": self._receive}
-
-    async def close(self) -> None:
-        """Wait until what clients have not got is given back."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _receive(
         self, call: Call, request: ReceiveMessageRequest
@@ -79,7 +72,7 @@ class Receives:
                 yield ReceiveMessageResponse(delivery_timestamp=timestamp(now_ms))
         finally:
             if not is_read:
-                self._give_back(received.receipts)
+                self._broker.receiving.not_seen(received.receipts)
 
     def _ask(self, request: ReceiveMessageRequest) -> Ask:
         group, queue = self._consuming.group(request.group), request.message_queue
@@ -94,6 +87,8 @@ class Receives:
                 Code.BAD_REQUEST,
                 f"queue {queue.id}: topic {topic.name!r} has 0 to {topic.read_queues - 1}, -1 is any",
             )
+        if len(request.attempt_id) > ATTEMPT_ID_CHARACTERS_MAX:
+            raise Refused(Code.BAD_REQUEST, f"attempt_id: at most {ATTEMPT_ID_CHARACTERS_MAX} characters")
         in_order = group.consume_message_orderly
         return Ask(
             group.group_name,
@@ -110,21 +105,6 @@ class Receives:
         handed_out = HandedOut([self._handles.encode(each) for each in received.receipts], ask.invisible_ms)
         asked, store_host = request.message_queue.topic, self._site.settings.broker_name
         return messages(received.rows, asked, ask.topic, store_host, handed_out)
-
-    def _give_back(self, receipts: Sequence[AnyReceipt]) -> None:
-        """Nobody has seen these: they come again at once, and it was no attempt."""
-        in_order = [each for each in receipts if isinstance(each, popper.Receipt)]
-        self._broker.popper.give_back(in_order)
-        if len(in_order) < len(receipts):
-            task = asyncio.create_task(self._change(receipts))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _change(self, receipts: Sequence[AnyReceipt]) -> None:
-        try:
-            await asyncio.gather(*(self._broker.receiving.change(each, 0, counts=False) for each in receipts))
-        except TimeballError:
-            pass  # they come again when their invisible time is over
 
 
 def _invisible_ms(request: ReceiveMessageRequest) -> int:

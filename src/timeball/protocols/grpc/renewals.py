@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from timeball import limits
+from timeball.broker.receipts import AnyReceipt
 from timeball.broker.receiving import Receiving
-from timeball.broker.receiving.receipts import AnyReceipt
 from timeball.errors import TimeballError
 from timeball.protocols.grpc.clients import Client, Clients
 

@@ -8,50 +8,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from timeball.broker.receipts import AnyReceipt, PositionReceipt, Receipt
 from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.codec.receipt_handles import CHARACTERS_MAX, InOrder, Promised, ReceiptHandles
+from timeball.protocols.grpc.codec.receipt_handles import CHARACTERS_MAX, ReceiptHandles
 from timeball.protocols.grpc.codec.statuses import Refused
 
 SECRET = bytes(range(32))
 HANDLES = ReceiptHandles(SECRET)
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
-NAMED = st.one_of(st.builds(Promised, INT64, INT64), st.builds(InOrder, INT32, INT64, INT64))
 NAMES = st.from_regex(r"[%|a-zA-Z0-9_-]{1,20}", fullmatch=True)
+RECEIPTS = st.one_of(
+    st.builds(Receipt, NAMES, NAMES, INT64, INT64),
+    st.builds(PositionReceipt, NAMES, NAMES, INT32, INT64, INT64),
+)
 
 
 def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES) -> None:
     with pytest.raises(Refused) as error:
-        handles.decode(group, topic, text)
+        handles.decode(text, group, topic)
     assert error.value.status_code == Code.INVALID_RECEIPT_HANDLE
 
 
-@given(NAMES, NAMES, NAMED)
-def test_a_handle_comes_back(group: str, topic: str, named: Promised | InOrder) -> None:
-    text = HANDLES.encode(group, topic, named)
-    found = HANDLES.decode(group, topic, text)
-    assert found == named and type(found) is type(named)
+@given(RECEIPTS)
+def test_a_handle_comes_back(receipt: AnyReceipt) -> None:
+    text = HANDLES.encode(receipt)
+    found = HANDLES.decode(text, receipt.group, receipt.topic)
+    assert found == receipt and type(found) is type(receipt)
     assert len(text) <= CHARACTERS_MAX and text.isascii() and " " not in text
 
 
-@given(NAMES, NAMES, NAMES, NAMES, NAMED)
-def test_a_handle_is_for_its_group_and_topic(
-    group: str, topic: str, other_group: str, other_topic: str, named: Promised | InOrder
-) -> None:
-    text = HANDLES.encode(group, topic, named)
-    if (other_group, other_topic) != (group, topic):
-        refused(other_group, other_topic, text)
+@given(RECEIPTS, NAMES, NAMES)
+def test_a_handle_is_for_its_group_and_topic(receipt: AnyReceipt, group: str, topic: str) -> None:
+    if (group, topic) != (receipt.group, receipt.topic):
+        refused(group, topic, HANDLES.encode(receipt))
 
 
-@given(NAMED, st.data())
-def test_no_changed_handle_is_read(named: Promised | InOrder, data: st.DataObject) -> None:
-    text = HANDLES.encode("g", "t", named)
+@given(RECEIPTS, st.data())
+def test_no_changed_handle_is_read(receipt: AnyReceipt, data: st.DataObject) -> None:
+    text, names = HANDLES.encode(receipt), (receipt.group, receipt.topic)
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from("ABCxyz019-_=. \n").filter(lambda c: c != text[at]))
-    refused("g", "t", text[:at] + other + text[at + 1 :])
-    refused("g", "t", text[:at])
-    refused("g", "t", text + "A")
-    refused("g", "t", text + "=")
+    refused(*names, text[:at] + other + text[at + 1 :])
+    refused(*names, text[:at])
+    refused(*names, text + "A")
+    refused(*names, text + "=")
 
 
 @given(st.one_of(st.text(), st.binary(max_size=80).map(lambda b: base64.urlsafe_b64encode(b).decode())))
@@ -60,12 +61,12 @@ def test_garbage_is_none(text: str) -> None:
 
 
 def test_another_folders_handle_is_none() -> None:
-    refused("g", "t", ReceiptHandles(bytes(32)).encode("g", "t", Promised(1, 2)))
+    refused("g", "t", ReceiptHandles(bytes(32)).encode(Receipt("g", "t", 1, 2)))
 
 
 def test_a_kind_cannot_pass_for_the_other() -> None:
     # A promise's handle is four bytes shorter; with those from the group's name it would be as long as the other.
-    text = HANDLES.encode("abcdg", "t", Promised(1, 2))
+    text = HANDLES.encode(Receipt("abcdg", "t", 1, 2))
     data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     longer = data[:18] + b"abcd" + data[18:]
     refused("g", "t", base64.urlsafe_b64encode(longer).rstrip(b"=").decode())

@@ -15,8 +15,8 @@ import binascii
 import hmac
 import struct
 from hashlib import blake2b
-from typing import NamedTuple
 
+from timeball.broker.receipts import AnyReceipt, PositionReceipt, Receipt
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.codec.statuses import Refused
 
@@ -29,46 +29,32 @@ _PROMISED = struct.Struct(">BBqq")
 _IN_ORDER = struct.Struct(">BBiqq")
 
 
-class Promised(NamedTuple):
-    """Named by its promise."""
-
-    seq: int
-    due_ms: int
-
-
-class InOrder(NamedTuple):
-    """Named by its position."""
-
-    queue_id: int
-    offset: int
-    pop_ms: int
-
-
 class ReceiptHandles:
     """Makes and reads the handles of one data folder, whose secret is `secret`."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def encode(self, group: str, topic: str, named: Promised | InOrder) -> str:
-        """The text for a message of `topic` handed to `group`."""
-        if isinstance(named, Promised):
+    def encode(self, receipt: AnyReceipt) -> str:
+        """The text for a receipt."""
+        group, topic, *named = receipt
+        if isinstance(receipt, Receipt):
             data = _PROMISED.pack(VERSION, PROMISED, *named)
         else:
             data = _IN_ORDER.pack(VERSION, IN_ORDER, *named)
         sealed = data + self._seal(data, group, topic)
         return base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
-    def decode(self, group: str, topic: str, text: str) -> Promised | InOrder:
-        """Inverse; raises Refused."""
+    def decode(self, text: str, group: str, topic: str) -> AnyReceipt:
+        """Inverse, for a call that names this group and topic; raises Refused."""
         data = _bytes_of(text)
         content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(content, group, topic)):
             raise invalid("it was not made by this broker for this group and topic")
         if content[:2] == bytes([VERSION, PROMISED]) and len(content) == _PROMISED.size:
-            return Promised(*_PROMISED.unpack(content)[2:])
+            return Receipt(group, topic, *_PROMISED.unpack(content)[2:])
         if content[:2] == bytes([VERSION, IN_ORDER]) and len(content) == _IN_ORDER.size:
-            return InOrder(*_IN_ORDER.unpack(content)[2:])
+            return PositionReceipt(group, topic, *_IN_ORDER.unpack(content)[2:])
         raise invalid("it was made by another version of this broker")
 
     def _seal(self, data: bytes, group: str, topic: str) -> bytes:
