@@ -1,4 +1,4 @@
-"""Clients that take more than their share, or nothing of what they are sent: each meets a bound, unnoticed by others."""
+"""Clients that take more than their share, or nothing of what they are sent: each meets a bound, unseen by others."""
 
 from __future__ import annotations
 
