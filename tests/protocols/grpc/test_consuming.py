@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocols.grpc.consumer import GROUP, Consumer, resource, with_consumer
-from tests.protocols.grpc.wire import d
+from tests.protocols.grpc.wire import d, receive_request
 
 from timeball.broker.filters import EVERYTHING
+from timeball.protocols.grpc import consuming as module
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.codec.statuses import Refused
 from timeball.protocols.grpc.consuming import (
@@ -89,3 +92,22 @@ async def test_a_filter_is_read_once(consumer: Consumer) -> None:
     topic = consuming.topic(resource("orders"))
     expression = d.FilterExpression(type=d.FilterType.SQL, expression="a > 1")
     assert consuming.wanted(expression, topic) is consuming.wanted(expression, topic)
+
+
+def test_one_address_does_not_take_all_the_places_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITS_PER_ADDRESS_MAX", 3)
+
+    @with_consumer()
+    async def check(consumer: Consumer) -> None:
+        other = Consumer(consumer.world, consumer.edge, "client-2", "10.0.0.2")
+        waiting = [asyncio.create_task(consumer.receive(f"g{n}", wait_ms=20_000)) for n in range(3)]
+        await consumer.world.until(lambda: consumer.world.broker.waiters._count == 3, "they wait")
+        request = receive_request(GROUP, "orders", wait_ms=20_000)
+        assert await consumer.refused(request) == d.Code.TOO_MANY_REQUESTS
+        late = asyncio.create_task(other.receive("g3", wait_ms=20_000))
+        await consumer.world.until(lambda: consumer.world.broker.waiters._count == 4, "another one waits")
+        await consumer.send()
+        assert [len(found) for found in await asyncio.gather(*waiting, late)] == [1, 1, 1, 1]
+        assert len(await consumer.receive()) == 1  # there is room again
+
+    check()

@@ -6,6 +6,10 @@ comes a little before the client's deadline: one that comes behind it is lost, w
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from google.protobuf.duration_pb2 import Duration
 
 from timeball import limits
@@ -29,6 +33,9 @@ MARGIN_MS, MARGIN_SHARE = (
     4,
 )  # before the deadline: this much, or a quarter of what is left when that is less
 REMAINING_S_MAX = 3_600.0  # more is as good as that
+WAITS_PER_ADDRESS_MAX = (
+    limits.PULLS_WAITING_MAX // 2
+)  # no one address has all the places there are for waiting
 MULTI_TAG = "MULTI_TAG"
 _KINDS = {FilterType.FILTER_TYPE_UNSPECIFIED: TAG, FilterType.TAG: TAG, FilterType.SQL: SQL92}
 # The ends of what protobuf's durations may say.
@@ -41,6 +48,7 @@ class Consuming:
     def __init__(self, site: Site) -> None:
         self._parts = site.broker.parts
         self._filters = FiltersKept()
+        self._waits: Counter[str] = Counter()  # by address
 
     def group(self, resource: Resource) -> SubscriptionGroup:
         """The group, which may consume; raises Refused, OverLimit."""
@@ -71,6 +79,22 @@ class Consuming:
                 f"filter type {expression.type}: TAG ({FilterType.TAG}) or SQL",
             )
         return self._filters.get(expression.expression, kind, bit_mask=topic.filter_type == MULTI_TAG)
+
+    @contextmanager
+    def waiting(self, call: Call) -> Iterator[None]:
+        """The call may wait within; raises Refused."""
+        if self._waits[call.peer] >= WAITS_PER_ADDRESS_MAX:
+            raise Refused(
+                Code.TOO_MANY_REQUESTS,
+                f"{self._waits[call.peer]} calls from {call.peer} wait already; let some of them end",
+            )
+        self._waits[call.peer] += 1
+        try:
+            yield
+        finally:
+            self._waits[call.peer] -= 1
+            if not self._waits[call.peer]:
+                del self._waits[call.peer]
 
     def _made(self, name: str) -> Topic:
         try:

@@ -78,7 +78,8 @@ class Pulls:
             yield PullMessageResponse(next_offset=low if request.offset < low else high)
             return
         self._unread.check(call.peer)
-        rows, next_offset = await self._rows(topic.name, request, wanted, waits_ms / 1_000)
+        with self._consuming.waiting(call):
+            rows, next_offset = await self._rows(topic.name, request, wanted, waits_ms / 1_000)
         if rows is None:
             sentence = f"no message in {waits_ms} ms; ask again at the next offset"
             yield PullMessageResponse(status=status(Code.MESSAGE_NOT_FOUND, sentence))

@@ -53,7 +53,8 @@ class Receives:
             call, request.long_polling_timeout if request.HasField("long_polling_timeout") else None
         )
         self._unread.check(call.peer)
-        received = await self._broker.receiving.receive(ask, waits_ms)
+        with self._consuming.waiting(call):
+            received = await self._broker.receiving.receive(ask, waits_ms)
         if not received.receipts:
             yield ReceiveMessageResponse(
                 status=status(Code.MESSAGE_NOT_FOUND, f"no message in {waits_ms} ms; ask again")
