@@ -15,6 +15,7 @@ from tests.table.small_table import NOW_MS, table_rows
 
 from timeball.broker import compacting
 from timeball.broker.compacting import TailCount
+from timeball.broker.popping.popper import Ask
 from timeball.message import TABLE_SCHEMA
 from timeball.table.data_file import DataFile
 from timeball.table.layout import FOLDER
@@ -115,3 +116,21 @@ def test_files_are_a_bucket_each_and_none_for_no_rows() -> None:
     assert (near.rows, far.rows) == (2, 1)
     assert column(DataFile(files, near).rows_between((0, 0), (1 << 62, 0)), "seq") == [2, 3]
     assert files.exists(f"{FOLDER}/{far.path}")
+
+
+@on_node(compact_rows=10)
+async def test_receipts_that_were_acknowledged_are_not_moved_and_not_looked_at_again(world: World) -> None:
+    await world.send("a", [HOUR_MS] * 8)
+    await world.send("now", [None] * 12)
+    verbs = world.broker.receiving
+    received = await verbs.receive(Ask("g", "now", invisible_ms=HOUR_MS), 0)
+    assert await verbs.acknowledge(received.receipts) == [True] * 12
+    await world.node.upkeep.compact_if_worth()  # type: ignore[union-attr]
+    assert world.broker.status()["schedule"]["table_rows"] == 8
+    assert world.broker.mover.tail_count.rows == 0
+    watermark = world.broker.status()["watermark"]
+    received = await verbs.receive(Ask("h", "now", invisible_ms=HOUR_MS), 0)
+    await verbs.acknowledge(received.receipts)
+    await world.node.upkeep.compact_if_worth()  # type: ignore[union-attr]
+    assert world.broker.status()["watermark"] > watermark, "nothing was left to move, and that is known"
+    assert world.broker.mover.tail_count.rows == 0

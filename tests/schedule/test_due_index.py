@@ -73,6 +73,15 @@ def test_remove_and_contains(pairs: list[Pair], batch: int, data: st.DataObject)
     assert len(index) == len(set(pairs) - set(chosen))
 
 
+@given(PAIRS, st.integers(1, 20), st.lists(POSITIONS, max_size=4))
+def test_what_was_taken_out_is_not_found_any_more(pairs: list[Pair], batch: int, highs: list[Pair]) -> None:
+    index = index_of(pairs, batch)
+    for high in sorted(highs):
+        assert index.contains(*columns(pairs)).tolist() == [pair in listed(index.pairs()) for pair in pairs]
+        index.pop_before(*high)
+        assert index.contains(*columns(pairs)).tolist() == [pair >= high for pair in pairs]
+
+
 @given(PAIRS, st.integers(1, 20), st.integers(0, 130))
 def test_drop_by_sequence_number(pairs: list[Pair], batch: int, seq: int) -> None:
     index = index_of(pairs, batch)

@@ -14,11 +14,12 @@ import pyarrow as pa
 
 from timeball.files import Files
 from timeball.log.reader import LogReader
-from timeball.message import TABLE_SCHEMA, Kind
+from timeball.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 
 JOB_ID = "broker"
+_NONE: Int64Array = np.empty(0, np.int64)
 RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
 
 
@@ -54,10 +55,21 @@ class TailCount:
 
 
 def compact(
-    files: Files, reader: LogReader, *, from_seq: int, to_seq: int, settled_before_ms: int, now_ms: int
+    files: Files,
+    reader: LogReader,
+    *,
+    from_seq: int,
+    to_seq: int,
+    settled_before_ms: int,
+    now_ms: int,
+    settled: Int64Array = _NONE,
 ) -> Attachment:
-    """Write the files for a range of the log; the caller attaches them (background thread)."""
-    entries = write_files(files, promises(reader, from_seq, to_seq, settled_before_ms), now_ms)
+    """Write the files for a range of the log; the caller attaches them (background thread).
+
+    `settled`: numbers that are left out besides, as they need not wait any more. Most receipts are among them.
+    """
+    rows = promises(reader, from_seq, to_seq, settled_before_ms, settled)
+    entries = write_files(files, rows, now_ms)
     return Attachment(
         job="compact", job_id=JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq
     )
@@ -80,11 +92,14 @@ def write_files(files: Files, rows: pa.Table, now_ms: int) -> list[FileEntry]:
     return entries
 
 
-def promises(reader: LogReader, from_seq: int, to_seq: int, settled_before_ms: int) -> pa.Table:
+def promises(
+    reader: LogReader, from_seq: int, to_seq: int, settled_before_ms: int, settled: Int64Array
+) -> pa.Table:
     """TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
     parts = []
     for rows in reader.coalesced(from_seq, to_seq, [Kind.PROMISE], 65_536):
         waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
+        waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
         if waiting.any():
             parts.append(as_table_rows(rows.filter(pa.array(waiting)) if not np.all(waiting) else rows))
     return pa.Table.from_batches(parts, TABLE_SCHEMA)

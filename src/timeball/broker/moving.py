@@ -141,10 +141,11 @@ class Mover:
                 return None
             # Read after `to_seq` was durable: only then does it speak of every promise before it.
             settled_before_ms, now_ms = parts.hour_log.settled_before_ms, parts.clock.now_ms()
+            settled = parts.settling.settled().seq
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: compacting.compact(
-                    parts.files, parts.reader,
+                    parts.files, parts.reader, settled=settled,
                     from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
                 ),
             )  # fmt: skip

@@ -152,7 +152,8 @@ class Upkeep:
             and ours
             and (rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min))
         ):
-            await self._broker.compact()
+            # Also when all are settled, as receipts nearly always are: or it would look at them again and again.
+            await self._broker.mover.compact(even_without_promises=True)
             self._compacted_ms = now_ms
         await self._broker.mover.rewrite()
 

@@ -347,9 +347,10 @@ class HourLog:
         due, seq = np.concatenate([file_due[:cut], tail_due]), np.concatenate([file_seq[:cut], tail_seq])
         order = np.lexsort((seq, due))
         target = cut_to_budget(due[order], seq[order], target, self._rows_max)
-        _, tail_seqs = self._tail.pop_before(*target)
+        tail_due, tail_seqs = self._tail.pop_before(*target)
         self._horizon = target
-        tail_at = self._places.pop(tail_seqs)
+        # Receipts are promises, and nearly all of them are cancelled by now: their bodies are not read again.
+        tail_at = self._places.pop(tail_seqs)[~self._settling.was_cancelled(tail_due, tail_seqs)]
         bodies = near if cut else []
         runs = await loop.run_in_executor(self._thread, self._load, bodies, tail_at, low, min(left, target))
         for run in runs:
