@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.interop.conversation import by_body
-from tests.interop.grpc_conversation import ALL, JAVA, NODE, PYTHON, GrpcConversation
+from tests.interop.grpc_conversation import ALL, GrpcConversation
 from tests.node_fixture import eventually
 
 pytestmark = pytest.mark.interop
@@ -40,6 +40,10 @@ def test_what_failed_comes_again(talks: Talks) -> None:
     assert [m["attempt"] for m in tries] == [1, 2, 3]
     for said in ("topic", "tag", "keys", "message_id", "properties"):
         assert tries[0][said] == tries[1][said] == tries[2][said], said
+    first, second = sorted(talk.returned(), key=lambda row: row["store_ms"])
+    assert second["store_ms"] >= first["store_ms"] + 2_000, (
+        "the pauses are the group's, whatever the client makes of them"
+    )
     assert not talk.dead_letters()
 
 
@@ -89,14 +93,7 @@ def test_in_order(talks: Talks) -> None:
 @pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_in_order_a_dead_letter_lets_the_next_one_pass(talks: Talks) -> None:
     """Tries are counted in the client here, which then forwards the message itself."""
-    # Each knows one sort of policy with an order: Python the customised one, Node the exponential one, Java both.
-    policy = {
-        PYTHON: {"retry_ms": [1_000]},
-        NODE: {"groupRetryPolicy": EXPONENTIAL},
-        JAVA: {"retry_ms": [1_000]},
-    }
-    talk = talks()
-    talk.configure_group({"consumeMessageOrderly": True, "retryMaxTimes": 1, **policy[talk.which]})
+    talk = talks(group={"consumeMessageOrderly": True, "retryMaxTimes": 1, "retry_ms": [1_000]})
     consumer = talk.listen(fail=2)
     for body in ("hopeless", "next"):
         talk.send(body, message_group="lane")

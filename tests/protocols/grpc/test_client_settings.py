@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.protocols.grpc.wire import consumer_settings, producer_settings
+from tests.protocols.grpc.wire import consumer_settings, d, producer_settings
 
 from timeball import limits
 from timeball.broker.groups import SubscriptionGroup
@@ -45,3 +45,13 @@ def test_a_consumer_hears_how_its_group_consumes(in_order: bool) -> None:
 def test_a_group_without_a_number_of_its_own_has_rocketmqs() -> None:
     assert attempts_max(SubscriptionGroup("g", retry_max_times=-1)) == 17
     assert attempts_max(SubscriptionGroup("g", retry_max_times=0)) == 1
+
+
+def test_node_is_told_a_policy_that_it_can_read() -> None:
+    """RocketMQ's Node client takes a customised policy for one attempt and no more."""
+    group = SubscriptionGroup("g", retry_max_times=4)
+    asked = consumer_settings("g")
+    assert answered(asked, group, check_types=True).backoff_policy.HasField("customized_backoff")
+    asked.user_agent.language = d.Language.NODE_JS
+    policy = answered(asked, group, check_types=True).backoff_policy
+    assert policy.HasField("exponential_backoff") and policy.max_attempts == 5

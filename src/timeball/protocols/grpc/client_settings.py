@@ -5,7 +5,9 @@
     consumer   how often a message is tried and after which pauses (the group's retry policy), whether the group
                consumes in order, how many messages a call asks for and how long it waits
 
-A policy is told as the group's operator has set it: exponential, or customised with a pause for every attempt.
+A policy is told as the group's operator has set it: exponential, or customised with a pause for every attempt. The Node
+client knows no customised one and would take its number of attempts for one; it is told an exponential one instead, of
+which it needs that number only (its pauses are the broker's doing, see receipts.py).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from timeball.broker.retry_policy import delay_ms
 from timeball.protocols.grpc._generated.definition_pb2 import (
     CustomizedBackoff,
     ExponentialBackoff,
+    Language,
     RetryPolicy,
     Settings,
 )
@@ -43,7 +46,9 @@ def answered(settings: Settings, group: SubscriptionGroup | None, *, check_types
     found.subscription.fifo = group.consume_message_orderly
     found.subscription.receive_batch_size = RECEIVE_ROWS
     found.subscription.long_polling_timeout.CopyFrom(Duration(seconds=LONG_POLLING_S))
-    found.backoff_policy.CopyFrom(_policy(group))
+    found.backoff_policy.CopyFrom(
+        _policy(group, exponential=settings.user_agent.language == Language.NODE_JS)
+    )
     return found
 
 
@@ -63,11 +68,10 @@ def milliseconds(duration: Duration) -> int:
     return duration.seconds * 1_000 + duration.nanos // 1_000_000
 
 
-def _policy(group: SubscriptionGroup) -> RetryPolicy:
+def _policy(group: SubscriptionGroup, *, exponential: bool) -> RetryPolicy:
     attempts, policy = attempts_max(group), group.group_retry_policy
-    chosen = policy.exponential_retry_policy
-    if policy.type == "EXPONENTIAL":
-        chosen = chosen or ExponentialRetry()
+    if exponential or policy.type == "EXPONENTIAL":
+        chosen = policy.exponential_retry_policy or ExponentialRetry()
         return _exponential(attempts, chosen.initial, chosen.max, chosen.multiplier)
     # One for each attempt that may fail, as the broker itself would have it: clients only look them up.
     pauses = [duration(delay_ms(policy, attempt)) for attempt in range(1, min(attempts, PAUSES_MAX) + 1)]
