@@ -16,6 +16,7 @@ from timeball.broker.groups import CustomizedRetry, RetryPolicy, SubscriptionGro
 from timeball.clock import ManualClock
 from timeball.errors import Unavailable
 from timeball.protocols.grpc import renewals as module
+from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.grpc.renewals import AHEAD_MS, FIRST_MS, IN_ALL_MS, Renewals
 
 OK = d.Code.OK
@@ -244,6 +245,27 @@ def test_a_client_has_so_many_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(await consumer.receive()) == 12 - 5
 
     check()
+
+
+@with_consumer()
+async def test_after_a_restart_a_renewed_message_comes_again_once(consumer: Consumer) -> None:
+    consumer.connect()
+    await consumer.send()
+    (message,) = await push(consumer)
+    await stay(consumer, 2 * MINUTE_MS)
+    await consumer.edge.close()
+    await consumer.world.restart()
+    other = Consumer(consumer.world, GrpcEdge(consumer.world.broker))
+    other.connect()
+    assert await push(other) == []  # still within the time that it was renewed for
+    assert (await other.ack(message)).status.code == d.Code.INVALID_RECEIPT_HANDLE  # who knew of that is gone
+    await stay(other, 4 * MINUTE_MS)
+    (again,) = await push(other)
+    assert again.system_properties.delivery_attempt == 2
+    assert (await other.ack(again)).status.code == OK
+    await stay(other, 20 * MINUTE_MS, MINUTE_MS)
+    assert await push(other) == []
+    await other.edge.close()
 
 
 @with_consumer()
