@@ -17,6 +17,8 @@ from tests.pipeline.traffic import send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
+from timeball.broker.popping.popper import Ask
+from timeball.broker.receiving import AnyReceipt
 from timeball.cli.pending import count_waiting
 from timeball.clock import ManualClock
 from timeball.config import MIB
@@ -153,6 +155,36 @@ def test_moved_promises_balance(spark: SparkSession, node: RunningNode, broker: 
     sent, moves, cancelled, came = 10 + 2 + 4 + 2, 4 + 3 + 1, 2, 4
     assert (report.accepted, report.cancelled, report.released) == (sent + moves, moves + cancelled, came)
     assert report.pending == sent - cancelled - came
+
+
+def test_receipts_balance(spark: SparkSession, node: RunningNode) -> None:
+    """A message that is handed out is a promise: acknowledged, given other time, dead, or over and here again."""
+    verbs = node.broker.receiving
+
+    def receive(rows: int, invisible_ms: int = 10**6) -> list[AnyReceipt]:
+        ask = Ask("g", "plain", rows=rows, invisible_ms=invisible_ms)
+        return node.run(verbs.receive(ask, 0)).receipts
+
+    send(node.endpoint, 10)
+    node.run(node.broker.send(batch(12, topic=["plain"] * 12)))
+    acked, moved, dead, held = receive(4), receive(2), receive(1), receive(3)
+    assert all(node.run(verbs.acknowledge(acked)))
+    assert all(node.run(verbs.change(one, ms)) is not None for one, ms in zip(moved, (0, 10**7), strict=True))
+    assert node.run(verbs.dead_letter(dead[0]))
+    receive(2, invisible_ms=1)
+    with Timeball(node.endpoint) as ball:
+        eventually(lambda: visible(ball, "%RETRY%g_plain") == 3, "three are here again")
+    extend_ledger(spark, node)
+    node.run(node.broker.compact())
+    again = receive(1)
+    assert len(again) == 1 and all(node.run(verbs.acknowledge([*again, held[0]])))
+    report = audit.run(spark, node.endpoint)
+    assert report.ok, report
+    sent, handed_out, changes, cancelled, came = 10, 12 + 1, 2, 4 + 2 + 1 + 2, 3
+    assert (report.accepted, report.cancelled, report.released) == (
+        sent + handed_out + changes, cancelled, came,
+    )  # fmt: skip
+    assert report.pending == sent + handed_out + changes - cancelled - came
 
 
 @pytest.fixture
