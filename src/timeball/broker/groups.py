@@ -2,7 +2,7 @@
 
 A group comes into being with its first member, with RocketMQ's defaults, and stays until somebody deletes it.
 Names and values are RocketMQ's own, since its tools write them and read them back; what Timeball does not act
-on (the proxy's retry policy, the slow-reading broker) is kept and given back as it came. Saved as a whole when it
+on (the slow-reading broker) is kept and given back as it came. Saved as a whole when it
 has changed: a group lost in a crash is made again by its members' next heartbeat, one that was configured is
 saved before the answer.
 """
@@ -42,7 +42,7 @@ class CustomizedRetry(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, rename="camel"):
-    """RocketMQ's GroupRetryPolicy; its remoting broker does not act on it, nor do we."""
+    """RocketMQ's GroupRetryPolicy (retry_policy.py). As in RocketMQ, consumers of remoting do not feel it."""
 
     type: str = "CUSTOMIZED"
     exponential_retry_policy: ExponentialRetry | None = None

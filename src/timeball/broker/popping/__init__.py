@@ -11,4 +11,6 @@ A message that is handed out is invisible to the group until its receipt comes b
 in hand is kept in memory; the group's stored offset is the first position nobody has done with, so that a
 crash hands out again what was in hand and loses nothing. In order that a copy for the retry topic is never lost
 either, it is durable before its original counts as done.
+
+Consumers of RocketMQ 5 take from the same windows, but what they are handed is a promise at once (../receiving/).
 """
