@@ -214,3 +214,30 @@ async def test_a_message_too_many_groups_want_is_each_ones_own(world: World) -> 
     assert bodies(await receive(world)) == []
     again = await receiving(world).receive(Ask("other", TOPIC, invisible_ms=MINUTE_MS), 0)
     assert bodies(again) == bodies(theirs) == [b"a"]
+
+
+@on_node()
+async def test_a_producer_who_takes_its_message_back_does_not_take_it_from_a_consumer(world: World) -> None:
+    await send(world, [b"now"], unique_key=["u1"], keys=["k"])
+    later = pa.array([1_000], pa.int64())
+    await send(world, [b"later"], unique_key=["u2"], keys=["k"], delay_ms=later)
+    await world.advance(1_000)
+    received = await receive(world)
+    assert len(received.receipts) == 2
+    verdicts = await world.broker.cancel(ids=["u1", "u2"])
+    assert [verdict.verdict for verdict in verdicts] == ["not_found", "released"]
+    assert {verdict.verdict for verdict in await world.broker.cancel(keys=["k"])} == {"released"}
+    moved = await world.broker.reschedule(ids=["u1", "u2"], delay_ms=5_000)
+    assert [verdict.verdict for verdict in moved] == ["not_found", "released"]
+    assert await acknowledge(world, received) == [True, True], "they are the consumer's still"
+    named = await receive(world)
+    assert named.receipts == []
+
+
+@on_node()
+async def test_who_names_the_retry_topic_finds_what_waits_for_it(world: World) -> None:
+    await send(world, [b"a"], unique_key=["u1"])
+    received = await receive(world)
+    verdicts = await world.broker.cancel(ids=["u1"], topic=AGAIN)
+    assert [verdict.verdict for verdict in verdicts] == ["cancelled"]
+    assert await acknowledge(world, received) == [False]
