@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.accounts import SECRETS, access_file
 from tests.cli.processes import running, timeball
+from tests.node_fixture import eventually
 
 from timeball import Timeball
 from timeball.cli.up import pipeline_command
@@ -103,6 +105,15 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
 
 
 def _await_table(ball: Timeball, rows: int) -> None:
-    from tests.node_fixture import eventually
-
     eventually(lambda: ball.status()["schedule"]["table_rows"] == rows, "Spark compacts")
+
+
+def test_a_pipeline_whose_account_may_not_do_its_work_gives_up_and_says_why(tmp_path: Path) -> None:
+    options = ["--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(access_file(tmp_path))]
+    shop = {"TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": SECRETS["shop"]}
+    for known, told in (({}, "access key"), (shop, "account 'shop' may not")):
+        with running("up", "--json", *options, **known) as up:
+            up.wait_line(event="ready")
+            up.wait_line(event="pipeline", state="given_up")
+            assert up.end() == 0
+            assert [line for line in up.errors if told in line]
