@@ -30,6 +30,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.receiving import AnyReceipt, Receipt, positions
 from timeball.clock import ManualClock
+from timeball.config import Schedule
 
 TIMES_MAX, INVISIBLE_MS = 2, 1_000
 STEPS = st.one_of(
@@ -60,13 +61,14 @@ class Message:
 class Life:
     """A node, and the model beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Schedule = "hour_log") -> None:
+        self.schedule = schedule
         self.clock, self.files = ManualClock(), CrashFiles()
         self.messages: dict[str, Message] = {}
         self.stale: list[AnyReceipt] = []
 
     async def live(self, steps: list[tuple[str, int]]) -> None:
-        self.world = InTurn(self.files, self.clock)
+        self.world = InTurn(self.files, self.clock, schedule=self.schedule)
         await self.world.start()
         try:
             await self.world.broker.create_topic(TOPIC, 2)
@@ -178,7 +180,8 @@ class Life:
         await self.world.checkpoint()
 
     async def compact(self, _: int) -> None:
-        await self.world.compact()
+        if self.schedule == "hour_log":
+            await self.world.compact()
 
     async def restart(self, _: int) -> None:
         await self.world.restart()
@@ -186,7 +189,7 @@ class Life:
     async def power_cut(self, _: int, survival: Any = "nothing") -> None:
         await self.world.abandon()
         self.files = self.files.crash(survival=survival)
-        self.world = InTurn(self.files, self.clock)
+        self.world = InTurn(self.files, self.clock, schedule=self.schedule)
         await self.world.start()
 
     async def kill(self, _: int) -> None:
@@ -219,6 +222,14 @@ class Life:
 )
 def test_the_log_and_a_model_agree_on_every_message(steps: list[tuple[str, int]]) -> None:
     run(Life().live(steps))
+
+
+@pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(STEPS, max_size=40))
+@example(steps=[("send", 3), ("receive", 3), ("more time", 0), ("power cut", 0), ("suspend", 1), ("ack", 0)])
+def test_they_agree_whoever_keeps_the_promises(schedule: Schedule, steps: list[tuple[str, int]]) -> None:
+    run(Life(schedule).live(steps))
 
 
 TAKEN_AND_CUT = [("send", 2), ("receive", 2), ("power cut", 0), ("receive", 2)]

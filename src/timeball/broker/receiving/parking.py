@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.broker import retry
+from timeball.broker.grouping import filled
 from timeball.broker.popping.copies import FIRST_POP_TIME, ORIGIN_GROUP, POP_CK, retry_topic
 from timeball.message import (
     PROPERTY_END,
@@ -43,7 +44,7 @@ _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "s
 
 def times_of(rows: pa.RecordBatch) -> Int64Array:
     """How often each of these READ_SCHEMA rows had been tried before."""
-    return np.asarray(rows.column("reconsume_times").fill_null(0).to_numpy(), dtype=np.int64)
+    return np.asarray(filled(rows.column("reconsume_times"), 0).to_numpy(), dtype=np.int64)
 
 
 def times_after(rows: pa.RecordBatch) -> Int64Array:
@@ -89,7 +90,7 @@ def dressed(texts: pa.Array, group: str, topic: str, now_ms: int) -> pa.Array:
     """The properties of rows of `topic` that are handed to `group` now, as their copies are to have them."""
     adding = added(group, topic, now_ms)
     behind = encode_properties(adding)
-    texts = texts.fill_null("")
+    texts = filled(texts, "")
     needs_end = pc.and_(pc.not_equal(texts, ""), pc.invert(pc.ends_with(texts, PROPERTY_END)))
     ended = pc.if_else(needs_end, pc.binary_join_element_wise(texts, "", PROPERTY_END), texts)
     found = pc.binary_join_element_wise(ended, behind, "")
