@@ -18,7 +18,7 @@ from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Settin
 from timeball.protocols.grpc._generated.service_pb2 import TelemetryCommand
 from timeball.protocols.grpc.codec.names import topic_name
 
-EXPIRY_MS = 60_000  # clients beat every ten seconds
+EXPIRY_MS = 30_000  # clients beat every ten seconds, and a killed one has messages in its hand
 CLIENTS_MAX = 65_536
 STREAMS_PER_CLIENT_MAX = 16  # one for each address of a broker, and one that is just being replaced
 COMMANDS_WAITING_MAX = 256  # that a client has not taken: a slow one is not sent more
