@@ -41,6 +41,7 @@ STEPS = st.one_of(
         st.integers(0, 9),
     ),
     st.tuples(st.just("wait"), st.sampled_from([1, 400, 1_000, 3_000])),
+    st.tuples(st.just("clock back"), st.sampled_from([300, 5_000, 60_000])),
     st.tuples(st.sampled_from(["restart", "save", "power cut", "kill", "compact", "checkpoint"]), st.just(0)),
 )
 
@@ -66,6 +67,7 @@ class Life:
         self.clock, self.files = ManualClock(), CrashFiles()
         self.messages: dict[str, Message] = {}
         self.stale: list[AnyReceipt] = []
+        self.set_back_ms = 0
 
     async def live(self, steps: list[tuple[str, int]]) -> None:
         self.world = InTurn(self.files, self.clock, schedule=self.schedule)
@@ -84,7 +86,7 @@ class Life:
     async def to_the_end(self) -> None:
         for _ in range(TIMES_MAX + 3):
             await self.receive(32)
-            await self.wait(5_000)
+            await self.wait(5_000 + self.set_back_ms)
         unsettled = [body for body, one in self.messages.items() if not (one.acked or one.dead)]
         assert not unsettled, f"lost: {unsettled}"
         dead = sorted(body.decode() for body in await in_queue(self.world, DEAD))
@@ -92,6 +94,12 @@ class Life:
         again = [body.decode() for body in await in_queue(self.world, AGAIN)]
         for body, one in self.messages.items():
             assert again.count(body) == one.again, f"{body} came {again.count(body)} times, not {one.again}"
+
+    @property
+    def now_ms(self) -> int:
+        """The broker's time, which does not follow every step of the machine's clock."""
+        found: int = self.world.broker.parts.clock.now_ms()
+        return found
 
     def held(self) -> list[tuple[str, Message]]:
         return [(body, one) for body, one in self.messages.items() if one.receipt is not None]
@@ -122,7 +130,7 @@ class Life:
             assert not one.acked, f"{body!r} was acknowledged and comes again"
             assert not one.dead, f"{body!r} is dead and comes again"
             assert times == one.tried, f"{body!r}: attempt {times + 1} after {one.tried}"
-            one.receipt, one.until_ms, one.counts = receipt, self.clock.wall + INVISIBLE_MS, True
+            one.receipt, one.until_ms, one.counts = receipt, self.now_ms + INVISIBLE_MS, True
 
     async def ack(self, n: int) -> None:
         if (picked := self.pick(n)) is not None:
@@ -141,7 +149,7 @@ class Life:
             one = picked[1]
             one.receipt = await receiving(self.world).change(self.receipt_of(one), ms, counts=counts)
             assert one.receipt is not None
-            one.until_ms, one.counts = self.clock.wall + ms, counts
+            one.until_ms, one.counts = self.now_ms + ms, counts
             await self.wait(0)
 
     async def less_time(self, n: int) -> None:
@@ -166,11 +174,16 @@ class Life:
     async def wait(self, ms: int) -> None:
         await self.world.advance(ms)
         for _, one in self.held():
-            if one.until_ms <= self.clock.wall:
+            if one.until_ms <= self.now_ms:
                 self.receipt_of(one)
                 one.tried += one.counts
                 one.dead = one.tried > TIMES_MAX
                 one.again += not one.dead
+
+    async def clock_back(self, ms: int) -> None:
+        self.clock.step_wall(-ms)
+        self.set_back_ms += ms
+        await self.wait(0)
 
     async def save(self, _: int) -> None:
         assert self.world.node is not None
