@@ -29,7 +29,9 @@ import pyarrow as pa
 
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError
 
-OPEN_FILES_MAX = 1 << 20  # some systems allow a billion, and programs that a child may start close each number
+OPEN_FILES_MAX = (
+    1 << 20
+)  # some systems allow a billion, and programs that a child may start close each number
 _CLOSED = (1 << 31) - 1  # a descriptor that no process has: every call on it is EBADF
 
 

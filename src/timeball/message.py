@@ -59,7 +59,10 @@ LOG_SCHEMA = pa.schema(
         ("reconsume_times", pa.int32()),
         ("prepared_seq", pa.int64()),  # transactions: the half message that this row commits or rolls back
         ("due_ms", pa.int64()),  # null for an ordinary message
-        ("accepted_ms", pa.int64()),  # releases, cancels, moves: when the promise was appended (null: of a receipt)
+        (
+            "accepted_ms",
+            pa.int64(),
+        ),  # releases, cancels, moves: when the promise was appended (null: of a receipt)
         # Releases and cancels: the promise settled. Moves: the promise. Promises: the row handed out that
         # they bring back to a consumer, if they are for that (broker/receiving/).
         ("source_seq", pa.int64()),

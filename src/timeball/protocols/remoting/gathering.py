@@ -141,7 +141,9 @@ class Gathering:
     def _handle(self, ticket: Ticket) -> str:
         if ticket.due_ms is None or not self._recallable:
             return ""
-        return recall_handle.encode_handle(ticket.topic, self._site.broker_name, ticket.due_ms, ticket.unique_key)
+        return recall_handle.encode_handle(
+            ticket.topic, self._site.broker_name, ticket.due_ms, ticket.unique_key
+        )
 
     def _refuse(self, tickets: list[Ticket], error: BaseException) -> None:
         for ticket in tickets:
