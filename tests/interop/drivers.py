@@ -21,10 +21,10 @@ and those for gRPC these (`tls`, `access_key`, `secret_key`, `endpoint` with eac
     simple           name, group, topic, wait_s [expression sql]
     receive          consumer, count, invisible_s: messages, each with its number
     ack, change      consumer, number [invisible_s]
-    push             name, group, topic [expression sql fail]
+    push             name, group, topic [expression sql fail hold]
     stop             name
 
-A consumer reports every delivery; the first `fail` deliveries of each body fail.
+A consumer reports every delivery; the first `fail` deliveries of each body fail, and one that holds never ends.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ const checker = {
   },
 };
 
-/** Tells of each message; the first `fail` deliveries of a body fail. */
-function listener(name, fail) {
+/** Tells of each message; the first `fail` deliveries of a body fail. Who holds never comes to an end. */
+function listener(name, fail, hold) {
   const failures = new Map();
   return {
     async consume(delivered) {
@@ -79,6 +79,7 @@ function listener(name, fail) {
       const times = (failures.get(what.body) || 0) + 1;
       failures.set(what.body, times);
       emit({ event: 'message', consumer: name, done: times > fail, message: what });
+      if (hold) await new Promise(() => {});
       return times > fail ? ConsumeResult.SUCCESS : ConsumeResult.FAILURE;
     },
   };
@@ -137,7 +138,7 @@ const operations = {
 
   async push(request) {
     await start(request, new PushConsumer({
-      ...consumerOptions(request), messageListener: listener(request.name, request.fail || 0),
+      ...consumerOptions(request), messageListener: listener(request.name, request.fail || 0, request.hold),
     }));
   },
 

@@ -64,10 +64,10 @@ class Checker(stock.TransactionChecker):
 
 
 class Listener(stock.MessageListener):
-    """Tells of each message; the first `fail` deliveries of a body fail."""
+    """Tells of each message; the first `fail` deliveries of a body fail. Who holds never comes to an end."""
 
-    def __init__(self, name, fail):
-        self.name, self.fail = name, fail
+    def __init__(self, name, fail, hold):
+        self.name, self.fail, self.hold = name, fail, hold
         self.failures = collections.Counter()
         self.lock = threading.Lock()
 
@@ -77,6 +77,8 @@ class Listener(stock.MessageListener):
             self.failures[what["body"]] += 1
             done = self.failures[what["body"]] > self.fail
         emit({"event": "message", "consumer": self.name, "done": done, "message": what})
+        if self.hold:
+            threading.Event().wait()
         return stock.ConsumeResult.SUCCESS if done else stock.ConsumeResult.FAILURE
 
 
@@ -177,7 +179,7 @@ class Client:
         self.running[request["consumer"]].change_invisible_duration(message, request["invisible_s"])
 
     def push(self, request):
-        listener = Listener(request["name"], request.get("fail", 0))
+        listener = Listener(request["name"], request.get("fail", 0), request.get("hold", False))
         self.start(
             request,
             stock.PushConsumer(

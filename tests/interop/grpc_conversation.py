@@ -114,10 +114,10 @@ class GrpcConversation:
 
     # ---- what became of it, from the broker's own log
 
-    def is_early(self, body: str) -> bool:
-        """Did this message, which had a due instant, come into its queue before it?"""
+    def is_early(self, body: str, due_ms: int) -> bool:
+        """Did this message come into its queue before this instant, by the broker's clock?"""
         [row] = [row for row in self.broker.rows(self.topic) if row["body"] == body.encode()]
-        return came_early(row)
+        return came_early({**row, "due_ms": due_ms})
 
     def returned(self) -> list[Json]:
         """The rows that came back to the group, because nobody acknowledged them in time."""

@@ -19,7 +19,7 @@ Talks = Callable[..., GrpcConversation]
 def test_recalled_is_cancelled(talks: Talks) -> None:
     talk = talks()
     consumer = talk.simple()
-    due_ms = talk.due_ms(3_000)
+    due_ms = talk.due_ms(5_000)
     kept, recalled = talk.send("kept", due_ms=due_ms), talk.send("recalled", due_ms=due_ms)
     talk.send("end", due_ms=due_ms + 1_000)
     assert recalled["recall_handle"] != kept["recall_handle"]

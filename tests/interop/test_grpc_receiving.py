@@ -95,7 +95,7 @@ def test_a_group_shares_a_queue(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_in_order(talks: Talks) -> None:
+def test_in_order_one_by_one(talks: Talks) -> None:
     """A FIFO group is given nothing behind a message that it has not acknowledged."""
     talk = talks(queues=1, group={"consumeMessageOrderly": True})
     consumer = talk.simple()

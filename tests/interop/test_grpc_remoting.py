@@ -22,11 +22,12 @@ def test_each_reads_the_other_s(client: Driver, talks: Talks, broker: StockBroke
     old = Conversation(client, broker, name, queues=0)
     given, asked = old.listen(), new.simple(group=f"{new.group}-asked")
     how = {"tag": "t", "keys": "k", "properties": {"colour": "red"}}
+    due_ms = new.due_ms(1_500)
     ids = {
         "old": old.send("old", **how)["message_id"],
         "old, late": old.send("old, late", timer="TIMER_DELAY_MS", timer_value=1_500, **how)["message_id"],
         "new": new.send("new", **how)["message_id"],
-        "new, late": new.send("new, late", due_ms=new.due_ms(1_500), **how)["message_id"],
+        "new, late": new.send("new, late", due_ms=due_ms, **how)["message_id"],
     }
     to_new = by_body(new.receive(asked, set(ids)))
     to_old = by_body(client.wait_deliveries(given, len(ids)))
@@ -36,7 +37,8 @@ def test_each_reads_the_other_s(client: Driver, talks: Talks, broker: StockBroke
         assert to_new[body]["tag"] == to_old[body]["tag"] == "t"
         assert to_new[body]["keys"] == ["k"] and to_old[body]["keys"] == "k"
         assert to_new[body]["properties"]["colour"] == to_old[body]["properties"]["colour"] == "red"
-    assert not any(new.is_early(body) for body in ("old, late", "new, late"))
+    assert not new.is_early("old, late", to_new["old, late"]["born_ms"] + 1_500)
+    assert not new.is_early("new, late", due_ms)
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
@@ -45,9 +47,9 @@ def test_each_recalls_the_other_s(client: Driver, talks: Talks, broker: StockBro
     new = talks()
     old = Conversation(client, broker, name, queues=0)
     consumer = new.simple()
-    by_old = old.send("by the old one", timer="TIMER_DELAY_MS", timer_value=3_000)
-    by_new = new.send("by the new one", due_ms=new.due_ms(3_000))
-    new.send("end", due_ms=new.due_ms(4_000))
+    by_old = old.send("by the old one", timer="TIMER_DELAY_MS", timer_value=5_000)
+    by_new = new.send("by the new one", due_ms=new.due_ms(5_000))
+    new.send("end", due_ms=new.due_ms(6_000))
     assert old.call("recall", topic=new.topic, handle=by_new["recall_handle"]) == by_new["message_id"]
     assert new.call("recall", topic=new.topic, handle=by_old["recall_handle"]) == by_old["message_id"]
     assert set(by_body(new.receive(consumer, {"end"}))) == {"end"}

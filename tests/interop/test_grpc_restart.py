@@ -1,4 +1,4 @@
-"""Kill -9 in between: the gRPC clients find the broker again, and neither sends nor receipts are lost."""
+"""Kill -9 in between, of the broker or of a client: neither sends nor receipts are lost, nor what was in a hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import TypeVar
 
 import pytest
 from tests.interop.drivers import BOUND_S, ClientError, driving
-from tests.interop.grpc_conversation import ALL, GrpcConversation
+from tests.interop.grpc_conversation import ALL, GrpcConversation, came_early
 from tests.interop.stock_broker import stock_broker
 from tests.interop.stock_clients import command
+
+from timeball import Timeball
+from timeball.message import Kind
 
 pytestmark = pytest.mark.interop
 
@@ -21,15 +24,21 @@ Result = TypeVar("Result")
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
-    """All clients at once, each with a broker of its own: most of it is their waiting for what has died."""
-    with ThreadPoolExecutor() as pool:
-        yield {which: pool.submit(nothing_is_lost, which, tmp_path_factory.mktemp(which)) for which in ALL}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[None]]]:
+    """All at once, each with a broker of its own: most of it is waiting for what has died."""
+    stories = {"broker": nothing_is_lost, "client": who_dies_gives_back}
+    with ThreadPoolExecutor(len(stories) * len(ALL)) as pool:
+        yield {
+            (dies, which): pool.submit(story, which, tmp_path_factory.mktemp(f"{which}-{dies}"))
+            for dies, story in stories.items()
+            for which in ALL
+        }
 
 
 @pytest.mark.parametrize("which", ALL)
-def test_nothing_is_lost(which: str, outcomes: dict[str, Future[None]]) -> None:
-    outcomes[which].result()
+@pytest.mark.parametrize("dies", ["broker", "client"])
+def test_kill_9(dies: str, which: str, outcomes: dict[tuple[str, str], Future[None]]) -> None:
+    outcomes[dies, which].result()
 
 
 def nothing_is_lost(which: str, folder: Path) -> None:
@@ -57,7 +66,29 @@ def nothing_is_lost(which: str, folder: Path) -> None:
             attempts = {m["body"]: m["attempt"] for m in found}
             assert attempts == {body: 2 if body == "now 1" else 1 for body in wanted}
             client.wait_until(lambda: given(talk, push) >= sent, lambda: f"lost: {sent - given(talk, push)}")
-            assert not any(talk.is_early(f"late {n}") for n in range(MESSAGES))
+            assert not any(talk.is_early(f"late {n}", due_ms) for n in range(MESSAGES))
+
+
+def who_dies_gives_back(which: str, folder: Path) -> None:
+    """What a push consumer had in its hand comes again when it is missed, and not only when its own time is over."""
+    with (
+        stock_broker(folder / "data") as broker,
+        driving(command(which), broker.grpc, folder / "home") as client,
+    ):
+        talk = GrpcConversation(which, client, broker, "given-back", group={"retry_ms": [1_000]})
+        with driving(command(which), broker.grpc, folder / "mortal") as mortal:
+            mortal.call("push", name="mortal", hold=True, topic=talk.topic, group=talk.group)
+            talk.send("held")
+            [held] = mortal.wait_deliveries("mortal", 1)
+        [again] = client.wait_deliveries(talk.listen(), 1)
+        assert (held["attempt"], again["attempt"], again["body"]) == (1, 2, "held")
+        [row] = talk.returned()
+        assert not came_early(row)
+        with Timeball(broker.endpoint) as ball:
+            log = ball.status()["log"]
+            rows = ball.read_log(log["first_seq"], log["durable_seq"]).read_all().to_pylist()
+        promised = [r["seq"] for r in rows if r["kind"] == Kind.PROMISE and r["topic"] == row["topic"]]
+        assert len(promised) >= 2, "its first promise was moved"
 
 
 def given(talk: GrpcConversation, push: str) -> set[str]:

@@ -12,6 +12,7 @@ import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ExecutorService;
 import java.util.concurrent.Executors;
 import java.util.concurrent.atomic.AtomicInteger;
+import java.util.concurrent.locks.LockSupport;
 import java.util.regex.Matcher;
 import java.util.regex.Pattern;
 import org.apache.rocketmq.client.apis.ClientConfiguration;
@@ -244,15 +245,18 @@ public final class GrpcClient {
             .setClientConfiguration(configuration(r))
             .setConsumerGroup(text(r, "group"))
             .setSubscriptionExpressions(subscription(r))
-            .setMessageListener(message -> received(name, message, fail))
+            .setMessageListener(message -> received(name, message, fail, is(r, "hold")))
             .build();
     }
 
-    /** Tells of a message. The first `fail` deliveries of a body fail. */
-    private ConsumeResult received(String name, MessageView message, int fail) {
+    /** Tells of a message. The first `fail` deliveries of a body fail. Who holds never comes to an end. */
+    private ConsumeResult received(String name, MessageView message, int fail, boolean hold) {
         Map<String, Object> what = told(message);
         boolean done = failures.merge(name + " " + what.get("body"), 1, Integer::sum) > fail;
         emit(Map.of("event", "message", "consumer", name, "done", done, "message", what));
+        while (hold) {
+            LockSupport.park();
+        }
         return done ? ConsumeResult.SUCCESS : ConsumeResult.FAILURE;
     }
 
