@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import socket
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,13 @@ def test_what_comes_early_is_noticed() -> None:
 def test_a_row_that_comes_early_is_noticed() -> None:
     assert came_early({"store_ms": 999, "due_ms": 1_000})
     assert not came_early({"store_ms": 1_000, "due_ms": 1_000})
+
+
+def test_no_two_tests_share_a_topic() -> None:
+    """Topics and groups bear their test's name and client: with the same ones twice, one test reads the other's."""
+    pages = [path.read_text() for path in Path(__file__).parent.glob("test_grpc_*.py")]
+    found = Counter(name for page in pages for name in re.findall(r"^def (test_\w+)", page, re.MULTILINE))
+    assert found and max(found.values()) == 1, found.most_common(3)
 
 
 def test_what_comes_twice_is_noticed() -> None:
