@@ -20,6 +20,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
     assert [line.split()[0] for line in lines] == [
         "append",
         "remoting",
+        "grpc",
         "punctual",
         "burst",
         "memory",
