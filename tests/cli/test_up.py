@@ -108,6 +108,7 @@ def _await_table(ball: Timeball, rows: int) -> None:
     eventually(lambda: ball.status()["schedule"]["table_rows"] == rows, "Spark compacts")
 
 
+@pytest.mark.slow
 def test_a_pipeline_whose_account_may_not_do_its_work_gives_up_and_says_why(tmp_path: Path) -> None:
     options = ["--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(access_file(tmp_path))]
     shop = {"TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": SECRETS["shop"]}

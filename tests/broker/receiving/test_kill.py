@@ -109,6 +109,7 @@ def promised(ball: Timeball) -> Counter[str]:
     return Counter(waiting.values())
 
 
+@pytest.mark.slow
 def test_what_was_answered_holds(tmp_path: Path) -> None:
     known, sent = Known(), {f"m{n}" for n in range(1_500)}
     server, ready = serve(tmp_path / "data")

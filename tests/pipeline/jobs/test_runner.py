@@ -236,6 +236,7 @@ print("ended well")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_sigterm_ends_the_program_well(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 50)
