@@ -33,7 +33,7 @@ _NOTHING = Settled(-(1 << 62), _NONE, _NONE, 0)
 
 
 class Settling:
-    """See the module. Pairs are columns (due_ms, seq); `len` counts those it holds: 16 bytes each, 24 once asked for."""
+    """See the module. Pairs are columns (due_ms, seq); `len` counts them: 16 bytes each, 24 once asked for."""
 
     def __init__(self) -> None:
         self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
