@@ -34,7 +34,7 @@ def delay_ms(policy: RetryPolicy | None, attempt: int) -> int:
 
 
 def durations_ms(policy: CustomizedRetry | None) -> list[int]:
-    """The durations of a customised policy, as clients are told them."""
+    """The durations of a customised policy; RocketMQ's levels for one that names none."""
     return list(policy.next) if policy is not None and policy.next else list(LEVELS_MS)
 
 

@@ -9,12 +9,12 @@ from tests.protocols.grpc.wire import consumer_settings, d, producer_settings
 
 from timeball import limits
 from timeball.broker.groups import SubscriptionGroup
-from timeball.protocols.grpc.client_settings import answered, attempts_max, duration, milliseconds
+from timeball.protocols.grpc.client_settings import answered, attempts_max, duration
 
 
 @given(st.integers(0, limits.DELAY_MS_MAX))
 def test_durations_come_back(ms: int) -> None:
-    assert milliseconds(duration(ms)) == ms
+    assert duration(ms).ToMilliseconds() == ms
 
 
 def test_a_producer_hears_how_large_a_body_may_be() -> None:
@@ -36,7 +36,7 @@ def test_a_consumer_hears_how_its_group_consumes(in_order: bool) -> None:
     found = answered(consumer_settings("g"), group, check_types=True)
     assert found.subscription.fifo == in_order
     assert found.subscription.receive_batch_size > 0
-    assert milliseconds(found.subscription.long_polling_timeout) == 20_000
+    assert found.subscription.long_polling_timeout.ToMilliseconds() == 20_000
     assert found.subscription.group.name == "g"
     assert found.backoff_policy.max_attempts == 5  # once, and four times again
     assert found.backoff_policy.WhichOneof("strategy") is not None

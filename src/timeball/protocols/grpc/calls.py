@@ -19,9 +19,7 @@ from timeball.access import Principal
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.codec.statuses import Refused
 
-CLIENT_ID, LANGUAGE, VERSION, NAMESPACE = (
-    "x-mq-client-id", "x-mq-language", "x-mq-client-version", "x-mq-namespace",
-)  # fmt: skip
+CLIENT_ID = "x-mq-client-id"
 
 
 @dataclass(slots=True)

@@ -63,11 +63,6 @@ def duration(milliseconds: int) -> Duration:
     return Duration(seconds=milliseconds // 1_000, nanos=milliseconds % 1_000 * 1_000_000)
 
 
-def milliseconds(duration: Duration) -> int:
-    """Inverse of `duration`; fractions of a millisecond are dropped."""
-    return duration.seconds * 1_000 + duration.nanos // 1_000_000
-
-
 def _policy(group: SubscriptionGroup, *, exponential: bool) -> RetryPolicy:
     attempts, policy = attempts_max(group), group.group_retry_policy
     if exponential or policy.type == "EXPONENTIAL":
