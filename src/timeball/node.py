@@ -289,7 +289,7 @@ class Node:
         await self.broker.parts.levels.close()
         if self.broker.parts.writer.failed is None:
             await self.broker.parts.writer.flushed()
-        await self.upkeep.stop()
+        await self.upkeep.stop(saves=self._failed is None or not self._failed.done())
         if self.broker.parts.keeper is not None:
             await self.broker.parts.keeper.close()  # its files are part of the last checkpoint
         await self.broker.parts.writer.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from tests.broker.test_compacting import in_table
 from tests.crash.checker import check
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
+from tests.starving import no_descriptors, no_room
 from tests.table.small_table import attachment, table_rows, write
 from tests.table.test_catalog import seqs
 
 from timeball import limits
-from timeball.errors import Corrupt, DiskFailed, InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.cli.exit_codes import ExitCode, explain
+from timeball.errors import Corrupt, DiskFailed, InvalidMessage, NotFound, OutOfRange, OverLimit, Unavailable
 from timeball.table.attachment import Attachment, FileEntry
 
 
@@ -152,6 +156,42 @@ async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
     assert repeated or not decided  # a row that was being written may have come through
     assert len(in_table(left)) == len(delta_seqs(left)) == 3
     await left.stop()
+
+
+def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[None]]) -> ExitStack:
+    """From the next commit of the Delta table on, the operating system fails the library; until this is closed."""
+    stack, external = ExitStack(), world.files.external
+
+    def starved(name: str) -> str:
+        path = external(name)
+        stack.enter_context(failing())
+        return path
+
+    world.files.external = starved  # type: ignore[method-assign]
+    stack.callback(setattr, world.files, "external", external)
+    return stack
+
+
+@pytest.mark.parametrize("failing", [no_descriptors, no_room])
+@on_node(failing=True)
+async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
+    world: World, failing: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """The watermark is in the log and the files are not in the table: a checkpoint must not say that all is done."""
+    await world.send("a", [FAR_MS, FAR_MS, HOUR_MS])
+    with fails_in_delta(world, failing), pytest.raises(DiskFailed, match="pending/_delta_log") as raised:
+        await world.compact()
+    assert world.failure is raised.value
+    assert explain(raised.value)[1] == ExitCode.STORAGE and "os error" in explain(raised.value)[0]
+    with pytest.raises(Unavailable, match="half way"):
+        await world.broker.mover.compact(even_without_promises=True)
+    await world.checkpoint()
+    await world.stop()
+    await world.start()
+    await world.advance(HOUR_MS)
+    await world.consume()
+    assert check(world.observed, await world.outcome()) == []
+    assert len(delta_seqs(world)) == 3
 
 
 # ---- compact ------------------------------------------------------------------------------------------------

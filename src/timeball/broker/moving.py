@@ -17,7 +17,7 @@ from timeball import limits
 from timeball.broker import attaching, compacting, rewriting
 from timeball.broker.memory import give_back
 from timeball.broker.parts import Parts, in_thread
-from timeball.errors import RequestError
+from timeball.errors import RequestError, Unavailable
 from timeball.message import Kind, build_rows
 from timeball.schedule.places import Placed, take_promises
 from timeball.table import attachment as att
@@ -36,6 +36,9 @@ class Mover:
         self._compact_lock = asyncio.Lock()
         self.tail_count = compacting.TailCount(parts.ledger.watermark, promises_since_watermark)
         self.outside_compactor_until_ms = 0
+        # An ATTACH row is decided and the table may lack it. Recovery repeats only what stands behind the
+        # checkpoint, so none may be saved now, and no later attach may pass this one.
+        self.is_unfinished = False
 
     async def reserve(self, rows: int) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
@@ -61,6 +64,8 @@ class Mover:
     async def _attach(self, attachment: Attachment) -> Attached:
         async with self.lock:
             parts, ledger = self.parts, self.parts.ledger
+            if self.is_unfinished:
+                raise Unavailable("an attach has failed half way and the broker stops; start it again")
             if ledger.is_repeated(attachment):
                 version = await in_thread(self.parts.reader_thread, lambda: parts.catalog.version)
                 return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
@@ -79,6 +84,7 @@ class Mover:
         removed = parts.hour_log.pending.entries(attachment.removes)
         row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
         seq, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment))
+        self.is_unfinished = True
         await durable
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
         try:
@@ -90,6 +96,7 @@ class Mover:
             # The log says that it has happened: only a recovery, which repeats these steps, may go on.
             parts.on_failure(error)
             raise
+        self.is_unfinished = False
         if attachment.job == "compact":
             self.tail_count.drop_below(attachment.to_seq)
         return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)

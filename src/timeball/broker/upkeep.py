@@ -54,12 +54,15 @@ class Upkeep:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
         self._tasks = [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
 
-    async def stop(self) -> None:
-        """End all duties, then save once more."""
+    async def stop(self, *, saves: bool = True) -> None:
+        """End all duties, then save once more; not `saves` when a failure stops the broker.
+
+        What failed may have left memory ahead of the files: only a start, which reads them anew, may go on.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._parts.writer.failed is None:
+        if saves and self._parts.writer.failed is None:
             await self.save_small_state()
             await self.checkpoint()
 
@@ -88,7 +91,7 @@ class Upkeep:
         parts = self._parts
         async with self._broker.mover.lock:  # between the steps of an attach there is no state to save
             seq = parts.reader.next_seq
-            if seq == self._checkpoint_seq:
+            if seq == self._checkpoint_seq or self._broker.mover.is_unfinished:
                 return
             settled = parts.settling.settled()
             indexes = parts.topics.indexes()

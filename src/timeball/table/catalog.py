@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -25,7 +28,7 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
 from timeball import limits
-from timeball.errors import Corrupt
+from timeball.errors import Corrupt, DiskFailed
 from timeball.files import Files
 from timeball.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
@@ -38,6 +41,7 @@ APP_ID = "timeball"
 CHECKPOINT_EVERY = 100  # Delta commits; a reader then opens the table from one file instead of hundreds
 DELTA_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field(PARTITION_COLUMN, pa.string())])
 
+_ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs draws its causes as a coloured tree, one a line
 _NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
 
@@ -123,6 +127,10 @@ class Catalog:
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """Steps 3 and 4; returns the table's new version. Does nothing when the table has this ATTACH row already."""
+        with _failing(f"committing the ATTACH row {attach_seq}"):
+            return self._commit(attachment, attach_seq, removed, now_ms)
+
+    def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         table = self._opened()
         table.update_incremental()
         if (table.transaction_version(APP_ID) or 0) >= attach_seq:
@@ -160,7 +168,10 @@ class Catalog:
 
     def vacuum(self, older_than_ms: int) -> int:
         """Remove data files that no version of the last `older_than_ms` names, orphans of failed jobs included."""
-        hours = max(1, older_than_ms // limits.HOUR_MS)
+        with _failing("looking for files that no version names"):
+            return self._vacuum(max(1, older_than_ms // limits.HOUR_MS))
+
+    def _vacuum(self, hours: int) -> int:
         self._files.external(FOLDER)
         # Full: a sweep of the folder, since files of failed jobs are named by no version. Dry, and removed by us:
         # delta-rs would note it in two entries of its log, which a power cut may tear one without the other.
@@ -222,6 +233,19 @@ class Catalog:
             return bool(actions)
         # Every commit of ours ends with its application transaction; the first one creates the table instead.
         return any("txn" in action or "metaData" in action for action in actions)
+
+
+@contextmanager
+def _failing(doing: str) -> Iterator[None]:
+    """Give delta-rs's failures our type and the folder's name; its own say neither what failed nor where.
+
+    A full disk is DiskFailed too: the ATTACH row is decided, so nobody can be asked to try again later.
+    """
+    try:
+        yield
+    except (OSError, DeltaError) as error:
+        said = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
+        raise DiskFailed(f"{DELTA_LOG}: {doing} failed: {said}; mend the disk, then start again") from error
 
 
 def _add_action(entry: FileEntry, now_ms: int) -> AddAction:
