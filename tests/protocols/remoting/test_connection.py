@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.remoting.wire import Wire
 
 from timeball.errors import Unavailable
 from timeball.protocols.remoting import connection as module
-from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.protocols.remoting.codec.frame import Command, encode
+from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
 from timeball.protocols.remoting.connection import Connection
 
 ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"})
@@ -52,6 +53,29 @@ def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
         assert bad.is_closed()
     wire.send_bytes(encode(ROUTE))
     assert wire.answer_to(7).code == 0
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+@pytest.mark.parametrize(
+    ("code", "ext", "answer"),
+    [
+        (RequestCode.SEND_MESSAGE_V2, {"i": "x" * HEADER_BYTES_MAX}, ResponseCode.MESSAGE_ILLEGAL),
+        (RequestCode.SEND_MESSAGE_V2, {"e": "three"}, ResponseCode.INVALID_PARAMETER),
+        (RequestCode.SEND_MESSAGE, {"queueId": "three"}, ResponseCode.INVALID_PARAMETER),
+        (RequestCode.HEART_BEAT, {"x": "x" * HEADER_BYTES_MAX}, ResponseCode.MESSAGE_ILLEGAL),
+        (RequestCode.PULL_MESSAGE, {str(n): "" for n in range(300)}, ResponseCode.INVALID_PARAMETER),
+    ],
+)
+def test_a_bad_header_is_answered_and_the_connection_lives(
+    node: RunningNode, serialisation: int, code: int, ext: dict[str, str], answer: int
+) -> None:
+    route = msgspec.structs.replace(ROUTE, serialisation=serialisation)
+    bad = Command(code, 5, ext={"b": "t", "topic": "t", **ext}, serialisation=serialisation)
+    one_way = msgspec.structs.replace(bad, opaque=6, flag=CommandFlag.ONE_WAY)
+    with Wire.to(node, serialisation) as wire:
+        wire.send_bytes(encode(bad) + encode(one_way) + encode(route))
+        assert (wire.answer_to(5).code, wire.answer_to(7).code) == (answer, 0)
+        assert not wire._answers, "one-way requests have no answer"
 
 
 def test_half_a_frame_has_a_deadline(node: RunningNode, wire: Wire) -> None:

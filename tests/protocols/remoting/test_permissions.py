@@ -23,7 +23,7 @@ from timeball.access import Access, Verb, parse
 from timeball.errors import RequestError, Unauthorized
 from timeball.protocols.remoting import edge as edges
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command, encode
+from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
 from timeball.protocols.remoting.connection import UNSIGNED_S
 from timeball.protocols.remoting.permissions import NEEDS, check, content, signer
 from timeball.protocols.remoting.transactions import Transactions
@@ -298,10 +298,6 @@ def test_a_delayed_message_is_recalled_by_those_who_may_send_it(shop: SignedWire
         b"\x7f\xff\xff\xff\x00\x00\x00\x04",
         b"\x00\x00\x00\x08\x00\x00\x00\x04nope",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # a TLS handshake to a port that speaks none
-        encode(Command(310, ext={"a": "no topic", "AccessKey": "shop", "Signature": SIGNATURE})),
-        encode(
-            Command(310, ext={"b": "orders", "e": "no number", "AccessKey": "shop", "Signature": SIGNATURE})
-        ),
     ],
 )
 def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
@@ -311,6 +307,18 @@ def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
     with Wire.to(node) as bad:
         bad.send_bytes(data)
         assert bad.is_closed()
+    assert sent(shop).code == ResponseCode.SUCCESS
+
+
+@pytest.mark.parametrize("ext", [{"a": "no topic"}, {"b": "orders", "e": "no number"}])
+def test_a_bad_header_is_answered_to_those_who_signed_it(
+    node: RunningNode, shop: SignedWire, ext: dict[str, str]
+) -> None:
+    assert shop.ask(310, b"body", **ext).code == ResponseCode.INVALID_PARAMETER
+    with Wire.to(node) as stranger:
+        assert stranger.ask(310, b"body", **ext).code == DENIED
+        too_large = {"i": "x" * HEADER_BYTES_MAX}
+        assert stranger.ask(310, b"body", **too_large).code == ResponseCode.MESSAGE_ILLEGAL
     assert sent(shop).code == ResponseCode.SUCCESS
 
 

@@ -27,7 +27,7 @@ from timeball.errors import (
     Unavailable,
 )
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
-from timeball.protocols.remoting.codec.frame import Command
+from timeball.protocols.remoting.codec.frame import BadHeader, Command
 
 if TYPE_CHECKING:
     from timeball.protocols.remoting.connection import Connection
@@ -124,6 +124,6 @@ _CODES: list[tuple[type[TimeballError], ResponseCode]] = [
 
 def response_code(error: BaseException) -> int:
     """RocketMQ's code for an error of ours; SYSTEM_ERROR for what it has no word for."""
-    if isinstance(error, Refused):
+    if isinstance(error, Refused | BadHeader):
         return error.response_code
     return next((code for kind, code in _CODES if isinstance(error, kind)), ResponseCode.SYSTEM_ERROR)

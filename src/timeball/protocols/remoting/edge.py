@@ -18,7 +18,7 @@ from timeball.guard import OPEN, Guard
 from timeball.protocols.remoting import permissions
 from timeball.protocols.remoting.admin import Admin
 from timeball.protocols.remoting.clients import Clients
-from timeball.protocols.remoting.codec.frame import Frame, decode
+from timeball.protocols.remoting.codec.frame import BadHeader, Frame, decode
 from timeball.protocols.remoting.codec.send_header import from_command, read_send
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.dispatch import Dispatch
@@ -114,22 +114,29 @@ class RemotingEdge:
     def _receive(self, connection: Connection, frames: list[Frame]) -> None:
         now_ms = self.site.broker.parts.clock.now_ms()
         for frame in frames:
-            header = read_send(frame)
-            if header is not None:
-                self._sends.take(connection, header, frame, now_ms)
-            else:
-                self._dispatch.receive(connection, frame)
+            try:
+                header = read_send(frame)
+                if header is not None:
+                    self._sends.take(connection, header, frame, now_ms)
+                else:
+                    self._dispatch.receive(connection, frame)
+            except BadHeader as error:
+                self._dispatch.refuse(connection, error.request, error)
 
     def _receive_signed(self, access: Access, connection: Connection, frames: list[Frame]) -> None:
         now_ms = self.site.broker.parts.clock.now_ms()
         for frame in frames:
-            command = decode(frame)
+            try:
+                command = decode(frame)
+            except BadHeader as error:
+                self._dispatch.refuse(connection, error.request, error)
+                continue
             if command.is_response:
                 connection.answered(command)
                 continue
-            header = from_command(command)
             try:
                 principal = connection.principal = permissions.signer(access, command)
+                header = from_command(command)
                 if header is not None or self._dispatch.offers(command.code):
                     permissions.check(principal, command)
             except TimeballError as error:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.protocols.remoting.codec.codes import CommandFlag, Language, RequestCode
+from timeball.protocols.remoting.codec.codes import CommandFlag, Language, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import (
     BINARY,
     EXT_FIELDS_MAX,
@@ -18,6 +18,7 @@ from timeball.protocols.remoting.codec.frame import (
     HEADER_BYTES_MAX,
     JSON,
     BadFrame,
+    BadHeader,
     Command,
     Frame,
     Splitter,
@@ -120,7 +121,6 @@ def test_an_answer_says_so_and_has_an_object_of_ext_fields() -> None:
     ("length", "word"),
     [
         (-1, 0), (0, 0), (3, 0), (FRAME_BYTES_MAX + 1, 10), (1 << 31 - 1, 0), (100, 97),
-        (HEADER_BYTES_MAX + 100, HEADER_BYTES_MAX + 1),
     ],
 )  # fmt: skip
 def test_a_frame_that_lies_is_refused_by_its_first_bytes(length: int, word: int) -> None:
@@ -142,6 +142,40 @@ def test_a_frame_that_lies_is_refused_by_its_first_bytes(length: int, word: int)
 def test_a_json_header_of_another_shape_is_refused(header: bytes) -> None:
     with pytest.raises(BadFrame):
         one(frame_of(header))
+
+
+@pytest.mark.parametrize(
+    ("header", "serialisation", "response_code"),
+    [
+        (b'{"code": 34, "opaque": 7, "flag": 2, "extFields": {"a": [1]}}', JSON, 29),
+        (b'{"code": 34, "opaque": 7, "flag": 2, "version": "v"}', JSON, 29),
+        (b'{"extFields": {}, "flag": 2, "opaque": 7, "code": 34, "remark": 1}', JSON, 29),
+        (b'{"code": 34, "opaque": 7, "flag": 2, "x": "' + b"x" * HEADER_BYTES_MAX + b'"}', JSON, 13),
+        (bytes.fromhex("0022 00 0199 00000007 00000002 00000000 000000ff"), BINARY, 29),
+        (bytes.fromhex("0022 00 0199 00000007 00000002") + bytes(HEADER_BYTES_MAX), BINARY, 13),
+    ],
+)
+def test_a_bad_header_names_its_request(header: bytes, serialisation: int, response_code: int) -> None:
+    with pytest.raises(BadHeader) as caught:
+        one(frame_of(header, b"", serialisation))
+    request = caught.value.request
+    assert (request.code, request.opaque, request.is_one_way) == (34, 7, True)
+    assert (request.serialisation, caught.value.response_code) == (serialisation, ResponseCode(response_code))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"code": 0, "opaque": 7, "flag": 1, "extFields": {"a": [1]}}',
+        b'{"code": 0, "opaque": 7, "flag": 1, "x": "' + b"x" * HEADER_BYTES_MAX + b'"}',
+        b'{"code": 34, "opaque": 99999999999, "extFields": {"a": [1]}}',
+        b'{"opaque": 7, "extFields": {"a": "' + b"x" * HEADER_BYTES_MAX + b'"}',
+    ],
+)
+def test_a_bad_header_of_an_answer_or_of_no_request_is_a_bad_frame(header: bytes) -> None:
+    with pytest.raises(BadFrame) as caught:
+        one(frame_of(header))
+    assert not isinstance(caught.value, BadHeader)
 
 
 @pytest.mark.parametrize("serialisation", [2, 3, 255])

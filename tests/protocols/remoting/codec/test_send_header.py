@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from timeball.protocols.remoting.codec import send_header
 from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.protocols.remoting.codec.frame import BINARY, JSON, BadFrame, Command, Frame, Splitter, encode
+from timeball.protocols.remoting.codec.frame import (
+    BINARY,
+    JSON,
+    BadFrame,
+    BadHeader,
+    Command,
+    Frame,
+    Splitter,
+    encode,
+)
 from timeball.protocols.remoting.codec.send_header import SendFields, read_send
 
 SHORT = {
@@ -86,14 +95,15 @@ def test_what_is_no_send_is_left_alone(serialisation: int) -> None:
         {"h": "2147483648"}, {"h": "-2147483649"}, {"j": "2147483648"}, {"f": "2147483648"},
     ],
 )  # fmt: skip
-def test_a_bad_number_is_a_bad_frame(serialisation: int, wrong: dict[str, str]) -> None:
-    with pytest.raises(BadFrame):
+def test_a_bad_number_is_a_bad_header(serialisation: int, wrong: dict[str, str]) -> None:
+    with pytest.raises(BadHeader) as caught:
         read_send(frame({**SHORT, **wrong}, serialisation=serialisation))
+    assert (caught.value.request.opaque, caught.value.request.serialisation) == (5, serialisation)
 
 
-def test_a_send_without_a_topic_is_a_bad_frame() -> None:
+def test_a_send_without_a_topic_is_a_bad_header() -> None:
     for serialisation in (JSON, BINARY):
-        with pytest.raises(BadFrame):
+        with pytest.raises(BadHeader):
             read_send(frame({"a": "x"}, serialisation=serialisation))
 
 

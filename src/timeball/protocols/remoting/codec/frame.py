@@ -13,8 +13,9 @@ beside strings (the C++ and Node clients send them). Type 1 is RocketMQ's binary
     extFields are m bytes of | key: 2 + n | value: 4 + n |, one behind the other
 
 Lengths are checked before a byte is kept, so a frame that lies costs nothing; a header is decoded into a typed
-structure, so JSON that would unfold into gigabytes is refused by its type. Whoever sends a bad frame loses the
-connection: behind it nobody knows where the next one begins.
+structure, so JSON that would unfold into gigabytes is refused by its type. A client that sends a bad frame loses its
+connection. A frame whose lengths are right and whose header still says which request it is (code, opaque, flag) is
+answered instead, whatever else is wrong with the header: the next frame begins where this one ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 import msgspec
 
 from timeball.errors import RequestError
-from timeball.protocols.remoting.codec.codes import CommandFlag, Language
+from timeball.protocols.remoting.codec.codes import CommandFlag, Language, ResponseCode
 
 HEADER_BYTES_MAX = 64 * 1024
 FRAME_BYTES_MAX = 4 * 1024 * 1024 + 64 * 1024
@@ -69,6 +70,14 @@ class Command(msgspec.Struct):
         return bool(self.flag & CommandFlag.ONE_WAY)
 
 
+class BadHeader(BadFrame):
+    """A request that cannot be read whole; `request` has of it what its answer needs, and the connection lives."""
+
+    def __init__(self, text: str, request: Command, response_code: int) -> None:
+        super().__init__(text)
+        self.request, self.response_code = request, response_code
+
+
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """One frame, cut out but not decoded."""
 
@@ -104,7 +113,7 @@ class Splitter:
         while size - at >= 8:
             length, word = unpack(data, at)
             header_bytes = word & 0xFFFFFF
-            if not 4 <= length <= bytes_max or header_bytes > HEADER_BYTES_MAX or header_bytes > length - 4:
+            if not 4 <= length <= bytes_max or header_bytes > length - 4:
                 raise self._refusal(length, header_bytes)
             end = at + 4 + length
             if end > size:
@@ -135,20 +144,72 @@ class _JsonHeader(msgspec.Struct):
     extFields: dict[str, str | int | float | bool | None] | None = None  # noqa: N815  RocketMQ's name
 
 
+class _Envelope(msgspec.Struct):
+    """What the answer to a request needs of it."""
+
+    code: int
+    opaque: int = 0
+    flag: int = 0
+
+
 _json_header = msgspec.json.Decoder(_JsonHeader)
+_json_envelope = msgspec.json.Decoder(_Envelope)
 
 
 def decode(frame: Frame) -> Command:
-    """The command in a frame; raises BadFrame."""
-    if frame.serialisation == JSON:
-        command = _decode_json(frame.header)
-    elif frame.serialisation == BINARY:
-        command = _decode_binary(frame.header)
-    else:
-        raise BadFrame(f"serialisation {frame.serialisation}: 0 is JSON and 1 is RocketMQ's own")
+    """Return the command in a frame; raises BadHeader, or BadFrame when it says not even which request it is."""
+    check_size(frame)
+    try:
+        command = _decode(frame)
+    except BadFrame as error:
+        raise bad_header(frame, str(error)) from error
     command.body = frame.body
     command.serialisation = frame.serialisation
     return command
+
+
+def check_size(frame: Frame) -> None:
+    """Raise BadHeader when the header is too large to be decoded."""
+    size = len(frame.header)
+    if size > HEADER_BYTES_MAX:
+        text = f"the header is over the maximum: {size} bytes, at most {HEADER_BYTES_MAX}"
+        raise bad_header(frame, text, ResponseCode.MESSAGE_ILLEGAL)
+
+
+def bad_header(frame: Frame, text: str, code: int = ResponseCode.INVALID_PARAMETER) -> BadFrame:
+    """Return the error for a header that is wrong: BadHeader if it can be answered, BadFrame if not."""
+    envelope = _envelope(frame)
+    if envelope is None or envelope.flag & CommandFlag.RESPONSE:
+        return BadFrame(text)
+    request = Command(envelope.code, envelope.opaque, envelope.flag, serialisation=frame.serialisation)
+    return BadHeader(text, request, code)
+
+
+def _envelope(frame: Frame) -> _Envelope | None:
+    """Return what says which request a header belongs to; None when even that cannot be read."""
+    try:
+        if frame.serialisation == JSON:
+            found = _json_envelope.decode(frame.header)
+        elif frame.serialisation == BINARY:
+            code, _, _, opaque, flag = _FIXED.unpack_from(frame.header)
+            found = _Envelope(code, opaque, flag)
+        else:
+            return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, struct.error):
+        return None
+    return found if all(map(_is_int32, (found.code, found.opaque, found.flag))) else None
+
+
+def _is_int32(number: int) -> bool:
+    return -(1 << 31) <= number < 1 << 31
+
+
+def _decode(frame: Frame) -> Command:
+    if frame.serialisation == JSON:
+        return _decode_json(frame.header)
+    if frame.serialisation == BINARY:
+        return _decode_binary(frame.header)
+    raise BadFrame(f"serialisation {frame.serialisation}: 0 is JSON and 1 is RocketMQ's own")
 
 
 def _decode_json(header: bytes) -> Command:
@@ -157,7 +218,7 @@ def _decode_json(header: bytes) -> Command:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"the header is no command: {error}") from error
     for number in (found.code, found.opaque, found.flag, found.version):
-        if not -(1 << 31) <= number < 1 << 31:
+        if not _is_int32(number):
             raise BadFrame(f"{number} does not fit a header's field")
     ext = found.extFields or {}
     if len(ext) > EXT_FIELDS_MAX:

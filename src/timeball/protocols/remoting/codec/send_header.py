@@ -20,8 +20,17 @@ from typing import Annotated, cast
 
 import msgspec
 
-from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.protocols.remoting.codec.frame import BINARY, JSON, BadFrame, Command, Frame, decode
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import (
+    BINARY,
+    JSON,
+    BadHeader,
+    Command,
+    Frame,
+    bad_header,
+    check_size,
+    decode,
+)
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -110,8 +119,9 @@ _tails: dict[bytes, SendFields] = {}
 
 
 def read_send(frame: Frame) -> SendHeader | None:
-    """The header of a send; None when the frame asks for something else. Raises BadFrame."""
+    """Return the header of a send; None when the frame asks for something else. Raises BadFrame and BadHeader."""
     header = frame.header
+    check_size(frame)
     if frame.serialisation == JSON:
         code = _json_code(header)
         if code is None:
@@ -121,7 +131,7 @@ def read_send(frame: Frame) -> SendHeader | None:
         try:
             return _decode_long(header) if code == _LONG else _decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise BadFrame(f"the header of a send: {error}") from error
+            raise bad_header(frame, f"the header of a send: {error}") from error
     if frame.serialisation == BINARY and len(header) >= 2 and _CODE.unpack_from(header)[0] in SEND_CODES:
         return _read_cached(header) or from_command(decode(frame))
     return None
@@ -137,14 +147,17 @@ def _json_code(header: bytes) -> int | None:
 
 
 def from_command(command: Command) -> SendHeader | None:
-    """The header of a send, from a command decoded before; None when it asks for something else. Raises BadFrame."""
+    """Return the header of a send, from a command decoded before; None when it asks for something else.
+
+    Raises BadHeader.
+    """
     if command.code not in SEND_CODES or command.is_response:
         return None
     kind = _LongFields if command.code == RequestCode.SEND_MESSAGE else SendFields
     try:
         fields = cast(SendFields, msgspec.convert(command.ext, kind, strict=False))
     except msgspec.ValidationError as error:
-        raise BadFrame(f"the header of a send: {error}") from error
+        raise BadHeader(f"the header of a send: {error}", command, ResponseCode.INVALID_PARAMETER) from error
     return SendHeader(command.code, fields, command.opaque, command.flag, command.version)
 
 
