@@ -6,6 +6,9 @@ import signal
 import hypothesis
 import pytest
 
+# The second measures how long this process took to start: as early as can be.
+pytest_plugins = ["tests.flaky", "tests.bounds"]
+
 # In CI the same examples every time, so that a red run is a change's fault. No deadline: machines are shared.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
