@@ -16,7 +16,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow interop check bench lock up
+.PHONY: help setup demo test spark slow interop check bench lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +30,10 @@ up: $(STAMP)   ## run a broker with its pipeline
 	$(BIN)/timeball up $(ARGS)
 
 test: $(STAMP)   ## the fast tests
-	$(BIN)/python -m pytest -m "not slow and not interop" $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not interop and (not spark or smoke)" $(SHARED) $(ARGS)
+
+spark: $(STAMP)   ## the tests that run Spark (Java 17, 21 or 25, or the packaged one)
+	$(BIN)/python -m pytest -m "spark and not slow and not interop" $(SHARED) $(ARGS)
 
 slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
 	$(BIN)/python -m pytest -m slow $(SHARED) $(ARGS) || [ $$? -eq 5 ]

@@ -33,6 +33,7 @@ def rows(uri: str) -> list[int]:
     return sorted(DeltaTable(uri).to_pyarrow_table().column("a").to_pylist())
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_each_version_is_added_once(spark: SparkSession, uri: str) -> None:
     frame = spark.range(0, 100, numPartitions=3).selectExpr("id as a", "cast(id as string) as b")

@@ -117,6 +117,7 @@ def test_what_a_checkpoint_of_another_topic_says_is_refused(node: RunningNode) -
     source.stop()
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_a_query_sees_every_row_once_over_a_restart(
     spark: SparkSession, node: RunningNode, tmp_path: Path

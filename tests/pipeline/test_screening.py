@@ -57,6 +57,7 @@ COLUMNS = Columns(
 )
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
     """The same rows, by the same rule: else the sink would refuse what was promised to be fine, or less."""

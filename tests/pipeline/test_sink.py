@@ -125,6 +125,7 @@ def save(frame: DataFrame, node: RunningNode, **options: str) -> None:
         ).save()
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_a_dataframe_becomes_promises_in_one_attach(
     spark: SparkSession, node: RunningNode, broker: Endpoint
@@ -138,6 +139,7 @@ def test_a_dataframe_becomes_promises_in_one_attach(
     assert len(set(attached_seqs(broker))) == 1000
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_due_rows_reach_their_queue_whole(spark: SparkSession, node: RunningNode) -> None:
     now = dt.datetime.now(dt.UTC)
@@ -176,6 +178,7 @@ def test_a_bad_column_is_the_first_thing_said(spark: SparkSession, node: Running
         save(spark.range(1).selectExpr("'t' as topic", "'b' as body", "id as colour"), node)
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_a_stream_of_messages_over_a_restart(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture

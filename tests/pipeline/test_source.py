@@ -21,6 +21,7 @@ def read(spark: SparkSession, node: RunningNode, **options: object) -> DataFrame
     return spark.read.format("timeball").option("endpoint", node.endpoint).options(**given).load()
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_the_whole_log_in_order_and_in_parts(spark: SparkSession, node: RunningNode) -> None:
     send(node.endpoint, 1000)
@@ -62,6 +63,7 @@ def test_ranges(spark: SparkSession, node: RunningNode) -> None:
     assert sorted((r.from_seq, r.to_seq) for r in rows) == [(1, 34), (34, 67), (67, 101)]
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_a_topic_as_its_consumers_see_it(spark: SparkSession, node: RunningNode) -> None:
     send(node.endpoint, 20)
@@ -96,6 +98,7 @@ def test_a_wrong_schema_is_refused(spark: SparkSession, node: RunningNode) -> No
         reader.schema("seq string").load().count()
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_the_pending_table_of_any_version(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     assert read(spark, node, read="pending").count() == 0
@@ -117,6 +120,7 @@ def test_the_pending_table_of_any_version(spark: SparkSession, node: RunningNode
     assert read(spark, node, read="pending", topic="orders").where("seq < 100").count() == 99
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_the_ledger(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     send_due_now(node.endpoint, 5)

@@ -123,6 +123,7 @@ def test_options_of_batches_are_refused() -> None:
         LogStream(read_options({"to_seq": "5"}))
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_a_query_sees_every_row_once_over_a_restart(
     spark: SparkSession, node: RunningNode, tmp_path: Path

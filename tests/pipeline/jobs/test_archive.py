@@ -74,6 +74,7 @@ def day(at_ms: object) -> datetime.date:
     return datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC).date()
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_it_may_lie_elsewhere_and_spark_reads_it_with_its_own_reader(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path

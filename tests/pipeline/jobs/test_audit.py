@@ -29,7 +29,7 @@ from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.options import write_options
 from timeball.pipeline.sink import PromiseTask, attach_all
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 SCHEMA = "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint"
 SCOPE = audit.Scope(since=1, first=1, end=100, ledger_end=50, watermark=20, version=3, now_ms=10_000)
@@ -51,6 +51,7 @@ def judge(
     return audit.balance(judged, audit.gaps(spark.createDataFrame(queues, QUEUES)), SCOPE)
 
 
+@pytest.mark.smoke
 def test_a_balance(spark: SparkSession) -> None:
     report = judge(spark, BALANCED, [("t", 0, 4), ("t", 0, 5), ("t", 1, 0)])
     assert report.ok

@@ -97,6 +97,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert not list(folder.rglob("*.parquet"))
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_valid_rows_in_one_attach_and_the_others_beside_them(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch

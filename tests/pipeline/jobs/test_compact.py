@@ -19,6 +19,7 @@ def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) 
     query.awaitTermination()
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_the_tail_moves_to_the_table(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path

@@ -69,6 +69,7 @@ def test_what_is_due_in_files_is_brought_by_spark(
     eventually(lambda: not is_leased(), "the lease is given back")
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_once_brings_what_is_due_now_and_ends(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path

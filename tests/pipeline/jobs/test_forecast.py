@@ -53,6 +53,7 @@ def test_spark_counts_what_is_counted_here(
     assert unlike(whole, after, Unit.SECOND) > 0
 
 
+@pytest.mark.smoke
 def test_too_many_seconds_are_counted_by_the_minute(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

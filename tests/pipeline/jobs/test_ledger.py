@@ -92,6 +92,7 @@ def test_every_event_is_recorded_once_over_restarts(
     assert ledger.bounds(table) == (1, broker.status().log.durable_seq)
 
 
+@pytest.mark.smoke
 def test_one_row_a_promise(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     send_due_now(node.endpoint, 2)
     with Timeball(node.endpoint) as ball:

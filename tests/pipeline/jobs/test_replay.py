@@ -214,6 +214,7 @@ def scheduled(broker: Endpoint) -> list[dict[str, object]]:
     return sorted(table.to_pylist(), key=lambda row: row["seq"])
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     """Half of it from the archive, half from the log behind its mark; what waits or was cancelled has not passed."""

@@ -133,6 +133,7 @@ def test_a_broker_that_cannot_be_asked_does_not_end_a_job_that_was_refused() -> 
     assert not job.done
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_once_does_what_there_is(
     spark: SparkSession, node: RunningNode, broker: Endpoint, caplog: pytest.LogCaptureFixture

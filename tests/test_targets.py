@@ -1,0 +1,58 @@
+"""Each test is run by CI: what one target of the Makefile leaves out, another runs, and `.ci/run` calls them all."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MARKERS = ("slow", "spark", "smoke", "interop")  # all that decide where a test is run
+MAKEFILE = (ROOT / "Makefile").read_text()
+CI = (ROOT / ".ci" / "run").read_text()
+EXPRESSION = re.compile(
+    r'^(\w+): \$\(STAMP\).*\n\t\$\(BIN\)/python -m pytest -m "?([^"$]+?)"? \$\((?:SHARED|ARGS)', re.M
+)
+CALLED = re.compile(r"^step \w+ (\d+)m make (\w+)", re.M)
+LIMIT = re.compile(r"^(?:step \w+|timeout --kill-after=\w+) (\d+)m ", re.M)
+
+
+def left_out(expressions: Iterable[str]) -> list[set[str]]:
+    """Return the sets of markers with which a test is selected by none of these expressions."""
+    codes = [compile(expression, "Makefile", "eval") for expression in expressions]
+    return [
+        {name for name, has in zip(MARKERS, flags, strict=True) if has}
+        for flags in itertools.product([False, True], repeat=len(MARKERS))
+        if not any(eval(code, dict(zip(MARKERS, flags, strict=True))) for code in codes)
+    ]
+
+
+def test_each_test_is_selected_by_a_target_that_ci_runs() -> None:
+    targets = dict(EXPRESSION.findall(MAKEFILE))
+    assert set(targets) == {"test", "spark", "slow", "interop"}
+    assert set(targets) < {name for _, name in CALLED.findall(CI)}
+    assert left_out(targets.values()) == []
+
+
+def test_a_hole_between_the_targets_is_noticed() -> None:
+    holes = left_out(["not slow and not interop and not spark", "slow", "interop"])
+    assert holes == [{"spark", "smoke"}, {"spark"}] or holes == [{"spark"}, {"spark", "smoke"}]
+
+
+def test_no_marker_is_forgotten_here() -> None:
+    named = re.findall(
+        r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text().split("markers = [")[1].split("]")[0], re.M
+    )
+    assert sorted(named) == sorted(MARKERS)
+
+
+def test_the_limits_of_ci_add_up_to_less_than_ninety_minutes() -> None:
+    limits = [int(minutes) for minutes in LIMIT.findall(CI)]
+    assert len(limits) == len(CALLED.findall(CI)) + 1  # and what the stock clients need
+    assert sum(limits) < 90
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    command = re.search(r"^make (\w+) +# the tests$", (ROOT / "README.md").read_text(), re.M)
+    assert command is not None and command[1] in {name for _, name in CALLED.findall(CI)}
