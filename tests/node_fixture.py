@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.bounds import BOUND_S
+
 from timeball.broker.service import Broker
 from timeball.clock import Clock
 from timeball.config import Settings
@@ -18,7 +20,6 @@ from timeball.node import Node
 SEGMENT_BYTES = (
     16 * 1024 * 1024
 )  # allocated in full by each node, twice: hundreds of tests must not fill a disk
-BOUND_S = 60  # longer than anything takes; a test that waits so long has failed
 
 T = TypeVar("T")
 

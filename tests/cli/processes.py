@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-READY_S = 60
-ENDED_S = 90
+from tests.bounds import BOUND_S
+
 SRC = Path(__file__).resolve().parents[2] / "src"
 COMMAND = [sys.executable, "-m", "timeball"]
 
@@ -41,7 +41,7 @@ def timeball(*arguments: str, text: str = "", **more: str) -> subprocess.Complet
         input=text,
         capture_output=True,
         text=True,
-        timeout=ENDED_S,
+        timeout=BOUND_S,
         env=environment(**more),
         check=False,
     )
@@ -83,14 +83,14 @@ class Running:
             return next((line for line in self.lines if wanted.items() <= line.items()), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: find() or self._ended(), READY_S)
+            self._changed.wait_for(lambda: find() or self._ended(), BOUND_S)
             found = find()
         assert found is not None, f"no line with {wanted}: {self.lines} {self.errors}"
         return found
 
     def wait_end(self) -> int:
         """Wait for an end that comes by itself; returns the exit code."""
-        self._process.wait(ENDED_S)
+        self._process.wait(BOUND_S)
         return self.end()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
@@ -98,7 +98,7 @@ class Running:
         if self._process.poll() is None:
             self._process.send_signal(number)
         try:
-            return self._process.wait(ENDED_S)
+            return self._process.wait(BOUND_S)
         finally:
             self._process.kill()
             for thread in self._threads:

@@ -58,7 +58,7 @@ def test_help_names_the_exit_code_of_a_breach() -> None:
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) -> None:
     """Exit code 0, and 1 when the ledger forgets what it had accepted; one Java for four commands."""
     with (

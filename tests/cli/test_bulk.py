@@ -142,7 +142,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
     """As a user would: look, schedule, schedule again, look, pause, resume, cancel; two Javas for three bulks."""
     with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:

@@ -98,6 +98,7 @@ def test_no_broker_is_one_sentence_with_the_endpoint() -> None:
     assert NOWHERE in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
 def test_no_java_is_a_set_up_error_with_a_way_out(tmp_path: Path) -> None:
     """Exit code 4, one sentence."""
@@ -111,7 +112,7 @@ def test_no_java_is_a_set_up_error_with_a_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_once_catches_up_and_ends(tmp_path: Path) -> None:
     """Both jobs; then the promises lie in the table, the events in the ledger, and the audit balances."""
     with serving(tmp_path / "d", "--no-compact-self") as uri, Timeball(uri) as ball:

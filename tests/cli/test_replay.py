@@ -118,7 +118,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_window_from_the_first_look_to_a_second_run(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1} for _ in range(5)])

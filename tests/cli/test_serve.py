@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.accounts import ACCESS_FILE, access_file
+from tests.bounds import BOUND_S
 from tests.certificates import certificate
 from tests.cli.processes import COMMAND, running, serving, timeball
 from tests.node_fixture import eventually
@@ -161,7 +162,7 @@ def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) ->
         ready = server.wait_line(event="ready")
         host, _, port = ready["remoting"].rpartition(":")
         for _ in range(300):
-            strangers.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            strangers.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
         with Timeball(ready["endpoint"]) as ball:
             assert ball.send("orders", "x").seq == 1
             assert ball.compact() is None

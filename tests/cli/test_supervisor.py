@@ -8,12 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.bounds import BOUND_S
 
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.supervisor import Supervisor
 from timeball.clock import ManualClock
-
-BOUND_S = 60
 
 
 def _python(code: str) -> list[str]:

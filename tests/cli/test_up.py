@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.accounts import SECRETS, access_file
+from tests.bounds import BOUND_S
 from tests.cli.processes import running, timeball
 from tests.node_fixture import eventually
 
@@ -101,7 +102,7 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
         family = psutil.Process(up.pid).children(recursive=True)
         assert family
         assert up.end(signal.SIGINT) == 0
-    assert not psutil.wait_procs(family, timeout=60)[1]
+    assert not psutil.wait_procs(family, timeout=BOUND_S)[1]
 
 
 def _await_table(ball: Timeball, rows: int) -> None:

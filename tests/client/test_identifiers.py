@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.bounds import BOUND_S
 
 from timeball.client.identifiers import COUNTER_END, ROWS_MAX, Identifiers
 
@@ -67,7 +68,7 @@ print(IDENTIFIERS.take(), flush=True)
 os._exit(0)
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S, check=True
     )
     ids = run.stdout.split()
     assert len(ids) == 2 and ids[0][:24] != ids[1][:24]

@@ -69,7 +69,7 @@ def test_some_cuts(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_cut(name: str) -> None:
     # Of some only every second or fifth call: another CUT_SEED takes the others.
@@ -122,7 +122,7 @@ def test_some_cuts_during_the_recovery_from_a_cut() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_cuts_during_the_recovery_from_many_cuts(name: str) -> None:
     calls = range(1, live(name).files.calls, 9 if name in OF_STRATEGIES else 3)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from tests.bounds import BOUND_S
 from tests.crash.checker import Observed, Outcome, Place, Row, Sent
 from tests.crash_files import CrashFiles, PowerCut
 
@@ -27,7 +28,6 @@ from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
 
-BOUND_S = 30  # longer than anything takes; who waits so long has hung
 GROUP = "readers"
 SECOND_MS = 1_000
 HOUR_MS = 3_600_000

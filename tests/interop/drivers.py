@@ -39,9 +39,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import bounds
+
 Json = dict[str, Any]
 
-BOUND_S = 100  # longer than anything takes: clients look for new topics every 30 s
+BOUND_S = max(bounds.BOUND_S, 100)  # clients look for new topics every 30 s
 
 
 class ClientError(Exception):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+from tests.bounds import BOUND_S
 from tests.crash_files import CrashFiles
 
 from timeball.clock import ManualClock
@@ -22,7 +23,6 @@ from timeball.log.writer import LogWriter
 from timeball.message import Kind, build_rows
 
 SEGMENT_BYTES = 16 * 1024  # a handful of small frames
-WAIT_S = 30.0  # a bound for what happens at once on an idle machine
 
 
 class AtOnce(Executor):
@@ -109,12 +109,12 @@ async def until(work: Awaitable[None], disk: Executor | None) -> None:
     while not task.done() and isinstance(disk, OnDemand):
         await asyncio.sleep(0)
         disk.let_go()
-    await asyncio.wait_for(task, WAIT_S)
+    await asyncio.wait_for(task, BOUND_S)
 
 
 async def eventually(condition: Callable[[], object]) -> None:
     """Wait until the condition holds; fails when it does not within a generous bound."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(BOUND_S):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -172,7 +172,7 @@ def fill(files: Files, commits: int, *, rows: int = 3) -> list[bytes]:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     """A test's own coroutine, within a bound."""
-    asyncio.run(asyncio.wait_for(work, 2 * WAIT_S))
+    asyncio.run(asyncio.wait_for(work, 2 * BOUND_S))
 
 
 async def turns(count: int = 5) -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
+from tests import bounds
 from tests.cli.processes import environment
 from tests.crash.siege import CLOCK, Siege, cancel, consume, send_many, send_one
 from tests.pipeline import bulk_write
@@ -40,7 +41,7 @@ pytestmark = [
 ]  # each start of Spark takes ten seconds or twenty
 
 SEED = int(os.environ.get("KILL_SEED", "1"))
-BOUND_S = 120  # a Spark that starts beside other work takes its time
+BOUND_S = max(bounds.BOUND_S, 120)  # a Spark that starts beside other work takes its time
 FEW_ROWS = 10
 SETTINGS = Settings(compact_rows=300, compact_interval_ms=500, compact_rows_min=FEW_ROWS)
 

@@ -50,7 +50,7 @@ def test_a_bulk_attach_is_an_event_a_range_and_other_attaches_are_none() -> None
 
 
 @pytest.mark.spark
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_ledger_job_says_the_same(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 5)
     send_due_now(node.endpoint, 3)

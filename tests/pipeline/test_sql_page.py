@@ -59,7 +59,7 @@ def test_the_questions_are_answered(story: RunningNode) -> None:
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_examples_run_and_spark_takes_the_same_questions(spark: SparkSession, story: RunningNode) -> None:
     printed = io.StringIO()
     for code in blocks("python"):

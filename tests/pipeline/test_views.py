@@ -27,7 +27,7 @@ from timeball.pipeline.sink import PromiseTask, attach_all
 from timeball.pipeline.sql import SqlSession, view_columns
 from timeball.pipeline.waiting import Snapshot
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 QUESTIONS = [
     "select seq, topic, due_ms, accepted_ms, place from pending order by seq",

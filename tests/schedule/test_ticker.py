@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.bounds import BOUND_S
 from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
@@ -19,7 +20,6 @@ from timeball.schedule.hour_log.store import HourLog
 from timeball.schedule.places import take_promises
 from timeball.schedule.ticker import Ticker
 
-BOUND_S = 30  # for what takes a second at most
 TURNS = 50
 
 

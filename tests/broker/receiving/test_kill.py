@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.bounds import BOUND_S
 from tests.cli.processes import Running
 from tests.protocols.grpc.wire import Wire
 
@@ -122,7 +123,7 @@ def test_what_was_answered_holds(tmp_path: Path) -> None:
             with ThreadPoolExecutor(CONSUMERS) as pool:
                 consumers = [pool.submit(consume, grpc_port(ready), n, known, done) for n in range(CONSUMERS)]
                 for _ in range(RECEIVED_BEFORE):
-                    assert done.acquire(timeout=60)
+                    assert done.acquire(timeout=BOUND_S)
                 assert server.end(signal.SIGKILL) == -signal.SIGKILL
                 for consumer in consumers:
                     consumer.result()

@@ -110,7 +110,7 @@ def test_whoever_interrupts_it_finds_nothing_left_behind(tmp_path: Path, number:
 @needs_the_extra
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "level_cascade"])
 def test_a_small_demo_is_faultless(tmp_path: Path, signals: None, schedule: str) -> None:
     """A day of five seconds; fewer than 10,000 flights would not be worth compacting."""

@@ -13,7 +13,7 @@ from timeball import Timeball
 from timeball.cli.demo.spark import Spark
 from timeball.errors import Unavailable
 
-pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.timeout(600)]
 
 
 def _messages(now_ms: int, rows: int) -> pa.RecordBatch:

@@ -97,7 +97,7 @@ def test_other_commands_do_not_wait_for_its_modules() -> None:
 
 @pytest.mark.slow
 @pytest.mark.spark
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_on_spark_it_says_the_same(node: RunningNode) -> None:
     pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
     options = ["--json", "--by-topic", "--by", "hour", "--endpoint", node.endpoint]

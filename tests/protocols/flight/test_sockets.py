@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from tests.bounds import BOUND_S
 
 from timeball.errors import SetupError
 from timeball.protocols.flight.sockets import check_free, cut_connections
@@ -34,13 +35,13 @@ def test_an_address_of_others_is_a_setup_error() -> None:
 
 def test_connections_of_one_port_are_cut_and_no_others() -> None:
     with listening() as cut, listening() as kept:
-        clients = [socket.create_connection(server.getsockname(), timeout=30) for server in (cut, kept)]
+        clients = [socket.create_connection(server.getsockname(), timeout=BOUND_S) for server in (cut, kept)]
         accepted = [server.accept()[0] for server in (cut, kept)]
         assert cut_connections(cut.getsockname()[1]) == 1
         assert clients[0].recv(1) == b""
         accepted[1].sendall(b"x")
         assert clients[1].recv(1) == b"x"
-        with socket.create_connection(cut.getsockname(), timeout=30):  # it still listens
+        with socket.create_connection(cut.getsockname(), timeout=BOUND_S):  # it still listens
             pass
         for connection in [*clients, *accepted]:
             connection.close()

@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from tests.bounds import BOUND_S
 from tests.protocols.grpc.consumer import GROUP, TOPIC, Consumer, resource, with_consumer
 from tests.protocols.grpc.wire import consumer_settings, d
 
@@ -23,7 +24,6 @@ from timeball.protocols.grpc.dispatch import METHODS, Method
 
 CALLS = 150  # of each seed
 DEPTH_MAX = 5
-BOUND_S = 30
 F = FieldDescriptor
 
 TEXTS = [

@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.bounds import BOUND_S
 from tests.cli.processes import Running
 from tests.node_fixture import eventually
 from tests.protocols.grpc.sending import message, send_request
@@ -146,7 +147,7 @@ def test_what_was_answered_holds(tmp_path: Path) -> None:
         with ThreadPoolExecutor(CLIENTS) as pool:
             producers = [pool.submit(produce, port, n, known, done) for n in range(CLIENTS)]
             for _ in range(ROUNDS_BEFORE):
-                assert done.acquire(timeout=60)
+                assert done.acquire(timeout=BOUND_S)
             assert server.end(signal.SIGKILL) == -signal.SIGKILL
             for producer in producers:
                 producer.result()

@@ -6,6 +6,8 @@ import asyncio
 import socket
 from typing import Any
 
+from tests.bounds import BOUND_S
+
 from timeball.broker.service import Broker
 from timeball.protocols.remoting.calls import Call, Handlers
 from timeball.protocols.remoting.clients import Clients
@@ -13,8 +15,6 @@ from timeball.protocols.remoting.codec.frame import Command, Splitter, decode
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.dispatch import failure
 from timeball.protocols.remoting.site import Site
-
-BOUND_S = 30
 
 
 def site_of(broker: Broker) -> Site:

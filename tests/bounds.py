@@ -1,0 +1,18 @@
+"""How long a test waits for a process or a thread before it says that this did not happen: a multiple of a start.
+
+The start is that of this very process, from its creation to the import of this module (Python, pytest, its plugins):
+it is measured in the same run, costs nothing, and grows with the load of the machine as everything else does. A fixed
+number of seconds is too long on an idle machine and too short on a busy one.
+"""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+START_S = time.time() - psutil.Process().create_time()
+STARTS = 150  # a broker starts in two or three, a Spark in twenty
+LEAST_S = 30.0  # the start may have been lucky: a machine that was idle then may be busy now
+MOST_S = 240.0  # below pytest's own limit, which cannot say what was waited for
+BOUND_S = round(min(max(LEAST_S, STARTS * START_S), MOST_S))
