@@ -6,7 +6,7 @@ STAMP   := .venv/.installed
 ARGS    ?=
 # Two processes share the tests: most of them wait most of the time. To debug one: make test ARGS="-n 0 -k name".
 SHARED   = -n 2 --dist loadgroup
-PIP      = $(BIN)/python -m pip --disable-pip-version-check
+INSTALL  = $(BIN)/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation
 COMPILE  = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
            --no-emit-index-url --no-header $(UPGRADE)
 
@@ -16,10 +16,10 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spark slow interop check bench lock up
+.PHONY: help setup demo test spark slow interop wheel-check check bench lock up
 
 help:   ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)   ## make .venv with everything in it (the other targets do this by themselves)
 
@@ -41,6 +41,9 @@ slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
 interop: $(STAMP)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK)
 	$(BIN)/python -m pytest -m interop $(ARGS)
 
+wheel-check: $(STAMP)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)
+
 check: $(STAMP)   ## lint, format, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,13 +59,16 @@ lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	$(COMPILE) pyproject.toml --extra spark --extra sql --extra demo --extra dev -o requirements/all.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
-# Three steps, and every package fetched is named with its hash in a lock file: the build tool, the packages
-# (some of them source packages, built with that tool and no other), and this package, which fetches nothing.
+# Three steps, and every package fetched is named with its hash in a lock file: the build tools, the packages
+# (some of them source packages, built with those tools and no others), and this package, which fetches nothing.
 $(STAMP): requirements/build.txt requirements/all.txt
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11 or later that can make environments (with its venv module)"; exit 1; }
-	@echo "setting up .venv with $(PYTHON): about a minute, the first time"
-	$(PYTHON) -m venv --clear .venv
-	$(PIP) install --quiet --require-hashes --no-deps -r requirements/build.txt
-	$(PIP) install --quiet --require-hashes --no-deps --no-build-isolation -r requirements/all.txt
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@echo "make: setting up .venv with $(PYTHON), once; it takes a minute or two and 1.5 GB"
+	@echo "make: 1 of 3, the build tools"
+	@$(PYTHON) -m venv --clear .venv
+	@$(INSTALL) --require-hashes -r requirements/build.txt
+	@echo "make: 2 of 3, the packages: Arrow, Spark with a Java, the tools of the tests"
+	@$(INSTALL) --require-hashes --use-pep517 -r requirements/all.txt
+	@echo "make: 3 of 3, Timeball itself"
+	@$(INSTALL) --editable .
 	@touch $@

@@ -24,11 +24,17 @@ PACKAGE = Path("timeball", "protocols", "grpc", "_generated")
 
 
 class BuildStubs(build_py):
-    """Makes the stubs before the package's files are gathered."""
+    """Make the stubs before the package's files are gathered."""
 
     def run(self) -> None:
-        """See the module's docstring."""
+        """Write the stubs, then gather the package's files.
+
+        setuptools lists the packages before any command runs, so a clean tree's list lacks the one that is made here.
+        """
         generate(Path(__file__).parent / "src")
+        made = ".".join(PACKAGE.parts)
+        if made not in self.packages:
+            self.packages = [*self.packages, made]
         super().run()
 
 

@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> None:
     text = page.read_text("utf-8")
     if find_spec("matplotlib") is None:
         page.write_text(into_page(text, markdown(document)), "utf-8")
-        raise SystemExit("the table is written; no matplotlib for the picture: pip install 'timeball[demo]'")
+        raise SystemExit("the table is written; no matplotlib for the picture: `make setup` installs it")
     draw(document, DOCS / "pictures" / "designs.png")
     page.write_text(into_page(text, f"{PICTURE}\n{markdown(document)}"), "utf-8")
 

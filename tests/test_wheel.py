@@ -1,0 +1,152 @@
+"""The package as a stranger gets it: built from a clean tree, installed outside of it, on each Python that is here.
+
+`make wheel-check` runs this file alone. An editable installation (`make setup`) finds what lies in `src`, built or
+not; only a wheel shows what was left out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.parser import BytesParser
+from pathlib import Path
+
+import pytest
+from tests.cli.processes import Running
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSIONS = ["3.11", "3.12", "3.13", "3.14"]
+STUBS = "timeball/protocols/grpc/_generated"
+STUB_FILES = {"__init__.py", "definition_pb2.py", "definition_pb2.pyi", "service_pb2.py", "service_pb2.pyi"}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("wheel"),  # one build serves them all
+]
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """Run a command without the package's source in reach; fail with what it printed."""
+    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}}
+    said = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**kept, **environment},
+    )
+    assert said.returncode == 0, f"{command}:\n{said.stdout[-4000:]}\n{said.stderr[-4000:]}"
+    return said.stdout
+
+
+@dataclass(frozen=True)
+class Built:
+    wheel: Path
+    sdist: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """An sdist of the tracked files as they are now, and the wheel that is built from that sdist."""
+    clean, out = tmp_path_factory.mktemp("clean"), tmp_path_factory.mktemp("dist")
+    listed = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (clean / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clean / name)
+    assert not (clean / "src" / STUBS).exists(), "a clean tree has no stubs"
+    # The tools are those of the lock file: what is tested is our build, not the newest setuptools.
+    bin_folder = Path(sys.executable).parent
+    run(
+        bin_folder / "uv",
+        "build",
+        "--no-build-isolation",
+        "--python",
+        sys.executable,
+        "--out-dir",
+        out,
+        clean,
+    )
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return Built(wheel, sdist)
+
+
+def test_wheel_holds_the_stubs_and_the_page_for_the_registry(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        names = set(wheel.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        fields = BytesParser().parsebytes(wheel.read(metadata))
+    assert {f"{STUBS}/{name}" for name in STUB_FILES} <= names
+    assert "timeball/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+    assert fields["Author"] and fields["Description-Content-Type"] == "text/markdown"
+    assert "# Timeball" in str(fields.get_payload())
+    told = fields.get_all("Classifier", [])
+    assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= set(told)
+
+
+def test_sdist_can_be_built_from(built: Built) -> None:
+    with tarfile.open(built.sdist) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "src/timeball/py.typed"} <= names
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version that runs: on the path, or one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    beside = sorted(pyenv.glob(f"{version}.*/bin/python{version}"))
+    for found in (shutil.which(f"python{version}"), *map(str, beside)):
+        # A shim is on the path for versions that its owner has not switched on: it exits with 127.
+        if (
+            found
+            and subprocess.run([found, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0
+        ):
+            return found
+    return None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> None:
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    run(python, "-m", "venv", tmp_path / "env")
+    install = [tmp_path / "env/bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    run(*install, "--require-hashes", "--no-deps", "-r", ROOT / "requirements/runtime.txt")
+    run(*install, "--no-deps", built.wheel)
+    timeball = tmp_path / "env/bin/timeball"
+    with served(timeball, tmp_path / "data") as (endpoint, ended):
+        at = ("--endpoint", endpoint, "--json")
+        run(timeball, "schedule", "orders", "close order 17 if unpaid", "--after", "1s", *at)
+        (line,) = run(timeball, "pull", "orders", "--wait", "60s", *at).splitlines()
+        assert json.loads(line)["body"] == "close order 17 if unpaid"
+    assert ended() == 0
+
+    # The control: without the stubs, as the wheel once was, the same command must not start.
+    (stubs,) = (tmp_path / "env/lib").glob(f"python*/site-packages/{STUBS}")
+    shutil.rmtree(stubs)
+    with pytest.raises(AssertionError, match="_generated"), served(timeball, tmp_path / "data"):
+        pass
+
+
+@contextmanager
+def served(timeball: Path, data: Path) -> Iterator[tuple[str, object]]:
+    """A broker of this installation: its endpoint, and its exit code once it has been left."""
+    ports = [f"--{edge}-port=0" for edge in ("name-server", "remoting", "grpc")]
+    running = Running(
+        command=[str(timeball), "serve", "--json", "--data", str(data), "--port", "0", *ports], PYTHONPATH=""
+    )
+    code: list[int] = []
+    try:
+        yield str(running.wait_line(event="ready")["endpoint"]), lambda: code[0]
+    finally:
+        code.append(running.end())
