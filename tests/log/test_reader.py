@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
+from tests.held_memory import allocated_bytes
 from tests.log.small_log import AtOnce, batch, bodies, opened, reopened
 
 from timeball.errors import Corrupt, OutOfRange, SetupError
@@ -22,7 +24,7 @@ from timeball.log import reader as module
 from timeball.log import retention
 from timeball.log.reader import LogReader
 from timeball.log.segment import segment_name
-from timeball.message import READ_SCHEMA, Kind, build_rows
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
 
 SMALL = 4096
 ASIDE = 5  # numbers that a reservation sets aside beside its row
@@ -179,22 +181,49 @@ def test_a_row_that_is_not_kept_or_not_in_the_log_is_out_of_range() -> None:
 # ---- the cache -------------------------------------------------------------------------------------------
 
 
-def test_only_so_many_decoded_rows_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHE_ROWS", 10)
+def test_only_so_many_decoded_frames_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 3)
     reader = simple(20)
     for _ in range(2):
         for seq in range(1, 61):
             assert reader.take(np.array([seq], np.int64)).column("seq").to_pylist() == [seq]
-            held = [rows.num_rows for _, rows in reader._cache.values()]
-            assert reader._cached_rows == sum(held) <= 10
+            assert len(reader._cache) <= 3
 
 
 def test_what_was_used_last_is_held_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHE_ROWS", 6)
+    monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 2)
     reader = simple(20)
     for seq in (1, 4, 1, 7):
         reader.take(np.array([seq], np.int64))
     assert [first for first, _ in reader._cache.values()] == [1, 7]
+
+
+def test_what_is_held_is_bounded_by_the_memory_that_it_takes() -> None:
+    """Frames of one row, each looked at, as consumers do after small commits."""
+    frames = 300
+    reader = log_of([(1, Kind.MESSAGE)] * frames)[0]
+    reader.take(np.array([1], np.int64))  # what the first one needs besides
+    before = allocated_bytes()
+    for seq in range(2, frames + 1):
+        reader.take(np.array([seq], np.int64))
+    for _, rows in reader._cache.values():
+        assert len(rows.columns) == len(LOG_SCHEMA)
+    a_frame = (allocated_bytes() - before) / (frames - 1)
+    assert a_frame > 1_000, "malloc has seen them"
+    assert a_frame <= module.FRAME_BYTES
+    assert module.CACHE_FRAMES_MAX * module.FRAME_BYTES <= 64 * 1024 * 1024
+
+
+def test_a_segment_that_is_let_go_is_not_held() -> None:
+    reader = simple(40)
+    segments = reader.segments
+    assert len(segments.all) > 2
+    for seq in range(1, 121):
+        reader.take(np.array([seq], np.int64))
+    kept = weakref.ref(segments.all[1])
+    segments.drop(segments.all[:2])
+    assert kept() is None
+    assert {ordinal for ordinal, _ in reader._cache} == {segment.ordinal for segment in segments.all}
 
 
 def test_a_range_does_not_push_out_what_is_held() -> None:
@@ -262,7 +291,7 @@ def test_every_flipped_byte_of_a_frame_is_an_error() -> None:
 
 
 def test_readers_in_many_threads_see_rows_that_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(module, "CACHE_ROWS", 12)
+    monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 4)
 
     async def work() -> None:
         async with opened(RealFiles(tmp_path)) as log:

@@ -32,6 +32,7 @@ class KeyIndex:
         self._runs: list[KeySidecar] = []
         self._active = -1
         self._indexed_to = 0
+        segments.on_drop.append(self._forget)
 
     def find(self, wanted: UInt64Array) -> Int64Array:
         """Sequence numbers of durable rows with an id or key that may be one of those hashed; check the text."""
@@ -40,9 +41,12 @@ class KeyIndex:
             parts = [self._sealed_index(segment).find(wanted) for segment in segments[:-1]]
             self._index_active(segments[-1])
             parts += [run.find(wanted) for run in self._runs]
-            for gone in self._sealed.keys() - {segment.ordinal for segment in segments}:
-                del self._sealed[gone]
         return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+
+    def _forget(self, gone: list[Segment]) -> None:
+        with self._lock:
+            for segment in gone:
+                self._sealed.pop(segment.ordinal, None)
 
     def _sealed_index(self, segment: Segment) -> KeySidecar:
         known = self._sealed.get(segment.ordinal)

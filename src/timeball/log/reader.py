@@ -1,8 +1,9 @@
 """Rows of the log by sequence number or by range, as column batches; safe in any thread.
 
 Every frame is checked against its checksum when it is decoded, however it got into the page cache: a row that
-rotted is an error (G8), never a message. A few decoded frames are kept, because consumers of a queue and
-gathers of neighbouring promises come back to the same ones.
+rotted is an error (G8), never a message. Some decoded frames are kept, because consumers of a queue and gathers of
+neighbouring promises come back to the same ones; their bound is the memory of their objects, since a frame of one
+row costs as much as a frame of a thousand.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array
 
-CACHE_ROWS = 262_144  # decoded frames are views of the mapping, so this bounds objects and not bodies
+CACHE_BYTES_MAX = 32 * 1024 * 1024
+# What a decoded frame holds, whatever its rows: the arrays and buffers of twenty columns, all views of the mapping.
+# Measured 11.9 KB; a test weighs it again.
+FRAME_BYTES = 12 * 1024
+CACHE_FRAMES_MAX = CACHE_BYTES_MAX // FRAME_BYTES
 
 
 class LogReader:
@@ -29,8 +34,8 @@ class LogReader:
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
         self._cache: OrderedDict[tuple[int, int], tuple[int, pa.RecordBatch]] = OrderedDict()
-        self._cached_rows = 0
         self._lock = threading.Lock()
+        segments.on_drop.append(self._forget)
 
     @property
     def first_seq(self) -> int:
@@ -170,10 +175,15 @@ class LogReader:
             if key in self._cache:
                 return
             self._cache[key] = entry
-            self._cached_rows += entry[1].num_rows
-            while self._cached_rows > CACHE_ROWS and len(self._cache) > 1:
-                _, (_, rows) = self._cache.popitem(last=False)
-                self._cached_rows -= rows.num_rows
+            if len(self._cache) > CACHE_FRAMES_MAX:
+                self._cache.popitem(last=False)
+
+    def _forget(self, gone: list[Segment]) -> None:
+        """Let go of frames of removed segments: each would keep a whole file's room on the disk."""
+        ordinals = {segment.ordinal for segment in gone}
+        with self._lock:
+            for key in [key for key in self._cache if key[0] in ordinals]:
+                del self._cache[key]
 
 
 def _joined(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -91,6 +92,8 @@ class Segments:
     def __init__(self, segments: list[Segment]) -> None:
         self._segments = segments
         self._changing = threading.Lock()
+        # Called with segments that retention lets go, in its thread: a cache of them would keep their files' room.
+        self.on_drop: list[Callable[[list[Segment]], None]] = []
 
     @property
     def all(self) -> list[Segment]:
@@ -128,6 +131,8 @@ class Segments:
         with self._changing:
             assert segments == self._segments[: len(segments)] and len(segments) < len(self._segments)
             self._segments = self._segments[len(segments) :]
+        for forget in self.on_drop:
+            forget(segments)
 
     def holding(self, seq: int) -> Segment:
         """The segment that holds `seq`; raises OutOfRange with what is kept."""
