@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import gc
 import os
 import resource
 import subprocess
@@ -14,6 +17,7 @@ import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
 
+from timeball import files as module
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError, TimeballError
 from timeball.files import OPEN_FILES_MAX, Files, RealFiles, allow_many, read_secret
 
@@ -379,3 +383,37 @@ def test_a_process_that_is_a_broker_may_open_many_files() -> None:
         assert soft == min(hard, OPEN_FILES_MAX)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_mapped_file_costs_no_descriptor_and_lasts_as_long_as_any_part_of_it(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    files.replace("a", b"0123456789")
+    before = set(os.listdir("/proc/self/fd"))
+    parts = [files.map_readonly("a").slice(3, 4) for _ in range(20)]
+    assert set(os.listdir("/proc/self/fd")) <= before
+    gc.collect()
+    assert {bytes(part) for part in parts} == {b"3456"}
+    mapped = _maps_of(tmp_path / "a")
+    assert mapped >= 1
+    parts.clear()
+    gc.collect()
+    assert _maps_of(tmp_path / "a") == 0
+
+
+def test_what_cannot_be_mapped_is_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RealFiles(tmp_path)
+    files.replace("a", b"0123456789")
+
+    def refused(*_: object) -> int | None:
+        ctypes.set_errno(errno.ENOMEM)
+        return module._MAP_FAILED
+
+    monkeypatch.setattr(module, "_mmap", refused)
+    with pytest.raises(DiskFailed, match="mapping a failed: Cannot allocate memory"):
+        files.map_readonly("a")
+
+
+def _maps_of(path: Path) -> int:
+    return sum(line.endswith(str(path)) for line in Path("/proc/self/maps").read_text().splitlines())

@@ -15,6 +15,7 @@ space and go on), a missing name is NotFound, everything else is DiskFailed.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -100,6 +101,16 @@ class Files(Protocol):
         """Take note of what a library has written below `external(name)`; it is not durable yet."""
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
 @contextmanager
 def _typed(doing: str) -> Iterator[None]:
     try:
@@ -160,6 +171,30 @@ class RealFile:
         fd, self._fd = self._fd, _CLOSED
         if fd != _CLOSED:
             os.close(fd)
+
+
+class _Mapping:
+    """A file mapped for reading, without a descriptor: Python's mmap keeps one for each mapping (until 3.13).
+
+    Thousands of files are mapped at once, a key sidecar for each file of the pending table among them, and the
+    descriptors are needed for connections.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        # Set first: __del__ runs after a failure here, too.
+        self._address, self._size_bytes = _MAP_FAILED, size_bytes
+        self._address = _mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if self._address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def buffer(self) -> pa.Buffer:
+        """The bytes; the mapping lasts as long as any part of them is held."""
+        return pa.foreign_buffer(self._address, self._size_bytes, self)
+
+    def __del__(self) -> None:
+        if self._address != _MAP_FAILED:
+            _munmap(self._address, self._size_bytes)
 
 
 class RealFiles:
@@ -228,7 +263,7 @@ class RealFiles:
         with _typed(f"mapping {name}"), (self.root / name).open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:  # mmap takes no empty range
                 return pa.py_buffer(b"")
-            return pa.py_buffer(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ))
+            return _Mapping(file.fileno(), os.fstat(file.fileno()).st_size).buffer()
 
     def replace(self, name: str, data: bytes) -> None:
         """See Files."""
