@@ -128,11 +128,48 @@ def test_an_empty_second_costs_nothing() -> None:
 
 def test_runs_of_a_slot_are_merged_when_it_is_opened() -> None:
     wheel = SecondWheel()
-    for seq in range(1, 200):
+    for seq in range(1, 20):
         wheel.add_run(Run.of([rows([500 + seq % 7], seq)]))
-    assert len(wheel._slots[0]) == 199
+    assert len(wheel._slots[0]) == 19
     assert wheel.take_due((501, 0), 10) is not None
     assert len(wheel._slots[0]) <= wheel_module.OPEN_RUNS_MAX
+
+
+def test_rows_that_come_one_by_one_are_held_in_few_batches() -> None:
+    """Each batch is 10 KB of objects, however few its rows."""
+    wheel, seq, most = SecondWheel(), 0, 0
+    for now in range(0, 1_200, 2):
+        seq += 1
+        wheel.add(rows([now + 2_500 + seq % 2 * 500], seq))
+        seq += 1
+        wheel.add(rows([now], seq))  # due at once, so that what has arrived is sorted into its slots
+        taken = wheel.take_due((now + 1, 0), 10)
+        assert taken is not None and len(taken.due) == 1
+        most = max(most, len(wheel._arrivals) + sum(map(len, wheel._slots.values())))
+    assert len(wheel) == 600
+    assert most <= 4 * (wheel_module.RUNS_MAX + 1)
+
+
+def test_batches_of_one_row_are_not_held_back_by_the_thousand() -> None:
+    wheel, most = SecondWheel(), 0
+    for seq in range(1, 1_000):
+        wheel.add(rows([1_000_000], seq))
+        most = max(most, len(wheel._arrivals))
+    assert most <= wheel_module.ARRIVAL_BATCHES_MAX
+
+
+def test_what_rows_take_is_known_until_they_are_handed_out() -> None:
+    wheel = SecondWheel()
+    large = with_seq(
+        build_rows(2, kind=int(Kind.PROMISE), topic="t", body=[b"x" * 100_000] * 2, due_ms=[5, 9]), 1
+    )
+    wheel.add(large)
+    assert 200_000 <= wheel.size_bytes < 210_000
+    assert wheel.take_due((6, 0), 10) is not None
+    assert 90_000 <= wheel.size_bytes < 110_000
+    wheel.add_run(Run.of([rows([5], 3)]))
+    assert wheel.take_due((10, 0), 10) is not None
+    assert (len(wheel), wheel.size_bytes) == (0, 0)
 
 
 def test_nothing_in_nothing_out() -> None:

@@ -53,7 +53,7 @@ class Near:
         self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
         self._on_change, self._on_failure = on_change, on_failure
         self._index, self._places = DueIndex(), Places()
-        self._wheel, self._wheel_bytes = SecondWheel(), 0
+        self._wheel = SecondWheel()
         self._gathering: asyncio.Task[None] | None = None
         self._gathering_ms = FAR_MS  # the earliest instant on its way into memory
         self._gathering_rows = 0
@@ -80,7 +80,6 @@ class Near:
         if soon.any():
             rows = promises if soon.all() else promises.filter(pa.array(soon))
             self._wheel.add(rows)
-            self._wheel_bytes += rows.nbytes
         self._index.add(due[~soon], seq[~soon])
 
     def expect(self, due_ms: Int64Array, seq: Int64Array, at: Int64Array) -> None:
@@ -93,8 +92,6 @@ class Near:
         self._gather_if_needed(now_ms)
         high_ms = min(now_ms + 1, below_ms, self._unloaded_ms())
         while (run := self._wheel.take_due((high_ms, 0), limit)) is not None:
-            # What a view of some rows holds is not exact to the byte.
-            self._wheel_bytes = max(0, self._wheel_bytes - run.rows.nbytes) if len(self._wheel) else 0
             keep = ~self._settling.is_settled(run.due, run.seq)
             if not keep.any():
                 continue
@@ -129,7 +126,7 @@ class Near:
     # -- gathering -----------------------------------------------------------------------------------------------
 
     def _has_room(self) -> bool:
-        return self._wheel_bytes < self._gather_bytes // 2
+        return self._wheel.size_bytes < self._gather_bytes // 2
 
     def _unloaded_ms(self) -> int:
         """The earliest instant of a promise whose body is not in memory."""
@@ -157,7 +154,6 @@ class Near:
     async def _gather(self, at: Int64Array) -> None:
         run = await asyncio.get_running_loop().run_in_executor(self._thread, self._load, at)
         self._wheel.add_run(run)
-        self._wheel_bytes += run.rows.nbytes
 
     def _load(self, at: Int64Array) -> Run:
         """Bodies from the log (reader thread), sorted by instant."""

@@ -26,6 +26,9 @@ from timeball.table.data_file import search
 
 SLOT_MS = limits.SECOND_MS
 ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
+# Batches held back: one of a single row is some 10 KB of objects, as one of a thousand is.
+ARRIVAL_BATCHES_MAX = 256
+RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
 OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
 
 
@@ -74,7 +77,12 @@ class SecondWheel:
         self._arrivals: list[pa.RecordBatch] = []
         self._arrival_rows = 0
         self._arrival_min_ms: int | None = None
-        self._size = 0
+        self._size = self._size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory the rows take that are not handed out."""
+        return self._size_bytes
 
     def __len__(self) -> int:
         return self._size
@@ -84,12 +92,13 @@ class SecondWheel:
         if rows.num_rows == 0:
             return
         self._size += rows.num_rows
+        self._size_bytes += rows.nbytes
         self._arrivals.append(rows)
         self._arrival_rows += rows.num_rows
         earliest = int(int64(rows.column("due_ms")).min())
         if self._arrival_min_ms is None or earliest < self._arrival_min_ms:
             self._arrival_min_ms = earliest
-        if self._arrival_rows >= ARRIVALS_MAX:
+        if self._arrival_rows >= ARRIVALS_MAX or len(self._arrivals) >= ARRIVAL_BATCHES_MAX:
             self._place_arrivals()
 
     def add_run(self, run: Run) -> None:
@@ -97,6 +106,7 @@ class SecondWheel:
         if len(run.due) == 0:
             return
         self._size += len(run.due)
+        self._size_bytes += run.rows.nbytes
         self._place(run)
 
     def next_due_ms(self) -> int | None:
@@ -123,6 +133,9 @@ class SecondWheel:
         if not taken:
             return None
         self._size -= count
+        # What a view of some rows holds is not exact to the byte.
+        handed_out = sum(run.rows.nbytes for run in taken)
+        self._size_bytes = max(0, self._size_bytes - handed_out) if self._size else 0
         if len(taken) == 1:
             return taken[0]
         rows = pa.concat_batches([run.rows for run in taken])  # slots follow each other: still sorted
@@ -172,14 +185,30 @@ class SecondWheel:
                 runs = self._slots[slot] = []
                 heapq.heappush(self._used, slot)
             runs.append(run.part(begin, end))
+            if len(runs) > RUNS_MAX:
+                self._slots[slot] = _with_small_ones_merged(runs)
+
+
+def _with_small_ones_merged(runs: list[Run]) -> list[Run]:
+    """The same rows in few runs; of the small ones the larger quarter stays, so that a row is copied O(log n) times."""
+    small = sorted((run for run in runs if _left(run) < ARRIVALS_MAX), key=_left)
+    if len(small) <= RUNS_MAX:
+        return runs
+    large = [run for run in runs if _left(run) >= ARRIVALS_MAX]
+    merged = small[: len(small) * 3 // 4]
+    return [*large, *small[len(merged) :], Run.of([run.rows.slice(run.cursor) for run in merged])]
+
+
+def _left(run: Run) -> int:
+    return len(run.due) - run.cursor
 
 
 def _fewer(runs: list[Run]) -> list[Run]:
     """The same rows in few runs: all but the largest are merged, so that a row is copied O(log n) times."""
     if len(runs) <= OPEN_RUNS_MAX:
         return runs
-    runs = sorted(runs, key=lambda run: len(run.due) - run.cursor)
-    largest = [] if len(runs[-1].due) - runs[-1].cursor < ARRIVALS_MAX else [runs.pop()]
+    runs = sorted(runs, key=_left)
+    largest = [] if _left(runs[-1]) < ARRIVALS_MAX else [runs.pop()]
     return [Run.of([run.rows.slice(run.cursor) for run in runs]), *largest]
 
 

@@ -74,7 +74,6 @@ class DelayLevels:
         self._gathering: asyncio.Task[None] | None = None
         self._gathers: set[asyncio.Task[None]] = set()  # it, and those whose outcome nobody wants any more
         self._gathering_head: Position | None = None
-        self._wheel_bytes = 0
         self._handed_before = _NONE  # places in flight when the queues were looked through again
         self._now_ms = -(1 << 62)  # the latest instant seen
 
@@ -99,7 +98,6 @@ class DelayLevels:
             rows = promises if near.all() else promises.filter(pa.array(near))
             rows = restored(rows, places=places[near], due_ms=due[near])
             self._wheel.add(rows)
-            self._wheel_bytes += rows.nbytes
         after = self.next_due_ms()
         if after is not None and (before is None or after < before):
             self._on_change()
@@ -110,8 +108,6 @@ class DelayLevels:
         self._gather_if_needed(now_ms)
         high = min((now_ms + 1, 0), self._bound(now_ms) or (now_ms + 1, 0))
         while (run := self._wheel.take_due(high, limit)) is not None:
-            # What a view of some rows holds is not exact to the byte.
-            self._wheel_bytes = max(0, self._wheel_bytes - run.rows.nbytes) if len(self._wheel) else 0
             places = int64(run.rows.column("queue_offset"))
             keep = ~self._settled.contains(places)
             if not keep.any():
@@ -255,7 +251,7 @@ class DelayLevels:
         return min((head for head in heads if head is not None), default=None)
 
     def _has_room(self) -> bool:
-        return self._wheel_bytes < self._gather_bytes // 2
+        return self._wheel.size_bytes < self._gather_bytes // 2
 
     def _follow_clock(self, now_ms: int) -> None:
         if now_ms < self._now_ms:
@@ -264,7 +260,6 @@ class DelayLevels:
                 self._now_ms - now_ms,
             )
             self._wheel, self._gathering, self._gathering_head = SecondWheel(), None, None
-            self._wheel_bytes = 0
             self._handed_before = np.concatenate([_NONE, *(places for _, _, places in self._in_flight)])
             for queue in self._queues.values():
                 queue.rebuild()
@@ -324,7 +319,6 @@ class DelayLevels:
         run, strangers = await loop.run_in_executor(self._thread, self._load, due, seq, places)
         if self._gathering is task:  # else the clock was set back meanwhile
             self._wheel.add_run(run)
-            self._wheel_bytes += run.rows.nbytes
             self._settled.release(strangers)
 
     def _load(self, due: Int64Array, seq: Int64Array, places: Int64Array) -> tuple[Run, Int64Array]:

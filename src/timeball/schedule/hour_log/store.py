@@ -310,7 +310,7 @@ class HourLog:
         return self._wheel_has_room() and not self.dispatched.is_full
 
     def _wheel_has_room(self) -> bool:
-        return len(self._wheel) < max(1, self._rows_max // 2)
+        return not len(self._wheel) or self._wheel.size_bytes < self._gather_bytes // 2
 
     @property
     def _rows_max(self) -> int:
