@@ -11,6 +11,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import upkeep
+from timeball.broker.rewriting import FILES_MIN
 from timeball.errors import Corrupt, DiskFailed, OverLimit
 from timeball.limits import DAY_MS
 from timeball.log import checkpoint
@@ -264,3 +265,20 @@ async def test_one_damaged_data_file_does_not_keep_the_others_from_it(world: Wor
     assert first.keys_tried  # said once, not every second
     with pytest.raises(Corrupt, match=first.entry.path):
         await world.broker.cancel(ids=ids)
+
+
+@on_node(retention_ms=HOUR_MS)
+async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> None:
+    assert world.node is not None
+    for _ in range(FILES_MIN):
+        await world.send("a", [FAR_MS])
+        await world.broker.mover.compact()
+    folder = f"{FOLDER}/{world.broker.parts.hour_log.pending.all()[0].entry.path.rpartition('/')[0]}"
+    assert await world.broker.mover.rewrite() is not None
+    assert len(world.files.list_dir(folder)) == FILES_MIN + 1, "who reads the version before still can"
+    world.clock.advance(HOUR_MS - SECOND_MS)
+    await world.node.upkeep.let_go()
+    assert len(world.files.list_dir(folder)) == FILES_MIN + 1
+    world.clock.advance(2 * SECOND_MS)
+    await world.node.upkeep.let_go()
+    assert len(world.files.list_dir(folder)) == 1

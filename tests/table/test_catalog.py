@@ -257,6 +257,21 @@ def test_vacuum_takes_key_sidecars_of_files_that_have_left(on_disk: tuple[RealFi
     assert files.list_dir(KEYS_FOLDER) == [sidecar_name(two[0].path).rpartition("/")[2]]
 
 
+def test_what_this_life_took_out_goes_when_its_time_is_over(on_disk: tuple[RealFiles, Catalog]) -> None:
+    files, catalog = on_disk
+    one, two = put(catalog, files, 5), put(catalog, files, 6)
+    for entry in (*one, *two):
+        files.replace(sidecar_name(entry.path), b"hashes")
+    put(catalog, files, 7, removed=one)
+    assert files.list_dir(KEYS_FOLDER) == [sidecar_name(two[0].path).rpartition("/")[2]]
+    assert catalog.remove_left(NOW_MS) == 0
+    assert there(files, [*one, *two]) == [True, True]
+    assert catalog.remove_left(NOW_MS + 1) == 1
+    assert there(files, [*one, *two]) == [False, True]
+    assert catalog.remove_left(NOW_MS + 1) == 0
+    assert seqs(as_delta(catalog)) == [6, 7]
+
+
 # ---- the power goes at every call ---------------------------------------------------------------------------
 
 SEQS = [5, 6, 7, 8]

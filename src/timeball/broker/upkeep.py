@@ -188,6 +188,10 @@ class Upkeep:
                 index.trim(parts.reader.first_seq)
             # A keeper compacts nothing: what still waits lies behind what has gone.
             parts.ledger.watermark = max(parts.ledger.watermark, parts.reader.first_seq)
+        # Who reads an older version of the table has as long as the log is kept, and a day at most.
+        readable_ms = min(self._settings.retention_ms, limits.DAY_MS)
+        left_ms = parts.clock.now_ms() - readable_ms
+        await in_thread(self._parts.reader_thread, parts.catalog.remove_left, left_ms)
         behind = parts.hour_log.pending.behind(parts.hour_log.settled_before_ms)
         if len(behind) >= BEHIND_FILES_MIN:
             epoch = parts.reader.next_seq

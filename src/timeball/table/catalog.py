@@ -32,6 +32,7 @@ from timeball.errors import Corrupt, DiskFailed
 from timeball.files import Files
 from timeball.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.data_file import sidecar_name
 from timeball.table.layout import FOLDER, KEYS_FOLDER, PARTITION_COLUMN
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Catalog:
         self._table: DeltaTable | None = None
         self._version = 0
         self._synced: frozenset[str] = frozenset()
+        self._left: dict[str, int] = {}  # files that a commit of this life took out, and when
 
     @property
     def uri(self) -> str:
@@ -164,7 +166,22 @@ class Catalog:
             table.create_checkpoint()
             table.cleanup_metadata()  # entries older than Delta's own log retention (30 days)
         self._make_durable()
+        for entry in removed:
+            self._left[entry.path] = now_ms
+            self._files.remove(sidecar_name(entry.path))
         return version
+
+    def remove_left(self, before_ms: int) -> int:
+        """Remove files that have left the table before this instant, as far as this life knows; returns how many.
+
+        A rewrite takes files out every minute: `vacuum`, which is for what failed jobs and earlier lives have left,
+        counts in hours and goes through the whole folder.
+        """
+        gone = [path for path, left_ms in self._left.items() if left_ms < before_ms]
+        for path in gone:
+            self._files.remove(f"{FOLDER}/{path}")
+            del self._left[path]
+        return len(gone)
 
     def vacuum(self, older_than_ms: int) -> int:
         """Remove data files that no version of the last `older_than_ms` names, orphans of failed jobs included."""
