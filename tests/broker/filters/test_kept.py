@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from timeball.broker.filters import kept
@@ -34,3 +36,15 @@ def test_ever_new_texts_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
         most = max(most, filters.characters)
     assert 3_000 <= most <= 3_000 + 600 + OVERHEAD_CHARACTERS
     assert len(filters._filters) <= 6
+
+
+def test_the_bound_is_of_what_filters_take_and_not_only_of_their_texts() -> None:
+    filters = FiltersKept()
+    tracemalloc.start()
+    try:
+        for n in range(10):
+            filters.get(" or ".join(f"a{n} = {n * 7 + i}" for i in range(100)), "SQL92", bit_mask=False)
+        of_a_character = tracemalloc.get_traced_memory()[0] / filters.characters
+    finally:
+        tracemalloc.stop()
+    assert 1 < of_a_character * kept.CHARACTERS_MAX < 24 * 1024 * 1024

@@ -135,3 +135,10 @@ def test_bits_lose_nothing_and_let_nothing_else_through(
         return
     expected = [bool(set(tags.split(tag or "")) & set(wanted)) for tag in message_tags]
     assert found(compile_filter("||".join(wanted), bit_mask=True), message_tags, bit_mask=True) == expected
+
+
+def test_tags_that_are_counted_up_do_not_fill_the_memory() -> None:
+    longest = limits.TAG_BYTES_MAX + 400  # with the objects around it
+    for known in (tags.tag_hash, tags.tag_mask):
+        most = known.cache_parameters()["maxsize"]
+        assert most is not None and most * longest <= 16 * 1024 * 1024

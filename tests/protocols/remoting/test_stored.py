@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -113,3 +115,22 @@ async def test_where_rows_are_large_only_what_is_asked_for_is_read(world: World)
     assert not cache._stretches
     with pytest.raises(OutOfRange, match="no message that anybody can see"):
         await cache.get(np.array([later]), HERE)
+
+
+@on_node(queues_per_topic=1)
+async def test_what_records_take_beside_their_bytes_counts(world: World) -> None:
+    """Of messages without a body, the objects are more than the bytes."""
+    seqs = np.arange(256) + (await world.broker.send(batch(256, body=[b""] * 256))).first_seq
+    cache = StoredMessages(world.broker.parts, NOBODY)
+    tracemalloc.start()
+    try:
+        await cache.get(seqs, HERE)
+        gc.collect()
+        held = sum(
+            trace.size
+            for trace in tracemalloc.take_snapshot().statistics("filename")
+            if trace.traceback[0].filename.endswith(("stored.py", "records.py"))
+        )
+    finally:
+        tracemalloc.stop()
+    assert 0 < held <= cache._size_bytes

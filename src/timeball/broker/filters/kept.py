@@ -9,7 +9,9 @@ from __future__ import annotations
 from timeball.broker.filters.compiling import compile_filter
 from timeball.broker.filters.filter import Filter
 
-CHARACTERS_MAX = 2 * 1024 * 1024  # of all texts kept
+CHARACTERS_MAX = (
+    256 * 1024
+)  # of all texts kept: some 8 MB of filters, in each of the three rooms that keep some
 OVERHEAD_CHARACTERS = 64  # of a filter whose text is short
 
 

@@ -24,6 +24,7 @@ from timeball.log.queue_index import EntryArray
 SEPARATOR = "||"
 ALL = "*"
 BITS = 63
+TAGS_KEPT_MAX = 16_384
 JAVA_BLANKS = "".join(map(chr, range(0x21)))  # what Java's String.trim takes off
 
 
@@ -36,14 +37,15 @@ def java_hash(text: str) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-# Pure functions, called once for each distinct tag of every batch; the bound is for tags that somebody counts up.
-@lru_cache(maxsize=limits.TOPICS_MAX)
+# Pure functions, called once for each distinct tag of every batch. The bound is for tags that are counted up: each
+# costs up to 600 bytes.
+@lru_cache(maxsize=TAGS_KEPT_MAX)
 def tag_hash(text: str) -> int:
     """The index's `tag` for a message with this tag in a SINGLE_TAG topic; 0 for none."""
     return java_hash(text)
 
 
-@lru_cache(maxsize=limits.TOPICS_MAX)
+@lru_cache(maxsize=TAGS_KEPT_MAX)
 def tag_mask(text: str) -> int:
     """The same in a MULTI_TAG topic."""
     mask = 0

@@ -23,6 +23,7 @@ from timeball.protocols.remoting.codec.records import Host, encode_each
 
 STRETCH_ROWS = 256
 CACHE_BYTES_MAX = 64 * 1024 * 1024
+RECORD_BYTES = 192  # of a record besides its bytes: the object, its number and its place in a dictionary
 ROW_BYTES_MAX = 32 * 1024  # on the average, of stretches that are kept: 8 MiB
 FRESH_ROWS = 65_536  # of the log's end: in the page cache, since they were written a moment ago
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE]
@@ -100,7 +101,7 @@ class StoredMessages:
         for rows in self._parts.reader.coalesced(begin, end, VISIBLE, STRETCH_ROWS):
             records = encode_each(rows, store_host=host, born_host=self._born_host)
             new.records.update(zip(rows.column("seq").to_pylist(), records, strict=True))
-            new.size_bytes += sum(map(len, records))
+            new.size_bytes += sum(map(len, records)) + RECORD_BYTES * len(records)
         return new
 
     def _extend(self, key: Key, known: _Stretch | None, new: _Stretch) -> _Stretch:

@@ -159,3 +159,13 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in range(100):
         read_send(frame({**SHORT, "a": str(group)}, serialisation=BINARY))
     assert 0 < len(send_header._heads) <= 8
+
+
+def test_the_cache_is_bounded_in_bytes_too() -> None:
+    """A header may be 64 KiB: thousands of such in the cache would be hundreds of megabytes."""
+    most = send_header.CACHED_BYTES_MAX
+    for group in range(20):
+        assert read_send(frame({**SHORT, "a": f"{group:0{most}}"}, serialisation=BINARY)) is not None
+    for kept in (send_header._heads, send_header._tails):
+        assert max(map(len, kept), default=0) <= most
+    assert most * send_header.CACHED_MAX <= 4 * 1024 * 1024

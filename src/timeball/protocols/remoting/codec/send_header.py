@@ -114,6 +114,7 @@ _BORN_BYTES = 13
 _FLAG = b"\x00\x01h"
 _PROPERTIES = b"\x00\x01i"
 CACHED_MAX = 4_096
+CACHED_BYTES_MAX = 512  # of one; a header may be 64 KiB, and all together must not be hundreds of megabytes
 _heads: dict[bytes, SendFields] = {}
 _tails: dict[bytes, SendFields] = {}
 
@@ -207,7 +208,7 @@ def _cached(cache: dict[bytes, SendFields], data: bytes) -> SendFields | None:
     found = cache.get(data)
     if found is None:
         found = _read_pairs(data)
-        if found is not None:
+        if found is not None and len(data) <= CACHED_BYTES_MAX:
             if len(cache) >= CACHED_MAX:
                 cache.clear()  # a cache of a pure function; hostile headers must not fill the memory
             cache[data] = found
