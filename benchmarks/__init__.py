@@ -16,4 +16,5 @@ NAMES = [
     "compact",
     "pipeline",
     "designs",
+    "soak",
 ]

@@ -17,7 +17,7 @@ from benchmarks.report import Report
 from tests.cli.processes import timeball
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
-SLOW = {"remoting", "grpc", "burst", "restart", "memory", "compact", "pipeline"}
+SLOW = {"soak", "remoting", "grpc", "burst", "restart", "memory", "compact", "pipeline"}
 SPARK = {"compact", "pipeline"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
@@ -65,6 +65,15 @@ WANTED = {
         "broker: CPU",
         "spark: the whole job, Java's start included",
         "spark: CPU of the job, start included",
+    ],
+    "soak": [
+        "missing",
+        "more than once: missing acknowledgements",
+        "early",
+        "failed requests",
+        "held, growth after the first quarter",
+        "descriptors, most",
+        "server CPU",
     ],
     "pipeline": [
         "session: ready",

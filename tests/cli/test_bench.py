@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from benchmarks.report import Report
 from tests.cli.processes import timeball
 
 import timeball as package
@@ -28,8 +30,27 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "compact",
         "pipeline",
         "designs",
+        "soak",
     ]
     assert all(len(line) > 30 for line in lines)
+
+
+def test_one_that_takes_an_hour_is_run_by_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeball bench` without names is for an evening, not for a day."""
+    run: list[str] = []
+
+    def fake(name: str, **more: object) -> ModuleType:
+        made = ModuleType(name, "A benchmark.")
+        made.run = lambda small: run.append(name) or Report(name, small)  # type: ignore[attr-defined,func-returns-value]
+        made.__dict__.update(more)
+        return made
+
+    monkeypatch.setattr(
+        bench, "_load", lambda: {"short": fake("short"), "long": fake("long", ONLY_BY_NAME=True)}
+    )
+    bench.bench(None, bench.Size.SMALL, listing=False, as_json=False)
+    bench.bench(["long"], bench.Size.SMALL, listing=False, as_json=False)
+    assert run == ["short", "long"]
 
 
 def test_an_unknown_one_is_refused_with_those_there_are() -> None:

@@ -29,7 +29,8 @@ class Size(StrEnum):
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks; all if none.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Benchmarks; all that take minutes if none."),
     ] = None,
     size: Annotated[
         Size, typer.Option("--size", help="'small' is for tests: its figures mean nothing.")
@@ -45,6 +46,7 @@ def bench(
       timeball bench append punctual
       timeball bench --json > figures.jsonl
       timeball bench burst --size small
+      timeball bench soak                 # an hour
     """
     found = _load()
     if listing:
@@ -58,7 +60,7 @@ def bench(
     unknown = sorted(set(names or ()) - found.keys())
     if unknown:
         raise RequestError(f"no benchmark named {', '.join(unknown)}: there are {', '.join(found)}")
-    for name in names or found:
+    for name in names or [name for name in found if not getattr(found[name], "ONLY_BY_NAME", False)]:
         left_out = _not_measured(found[name])
         report = found[name].run(small=size is Size.SMALL)
         if as_json:
