@@ -10,15 +10,18 @@ The tests here go where the edges are known to be; `machine.py` goes where nobod
 
     class TestHourLog(Contract):
         new_rig = HourLogRig
+
+and with a `Variant` for each other size or shape of it, which only `make slow` runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, TypeVar
 
 import hypothesis
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis.stateful import run_state_machine_as_test
 from tests.schedule.clocks import Clocks
 from tests.schedule.cuts import Cuts
@@ -28,6 +31,8 @@ from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
 from timeball import limits
+
+T = TypeVar("T")
 
 FAST = hypothesis.settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -48,6 +53,12 @@ def assert_caught(new_rig: Callable[[], Rig]) -> None:
         run_state_machine_as_test(machine(new_rig), settings=UNTIL_CAUGHT)
     # It is the suite that noticed, not an assert in the strategy itself.
     assert caught.traceback[-1].path.name in ("stage.py", "world.py", "moves.py")
+
+
+def one_now(wrongs: Sequence[T]) -> list[ParameterSet]:
+    """Return the parameters of a hunt: the first is the control of `make test`, the others are of `make slow`."""
+    first, *others = wrongs
+    return [pytest.param(first), *(pytest.param(other, marks=pytest.mark.slow) for other in others)]
 
 
 def unfounded(contract: type[Contract]) -> list[str]:
@@ -397,3 +408,13 @@ class Contract(Moves, Clocks, Cuts):
         assert world.memory() < MANY // 10
         world.restart()
         assert world.memory() < MANY // 10
+
+
+@pytest.mark.slow
+class Variant(Contract):
+    """A strategy under the contract once more, with less room, say: cut at every sixth call, at random for long."""
+
+    cuts_step = 6
+    # The slow part of each of the two does the same, and more.
+    test_anything_in_any_order = None  # type: ignore[assignment]
+    test_a_spread_of_power_cuts = None  # type: ignore[assignment]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.schedule.cascade_rigs import WRONG_AT_AN_EDGE, WRONG_CASCADES, CascadeRig
-from tests.schedule.contract import Contract, assert_caught
+from tests.schedule.contract import Contract, assert_caught, one_now
 from tests.schedule.level_rigs import WRONG_LEVELS, LevelsRig
 from tests.schedule.rigs import WRONG, HourLogRig
 from tests.schedule.wheel_rigs import DEFAULT, WRONG_WHEELS, WRONG_WHEELS_AT_AN_EDGE, WheelRig
@@ -25,17 +25,17 @@ from timeball.schedule.timer_wheel.store import TimerWheel
 NONE = np.empty(0, np.int64)
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", one_now(WRONG), ids=lambda wrong: wrong.__name__)
 def test_a_wrong_strategy_is_caught(wrong: type[HourLog]) -> None:
     assert_caught(lambda: HourLogRig(wrong))
 
 
-@pytest.mark.parametrize("wrong", WRONG_LEVELS, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", one_now(WRONG_LEVELS), ids=lambda wrong: wrong.__name__)
 def test_wrong_delay_levels_are_caught(wrong: type[DelayLevels]) -> None:
     assert_caught(lambda: LevelsRig(wrong))
 
 
-@pytest.mark.parametrize("wrong", WRONG_WHEELS, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", one_now(WRONG_WHEELS), ids=lambda wrong: wrong.__name__)
 def test_a_wrong_wheel_is_caught(wrong: type[TimerWheel]) -> None:
     # Each batch is written at once: what only memory holds, no restart can find in the wrong place.
     assert_caught(lambda: WheelRig(wrong, DEFAULT, arrivals_max=1))
@@ -53,7 +53,7 @@ def test_a_wrong_wheel_is_caught_at_an_edge(
         world.close()
 
 
-@pytest.mark.parametrize("wrong", WRONG_CASCADES, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", one_now(WRONG_CASCADES), ids=lambda wrong: wrong.__name__)
 def test_a_wrong_cascade_is_caught(wrong: type[LevelCascade]) -> None:
     assert_caught(lambda: CascadeRig(wrong))
 

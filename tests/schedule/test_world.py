@@ -9,7 +9,7 @@ import contextlib
 from typing import Any, ClassVar
 
 import pytest
-from tests.schedule.contract import Contract, unfounded
+from tests.schedule.contract import Contract, Variant, unfounded
 from tests.schedule.cuts import FEW, calls_of, violations
 from tests.schedule.roller import (
     ForgetsThemAtARestart,
@@ -35,10 +35,9 @@ from timeball.clock import SchedulerClock
 from timeball.limits import HOUR_MS
 
 
-class TestRoller(Contract):
+class TestRoller(Variant):
     """The contract's other end."""
 
-    cuts_step = 6
     new_rig = RollerRig
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.schedule.contract import MANY, Contract
+from tests.schedule.contract import MANY, Contract, Variant
 from tests.schedule.level_rigs import LevelsRig, TrustsTheWheel
 from tests.schedule.world import World
 
@@ -27,10 +27,9 @@ class TestDelayLevels(Contract):
     new_rig = LevelsRig
 
 
-class TestDelayLevelsWithMemory(Contract):
+class TestDelayLevelsWithMemory(Variant):
     """The suite, with memory for all bodies: what is accepted for soon never leaves it."""
 
-    cuts_step = 6
     new_rig = staticmethod(lambda: LevelsRig(gather_bytes=1 << 30))
     examples = 20
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from tests.schedule import dispatch_rigs as rigs
-from tests.schedule.contract import FAST, Contract, assert_caught
+from tests.schedule.contract import FAST, Variant, assert_caught, one_now
 from tests.schedule.dispatch_rigs import DispatchRig, Times, Watched, bring
 from tests.schedule.machine import Machine
 from tests.schedule.rigs import AHEAD_MS, HourLogRig
@@ -29,17 +29,15 @@ DUE_MS = 16_000  # from the beginning: beyond the first gather
 NEAR_MS = 8_000  # then it is near
 
 
-class TestContractWithADispatcher(Contract):
+class TestContractWithADispatcher(Variant):
     """Who does everything that a dispatcher may do."""
 
-    cuts_step = 6
     new_rig = partial(DispatchRig, rigs.anyhow)
 
 
-class TestContractWithADispatcherWhoDoesAll(Contract):
+class TestContractWithADispatcherWhoDoesAll(Variant):
     """Hardly anything is left to the wheel."""
 
-    cuts_step = 6
     new_rig = DispatchRig
     examples = 8
 
@@ -77,7 +75,11 @@ def run(rig: DispatchRig, max_examples: int = 15, step_count: int = 30) -> None:
     run_state_machine_as_test(Rigged, settings=settings)
 
 
-@pytest.mark.parametrize("times", [rigs.nothing, rigs.half, rigs.twice, rigs.too_late, rigs.anyhow])
+@pytest.mark.parametrize(
+    "times",
+    one_now([rigs.anyhow, rigs.nothing, rigs.half, rigs.twice, rigs.too_late]),
+    ids=lambda times: times.__name__,
+)
 def test_anything_with_a_dispatcher(times: Times) -> None:
     run(DispatchRig(times))
 
@@ -108,7 +110,7 @@ def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
     run(DispatchRig(times, gather_bytes=1 << 30), 30, 60)
 
 
-@pytest.mark.parametrize("wrong", rigs.WRONG_WITH_A_DISPATCHER, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", one_now(rigs.WRONG_WITH_A_DISPATCHER), ids=lambda wrong: wrong.__name__)
 def test_a_wrong_hour_log_with_a_dispatcher_is_caught(wrong: type[Watched]) -> None:
     assert_caught(partial(DispatchRig, rigs.anyhow, wrong))
 

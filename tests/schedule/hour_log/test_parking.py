@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
-from tests.schedule.contract import FAST, UNTIL_CAUGHT
+from tests.schedule.contract import FAST, UNTIL_CAUGHT, one_now
 from tests.schedule.machine import Machine
 from tests.schedule.moves import sleep_through
 from tests.schedule.rigs import AHEAD_MS, HourLogRig
@@ -27,7 +27,7 @@ DAY = limits.DAY_MS
 BACK_MS = st.integers(2 * AHEAD_MS, 10 * AHEAD_MS)
 COMPACTS = st.sampled_from(["before", "after", "never"])
 DUES_MS = st.lists(st.integers(0, 10 * AHEAD_MS), min_size=1, max_size=20)
-MANY = 5_000
+MANY = 1_000
 
 
 class SetBackMachine(Machine):
@@ -65,7 +65,7 @@ def run(new_rig: Callable[[], HourLogRig], settings: hypothesis.settings) -> Non
     run_state_machine_as_test(machine, settings=settings)
 
 
-@pytest.mark.parametrize("gather_bytes", [64 * 512, 1 << 30])
+@pytest.mark.parametrize("gather_bytes", one_now([64 * 512, 1 << 30]))
 def test_a_clock_that_goes_back_changes_nothing(gather_bytes: int) -> None:
     run(partial(HourLogRig, gather_bytes=gather_bytes), FAST)
 
@@ -135,8 +135,9 @@ WRONG: list[tuple[str, type[Parking] | type[PendingFiles]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("attribute", "wrong"), WRONG, ids=[wrong.__name__ for _, wrong in WRONG])
-def test_a_wrong_part_is_caught(attribute: str, wrong: type[Parking] | type[PendingFiles]) -> None:
+@pytest.mark.parametrize("wrong_part", one_now(WRONG), ids=lambda part: part[1].__name__)
+def test_a_wrong_part_is_caught(wrong_part: tuple[str, type[Parking] | type[PendingFiles]]) -> None:
+    attribute, wrong = wrong_part
     with pytest.raises(AssertionError) as caught:
         run(partial(WrongRig, attribute, wrong), hypothesis.settings(UNTIL_CAUGHT, max_examples=2_000))
     assert caught.traceback[-1].path.name in ("stage.py", "world.py")

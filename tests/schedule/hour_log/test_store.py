@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
-from tests.schedule.contract import FAST, UNTIL_CAUGHT, Contract, sleep_through
+from tests.schedule.contract import FAST, UNTIL_CAUGHT, Contract, Variant, sleep_through
 from tests.schedule.machine import Machine
 from tests.schedule.rigs import AHEAD_MS, HourLogRig
 from tests.schedule.stage import Restart
@@ -31,17 +31,15 @@ class TestContract(Contract):
     new_rig = HourLogRig
 
 
-class TestContractWithRoomForAll(Contract):
+class TestContractWithRoomForAll(Variant):
     """No gather is ever cut."""
 
-    cuts_step = 6
     new_rig = partial(HourLogRig, gather_bytes=1 << 30)
 
 
-class TestContractWithRoomForOne(Contract):
+class TestContractWithRoomForOne(Variant):
     """A body is larger than the memory for bodies: it is loaded all the same, one at a time."""
 
-    cuts_step = 6
     new_rig = partial(HourLogRig, gather_bytes=1)
     examples = 8  # each row is a gather of its own
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.schedule.cascade_rigs import CascadeRig, SavesNoOldPlaces
-from tests.schedule.contract import Contract
+from tests.schedule.contract import Contract, Variant
 from tests.schedule.moves import sleep_through, sleep_until_moving
 from tests.schedule.world import World
 
@@ -40,9 +40,7 @@ class TestLevelCascade(Contract):
     new_rig = CascadeRig
 
 
-class TestNarrowCascade(Contract):
-    cuts_step = 6
-
+class TestNarrowCascade(Variant):
     @staticmethod
     def new_rig() -> CascadeRig:
         return CascadeRig(Narrow)

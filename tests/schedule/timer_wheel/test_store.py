@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from tests.schedule.contract import Contract
+from tests.schedule.contract import Contract, Variant
 from tests.schedule.moves import sleep_through, to_the_end
 from tests.schedule.rigs import AHEAD_MS
 from tests.schedule.wheel_rigs import DEFAULT, MINUTE, TINY, WheelRig
@@ -23,10 +23,9 @@ from timeball.schedule.timer_wheel.store import TimerWheel
 DAY_MS, MINUTE_MS = limits.DAY_MS, limits.MINUTE_MS
 
 
-class TestTimerWheel(Contract):
-    """The ring as it is configured, with little memory."""
+class TestTimerWheel(Variant):
+    """The ring as it is configured, with little memory: it hardly turns."""
 
-    cuts_step = 6
     new_rig = functools.partial(WheelRig, slots=DEFAULT)
 
 
@@ -51,10 +50,9 @@ class TestTimerWheelOfAMinute(ShortRing):
     far_ms = limits.HOUR_MS
 
 
-class TestTimerWheelOfMilliseconds(ShortRing):
+class TestTimerWheelOfMilliseconds(ShortRing, Variant):
     """And each batch is written at once."""
 
-    cuts_step = 6
     new_rig = functools.partial(WheelRig, slots=TINY, arrivals_max=1)
     far_ms = 2 * MINUTE_MS
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.crash_files import CrashFiles
+from tests.schedule.contract import one_now
 
 from timeball import limits
 from timeball.errors import Corrupt, OutOfRange, OverLimit
@@ -211,6 +212,7 @@ def test_each_promise_is_found_once() -> None:
     run_state_machine_as_test(Machine, settings=FAST)
 
 
+@pytest.mark.slow
 def test_each_promise_is_found_once_when_the_ring_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then: it depends on the state how it starts."""
     monkeypatch.setattr(wheel_module, "SCANNED_SLOTS_MAX", 0)
@@ -258,7 +260,7 @@ for control in (NotRevised, NotMarked, NotReopened):
     )
 
 
-@pytest.mark.parametrize("control", [NotRevised, NotMarked, NotReopened], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("control", one_now([NotRevised, NotMarked, NotReopened]), ids=lambda c: c.__name__)
 def test_a_wheel_that_believes_its_files_is_noticed(control: type[Machine]) -> None:
     # Whatever lies behind the durable links may be no link at all.
     with pytest.raises((AssertionError, OutOfRange, Corrupt)):
