@@ -98,3 +98,9 @@ def never_raises(ask: Callable[[], str]) -> Callable[[], bool]:
         return True
 
     return asked
+
+
+def test_sends_that_are_timed(broker: StockBroker) -> None:
+    """The tool sends to a topic with the broker's name, to each of the queues that the route tells."""
+    printed = mqadmin(broker, "sendMsgStatus", "-b", BROKER, "-c", "9")
+    assert printed.count("sendStatus=SEND_OK") == 9

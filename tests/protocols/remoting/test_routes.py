@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.node_fixture import RunningNode
+from tests.protocols.remoting.test_sends import sent
 from tests.protocols.remoting.wire import Wire, json_body
 
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -51,6 +52,21 @@ def test_cluster_and_broker_have_routes_too(wire: Wire) -> None:
     cluster = json_body(wire.ask_ok(RequestCode.GET_BROKER_CLUSTER_INFO))
     assert cluster["clusterAddrTable"] == {"DefaultCluster": ["timeball"]}
     assert cluster["brokerAddrTable"]["timeball"]["brokerAddrs"].keys() == {"0"}
+
+
+@pytest.mark.parametrize("name", ["DefaultCluster", "timeball", "RMQ_SYS_TRACE_TOPIC"])
+@pytest.mark.parametrize("auto_create", [True, False])
+def test_a_standing_topic_has_all_the_queues_that_its_route_tells(
+    node: RunningNode, wire: Wire, name: str, auto_create: bool
+) -> None:
+    """A producer asks for at most 4 queues of a topic that it makes; here it relies on the route instead."""
+    object.__setattr__(node.broker.parts.settings, "auto_create_topics", auto_create)
+    [told] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"]
+    for queue_id in range(told["writeQueueNums"]):
+        assert sent(wire, topic=name, e=queue_id).ext["queueId"] == str(queue_id)
+    assert json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"] == [told]
+    listed = json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER))["topicList"]
+    assert listed.count(name) == 1
 
 
 def test_all_topics(node: RunningNode, wire: Wire) -> None:

@@ -58,7 +58,7 @@ class Routes:
         site, settings = self._site, self._site.broker.parts.settings
         read = write = settings.queues_per_topic
         perm, sys_flag = READ | WRITE, 0
-        known = site.broker.parts.topics.find(topic)
+        known, standing = site.broker.parts.topics.find(topic), site.standing_queues(topic)
         if known is not None:
             read, write, perm = known.read_queues, known.write_queues, known.perm
             sys_flag = known.config.sys_flag
@@ -68,7 +68,9 @@ class Routes:
             read = write = 1
         elif topic == AUTO_CREATE_TOPIC and settings.auto_create_topics:
             perm |= INHERIT  # what tells a producer that a topic may be made from it
-        elif topic not in (site.cluster_name, site.broker_name):
+        elif standing is not None:
+            read = write = standing
+        else:
             _check(topic)
             raise Refused(
                 ResponseCode.TOPIC_NOT_EXIST, f"No topic route info in name server for the topic: {topic}"
@@ -102,8 +104,8 @@ class Routes:
 
     def _topics(self, call: Call) -> Reply:
         site = self._site
-        names = sorted(topic.name for topic in site.broker.parts.topics.all())
-        return call.answer_json({"topicList": [*names, site.cluster_name, site.broker_name]})
+        names = {topic.name for topic in site.broker.parts.topics.all()}
+        return call.answer_json({"topicList": sorted(names | {site.cluster_name, site.broker_name})})
 
 
 def _check(topic: str) -> None:

@@ -135,10 +135,11 @@ class Sends:
             check_name(name, limits.TOPIC_BYTES_MAX, "topic")
         except InvalidMessage as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
-        settings = self._broker.parts.settings
-        if not settings.auto_create_topics:
-            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist, apply first please!")
-        queues = min(wanted_queues or settings.queues_per_topic, settings.queues_per_topic)
+        settings, queues = self._broker.parts.settings, self._site.standing_queues(name)
+        if queues is None:
+            if not settings.auto_create_topics:
+                raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist, apply first please!")
+            queues = min(wanted_queues or settings.queues_per_topic, settings.queues_per_topic)
         return self._broker.parts.topics.ensure(name, max(1, queues))
 
 
