@@ -139,7 +139,7 @@ public final class StockClient {
             transactional.setTransactionListener(new Verdicts());
             producer = transactional;
         } else {
-            producer = new DefaultMQProducer(group, HOOK);
+            producer = new DefaultMQProducer(group, HOOK, r.getBooleanValue("trace"), null);
         }
         producer.setNamesrvAddr(nameServer);
         producer.setClientIP("127.0.0.1");
@@ -226,7 +226,7 @@ public final class StockClient {
 
     private Object startConsumer(JSONObject r) throws Exception {
         DefaultMQPushConsumer consumer = new DefaultMQPushConsumer(
-                r.getString("group"), HOOK, new AllocateMessageQueueAveragely());
+                r.getString("group"), HOOK, new AllocateMessageQueueAveragely(), r.getBooleanValue("trace"), null);
         consumer.setNamesrvAddr(nameServer);
         consumer.setClientIP("127.0.0.1");
         consumer.setInstanceName(r.getString("name"));

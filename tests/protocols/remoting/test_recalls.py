@@ -38,7 +38,8 @@ def test_what_waits_is_taken_back_once_and_for_all(node: RunningNode, wire: Wire
     handle = scheduled(node, wire)
     assert waits(node) == 1
     answer = recalled(wire, handle)
-    assert (answer.code, answer.ext["msgId"]) == (0, "AB" * 16)
+    traced = {"MSG_REGION": "DefaultRegion", "TRACE_ON": "true"}  # what a client that traces looks for
+    assert (answer.code, answer.ext) == (0, {"msgId": "AB" * 16} | traced)
     assert waits(node) == 0
     assert recalled(wire, handle).code == 0, "to recall twice is to succeed twice"
 

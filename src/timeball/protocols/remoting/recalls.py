@@ -12,6 +12,7 @@ from timeball.broker.recalling import RecallRefused, recall
 from timeball.errors import InvalidMessage, NotFound
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.send_reply import TRACED
 from timeball.protocols.remoting.site import Site
 
 
@@ -39,4 +40,4 @@ class Recalls:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, str(error)) from error
         except (InvalidMessage, RecallRefused) as error:
             raise Refused(ResponseCode.ILLEGAL_OPERATION, str(error)) from error
-        return call.answer(ext={"msgId": unique_key})
+        return call.answer(ext={"msgId": unique_key, **TRACED})

@@ -29,7 +29,7 @@ def test_both_forms_are_what_the_decoder_reads(
     assert (answer.code, answer.opaque, answer.flag, answer.version) == (0, opaque, 1, BROKER_VERSION)
     expected = {
         "queueId": str(queue_id), "queueOffset": str(offset), "msgId": "00AB", "transactionId": key,
-        "TRACE_ON": "false", "MSG_REGION": "DefaultRegion",
+        "TRACE_ON": "true", "MSG_REGION": "DefaultRegion",
     }  # fmt: skip
     assert answer.ext == expected | ({"recallHandle": handle} if handle else {})
 

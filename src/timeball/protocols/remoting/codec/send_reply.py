@@ -14,7 +14,9 @@ from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag,
 from timeball.protocols.remoting.codec.frame import JSON
 from timeball.protocols.remoting.codec.records import Host
 
-REGION = "DefaultRegion"
+# RocketMQ's answers to sends and recalls say so; a client that traces sends no trace of what it got no such answer to.
+TRACED = {"TRACE_ON": "true", "MSG_REGION": "DefaultRegion"}
+_TRACED_JSON = msgspec.json.encode(TRACED).decode().strip("{}")
 
 _PREFIX = struct.Struct(">iI")
 _INT = struct.Struct(">i")
@@ -45,7 +47,7 @@ def encode_reply(
     key = f'"{unique_key}"' if unique_key.isalnum() else msgspec.json.encode(unique_key).decode()
     recall = f',"recallHandle":{msgspec.json.encode(recall_handle).decode()}' if recall_handle else ""
     header = (
-        f'{{"code":0,"extFields":{{"queueId":"{queue_id}","TRACE_ON":"false","MSG_REGION":"{REGION}",'
+        f'{{"code":0,"extFields":{{"queueId":"{queue_id}",{_TRACED_JSON},'
         f'"msgId":"{msg_ids}","queueOffset":"{queue_offset}","transactionId":{key}{recall}}},'
         f'"flag":1,"language":"JAVA","opaque":{opaque},"serializeTypeCurrentRPC":"JSON",'
         f'"version":{BROKER_VERSION}}}'
@@ -58,7 +60,7 @@ def _encode_binary(
 ) -> bytes:
     ext = b"".join(
         [
-            _TRACE_AND_REGION, _value(_QUEUE_ID, b"%d" % queue_id), _value(_MSG_ID, msg_ids.encode()),
+            _TRACED_BINARY, _value(_QUEUE_ID, b"%d" % queue_id), _value(_MSG_ID, msg_ids.encode()),
             _value(_QUEUE_OFFSET, b"%d" % queue_offset), _value(_TRANSACTION_ID, unique_key.encode()),
             _value(_RECALL_HANDLE, recall_handle.encode()) if recall_handle else b"",
         ]
@@ -79,4 +81,4 @@ def _name(name: bytes) -> bytes:
 
 _QUEUE_ID, _MSG_ID, _QUEUE_OFFSET = _name(b"queueId"), _name(b"msgId"), _name(b"queueOffset")
 _TRANSACTION_ID, _RECALL_HANDLE = _name(b"transactionId"), _name(b"recallHandle")
-_TRACE_AND_REGION = _value(_name(b"TRACE_ON"), b"false") + _value(_name(b"MSG_REGION"), REGION.encode())
+_TRACED_BINARY = b"".join(_value(_name(name.encode()), value.encode()) for name, value in TRACED.items())

@@ -1,0 +1,47 @@
+"""Clients that trace: their traces are kept, and RocketMQ's tool finds them by a message's id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from tests.interop.conversation import JAVA, JAVA4, Conversation
+from tests.interop.drivers import Driver
+from tests.interop.stock_broker import StockBroker
+from tests.interop.stock_clients import mqadmin
+from tests.node_fixture import eventually
+
+pytestmark = pytest.mark.interop
+
+
+@pytest.mark.parametrize("client", JAVA, indirect=True)
+def test_a_message_is_traced_from_its_producer_to_its_consumer(
+    client: Driver, clients: Callable[[str], Driver], broker: StockBroker, name: str
+) -> None:
+    talk = Conversation(client, broker, name, trace=True)
+    consumer = talk.listen(trace=True)
+    sent = talk.send("traced", keys="order-17")
+    client.wait_deliveries(consumer, 1)
+
+    def groups() -> set[str]:
+        """The groups that the tool lists for this message."""
+        try:
+            printed = mqadmin(broker, "queryMsgTraceById", "-i", sent["message_id"])
+        except AssertionError as error:  # the tool fails when it finds nothing
+            assert "no message" in str(error), error
+            return set()
+        return set(re.findall(rf"{name}-(?:producer|group)", printed))
+
+    # A 5.x consumer traces only messages that bear MSG_REGION, which Timeball does not add to what it was sent.
+    wanted = {f"{name}-producer"} | ({talk.group} if talk.client is clients(JAVA4) else set())
+    eventually(lambda: groups() == wanted, "producer and consumer have written what they did")
+
+
+@pytest.mark.parametrize("client", JAVA, indirect=True)
+def test_a_producer_that_does_not_trace_writes_no_trace(
+    client: Driver, broker: StockBroker, name: str
+) -> None:
+    sent = Conversation(client, broker, name).send("not traced")
+    with pytest.raises(AssertionError, match="no message"):
+        mqadmin(broker, "queryMsgTraceById", "-i", sent["message_id"])
