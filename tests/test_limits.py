@@ -56,3 +56,10 @@ def test_what_could_be_a_path_or_a_separator_is_no_name(name: str) -> None:
 
 def test_a_line_break_at_the_end_is_no_part_of_a_name() -> None:
     assert not limits.NAME.fullmatch("orders\n")
+
+
+def test_a_trace_of_a_hundred_messages_has_room_for_their_ids_and_keys() -> None:
+    """4.x clients gather 100 contexts: each names an id of 32 digits, and what keys its message has."""
+    names = [f"{n:032X} order-{n} customer-{n}" for n in range(100)]
+    assert len(" ".join(names).split()) <= limits.KEYS_PER_MESSAGE_MAX
+    assert len(" ".join(names).encode()) <= limits.KEYS_BYTES_MAX

@@ -20,8 +20,9 @@ INSTANT_MS_MAX = 253_402_300_799_000
 
 BODY_BYTES_MAX = 4 * 1024 * 1024  # RocketMQ's maxMessageSize
 PROPERTIES_BYTES_MAX = 32_767  # RocketMQ's Short.MAX_VALUE, a 16-bit length on its wire
-KEYS_BYTES_MAX = 4_096  # many short keys; each is hashed and indexed
-KEYS_PER_MESSAGE_MAX = 64
+# A trace of RocketMQ's clients names the ids and keys of the 100 messages that it tells of. A key is 16 bytes of index.
+KEYS_BYTES_MAX = PROPERTIES_BYTES_MAX
+KEYS_PER_MESSAGE_MAX = 1_024
 TAG_BYTES_MAX = 255
 TOPIC_BYTES_MAX = 127  # RocketMQ's TOPIC_MAX_LENGTH
 GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before

@@ -17,6 +17,7 @@ from timeball.pipeline.screening import Columns, screen
 
 NOW_MS = 1_800_000_000_000
 MAX_DUE_MS = NOW_MS + limits.DELAY_MS_MAX
+KEYS, KEYS_BYTES = limits.KEYS_PER_MESSAGE_MAX, limits.KEYS_BYTES_MAX
 
 # Around the edge of every rule; the first of each is fine.
 EDGES: dict[str, list[object]] = {
@@ -24,7 +25,16 @@ EDGES: dict[str, list[object]] = {
     "body": [b"x", None, b"", b"x" * limits.BODY_BYTES_MAX, b"x" * (limits.BODY_BYTES_MAX + 1)],
     "due_ms": [NOW_MS, 0, -1, NOW_MS - 5, MAX_DUE_MS, MAX_DUE_MS + 1, limits.INSTANT_MS_MAX + 1, 2**62],
     "tag": [None, "", "t" * 255, "t" * 256, "ß" * 127, "ß" * 128],
-    "keys": [None, "a b", " ".join("k" * 64), " ".join("k" * 65), "k" * 4096, "k" * 4097, " " * 63, " " * 64],
+    "keys": [
+        None,
+        "a b",
+        " ".join("k" * KEYS),
+        " ".join("k" * (KEYS + 1)),
+        "k" * KEYS_BYTES,
+        "k" * (KEYS_BYTES + 1),
+        " " * (KEYS - 1),
+        " " * KEYS,
+    ],
     "unique_key": [None, "", "u" * 255, "u" * 256],
     "properties": [None, "", "p" * 32_767, "p" * 32_768],
 }

@@ -8,6 +8,7 @@ import pytest
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.wire import Wire
 
+from timeball import limits
 from timeball.message import encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
@@ -103,7 +104,7 @@ def test_one_way_is_kept_and_not_answered(node: RunningNode, wire: Wire) -> None
         ({"e": 99}, ResponseCode.INVALID_PARAMETER),
         ({"properties": {"x": "y" * 32_768}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"TAGS": "y" * 256}}, ResponseCode.MESSAGE_ILLEGAL),
-        ({"properties": {"KEYS": "k " * 64 + "k"}}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"KEYS": "k " * limits.KEYS_PER_MESSAGE_MAX + "k"}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"DELAY": "soon"}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"TIMER_DELIVER_MS": "99999999999999"}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"TIMER_DELAY_SEC": "1x"}}, ResponseCode.MESSAGE_ILLEGAL),

@@ -66,7 +66,7 @@ def test_a_level_and_an_instant() -> None:
         ({"properties": {"p": "ü" * 16_400}}, InvalidMessage),
         ({"properties": {"TAGS": "ü" * 128}}, InvalidMessage),
         ({"properties": {"UNIQ_KEY": "x" * 256}}, InvalidMessage),
-        ({"properties": {"KEYS": " ".join("k" * 65)}}, InvalidMessage),
+        ({"properties": {"KEYS": " ".join("k" * (limits.KEYS_PER_MESSAGE_MAX + 1))}}, InvalidMessage),
         ({"properties": {"DELAY": "x"}}, InvalidDelay),
         ({"code": RequestCode.SEND_BATCH_MESSAGE, "body": b""}, InvalidMessage),
         ({"code": RequestCode.SEND_BATCH_MESSAGE, "body": b"nonsense"}, InvalidMessage),
