@@ -24,7 +24,7 @@ from timeball.broker.attaching import Ledger
 from timeball.broker.groups import Groups
 from timeball.broker.offsets import Offsets
 from timeball.broker.parts import Parts
-from timeball.broker.recovery import Recovered, recover
+from timeball.broker.recovery import Recovered, check_documents, recover
 from timeball.broker.service import Broker
 from timeball.broker.topics import Topics
 from timeball.broker.upkeep import Upkeep
@@ -159,6 +159,7 @@ class Node:
         loop, clock = asyncio.get_running_loop(), SchedulerClock(self.clock)
         write_format(files)
         saved = checkpoint.load(files)
+        check_documents(saved, files)
         opened = await self._open_log(saved)
         reader, catalog = LogReader(opened.segments), Catalog(files)
         topics = Topics(

@@ -109,20 +109,6 @@ def test_what_is_handed_out_is_a_copy() -> None:
     assert offsets.get("g", "t") == {0: 1}
 
 
-OLD = b'{"g":{"orders":{"0":3,"1":5}},"offsets":{"parked":{"0":1}}}'  # what 0.3 and before have written
-
-
-def test_a_file_of_before_there_were_receipts_is_read() -> None:
-    files = CrashFiles()
-    files.replace(offsets_module.NAME, OLD)
-    offsets = Offsets(files)
-    assert offsets.get("g", "orders") == {0: 3, 1: 5} and offsets.get("offsets", "parked") == {0: 1}
-    assert offsets.parked is None, "nobody has said from where on to look"
-    offsets.unsaved()
-    again = saved(offsets, files)
-    assert again.get("g", "orders") == {0: 3, 1: 5} and again.parked == Parked(0, {})
-
-
 def test_what_is_promised_is_saved_with_the_offsets_it_belongs_to() -> None:
     files = CrashFiles()
     offsets = Offsets(files)

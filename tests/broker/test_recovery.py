@@ -17,6 +17,10 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 from tests.table.test_catalog import commits
 
+from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.popping.modes import RequestMode, RequestModes
+from timeball.broker.popping.popper import Ask
+from timeball.broker.recovery import DOCUMENTS
 from timeball.errors import Corrupt
 from timeball.log import checkpoint
 from timeball.table.catalog import DELTA_LOG
@@ -131,6 +135,50 @@ async def test_what_is_a_cache_may_be_lost(world: World, lost: str) -> None:
         for name in commits(files)[3:]:
             files.remove(f"{DELTA_LOG}/{name}")
     assert await state(world, files) == expected
+
+
+@on_node(retention_ms=1)
+async def test_the_delta_log_may_be_lost_although_retention_has_let_its_rows_go(world: World) -> None:
+    """100 waiting promises were none, without a word: the checkpoint says which files live."""
+    for _ in range(4):
+        await world.send("a", [None, SECOND_MS, HOUR_MS, 2 * HOUR_MS], 100_000)
+        await world.advance(2 * SECOND_MS)
+        await world.compact()
+    await world.consume()
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > world.broker.parts.ledger.attach_seq - 12 > 1
+    await world.stop()
+    remove(world.files, DELTA_LOG)
+    await world.start()
+    assert world.broker.status()["schedule"]["table_rows"] == 8
+    await world.advance(2 * HOUR_MS)
+    await world.consume()
+    assert check(world.observed, await world.outcome()) == []
+
+
+@pytest.mark.parametrize(
+    "gone", [*DOCUMENTS, "log/0000000001.log", "log/0000000002.log", "log/0000000003.log", "pending/bucket="]
+)
+@on_node()
+async def test_a_file_of_truth_that_is_gone_is_refused_by_name(world: World, gone: str) -> None:
+    for _ in range(5):
+        await world.send("a", [None, None, SECOND_MS, HOUR_MS], 100_000)
+        await world.consume()
+    await world.compact()
+    await world.send("a", [HOUR_MS] * 3, 100_000)
+    await RequestModes(world.broker.parts).set(RequestMode("a", "g", "POP"))
+    await world.broker.popper.pop(Ask("g", "a"), 0)
+    world.broker.parts.groups.update(SubscriptionGroup("g"))
+    await world.stop()
+    files = copy_of(world)
+    if gone.startswith("pending/"):
+        folder = f"pending/{next(n for n in files.list_dir('pending') if n.startswith('bucket='))}"
+        gone = f"{folder}/{files.list_dir(folder)[0]}"
+    assert files.exists(gone)
+    files.remove(gone)
+    with pytest.raises(Corrupt, match=rf"{gone}.*(is missing|if there was one)"):
+        await World(files, world.clock).start()
 
 
 @on_node(retention_ms=1)

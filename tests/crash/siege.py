@@ -246,7 +246,7 @@ class Siege:
         """What is on disk while nobody runs must be there afterwards."""
         saved = self.broker.data / "offsets.json"
         if saved.exists():
-            for group, topics in json.loads(saved.read_text())["offsets"].items():
+            for group, topics in json.loads(saved.read_text().splitlines()[1])["offsets"].items():
                 for topic, offsets in topics.items():
                     mine = self.observed.saved_offsets.setdefault((group, topic), {})
                     for queue, offset in offsets.items():

@@ -24,6 +24,7 @@ facts = st.builds(
     settled_before_ms=int64s,
     settled_before_seq=int64s,
     late=ranges,
+    files=st.just([]),
     watermark=st.integers(1, 2**62),
     epochs=st.dictionaries(st.text(max_size=8), st.integers(0, 2**40), max_size=3),
     reserved=ranges,
@@ -44,7 +45,9 @@ def checkpoint(known: Facts, settled: list[tuple[int, int]]) -> Checkpoint:
 
 
 def numbered(seq: int) -> Checkpoint:
-    return checkpoint(Facts(seq=seq, queues={"orders": {0: (1, seq)}}), [(seq, n) for n in range(seq % 7)])
+    return checkpoint(
+        Facts(seq=seq, files=[], queues={"orders": {0: (1, seq)}}), [(seq, n) for n in range(seq % 7)]
+    )
 
 
 def same(one: Checkpoint | None, other: Checkpoint) -> bool:
@@ -84,6 +87,13 @@ def test_facts_that_a_later_version_may_drop_have_defaults_and_unknown_ones_are_
     payload = len(payload).to_bytes(8, "little") + bytes(8) + payload
     found = parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
     assert same(found, checkpoint(Facts(seq=9), []))
+
+
+def test_one_that_does_not_say_which_data_files_live_is_of_no_use() -> None:
+    """Taken for "none", it would lose all that waits in the table."""
+    files = CrashFiles()
+    save(files, checkpoint(Facts(seq=9), []))
+    assert load(files) is None
 
 
 # ---- damage ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -191,14 +191,79 @@ def test_what_is_left_of_writing_is_swept(files: Files) -> None:
     assert not [name for name in left if name.endswith(".tmp") or name == "_last_checkpoint"]
 
 
-def test_an_older_commit_that_is_damaged_is_not_passed_over(files: Files) -> None:
-    """It was durable before the next one was made: this is no torn write but a rotten disk."""
+# ---- a table that is not what the log says ------------------------------------------------------------------
+
+
+def lived(files: Files) -> list[FileEntry]:
+    """Three attaches; what lives after them."""
     catalog = opened(files)
-    put(catalog, files, 5)
-    put(catalog, files, 6)
-    files.replace(f"{DELTA_LOG}/{1:020d}.json", b"rot")
-    with pytest.raises(Corrupt, match="cannot be opened"):
-        Catalog(files).open()
+    one, two = put(catalog, files, 5), put(catalog, files, 6)
+    return [*two, *put(catalog, files, 9, removed=one)]
+
+
+def as_the_log_says(files: Files, live: list[FileEntry]) -> Catalog:
+    catalog = Catalog(files)
+    catalog.bring_up(live, [], 9, 7, NOW_MS)
+    return catalog
+
+
+def test_a_table_that_is_as_the_log_says_is_left_alone(files: Files) -> None:
+    live = lived(files)
+    before = {name: bytes(files.map_readonly(f"{DELTA_LOG}/{name}")) for name in files.list_dir(DELTA_LOG)}
+    assert as_the_log_says(files, live).version == 3
+    assert before == {name: bytes(files.map_readonly(f"{DELTA_LOG}/{name}")) for name in before}
+
+
+def flipped(files: Files, name: str, old: bytes, new: bytes) -> None:
+    data = bytes(files.map_readonly(f"{DELTA_LOG}/{name}"))
+    assert old in data
+    files.replace(f"{DELTA_LOG}/{name}", data.replace(old, new))
+
+
+SECOND, NEWEST = f"{2:020d}.json", f"{3:020d}.json"
+DAMAGE: dict[str, Callable[[Files], None]] = {
+    "folder gone": lambda files: [files.remove(f"{DELTA_LOG}/{name}") for name in files.list_dir(DELTA_LOG)],
+    "an older entry is rot": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"rot"),
+    "an older entry is gone": lambda files: files.remove(f"{DELTA_LOG}/{SECOND}"),
+    "the newest entry is gone": lambda files: files.remove(f"{DELTA_LOG}/{NEWEST}"),
+    "another instant": lambda files: flipped(files, SECOND, b'\\"due_ms\\": 17', b'\\"due_ms\\": 16'),
+    "another count": lambda files: flipped(files, NEWEST, b'\\"numRecords\\": 1', b'\\"numRecords\\": 7'),
+    "another name": lambda files: flipped(files, NEWEST, b'"bucket=', b'"cucket='),
+    "another ATTACH row": lambda files: flipped(files, NEWEST, b'"version":9', b'"version":8'),
+    "other columns": lambda files: flipped(files, f"{0:020d}.json", b"born_ms", b"borm_ms"),
+    "no columns": lambda files: flipped(files, f"{0:020d}.json", b"schemaString", b"schemaStrinf"),
+    "no text": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_table_that_differs_from_the_log_is_made_anew(
+    files: Files, damage: Callable[[Files], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One flipped digit of an entry was two promises that never came."""
+    live = lived(files)
+    damage(files)
+    catalog = as_the_log_says(files, live)
+    assert "_delta_log is made anew" in caplog.text
+    for state in (catalog.state(), Catalog(files).open()):
+        assert state.attach_seq == 9
+        assert {entry.path: entry for entry in state.files} == {entry.path: entry for entry in live}
+    assert seqs(as_delta(catalog)) == [6, 9]
+    put(catalog, files, 12)
+    assert seqs(as_delta(catalog)) == [6, 9, 12]
+
+
+def test_a_data_file_that_is_gone_or_cut_is_named(files: Files) -> None:
+    live = lived(files)
+    name = f"{FOLDER}/{live[0].path}"
+    data = bytes(files.map_readonly(name))
+    Catalog(files).check_data(live)
+    files.replace(name, data[:-1])
+    with pytest.raises(Corrupt, match=f"{live[0].path} has {len(data) - 1} bytes"):
+        Catalog(files).check_data(live)
+    files.remove(name)
+    with pytest.raises(Corrupt, match=f"{live[0].path} is missing"):
+        Catalog(files).check_data(live)
 
 
 # ---- vacuum -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ class Ledger:
     """What has been attached and set aside; rebuilt from the checkpoint and the rows behind it."""
 
     watermark: int = 1
+    attach_seq: int = 0  # the last ATTACH row
     epochs: dict[str, int] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
 
@@ -35,8 +36,9 @@ class Ledger:
         """A RESERVE row is durable."""
         self.reserved[first_seq] = rows
 
-    def apply(self, attachment: Attachment) -> None:
-        """An ATTACH row is durable."""
+    def apply(self, attachment: Attachment, attach_seq: int) -> None:
+        """Take note of a durable ATTACH row."""
+        self.attach_seq = attach_seq
         self.epochs.pop(attachment.job_id, None)
         self.epochs[attachment.job_id] = attachment.epoch
         while len(self.epochs) > limits.RESERVATIONS_MAX:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from timeball import limits
+from timeball import documents, limits
 from timeball.broker import retry
 from timeball.broker.topics import check_name
 from timeball.errors import NotFound, OverLimit
@@ -72,12 +72,10 @@ class Groups:
     """All groups. Belongs to the event loop; only the bytes of `save` leave it."""
 
     def __init__(self, files: Files) -> None:
-        self._groups: dict[str, SubscriptionGroup] = {}
         self._dirty = False
         self.version = 0  # counts changes since the start, for tools that ask whether anything is new
-        if files.exists(NAME):
-            kept = msgspec.json.decode(bytes(files.map_readonly(NAME)), type=list[SubscriptionGroup])
-            self._groups = {group.group_name: group for group in kept}
+        kept = documents.load(files, NAME, list[SubscriptionGroup]) or []
+        self._groups = {group.group_name: group for group in kept}
 
     def get(self, name: str) -> SubscriptionGroup:
         """The group; raises NotFound."""
@@ -125,7 +123,7 @@ class Groups:
         if not self._dirty:
             return None
         self._dirty = False
-        return msgspec.json.encode(list(self._groups.values()))
+        return documents.encode(list(self._groups.values()))
 
     def unsaved(self) -> None:
         """What `save` gave out was not written."""

@@ -83,7 +83,8 @@ class Mover:
         parts = self.parts
         removed = parts.hour_log.pending.entries(attachment.removes)
         row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
-        seq, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment))
+        seq = parts.writer.next_seq
+        _, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment, seq))
         self.is_unfinished = True
         await durable
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose

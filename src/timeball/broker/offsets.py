@@ -8,15 +8,13 @@ on such promises may be of positions that these offsets do not count as done, an
 
     {"offsets": {group: {topic: {queue: offset}}},
      "parked": {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}}
-
-Before there were such promises the file was the first of these tables alone; it is read as that.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from timeball import limits
+from timeball import documents, limits
 from timeball.broker.topics import check_name
 from timeball.errors import OutOfRange, OverLimit
 from timeball.files import Files
@@ -48,13 +46,9 @@ class Offsets:
         self._table: Table = {}
         self._dirty = False
         self.parked: Parked | None = None  # as last saved; None: by nobody who knew of it
-        if files.exists(NAME):
-            data = bytes(files.map_readonly(NAME))
-            try:
-                kept = msgspec.json.decode(data, type=_File)
-                self._table, self.parked = kept.offsets, kept.parked
-            except msgspec.ValidationError:
-                self._table = msgspec.json.decode(data, type=Table)
+        kept = documents.load(files, NAME, _File)
+        if kept is not None:
+            self._table, self.parked = kept.offsets, kept.parked
 
     def get(self, group: str, topic: str) -> dict[int, int]:
         """Offsets of a group; empty when it has none yet."""
@@ -104,7 +98,7 @@ class Offsets:
         if not self._dirty and not self._is_stale(parked):
             return None
         self._dirty, self.parked = False, parked
-        return msgspec.json.encode(_File(self._table, parked))
+        return documents.encode(_File(self._table, parked))
 
     def _is_stale(self, parked: Parked) -> bool:
         """Whether what is saved would have the next start look through too much of the log."""

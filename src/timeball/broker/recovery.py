@@ -3,7 +3,8 @@
     1. the checkpoint says what is true at sequence number C
     2. rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of
        what is settled, ATTACH and RESERVE rows into the ledger
-    3. ATTACH rows the Delta table has not got are committed to it again
+    3. the data files that live are those of the checkpoint, changed by the ATTACH rows from C on; each must be
+       there; the Delta table, which is a cache of this list, is brought up to it or made anew
     4. promises from the watermark W on that are not settled are what waits in the tail, each in the last of its
        rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
     5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
@@ -22,17 +23,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.broker import groups, offsets, topics
 from timeball.broker.attaching import Ledger
+from timeball.broker.popping import in_hand, modes
+from timeball.broker.receiving import seal
 from timeball.broker.topics import Topics
 from timeball.broker.transactions import Half, load
 from timeball.broker.walking import next_seq_of
 from timeball.errors import Corrupt
+from timeball.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log.reader import LogReader
+from timeball.log.segment import segment_name
 from timeball.message import CANCEL_NEXT, SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule import places
 from timeball.schedule.places import Placed
@@ -43,6 +50,9 @@ from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
 
 BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
+
+# Files of truth beside log and data files: one that the checkpoint has seen must be there.
+DOCUMENTS = (topics.NAME, groups.NAME, offsets.NAME, modes.NAME, in_hand.NAME, seal.NAME)
 
 _EMPTY = np.empty(0, np.int64)
 _HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
@@ -76,6 +86,13 @@ class Recovered:
     levels_settled_seq: Int64Array  # since the checkpoint
 
 
+def check_documents(checkpoint: cp.Checkpoint | None, files: Files) -> None:
+    """Raise Corrupt when a document is gone that was there when the checkpoint was saved."""
+    for name in [] if checkpoint is None else checkpoint.facts.documents:
+        if not files.exists(name):
+            raise Corrupt(f"{name} is missing: restore it from a copy of the same moment as the log")
+
+
 def recover(
     checkpoint: cp.Checkpoint | None,
     reader: LogReader,
@@ -96,15 +113,24 @@ def recover(
             "the checkpoint is lost and the log's beginning has been let go: restore 'checkpoint' from a copy"
         )
     facts = known.facts
+    if reader.first_seq > facts.log_from_seq:
+        first = reader.segments.all[0].ordinal
+        raise Corrupt(
+            f"{segment_name(first - 1)} is missing: the log begins with seq {reader.first_seq}, but retention "
+            f"has let go nothing from seq {facts.log_from_seq} on; restore the file from a copy"
+        )
     topics.load(facts.queues)
     ledger.watermark, ledger.epochs = facts.watermark, dict(facts.epochs)
+    ledger.attach_seq = facts.attach_seq
     ledger.reserved = dict(facts.reserved)
     replayed = _replay(reader, facts.seq, topics, ledger)
     if reader.first_seq > 1:
         # Retention may have gone on after the checkpoint was saved, and what it let go must not be offered.
         for index in topics.indexes():
             index.trim(reader.first_seq)
-    files = _bring_up(catalog, replayed.attaches, now_ms)
+    files = _live_files(facts, replayed.attaches)
+    catalog.check_data(files)
+    catalog.bring_up(files, replayed.attaches, ledger.attach_seq, ledger.watermark, now_ms)
     in_levels = _in_levels(topics, facts.levels)
     of_level, of_instant = _split(replayed.settled, in_levels)
     earlier = [] if resumes else _promises(reader, ledger.watermark, facts.seq)
@@ -170,17 +196,15 @@ def _replay_one(kind: Kind, seq: int, body: bytes, ledger: Ledger, replayed: Rep
         ledger.reserve(seq + 1, int(body))
     else:
         attachment = att.decode(body)
-        ledger.apply(attachment)
+        ledger.apply(attachment, seq)
         replayed.attaches.append((seq, attachment))
 
 
-def _bring_up(catalog: Catalog, attaches: list[tuple[int, Attachment]], now_ms: int) -> list[FileEntry]:
-    state = catalog.open()
-    live = {entry.path: entry for entry in state.files}
-    for seq, attachment in attaches:
-        if seq > state.attach_seq:
-            catalog.commit(attachment, seq, [live[p] for p in attachment.removes if p in live], now_ms)
-            live = {entry.path: entry for entry in catalog.state().files}
+def _live_files(facts: cp.Facts, attaches: list[tuple[int, Attachment]]) -> list[FileEntry]:
+    live = {entry.path: entry for entry in msgspec.convert(facts.files or [], list[FileEntry])}
+    for _, attachment in attaches:
+        live = {path: entry for path, entry in live.items() if path not in attachment.removes}
+        live |= {entry.path: entry for entry in attachment.files}
     return list(live.values())
 
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
+from timeball import documents, limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.retry import RETRY_PREFIX
@@ -121,9 +121,7 @@ class Topics:
 
     def load(self, lengths: dict[str, dict[int, tuple[int, int]]]) -> None:
         """Recovery: known topics, their queues cut to the (min_offset, max_offset) the checkpoint vouches for."""
-        facts: dict[str, TopicFacts] = {}
-        if self._files.exists(NAME):
-            facts = msgspec.json.decode(bytes(self._files.map_readonly(NAME)), type=dict[str, TopicFacts])
+        facts = documents.load(self._files, NAME, dict[str, TopicFacts]) or {}
         for name, fact in facts.items():
             self._add(name, fact, lengths.get(name, {}))
 
@@ -132,7 +130,7 @@ class Topics:
         if not self.dirty:
             return None
         self.dirty = False
-        return msgspec.json.encode(
+        return documents.encode(
             {
                 t.name: TopicFacts(
                     t.number, len(t.queues), t.filter_type, t.config, t.deleted, t.emptied_before_seq

@@ -16,6 +16,7 @@ import msgspec
 from timeball import limits
 from timeball.broker.memory import give_back
 from timeball.broker.parts import in_thread, undone
+from timeball.broker.recovery import DOCUMENTS
 from timeball.broker.service import Broker
 from timeball.errors import Corrupt, OverLimit, RequestError
 from timeball.log import checkpoint, frame_index, retention
@@ -39,6 +40,10 @@ class Upkeep:
         self._parts = broker.parts
         self._settings = broker.parts.settings
         self._checkpoint_seq = -1
+        self._saved: tuple[int, int, list[str]] | None = (
+            None  # seq, log_from_seq, documents of the last checkpoint
+        )
+        self._log_from_seq = broker.parts.reader.first_seq
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.parts.clock.now_ms()
 
@@ -90,8 +95,9 @@ class Upkeep:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""
         parts = self._parts
         async with self._broker.mover.lock:  # between the steps of an attach there is no state to save
-            seq = parts.reader.next_seq
-            if seq == self._checkpoint_seq or self._broker.mover.is_unfinished:
+            documents = await in_thread(parts.reader_thread, self._documents)
+            seq, log_from_seq = parts.reader.next_seq, self._log_from_seq
+            if (seq, log_from_seq, documents) == self._saved or self._broker.mover.is_unfinished:
                 return
             settled = parts.settling.settled()
             indexes = parts.topics.indexes()
@@ -113,6 +119,10 @@ class Upkeep:
                 moved=parts.settling.moved.rows(),
                 schedule=parts.settings.schedule,
                 kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
+                files=list(parts.hour_log.pending.live_entries()),
+                attach_seq=parts.ledger.attach_seq,
+                log_from_seq=log_from_seq,
+                documents=documents,
             )
             kept_unsynced = [] if parts.keeper is None else [parts.keeper.unsynced]
 
@@ -131,6 +141,10 @@ class Upkeep:
                 await parts.writer.synced()
                 await in_thread(self._parts.reader_thread, save)
             self._checkpoint_seq = seq
+            self._saved = seq, log_from_seq, documents
+
+    def _documents(self) -> list[str]:
+        return [name for name in DOCUMENTS if self._parts.files.exists(name)]
 
     async def index_keys(self) -> None:
         """Key sidecars of new data files. The first cancel would build them all, with consumers waiting behind it."""
@@ -180,6 +194,11 @@ class Upkeep:
             needed_from_seq=needed,
         )
         if gone:
+            # First the checkpoint says that these rows may be gone: else a start refuses a log that lacks them.
+            self._log_from_seq = gone[-1].next_seq
+            await self.checkpoint()
+            if self._saved is None or self._saved[1] < self._log_from_seq:
+                return
             await self._broker.save_topics()  # a deleted topic's files go below: nobody must miss them later
             await in_thread(
                 self._parts.reader_thread, lambda: retention.remove(parts.files, parts.reader.segments, gone)

@@ -303,17 +303,10 @@ def _verdict(count: int, verify: bool) -> str:
 
 def _topic_numbers(folder: FolderDump) -> dict[str, int]:
     """Topic's name -> the number of its folder; empty when the broker had no topic yet."""
-    import msgspec
-
+    from timeball import documents
     from timeball.broker.topics import NAME, TopicFacts
-    from timeball.errors import Corrupt
 
-    if not folder.files.exists(NAME):
-        return {}
-    try:
-        facts = msgspec.json.decode(bytes(folder.files.map_readonly(NAME)), type=dict[str, TopicFacts])
-    except msgspec.DecodeError as error:
-        raise Corrupt(f"{NAME}: {error}; restore it from a copy") from error
+    facts = documents.load(folder.files, NAME, dict[str, TopicFacts]) or {}
     return {name: fact.number for name, fact in facts.items()}
 
 
@@ -325,6 +318,7 @@ def _checkpoint(folder: FolderDump) -> dict[str, Any] | None:
     # All of them: on disk what says nothing is left out.
     facts: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(folder.checkpoint.facts))
     del facts["queues"]  # shown with the queues
+    facts["files"] = len(facts["files"] or [])
     return {**facts, "settled_rows": len(folder.checkpoint.settled_seq)}
 
 

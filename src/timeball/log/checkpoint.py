@@ -58,6 +58,11 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     moved: list[tuple[int, int, int]] = []  # see schedule/moved.py: (due_ms, seq, next_seq)
     schedule: str = "hour_log"  # who kept promises for an instant
     kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some
+    # Live data files, as table/attachment.py has them: what the ATTACH rows below `seq` add up to. None: of before.
+    files: list[Any] | None = None
+    attach_seq: int = 0  # the last of those rows
+    log_from_seq: int = 1  # retention may have let go what stands below it, and nothing else
+    documents: list[str] = []  # JSON files (documents.py) that were there
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -104,7 +109,10 @@ def load(files: Files) -> Checkpoint | None:
     if not files.exists(NAME):
         return None
     try:
-        return parse(bytes(files.map_readonly(NAME)))
+        found = parse(bytes(files.map_readonly(NAME)))
+        if found.facts.files is None:
+            raise Corrupt("it does not say which data files live")
+        return found
     except Corrupt as error:
         logger.warning("ignoring the checkpoint (%s); the whole log will be replayed", error)
         return None

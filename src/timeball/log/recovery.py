@@ -67,7 +67,8 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
     if begun[-1].next_seq < known_durable:
         raise Corrupt(
             f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of "
-            f"seq {known_durable - 1}: {damage}"
+            f"seq {known_durable - 1}: {damage}; restore it from a copy, and {segment_name(begun[-1].ordinal + 1)} "
+            "if there was one"
         )
     file = files.open(begun[-1].name)
     cut_bytes = _cut(file, begun[-1])
@@ -88,7 +89,7 @@ def _find(files: Files) -> tuple[list[Segment], list[int]]:
             continue
         if spares or (begun and begun[-1].ordinal + 1 != ordinal):
             raise Corrupt(
-                f"{segment_name(ordinal)} exists, but the segment before it is missing or was never begun"
+                f"{segment_name(ordinal - 1)} is missing or was never begun, but {segment_name(ordinal)} exists"
             )
         begun.append(Segment(ordinal, first_seq, buffer))
     return begun, spares

@@ -1,8 +1,10 @@
 """Which files belong to the pending table: a Delta Lake log, kept by delta-rs and made durable by us.
 
 The commit log is the truth and this is a cache of its ATTACH rows: each Delta commit carries the sequence number
-of the row it stands for as Delta's own application transaction. Whatever a crash does to the newest commit,
-the broker finds out which ATTACH rows are missing and commits them again. Hence the order of an attach:
+of the row it stands for as Delta's own application transaction. At each start the broker compares the table with the
+files that these rows (and the checkpoint, for those that retention has let go) say live. ATTACH rows that the
+table has not got, as after a crash, are committed again; a table that differs in any other way is made anew.
+Hence the order of an attach:
 
     1. sync the data files and their folders           a row must never name a file that may vanish
     2. append the ATTACH row to the log, synced        the decision
@@ -115,6 +117,70 @@ class Catalog:
             for a in actions
         ]
         return TableState(self._version, table.transaction_version(APP_ID) or 0, entries)
+
+    def check_data(self, live: list[FileEntry]) -> None:
+        """Raise Corrupt when a data file is not there, or has another size than its attach says."""
+        for entry in live:
+            name = f"{FOLDER}/{entry.path}"
+            size_bytes = self._files.size(name) if self._files.exists(name) else None
+            if size_bytes != entry.size_bytes:
+                found = (
+                    "is missing" if size_bytes is None else f"has {size_bytes} bytes, not {entry.size_bytes}"
+                )
+                raise Corrupt(f"{name} {found}: restore this file from a copy")
+
+    def bring_up(
+        self,
+        live: list[FileEntry],
+        attaches: list[tuple[int, Attachment]],
+        attach_seq: int,
+        watermark: int,
+        now_ms: int,
+    ) -> None:
+        """Open the table and make it hold `live`, as of the ATTACH row `attach_seq`.
+
+        `attaches`: the ATTACH rows that it may lack, each of which becomes a version of its own.
+        """
+        try:
+            state = self.open()
+            for seq, attachment in attaches:
+                if seq > state.attach_seq:
+                    here = {entry.path: entry for entry in self.state().files}
+                    self.commit(attachment, seq, [here[p] for p in attachment.removes if p in here], now_ms)
+            wrong = self._difference(live, attach_seq)
+        except Exception as error:
+            # A damaged entry makes delta-rs fail in any way. A disk that fails by itself fails the next step too.
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is not None:
+            logger.warning("%s is made anew from the log: %s", DELTA_LOG, wrong)
+            with _failing("making the table anew"):
+                self._make_anew(live, attach_seq, watermark, now_ms)
+
+    def _difference(self, live: list[FileEntry], attach_seq: int) -> str | None:
+        """Return the first thing in which the table is not as it must be."""
+        state, table = self.state(), self._opened()
+        if table.metadata().partition_columns != [PARTITION_COLUMN]:
+            return f"it is partitioned by {table.metadata().partition_columns}"
+        if pa.schema(table.schema()).names != DELTA_SCHEMA.names:
+            return "it has other columns"
+        if state.attach_seq != attach_seq:
+            return f"it stands at the ATTACH row {state.attach_seq}, the log at {attach_seq}"
+        wanted, found = ({entry.path: entry for entry in entries} for entries in (live, state.files))
+        for path in sorted(wanted.keys() | found.keys()):
+            if wanted.get(path) != found.get(path):
+                return f"it says of {path} {found.get(path)}, the log {wanted.get(path)}"
+        return None
+
+    def _make_anew(self, live: list[FileEntry], attach_seq: int, watermark: int, now_ms: int) -> None:
+        self._table, self._synced = None, frozenset()
+        for name in self._files.list_dir(DELTA_LOG):
+            self._files.remove(f"{DELTA_LOG}/{name}")
+        if self._files.exists(DELTA_LOG):
+            self._files.sync_dir(DELTA_LOG)
+        self.open()
+        if attach_seq:
+            everything = Attachment(job="rewrite", job_id="anew", epoch=0, files=live, to_seq=watermark)
+            self._commit(everything, attach_seq, [], now_ms)
 
     def sync_data(self, attachment: Attachment) -> None:
         """Step 1: make the named files, which somebody else may have written, durable."""

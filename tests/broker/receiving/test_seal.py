@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.broker.on_node import on_node
 from tests.broker.receiving.subscriber import receiving
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
 from timeball.broker.receiving import seal
+from timeball.errors import Corrupt
 
 
 def test_it_is_made_once_and_survives_the_power() -> None:
@@ -18,10 +20,13 @@ def test_it_is_made_once_and_survives_the_power() -> None:
     assert seal.load(CrashFiles()) != made, "another folder has another"
 
 
-def test_one_that_is_damaged_is_made_anew() -> None:
+def test_one_that_is_damaged_is_refused_by_name() -> None:
+    """A new one would void the receipts that consumers hold."""
     files = CrashFiles()
-    files.replace(seal.NAME, b"short")
-    assert len(seal.load(files)) == seal.SIZE_BYTES
+    seal.load(files)
+    files.replace(seal.NAME, files.content(seal.NAME)[:-1])
+    with pytest.raises(Corrupt, match=r"receipts\.key"):
+        seal.load(files)
 
 
 @on_node()

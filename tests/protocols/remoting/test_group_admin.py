@@ -9,6 +9,7 @@ import pytest
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.wire import Wire, json_body
 
+from timeball import documents
 from timeball.broker.groups import SubscriptionGroup
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
@@ -50,7 +51,7 @@ def test_what_is_null_or_absent_is_the_default(node: RunningNode, wire: Wire) ->
 
 def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
-    kept = msgspec.json.decode(bytes(node.node.files.map_readonly("groups.json")))
+    kept = documents.load(node.node.files, "groups.json", list[dict[str, Any]]) or []
     assert [group["retryMaxTimes"] for group in kept] == [3]
 
 

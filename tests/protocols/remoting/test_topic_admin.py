@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pytest
 from tests.broker.on_node import batch, on_node
@@ -13,6 +12,7 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire, json_body
 
+from timeball import documents
 from timeball.broker.reserved_topics import SCHEDULE_TOPIC
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.topic_admin import TopicAdmin
@@ -56,7 +56,7 @@ def test_a_change_leaves_attributes_it_does_not_name(wire: Wire) -> None:
 
 def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, **created(perm=4))
-    kept = msgspec.json.decode(bytes(node.node.files.map_readonly("topics.json")))
+    kept = documents.load(node.node.files, "topics.json", dict[str, Any]) or {}
     assert kept["orders"]["config"]["perm"] == 4
 
 

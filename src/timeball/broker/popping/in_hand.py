@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from timeball import documents
 from timeball.broker.popping.window import Count, Held, Window
 from timeball.files import Files
 
 NAME = "in_hand.json"
-_EMPTY = b"[]"
 
 
 class _Row(msgspec.Struct, array_like=True):
@@ -53,7 +53,7 @@ class _Saved(msgspec.Struct):
 
 def encode(windows: Iterable[Window]) -> bytes:
     """The file's content: the windows that are not idle."""
-    return msgspec.json.encode(
+    return documents.encode(
         [
             _Saved(
                 window.group, window.topic, window.queue_id, window.next_offset, window.stored_offset,
@@ -69,12 +69,12 @@ def encode(windows: Iterable[Window]) -> bytes:
 
 def take(files: Files, count: Count) -> list[Window]:
     """What the last stop has left, once: the next call finds nothing."""
-    data = bytes(files.map_readonly(NAME)) if files.exists(NAME) else _EMPTY
-    if data == _EMPTY:
+    kept = documents.load(files, NAME, list[_Saved])
+    if not kept:
         return []
-    files.replace(NAME, _EMPTY)
+    files.replace(NAME, documents.encode([]))
     found = []
-    for saved in msgspec.json.decode(data, type=list[_Saved]):
+    for saved in kept:
         window = Window(
             saved.group, saved.topic, saved.queue_id, saved.next_offset, saved.stored_offset, count,
             last_pop_ms=saved.last_pop_ms, attempt_id=saved.attempt_id, promised=saved.promised,

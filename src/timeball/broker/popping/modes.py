@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from timeball import limits
+from timeball import documents, limits
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.topics import check_name
 from timeball.errors import OverLimit
@@ -33,10 +33,8 @@ class RequestModes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._modes: dict[tuple[str, str], RequestMode] = {}
-        if parts.files.exists(NAME):
-            kept = msgspec.json.decode(bytes(parts.files.map_readonly(NAME)), type=list[RequestMode])
-            self._modes = {(mode.topic, mode.consumer_group): mode for mode in kept}
+        kept = documents.load(parts.files, NAME, list[RequestMode]) or []
+        self._modes = {(mode.topic, mode.consumer_group): mode for mode in kept}
 
     def get(self, topic: str, group: str) -> RequestMode:
         """What is said of this group, or that it pulls."""
@@ -50,5 +48,5 @@ class RequestModes:
         if key not in self._modes and len(self._modes) >= limits.GROUPS_MAX:
             raise OverLimit(f"the modes of {limits.GROUPS_MAX} groups are set")
         self._modes[key] = mode
-        data = msgspec.json.encode(list(self._modes.values()))
+        data = documents.encode(list(self._modes.values()))
         await in_thread(self._parts.reader_thread, self._parts.files.replace, NAME, data)
