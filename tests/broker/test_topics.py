@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
-from timeball import limits
+from timeball import documents, limits
 from timeball.broker import topics as topics_module
 from timeball.broker.filters import tag_hash, tag_mask
 from timeball.broker.topic_config import TopicConfig
@@ -82,7 +82,7 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
         replays.append((placed, np.arange(next_seq, next_seq + len(batch))))
         next_seq += len(batch)
         if len(replays) == known:
-            files.replace(topics_module.NAME, topics.save() or b"{}")
+            files.replace(topics_module.NAME, topics.save() or documents.encode({}))
             lengths = topics.lengths()
     assert entries(topics) == model
     again = Topics(files, queues_per_topic=QUEUES, auto_create=False)
@@ -215,7 +215,7 @@ def test_a_filter_type_is_saved_and_stays_unless_asked() -> None:
 
 def test_a_file_from_before_filter_types_is_loaded() -> None:
     files = CrashFiles()
-    files.replace(topics_module.NAME, b'{"a":{"number":4,"queues":2}}')
+    files.replace(topics_module.NAME, documents.encode({"a": {"number": 4, "queues": 2}}))
     topic = fresh(files).get("a")
     assert (topic.number, len(topic.queues), topic.filter_type) == (4, 2, "SINGLE_TAG")
 
