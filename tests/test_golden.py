@@ -43,7 +43,7 @@ ATTACH = (
     b'{"job":"compact","job_id":"broker","epoch":7,"files":[{"path":"bucket=2026-01-01/'
     b'0123456789abcdef0123456789abcdef.parquet","bucket":"2026-01-01","rows":1,"size_bytes":4321,'
     b'"min_due_ms":1767227400000,"max_due_ms":1767227400000,"min_seq":101,"max_seq":101}],'
-    b'"removes":[],"from_seq":1,"to_seq":116,"ranges":[]}'
+    b'"removes":[],"from_seq":1,"to_seq":116,"ranges":[],"digest":""}'
 )
 
 # ---- what stands in the files ----------------------------------------------------------------------------
@@ -181,6 +181,7 @@ FACTS = cp.Facts(
     late=[(103, 10)],
     watermark=116,
     epochs={"broker": 7},
+    jobs={"import": cp.JobFacts(3, ACCEPTED_MS, "30 rows 0123456789abcdef")},
     reserved=[(103, 10)],
     queues={"orders": {1: (0, 8), 2: (40, 41)}},
 )

@@ -69,6 +69,10 @@ CANCELS_PER_REQUEST_MAX = 10_000
 CANCEL_REASON_CHARACTERS_MAX = 200  # stands in every CANCEL row of the call
 ATTACH_FILES_MAX = 10_000
 RESERVATIONS_MAX = 10_000  # ranges set aside by writers that have not attached yet
+# Jobs whose last attach is known, so that a repeated one is: some 400 bytes each, in memory and in the checkpoint.
+JOBS_MAX = 100_000
+JOB_KEPT_MS = 7 * DAY_MS  # at least so long, or a write of yesterday that is run again would be written again
+JOBS_UNNAMED_MAX = 10_000  # repeated only by a writer that waits for its answer
 HALVES_OPEN_MAX = 200_000  # transactions nobody has ended; each is in memory and in the checkpoint
 # RocketMQ's transactionTimeOut, transactionCheckInterval (5.x) and transactionCheckMax.
 TRANSACTION_FIRST_CHECK_MS = 6 * SECOND_MS

@@ -13,10 +13,18 @@ from tests.table.small_table import ALL_ZONES, NOW_MS, attachment, table_rows, w
 
 from timeball import limits
 from timeball.broker.attaching import Ledger, check_count, check_files
-from timeball.errors import Corrupt, InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.errors import (
+    Corrupt,
+    InvalidDelay,
+    InvalidMessage,
+    NotFound,
+    OutOfRange,
+    OverLimit,
+    RequestError,
+)
 from timeball.files import Files
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 
 DURABLE = 100
 LIVE = "bucket=2026-11/live.parquet"
@@ -39,8 +47,8 @@ def bulk(*ranges: tuple[int, int], files: list[FileEntry] | None = None, **field
     return attachment(entries, **{"job": "bulk", "ranges": list(ranges), **fields})
 
 
-def check(ledger: Ledger, change: Attachment) -> None:
-    ledger.check(change, durable_seq=DURABLE, is_live=lambda path: path == LIVE)
+def check(ledger: Ledger, change: Attachment, now_ms: int = NOW_MS) -> None:
+    ledger.check(change, durable_seq=DURABLE, is_live=lambda path: path == LIVE, now_ms=now_ms)
 
 
 @pytest.fixture
@@ -140,42 +148,98 @@ def test_only_what_is_there_can_leave(ledger: Ledger) -> None:
 
 def test_a_compact_moves_the_watermark_and_nothing_else_does(ledger: Ledger) -> None:
     for change in (bulk((50, 5)), attachment([entry(1, 1)]), attachment([], removes=[LIVE])):
-        ledger.apply(change)
+        ledger.apply(change, 1, NOW_MS)
         assert ledger.watermark == 10
-    ledger.apply(compact(10, 42))
+    ledger.apply(compact(10, 42), 1, NOW_MS)
     assert ledger.watermark == 42
 
 
 def test_reserved_numbers_are_used_up_once(ledger: Ledger) -> None:
-    ledger.apply(bulk((50, 5)))
+    ledger.apply(bulk((50, 5)), 1, NOW_MS)
     with pytest.raises(OutOfRange, match="used up"):
         check(ledger, bulk((50, 5), job_id="another"))
     check(ledger, bulk((60, 7)))
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20))
-def test_a_repeat_is_known_by_job_and_epoch(seen: list[tuple[str, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20), st.sampled_from(["", "r"])
+)
+def test_a_repeat_is_known_by_job_and_epoch(seen: list[tuple[str, int]], digest: str) -> None:
     ledger, last = Ledger(), {}
     for job_id, epoch in seen:
-        change = attachment([], job_id=job_id, epoch=epoch)
+        change = attachment([], job_id=job_id, epoch=epoch, digest=digest)
+        if digest and epoch < last.get(job_id, -1):
+            with pytest.raises(RequestError, match=f"has come to epoch {last[job_id]}"):
+                ledger.is_repeated(change)
+            continue
         assert ledger.is_repeated(change) == (epoch <= last.get(job_id, -1))
         if not ledger.is_repeated(change):
-            ledger.apply(change)
+            ledger.apply(change, 1, NOW_MS)
             last[job_id] = epoch
-    assert ledger.epochs == last
+    assert ledger.epochs | {name: job.epoch for name, job in ledger.jobs.items()} == last
+
+
+def test_other_rows_under_a_known_name_are_refused() -> None:
+    """They are another write, and were dropped in silence once."""
+    ledger = Ledger()
+    first = attachment([], job_id="import", epoch=3, digest="30 rows 0a")
+    ledger.apply(first, 1, NOW_MS)
+    assert ledger.is_repeated(first)
+    other = msgspec.structs.replace(first, digest="30 rows 0b")
+    with pytest.raises(RequestError, match=r"\(30 rows 0a, now 30 rows 0b\).*another job_id.*on_repeat=skip"):
+        ledger.is_repeated(other)
+    for digest in ("", ANY_ROWS):
+        assert ledger.is_repeated(msgspec.structs.replace(first, digest=digest))
+    ledger.apply(msgspec.structs.replace(first, digest=ANY_ROWS), 1, NOW_MS)
+    assert ledger.is_repeated(other)
+
+
+def test_a_compact_is_repeated_when_the_watermark_has_passed_it(ledger: Ledger) -> None:
+    """Whoever moved it there, and whatever its number."""
+    assert not ledger.is_repeated(compact(10, 20, epoch=1))
+    ledger.apply(compact(10, 42, job_id="another", epoch=9), 1, NOW_MS)
+    assert ledger.is_repeated(compact(10, 20, epoch=1))
+    assert ledger.is_repeated(compact(10, 42, epoch=1))
+    assert not ledger.is_repeated(compact(10, 43, epoch=1))
+    assert not ledger.is_repeated(compact(0, 0, epoch=1))
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job, and the reservation, of longest ago is forgotten first."""
+    """The job without a digest, and the reservation, of longest ago is forgotten first."""
     monkeypatch.setattr(limits, "RESERVATIONS_MAX", 3)
+    monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
     ledger = Ledger()
     for number in (1, 2, 3, 1, 4):
-        ledger.apply(attachment([], job_id=f"job{number}", epoch=number))
+        ledger.apply(attachment([], job_id=f"job{number}", epoch=number), 1, NOW_MS)
         ledger.check_reserve(1)
         ledger.reserve(number * 10, 1)
     assert set(ledger.epochs) == {"job3", "job1", "job4"}
     assert len(ledger.reserved) <= 3
     assert 40 in ledger.reserved
+
+
+def test_what_may_be_repeated_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for others without a digest, however many, and for others with one not before it is old."""
+    monkeypatch.setattr(limits, "JOBS_MAX", 3)
+    monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
+    ledger = Ledger()
+
+    def named(number: int, epoch: int = 1) -> Attachment:
+        return attachment([], job_id=f"named{number}", epoch=epoch, digest="rows")
+
+    for number in range(3):
+        check(ledger, named(number))
+        ledger.apply(named(number), 1, NOW_MS + number)
+    for number in range(20):
+        ledger.apply(attachment([], job_id=f"once{number}"), 1, NOW_MS)
+    assert all(ledger.is_repeated(named(number)) for number in range(3))
+    with pytest.raises(OverLimit, match=r"3 jobs have been named within 7 days: .*option epoch"):
+        check(ledger, named(3), NOW_MS + 1 + limits.JOB_KEPT_MS - 2)
+    check(ledger, named(2, epoch=2))  # a name that is known needs no room
+    check(ledger, attachment([], job_id="once"))
+    check(ledger, named(3), NOW_MS + limits.JOB_KEPT_MS)
+    ledger.apply(named(3), 1, NOW_MS + limits.JOB_KEPT_MS)
+    assert set(ledger.jobs) == {"named1", "named2", "named3"}
 
 
 @pytest.mark.parametrize("rows", [0, -1, (1 << 40) + 1])

@@ -117,7 +117,7 @@ async def test_a_wrong_beginning_is_told_the_right_one(world: World) -> None:
     await world.send("a", [FAR_MS] * 4)
     await world.compact()
     with pytest.raises(OutOfRange, match="the watermark is 5"):
-        await world.broker.attach(attachment([], job="compact", from_seq=1, to_seq=4, job_id="another"))
+        await world.broker.attach(attachment([], job="compact", from_seq=1, to_seq=6, job_id="another"))
 
 
 @on_node()

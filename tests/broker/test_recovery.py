@@ -55,7 +55,7 @@ async def state(world: World, files: CrashFiles) -> dict[str, Any]:
     await left.settled()
     ledger, hour_log = left.broker.parts.ledger, left.broker.parts.hour_log
     known = {
-        "watermark": ledger.watermark, "epochs": ledger.epochs, "reserved": ledger.reserved,
+        "watermark": ledger.watermark, "epochs": ledger.epochs, "jobs": ledger.jobs, "reserved": ledger.reserved,
         "queues": {topic: left.broker.queues(topic) for topic in left.broker.topics()},
         "files": sorted(entry.path for entry in hour_log.pending.live_entries()),
         "waiting": left.broker.status()["schedule"]["tail_rows"],

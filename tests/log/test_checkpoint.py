@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles, PowerCut
 from timeball.errors import Corrupt
 from timeball.files import RealFiles
 from timeball.log import checkpoint as cp
-from timeball.log.checkpoint import HEADER, MAGIC, NAME, Checkpoint, Facts, load, parse, save
+from timeball.log.checkpoint import HEADER, MAGIC, NAME, Checkpoint, Facts, JobFacts, load, parse, save
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 ranges = st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 10**6)), max_size=4)
@@ -27,6 +27,11 @@ facts = st.builds(
     files=st.just([]),
     watermark=st.integers(1, 2**62),
     epochs=st.dictionaries(st.text(max_size=8), st.integers(0, 2**40), max_size=3),
+    jobs=st.dictionaries(
+        st.text(max_size=8),
+        st.builds(JobFacts, st.integers(0, 2**40), st.integers(0, 2**40), st.text(max_size=4)),
+        max_size=3,
+    ),
     reserved=ranges,
     queues=st.dictionaries(
         st.text("abc", min_size=1, max_size=3),

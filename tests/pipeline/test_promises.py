@@ -153,3 +153,34 @@ def test_order_is_by_due_and_stable_and_numbers_follow_it() -> None:
     assert numbered.column("seq").to_pylist() == [100, 101, 102, 103]
     assert numbered.schema == TABLE_SCHEMA
     assert np.all(np.diff(numbered.column("due_ms").to_numpy()) >= 0)
+
+
+# ---- the checksum -----------------------------------------------------------------------------------------
+
+
+def summed(**columns: object) -> int:
+    count = max(len(column) for column in columns.values())  # type: ignore[arg-type]
+    return promises.checksum(promises.normalise(table(count, **columns), NOW_MS))
+
+
+def test_a_checksum_stands_for_the_rows_and_not_for_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = summed(body=["a", "b", "c"], tag=["t", None, ""])
+    assert whole == summed(body=["c", "b", "a"], tag=["", None, "t"])
+    assert whole == summed(body=["a"], tag=["t"]) + summed(body=["b", "c"], tag=[None, ""])
+    assert whole == summed(body=["a", "b", "c"], tag=["t", None, ""], due_ms=[1, 2, 3])  # see the function
+    monkeypatch.setattr(promises, "CHECKSUM_ROWS", 2)
+    assert whole == summed(body=["a", "b", "c"], tag=["t", None, ""])
+
+
+@pytest.mark.parametrize("name", ["topic", "tag", "keys", "unique_key", "properties", "body"])
+def test_each_column_counts(name: str) -> None:
+    one = {name: ["a", "b"]}
+    assert summed(**one) != summed(**{name: ["a", "c"]})
+    assert summed(**one) != summed(**{name: ["a", None]})
+    assert summed(**{name: ["a", None]}) != summed(**{name: ["a", ""]})
+
+
+@pytest.mark.parametrize("name", ["queue_id", "flag", "sys_flag"])
+def test_each_number_counts(name: str) -> None:
+    numbers = [pa.array(values, pa.int32()) for values in ([1, 2], [1, 3])]
+    assert summed(**{name: numbers[0]}) != summed(**{name: numbers[1]})

@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.traffic import attached_seqs, visible
 
-from timeball import Timeball
-from timeball.errors import InvalidMessage, OverLimit, SetupError
+from timeball import Timeball, limits
+from timeball.errors import InvalidMessage, OverLimit, RequestError, SetupError
 from timeball.limits import DAY_MS
 from timeball.pipeline import runs, sink
 from timeball.pipeline.compaction import CompactWriter
@@ -58,6 +58,42 @@ def test_the_same_job_twice_is_one(node: RunningNode, broker: Endpoint) -> None:
     assert len(attached_seqs(broker)) == 1
     sink.attach_all([task(node, rows)], options, "job", 1)
     assert len(attached_seqs(broker)) == 2
+
+
+def test_other_rows_under_a_known_name_are_refused(node: RunningNode, broker: Endpoint) -> None:
+    """In whatever order and tasks the rows come again they are the same; one other row makes another write of them."""
+    due, options = later(broker), write_options({"endpoint": node.endpoint})
+    rows = {"topic": ["t"] * 4, "body": ["a", "b", "c", "d"], "due_ms": [due] * 4}
+    sink.attach_all([task(node, rows)], options, "job", 3)
+    again = [
+        task(node, {"topic": ["t"] * 2, "body": bodies, "due_ms": [due + 5] * 2})
+        for bodies in (["d", "b"], ["c", "a"])
+    ]
+    sink.attach_all(again, options, "job", 3)
+    for bodies in (["a", "b", "c", "x"], ["a", "b", "c"], ["a", "a", "c", "d"]):
+        other = task(node, {"topic": ["t"] * len(bodies), "body": bodies, "due_ms": [due] * len(bodies)})
+        with pytest.raises(RequestError, match="job, epoch 3 was written before, with other rows"):
+            sink.attach_all([other], options, "job", 3)
+        skip = write_options({"endpoint": node.endpoint, "on_repeat": "skip"})
+        sink.attach_all([other], skip, "job", 3)
+    with pytest.raises(RequestError, match="job has come to epoch 3, this is 2"):
+        sink.attach_all([task(node, rows)], options, "job", 2)
+    assert len(attached_seqs(broker)) == 4
+
+
+def test_a_repeat_is_known_after_many_others_and_a_restart(
+    node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 2)
+    options = write_options({"endpoint": node.endpoint})
+    rows = {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]}
+    sink.attach_all([task(node, rows)], options, "stream-1", 0)
+    for number in range(4):
+        sink.attach_all([task(node, rows)], options, f"once{number}", 0, summed=False)
+    node.stop()  # with a checkpoint, which is all that a start reads here
+    node.start()
+    sink.attach_all([task(node, rows)], options, "stream-1", 0)
+    assert len(attached_seqs(broker)) == 5
 
 
 def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, broker: Endpoint) -> None:
@@ -106,8 +142,10 @@ def test_the_sink_fits_the_stream() -> None:
     ranges = spark_schema(RANGE_SCHEMA)
     assert isinstance(sink.stream_writer(ranges, write_options({})), CompactWriter)
     messages = spark_schema(pa.schema([("topic", pa.string()), ("body", pa.binary())]))
-    with pytest.raises(SetupError, match="option job_id"):
-        sink.stream_writer(messages, write_options({}))
+    with pytest.raises(SetupError, match="option epoch: not for a stream"):
+        sink.stream_writer(messages, write_options({"job_id": "import", "epoch": "1"}))
+    with pytest.raises(SetupError, match=r"no sql\.streaming\.queryId: .*foreachBatch"):
+        sink.stream_writer(messages, write_options({})).write(iter([]))
     with pytest.raises(SetupError, match="mode overwrite"):
         TimeballDataSource({}).writer(messages, True)
     assert (
@@ -200,6 +238,40 @@ def test_a_stream_of_messages_over_a_restart(
         spark.range(50, 80).write.json(str(tmp_path / "in"), mode="append")
         drain()
     assert len(set(attached_seqs(broker))) == 80
+
+
+@pytest.mark.spark
+def test_a_new_checkpoint_begins_anew_under_an_old_job_id(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    """Its batch ids begin at 0 again; they were taken for repeated once, and their rows dropped in silence."""
+    due = later(broker)
+
+    def drain(checkpoint: str) -> None:
+        rows = spark.readStream.schema("id long").json(str(tmp_path / checkpoint))
+        rows = rows.selectExpr("'orders' as topic", "cast(id as string) as body", f"{due} + id as due_ms")
+        writer = rows.writeStream.format("timeball").option("endpoint", node.endpoint)
+        writer = writer.option("job_id", "import").option(
+            "checkpointLocation", str(tmp_path / f"{checkpoint}-ck")
+        )
+        with spark_errors():
+            writer.trigger(availableNow=True).start().awaitTermination()
+
+    for begin, checkpoint in ((0, "first"), (30, "second")):
+        spark.range(begin, begin + 30, numPartitions=1).write.json(str(tmp_path / checkpoint))
+        drain(checkpoint)
+    assert len(set(attached_seqs(broker))) == 60
+    # Spark forgets that it came through: the same batch again, with the same rows, then with others.
+    [commit] = [path for path in (tmp_path / "second-ck/commits").iterdir() if path.name == "0"]
+    commit.unlink()
+    drain("second")
+    assert len(set(attached_seqs(broker))) == 60
+    commit.unlink()
+    [data] = (tmp_path / "second").glob("*.json")
+    data.write_text(data.read_text().replace("31", "131"))
+    with pytest.raises(RequestError, match="epoch 0 was written before, with other rows"):
+        drain("second")
+    assert len(set(attached_seqs(broker))) == 60
 
 
 @pytest.mark.spark

@@ -1,8 +1,16 @@
 """Attach: check what a job claims before it becomes part of the truth.
 
 Refuses: a compact that does not begin at the watermark (rows would be lost or doubled), ranges nobody reserved or
-that were used before, files whose footers disagree with the claim, instants no promise may have. A repeated
-(job_id, epoch) is answered as done: Spark repeats an epoch whenever it cannot know that the first try came through.
+that were used before, files whose footers disagree with the claim, instants no promise may have.
+
+A repeated attach is answered as done: Spark repeats an epoch whenever it cannot know that the first try came through.
+
+    compact         repeated when the watermark has passed its range
+    bulk, rewrite   repeated when the job's last epoch is this one. With a digest, its rows must be the same: another
+                    digest, or an epoch before the last, is another write under an old name, and refused
+
+A job with a digest is remembered for JOB_KEPT_MS at least: it may be run again tomorrow. One without was given a name
+that its writer made up, and is repeated only while that writer waits for the answer.
 """
 
 from __future__ import annotations
@@ -13,10 +21,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from timeball import limits
-from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit, RequestError
 from timeball.files import Files
-from timeball.table.attachment import Attachment
+from timeball.log.checkpoint import JobFacts
+from timeball.table.attachment import ANY_ROWS, Attachment
 from timeball.table.data_file import DataFile
+
+_WAYS_OUT = (
+    "Other rows need another job_id, a stream a new checkpoint that begins behind what is written; "
+    "option on_repeat=skip takes them for the same"
+)
 
 
 @dataclass(slots=True)
@@ -25,28 +39,71 @@ class Ledger:
 
     watermark: int = 1
     attach_seq: int = 0  # the last ATTACH row
-    epochs: dict[str, int] = field(default_factory=dict)
+    jobs: dict[str, JobFacts] = field(default_factory=dict)  # with a digest; attached longest ago comes first
+    epochs: dict[str, int] = field(default_factory=dict)  # without
     reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
 
     def is_repeated(self, attachment: Attachment) -> bool:
-        """Whether this (job_id, epoch) is in the log already."""
-        return self.epochs.get(attachment.job_id, -1) >= attachment.epoch
+        """Whether this attach is in the log already; RequestError when its name is, with other rows."""
+        if attachment.job == "compact":
+            return attachment.from_seq < attachment.to_seq <= self.watermark
+        last = self.jobs.get(attachment.job_id)
+        if last is None:
+            return self.epochs.get(attachment.job_id, -1) >= attachment.epoch
+        if last.epoch < attachment.epoch:
+            return False
+        if attachment.digest in ("", ANY_ROWS) or last.digest == ANY_ROWS:
+            return True
+        if last.epoch > attachment.epoch:
+            raise RequestError(
+                f"job {attachment.job_id} has come to epoch {last.epoch}, this is {attachment.epoch}: "
+                f"nothing was written. Was an old checkpoint put back? {_WAYS_OUT}"
+            )
+        if last.digest != attachment.digest:
+            raise RequestError(
+                f"job {attachment.job_id}, epoch {attachment.epoch} was written before, with other rows "
+                f"({last.digest}, now {attachment.digest}): nothing was written. {_WAYS_OUT}"
+            )
+        return True
 
     def reserve(self, first_seq: int, rows: int) -> None:
         """A RESERVE row is durable."""
         self.reserved[first_seq] = rows
 
-    def apply(self, attachment: Attachment, attach_seq: int) -> None:
+    def apply(self, attachment: Attachment, attach_seq: int, at_ms: int) -> None:
         """Take note of a durable ATTACH row."""
         self.attach_seq = attach_seq
-        self.epochs.pop(attachment.job_id, None)
-        self.epochs[attachment.job_id] = attachment.epoch
-        while len(self.epochs) > limits.RESERVATIONS_MAX:
-            self.epochs.pop(next(iter(self.epochs)))  # the job seen longest ago
         if attachment.job == "compact":
             self.watermark = attachment.to_seq
+        else:
+            self._remember(attachment, at_ms)
         for first_seq, _ in attachment.ranges:
             self.reserved.pop(first_seq, None)
+
+    def _remember(self, attachment: Attachment, at_ms: int) -> None:
+        job_id = attachment.job_id
+        last = self.jobs.pop(job_id, None)
+        self.epochs.pop(job_id, None)
+        digest = attachment.digest or (ANY_ROWS if last is not None else "")
+        if digest:
+            self.jobs[job_id] = JobFacts(attachment.epoch, at_ms, digest)
+        else:
+            self.epochs[job_id] = attachment.epoch
+        while len(self.jobs) > limits.JOBS_MAX:
+            self.jobs.pop(next(iter(self.jobs)))
+        while len(self.epochs) > limits.JOBS_UNNAMED_MAX:
+            self.epochs.pop(next(iter(self.epochs)))
+
+    def _check_name(self, attachment: Attachment, now_ms: int) -> None:
+        """Raise unless one more name can be remembered for as long as its write may be repeated."""
+        if not attachment.digest or attachment.job_id in self.jobs or len(self.jobs) < limits.JOBS_MAX:
+            return
+        oldest_ms = next(iter(self.jobs.values())).at_ms
+        if oldest_ms > now_ms - limits.JOB_KEPT_MS:
+            raise OverLimit(
+                f"{limits.JOBS_MAX} jobs have been named within {limits.JOB_KEPT_MS // limits.DAY_MS} days: write with "
+                "one job_id and the option epoch, or without job_id"
+            )
 
     def check_reserve(self, rows: int) -> None:
         """Raise unless `rows` numbers may be set aside."""
@@ -56,8 +113,11 @@ class Ledger:
             # Failed tasks leave theirs behind; the oldest can no longer belong to a job that is alive.
             self.reserved.pop(next(iter(self.reserved)))
 
-    def check(self, attachment: Attachment, *, durable_seq: int, is_live: Callable[[str], bool]) -> None:
+    def check(
+        self, attachment: Attachment, *, durable_seq: int, is_live: Callable[[str], bool], now_ms: int
+    ) -> None:
         """Raise unless the attachment fits what the log says."""
+        self._check_name(attachment, now_ms)
         if attachment.job == "compact":
             self._check_compact(attachment, durable_seq)
         elif attachment.from_seq or attachment.to_seq:

@@ -70,8 +70,10 @@ class Mover:
                 version = await in_thread(self.parts.reader_thread, lambda: parts.catalog.version)
                 return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
             live = {file.entry.path for file in parts.hour_log.pending.all()}
-            ledger.check(attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__)
             now_ms = parts.clock.now_ms()
+            ledger.check(
+                attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__, now_ms=now_ms
+            )
             await in_thread(self.parts.reader_thread,
                 attaching.check_files, parts.files, attachment,
                 now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max,
@@ -84,7 +86,7 @@ class Mover:
         removed = parts.hour_log.pending.entries(attachment.removes)
         row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
         seq = parts.writer.next_seq
-        _, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment, seq))
+        _, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment, seq, now_ms))
         self.is_unfinished = True
         await durable
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose

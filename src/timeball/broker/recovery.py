@@ -120,8 +120,8 @@ def recover(
             f"has let go nothing from seq {facts.log_from_seq} on; restore the file from a copy"
         )
     topics.load(facts.queues)
-    ledger.watermark, ledger.epochs = facts.watermark, dict(facts.epochs)
-    ledger.attach_seq = facts.attach_seq
+    ledger.watermark, ledger.attach_seq = facts.watermark, facts.attach_seq
+    ledger.epochs, ledger.jobs = dict(facts.epochs), dict(facts.jobs)
     ledger.reserved = dict(facts.reserved)
     replayed = _replay(reader, facts.seq, topics, ledger)
     if reader.first_seq > 1:
@@ -176,7 +176,7 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
             replayed.ended.append(ended.to_numpy())
         for kind in (Kind.RESERVE, Kind.ATTACH):
             for at in np.flatnonzero(kinds == kind).tolist() if kind in present else ():
-                _replay_one(kind, int(seqs[at]), rows.column("body")[at].as_py(), ledger, replayed)
+                _replay_one(kind, int(seqs[at]), rows.slice(at, 1), ledger, replayed)
     return replayed
 
 
@@ -191,12 +191,13 @@ def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
     return [(row["due_ms"], row["source_seq"], next_seq) for row, next_seq in named if next_seq is not None]
 
 
-def _replay_one(kind: Kind, seq: int, body: bytes, ledger: Ledger, replayed: Replayed) -> None:
+def _replay_one(kind: Kind, seq: int, row: pa.RecordBatch, ledger: Ledger, replayed: Replayed) -> None:
+    body = row.column("body")[0].as_py()
     if kind == Kind.RESERVE:
         ledger.reserve(seq + 1, int(body))
     else:
         attachment = att.decode(body)
-        ledger.apply(attachment, seq)
+        ledger.apply(attachment, seq, row.column("store_ms")[0].as_py())
         replayed.attaches.append((seq, attachment))
 
 

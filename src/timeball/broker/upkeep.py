@@ -111,6 +111,7 @@ class Upkeep:
                 late=list(settled.late),
                 watermark=parts.ledger.watermark,
                 epochs=dict(parts.ledger.epochs),
+                jobs=dict(parts.ledger.jobs),
                 reserved=list(parts.ledger.reserved.items()),
                 queues=parts.topics.lengths(),
                 halves=self._broker.transactions.open(),

@@ -38,6 +38,14 @@ class LevelFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     settled: tuple[tuple[int, int], ...] = ()  # (first offset, entries)
 
 
+class JobFacts(msgspec.Struct, frozen=True):
+    """The last attach of a job that said of which rows it is: by this a repeated one is known."""
+
+    epoch: int
+    at_ms: int
+    digest: str
+
+
 class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What is true at `seq`: all rows below it have been applied to the caches."""
 
@@ -46,7 +54,8 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     settled_before_seq: int = 1 << 62  # see schedule/strategy.py, Settled
     late: list[tuple[int, int]] = []
     watermark: int = 1
-    epochs: dict[str, int] = {}  # job id -> last epoch attached
+    epochs: dict[str, int] = {}  # job id -> last epoch attached, of those without a digest
+    jobs: dict[str, JobFacts] = {}  # job id -> its last attach, of those with one
     reserved: list[tuple[int, int]] = []  # (first_seq, rows) set aside and not attached yet
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
     halves: list[tuple[int, int]] = []  # (seq, times its producer was asked) of every open half message

@@ -49,7 +49,7 @@ from timeball.pipeline.campaigns import Event, last
 from timeball.pipeline.runs import runs
 from timeball.pipeline.store import Store
 from timeball.pipeline.table_version import settled_status
-from timeball.table.attachment import Attachment, FileEntry, within
+from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry, within
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -249,7 +249,9 @@ class Held:
         if not files:
             return campaign.record("resumed", self.number)
         job_id = campaign.job_id(resuming)
-        broker.attach(Attachment(job="bulk", job_id=job_id, epoch=0, files=files, ranges=ranges))
+        broker.attach(
+            Attachment(job="bulk", job_id=job_id, epoch=0, files=files, ranges=ranges, digest=ANY_ROWS)
+        )
         resumed = campaign.note_attached(resuming, "resumed")
         assert resumed is not None  # it is the newest row of the log, or nearly so
         if campaign.is_cancelled():

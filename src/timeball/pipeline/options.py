@@ -62,6 +62,8 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = DEFAULT_ENDPOINT
     on_invalid: str = "fail"
     job_id: str | None = None
+    epoch: int = 0
+    on_repeat: str = "fail"
     table_uri: str | None = None
 
 
@@ -113,7 +115,9 @@ def describe() -> dict[str, str]:
         "max_trigger_delay_ms": "but start after this time with few_rows or more; 0 waits for ever (0)",
         "few_rows": "see max_trigger_delay_ms (1)",
         "on_invalid": "fail: one invalid row fails the write; drop: leave invalid rows out and count them (fail)",
-        "job_id": "name of this write; a second write with the same name changes nothing",
+        "job_id": "name of a batch write: a second write of its rows changes nothing; of a stream, for log lines",
+        "epoch": "with job_id: the how many-th write of that name, such as the batch id in foreachBatch (0)",
+        "on_repeat": "a known write has other rows now. fail: the write fails; skip: it changes nothing (fail)",
     }
 
 
@@ -163,7 +167,10 @@ def check_stream(options: ReadOptions) -> None:
 
 def write_options(options: Mapping[str, str]) -> WriteOptions:
     """Checked options of a write; SetupError names the first bad one."""
-    return _parse({k: v for k, v in options.items() if k.lower() not in SPARK_OPTIONS}, WriteOptions)
+    parsed = _parse({k: v for k, v in options.items() if k.lower() not in SPARK_OPTIONS}, WriteOptions)
+    if parsed.epoch and parsed.job_id is None:
+        raise SetupError("option epoch: only with job_id, the name of the writes that it counts")
+    return parsed
 
 
 def _parse(options: Mapping[str, str], record: type[T]) -> T:
@@ -203,4 +210,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "few_rows": values.count(1),
     "on_invalid": values.one_of("fail", "drop"),
     "job_id": values.text,
+    "epoch": values.count(0),
+    "on_repeat": values.one_of("fail", "skip"),
 }

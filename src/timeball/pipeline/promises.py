@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -47,6 +48,9 @@ _SPARK_TYPES: dict[str, tuple[str, ...]] = {
     "due": ("timestamp",),
 }
 _NO_QUEUE = -1
+_SUMMED = ("topic", "tag", "keys", "unique_key", "properties", "queue_id", "flag", "sys_flag")
+_BETWEEN = pa.scalar(b"\x1f", pa.large_binary())
+CHECKSUM_ROWS = 65_536  # joined at a time, so that a run's bodies are not copied whole
 _TEXT_COLUMNS = ("topic", "tag", "keys", "unique_key")
 
 
@@ -206,6 +210,22 @@ def random_keys(count: int) -> pa.Array:
     text = os.urandom(16 * count).hex().encode("ascii")
     offsets = np.arange(0, 32 * (count + 1), 32, dtype=np.int32)
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(text)])
+
+
+def checksum(rows: pa.Table) -> int:
+    """A number that stands for these `normalise`d rows, in whatever order and however they are cut into tasks.
+
+    The due instant is left out: `now() + interval 1 hour` is another one when the same write is run again.
+    """
+    total = 0
+    for batch in rows.to_batches(CHECKSUM_ROWS):
+        columns = [batch.column(name).cast(pa.large_string()).cast(pa.large_binary()) for name in _SUMMED]
+        columns.append(batch.column("body").cast(pa.large_binary()))
+        joined = pc.binary_join_element_wise(
+            *columns, _BETWEEN, null_handling="replace", null_replacement=b"\x00"
+        )
+        total += sum(map(google_crc32c.value, joined.to_pylist()))
+    return total & (1 << 64) - 1
 
 
 def due_order(rows: pa.Table) -> Int64Array:

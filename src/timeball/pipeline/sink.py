@@ -5,7 +5,11 @@ is a promise or none is, however often a task or the whole job is repeated. Noth
 dead task leaves behind belongs to no table.
 
     task     collect up to RUN_ROWS / RUN_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
-    driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch)
+    driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
+
+What is repeated is known by its name. A batch write has the name that its caller gives it, or one for itself. A stream
+has the id that Spark wrote into its checkpoint: batch ids begin at 0 in a new checkpoint, so no other name could tell a
+repeated micro-batch from a new one. The broker compares the digest of the rows, and refuses others under a known name.
 
 Once an attach has been tried, its files are never deleted from here: a reply may have been lost, and then they are the
 table's own. What was refused is swept by the broker, as everything else that nothing names.
@@ -20,6 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
@@ -31,9 +36,10 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.options import RANGE_COLUMNS, WriteOptions
 from timeball.pipeline.runs import runs
 from timeball.pipeline.store import Store
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 
 LOG = logging.getLogger("timeball.pipeline")
+QUERY_ID = "sql.streaming.queryId"  # a property of Spark's own that each task of a stream is given
 
 
 @dataclass
@@ -44,6 +50,9 @@ class Written(WriterCommitMessage):
     ranges: list[tuple[int, int]] = field(default_factory=list)
     rows: int = 0
     dropped: int = 0
+    given: int = 0  # rows, with those dropped
+    checksum: int = 0  # of these
+    query_id: str | None = None  # of the stream
 
 
 def stream_writer(schema: StructType, options: WriteOptions) -> DataSourceStreamArrowWriter:
@@ -56,12 +65,13 @@ def stream_writer(schema: StructType, options: WriteOptions) -> DataSourceStream
 class PromiseTask:
     """The part of a write that runs in a task: a stream of Arrow batches to files."""
 
-    def __init__(self, options: WriteOptions) -> None:
+    def __init__(self, options: WriteOptions, *, summed: bool = True) -> None:
         self.options = options
+        self.summed = summed  # whether somebody may repeat this write under its name
 
     def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
         """Write all rows of one partition; on failure its own files are removed again."""
-        written = Written()
+        written = Written(query_id=query_id())
         with Endpoint(self.options.endpoint) as endpoint:
             store = Store(self.options.table_uri or endpoint.status().table.uri)
             try:
@@ -75,6 +85,9 @@ class PromiseTask:
     def _write_run(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
         now_ms = endpoint.status().now_ms
         rows = promises.normalise(rows, now_ms)
+        written.given += rows.num_rows
+        if self.summed:
+            written.checksum += promises.checksum(rows)
         broken = promises.broken_rules(rows, now_ms)
         bad = int(np.count_nonzero(broken >= 0))
         if bad:
@@ -93,6 +106,12 @@ class PromiseTask:
         written.rows += rows.num_rows
 
 
+def query_id() -> str | None:
+    """The id of the stream that this task belongs to; it stays the same as long as the stream's checkpoint does."""
+    context = TaskContext.get()
+    return None if context is None else context.getLocalProperty(QUERY_ID)
+
+
 def refusal(rows: pa.Table, broken: np.ndarray) -> str:
     """The sentence about rows that break a rule: how many, and the first."""
     bad = np.flatnonzero(broken >= 0)
@@ -105,7 +124,12 @@ def refusal(rows: pa.Table, broken: np.ndarray) -> str:
 
 
 def attach_all(
-    messages: Sequence[WriterCommitMessage | None], options: WriteOptions, job_id: str, epoch: int
+    messages: Sequence[WriterCommitMessage | None],
+    options: WriteOptions,
+    job_id: str,
+    epoch: int,
+    *,
+    summed: bool = True,
 ) -> None:
     """Make everything the tasks wrote part of the pending table, in one step."""
     parts = [message for message in messages if isinstance(message, Written)]
@@ -123,12 +147,36 @@ def attach_all(
             )
         ranges = [each for part in parts for each in part.ranges]
         attached = endpoint.attach(
-            Attachment(job="bulk", job_id=job_id, epoch=epoch, files=files, ranges=ranges)
+            Attachment(
+                job="bulk",
+                job_id=job_id,
+                epoch=epoch,
+                files=files,
+                ranges=ranges,
+                digest=digest(parts, options) if summed else "",
+            )
         )
     LOG.info(
-        "job=bulk id=%s epoch=%d rows=%d dropped=%d files=%d version=%d repeated=%s",
-        *(job_id, epoch, rows, dropped, len(files), attached.version, str(attached.repeated).lower()),
+        "job=bulk id=%s name=%s epoch=%d rows=%d dropped=%d files=%d version=%d repeated=%s",
+        *(
+            job_id,
+            options.job_id or "",
+            epoch,
+            rows,
+            dropped,
+            len(files),
+            attached.version,
+            str(attached.repeated).lower(),
+        ),
     )
+
+
+def digest(parts: Sequence[Written], options: WriteOptions) -> str:
+    """What stands for the rows of a write: how many, and their checksum."""
+    if options.on_repeat == "skip":
+        return ANY_ROWS
+    checksum = sum(part.checksum for part in parts) & (1 << 64) - 1
+    return f"{sum(part.given for part in parts)} rows {checksum:016x}"
 
 
 def remove_written(messages: Sequence[WriterCommitMessage | None], options: WriteOptions) -> None:
@@ -149,14 +197,15 @@ class PromiseWriter(DataSourceArrowWriter):
         self.options = options
         # Made once, on the driver: tasks and commit receive copies of this very object.
         self.job_id = options.job_id or f"bulk-{uuid.uuid4().hex}"
+        self.named = options.job_id is not None
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """See DataSourceArrowWriter."""
-        return PromiseTask(self.options).write(iterator)
+        return PromiseTask(self.options, summed=self.named).write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """See DataSourceWriter."""
-        attach_all(messages, self.options, self.job_id, 0)
+        attach_all(messages, self.options, self.job_id, self.options.epoch, summed=self.named)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """See DataSourceWriter."""
@@ -168,18 +217,22 @@ class PromiseStreamWriter(DataSourceStreamArrowWriter):
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         promises.check_columns(schema)
-        if options.job_id is None:
-            raise SetupError("option job_id: a stream needs a name that stays the same when it is restarted")
+        if options.epoch:
+            raise SetupError("option epoch: not for a stream, whose micro-batches Spark numbers")
         self.options = options
-        self.job_id = options.job_id
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """See DataSourceStreamArrowWriter."""
+        if query_id() is None:
+            raise SetupError(
+                f"Spark gives this task no {QUERY_ID}: write with foreachBatch, job_id and epoch"
+            )
         return PromiseTask(self.options).write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """See DataSourceStreamWriter."""
-        attach_all(messages, self.options, self.job_id, batchId)
+        for query in {message.query_id for message in messages if isinstance(message, Written)}:
+            attach_all(messages, self.options, f"stream-{query}", batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """See DataSourceStreamWriter."""

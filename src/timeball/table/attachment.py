@@ -24,6 +24,7 @@ from timeball.message import Int64Array
 
 Ranges = Sequence[tuple[int, int]]  # of sequence numbers: (first_seq, rows)
 Job = Literal["compact", "bulk", "rewrite"]
+ANY_ROWS = "any"  # a digest: remember the job, and compare its rows with nothing
 # What layout.describe gives out, and nothing else: a random last part is what makes a key sidecar's name unique.
 PATH = re.compile(r"bucket=[0-9T-]{7,13}/[0-9a-f]{32}\.parquet")
 
@@ -42,7 +43,10 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the pending table. `job_id` and `epoch` make a repeated attach a no-op."""
+    """A change of the pending table. `job_id` and `epoch` make a repeated attach a no-op (broker/attaching.py).
+
+    `digest` stands for the rows that a bulk job was given: a repeat with another one is refused.
+    """
 
     job: Job
     job_id: str
@@ -52,6 +56,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     from_seq: int = 0
     to_seq: int = 0
     ranges: list[tuple[int, int]] = []  # (first_seq, rows)
+    digest: str = ""
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ from tests.pipeline.traffic import log_rows, send, send_due_now, visible
 
 from timeball import Timeball
 from timeball.clock import SystemClock
-from timeball.errors import StorageError
+from timeball.errors import SetupError, StorageError
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
@@ -121,6 +121,13 @@ def test_another_delta_table_is_not_taken_for_a_ledger(tmp_path: Path) -> None:
     table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
     with pytest.raises(StorageError, match="is not a ledger"):
         ledger.bounds(table)
+
+
+def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: RunningNode, tmp_path: Path) -> None:
+    """It would take none of this log's events, in silence, until the log is as long as the other was."""
+    ledger.open_ledger(str(tmp_path / "ledger"), 1_000)
+    with pytest.raises(SetupError, match="has come to row 1000 but the broker's log ends at"):
+        ledger.extend(spark, node.endpoint, str(tmp_path / "ledger"), 5)
 
 
 def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(

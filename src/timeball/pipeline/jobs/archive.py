@@ -30,7 +30,7 @@ from pyspark.sql import types as t
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.clock import SystemClock
-from timeball.errors import NotFound, OutOfRange, StorageError
+from timeball.errors import NotFound, StorageError
 from timeball.pipeline import archiving
 from timeball.pipeline.archiving import APP_ID, FILE_SCHEMA, PARTITION, ArchiveDataSource
 from timeball.pipeline.delta_sink import app_version
@@ -181,13 +181,8 @@ def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
     """Bring the archive up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
     spark.dataSource.register(ArchiveDataSource)
     with Endpoint(endpoint) as broker:
-        first_seq = broker.status().log.first_seq
         begin = reach(open_archive(uri, broker)).mark
-    if begin < first_seq < to_seq:
-        raise OutOfRange(
-            f"the archive ends at row {begin} but retention has removed the log up to {first_seq}: messages are "
-            f"missing; move the archive at {uri} away to start a new one"
-        )
+        marked.check_mark(NAME, uri, begin, broker.status().log, to_seq)
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
         place = {"endpoint": endpoint, "from_seq": str(low), "to_seq": str(high)}

@@ -28,7 +28,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from timeball.errors import NotFound, OutOfRange, StorageError
+from timeball.errors import NotFound, StorageError
 from timeball.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
@@ -170,14 +170,9 @@ def read_ledger(spark: SparkSession, table: DeltaTable) -> DataFrame:
 def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
     """Bring the ledger up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
     with Endpoint(endpoint) as broker:
-        first_seq = broker.status().log.first_seq
-    table = open_ledger(uri, first_seq)
-    _, begin = bounds(table)
-    if begin < first_seq < to_seq:
-        raise OutOfRange(
-            f"the ledger ends at row {begin} but retention has removed the log up to {first_seq}: events are lost; "
-            f"move the ledger at {uri} away to start a new one"
-        )
+        log = broker.status().log
+    _, begin = bounds(open_ledger(uri, log.first_seq))
+    marked.check_mark(NAME, uri, begin, log, to_seq)
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
         frame = read_events(spark, endpoint, low, high)

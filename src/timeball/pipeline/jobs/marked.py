@@ -2,7 +2,8 @@
 
 Spark's offsets are asked for one thing, the end of an epoch. `extend` brings the sink's table from its own mark up to
 that row, in a batch query of its own. So a repeated epoch adds nothing, and a checkpoint that was lost, or is older
-than the table, opens no hole.
+than the table, opens no hole. A table whose mark lies behind the log's end has the rows of another log, and would let
+this log's rows pass until they reach that mark; it is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from timeball.errors import TimeballError
+from timeball.errors import OutOfRange, SetupError, TimeballError
+from timeball.pipeline.endpoint import LogStatus
 from timeball.pipeline.failures import spark_errors
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -32,6 +34,20 @@ def start(
     writer = ranges.writeStream.foreachBatch(write).queryName(name).option("checkpointLocation", checkpoint)
     writer = writer.trigger(availableNow=True) if trigger is None else writer.trigger(processingTime=trigger)
     return writer.start()
+
+
+def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> None:
+    """Raise unless a table that ends at row `mark` can go on with this log up to `to_seq`."""
+    if mark < log.first_seq < to_seq:
+        raise OutOfRange(
+            f"the {name} ends at row {mark} but retention has removed the log up to {log.first_seq}: rows are missing; "
+            f"move the {name} at {uri} away to start a new one"
+        )
+    if mark > log.durable_seq:
+        raise SetupError(
+            f"the {name} at {uri} has come to row {mark} but the broker's log ends at {log.durable_seq}: it belongs to "
+            f"another log; name another with --{name}, or move it away"
+        )
 
 
 def epoch_writer(name: str, extend: Extend, endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
