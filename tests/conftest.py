@@ -5,6 +5,7 @@ import signal
 
 import hypothesis
 import pytest
+from tests.examples import bound_examples
 
 # The second measures how long this process took to start: as early as can be.
 pytest_plugins = ["tests.flaky", "tests.bounds"]
@@ -13,6 +14,8 @@ pytest_plugins = ["tests.flaky", "tests.bounds"]
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+# `make test` loads this one; `make slow` runs each property again, with all its examples.
+hypothesis.settings.register_profile("quick", hypothesis.settings.default, max_examples=15)
 
 # Brokers that tests start listen for RocketMQ clients too, many at a time: on any free port unless a test says which.
 os.environ.setdefault("TIMEBALL_NAME_SERVER_PORT", "0")
@@ -32,10 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One of the processes that share the tests has the Spark session: a second one costs more than it saves."""
     for item in items:
+        test = getattr(item, "function", None)
+        if test is not None and hypothesis.is_hypothesis_test(test):
+            item.add_marker("property")
+            bound_examples(test, hypothesis.settings.get_current_profile_name())
         if item.get_closest_marker("spark"):
             item.add_marker(pytest.mark.xdist_group("spark"))
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MARKERS = ("slow", "spark", "smoke", "interop")  # all that decide where a test is run
+MARKERS = ("slow", "spark", "smoke", "interop", "property")  # all that decide where a test is run
 MAKEFILE = (ROOT / "Makefile").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
-EXPRESSION = re.compile(
-    r'^(\w+): \$\(STAMP\).*\n\t\$\(BIN\)/python -m pytest -m "?([^"$]+?)"? \$\((?:SHARED|ARGS)', re.M
-)
+TARGET = re.compile(r'^(\w+): .*\n\t\S+ -m pytest -m "([^"]+)" (--hypothesis-profile quick)?', re.M)
+EXPRESSIONS = {name: expression for name, expression, _ in TARGET.findall(MAKEFILE)}
+QUICK = {name for name, _, quick in TARGET.findall(MAKEFILE) if quick}
 CALLED = re.compile(r"^step \w+ (\d+)m make (\w+)", re.M)
 LIMIT = re.compile(r"^(?:step \w+|timeout --kill-after=\w+) (\d+)m ", re.M)
 
@@ -29,15 +29,23 @@ def left_out(expressions: Iterable[str]) -> list[set[str]]:
 
 
 def test_each_test_is_selected_by_a_target_that_ci_runs() -> None:
-    targets = dict(EXPRESSION.findall(MAKEFILE))
-    assert set(targets) == {"test", "spark", "slow", "interop"}
-    assert set(targets) < {name for _, name in CALLED.findall(CI)}
-    assert left_out(targets.values()) == []
+    assert set(EXPRESSIONS) == {"test", "spark", "slow", "interop"}
+    assert set(EXPRESSIONS) < {name for _, name in CALLED.findall(CI)}
+    assert left_out(EXPRESSIONS.values()) == []
+
+
+def test_each_property_is_tried_with_all_its_examples() -> None:
+    whole = [expression for name, expression in EXPRESSIONS.items() if name not in QUICK]
+    assert {"test"} == QUICK
+    assert [markers for markers in left_out(whole) if "property" in markers] == []
 
 
 def test_a_hole_between_the_targets_is_noticed() -> None:
     holes = left_out(["not slow and not interop and not spark", "slow", "interop"])
-    assert holes == [{"spark", "smoke"}, {"spark"}] or holes == [{"spark"}, {"spark", "smoke"}]
+    assert {frozenset(hole - {"property"}) for hole in holes} == {
+        frozenset({"spark"}),
+        frozenset({"spark", "smoke"}),
+    }
 
 
 def test_no_marker_is_forgotten_here() -> None:

@@ -1,0 +1,17 @@
+"""How many examples a property is tried with: all that it names, or, in `make test`, a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis
+
+QUICK = "quick"
+SETTINGS = "_hypothesis_internal_use_settings"  # hypothesis has no public name for it
+
+
+def bound_examples(test: Callable[..., object], profile: str) -> None:
+    """Hold a test that names its own number of examples to that of the profile `quick`, if it is this one."""
+    own, most = getattr(test, SETTINGS, None), hypothesis.settings.get_profile(QUICK).max_examples
+    if own is not None and profile == QUICK and own.max_examples > most:
+        setattr(test, SETTINGS, hypothesis.settings(own, max_examples=most))
