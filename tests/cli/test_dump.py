@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.cli.in_process import run_here
-from tests.cli.processes import serving, timeball
+from tests.cli.processes import serving
 from tests.node_fixture import running_node
 from tests.written_again import fill_segment, write_again
 
@@ -76,7 +76,7 @@ def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
 
 
 def test_people_see_the_same(data: Path) -> None:
-    ended = timeball("dump", "--data", str(data))
+    ended = run_here("dump", "--data", str(data))
     assert ended.returncode == 0
     assert "5 message, 2 promise, 1 cancel" in ended.stdout
     assert "checkpoint at seq 9" in ended.stdout and "topic orders: 5 in 2 queues" in ended.stdout
@@ -150,7 +150,7 @@ def test_damage_is_named_and_the_exit_code_says_so(copy: Path) -> None:
     assert (damage["file"], damage["position"]) == ("log/0000000001.log", first["position"])
     rows = documents(copy, "--rows", code=5)
     assert "damage" in rows[0] and rows[1]["seq"] == second["first_seq"], "and the reading goes on"
-    shown = timeball("dump", "--data", str(copy))
+    shown = run_here("dump", "--data", str(copy))
     assert shown.returncode == 5
     assert "DAMAGE: log/0000000001.log, byte 64" in shown.stdout and "1 damaged place" in shown.stdout
     assert run_here("dump", "--data", str(copy), "--frames").stdout.startswith("DAMAGE: ")

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from tests.cli.in_process import run_here
 from tests.cli.processes import timeball
 
 from timeball.cli.main import app
@@ -24,16 +25,26 @@ def test_the_commands_are_those_of_the_design() -> None:
 @pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["pipeline", "run"]], ids="-".join)
 def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -> None:
     """An example is a whole command line."""
-    shown = timeball(*command, "--help")
+    shown = run_here(*command, "--help")
     assert shown.returncode == 0
     assert "Examples:" in shown.stdout
     examples = shown.stdout.split("Examples:")[1]
     assert len(re.findall(rf"timeball {' '.join(command)}\b", examples)) >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["pipeline", "run"]], ids="-".join)
+def test_every_command_is_a_process_with_an_exit_code(command: list[str]) -> None:
+    """The tests of commands call `main` in their own process; this is the way there from a shell."""
+    assert timeball(*command, "--help").stdout == run_here(*command, "--help").stdout
+    refused = timeball(*command, "--no-such-option")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--no-such-option" in refused.stderr
+
+
 def test_the_list_of_commands_comes_with_the_exit_codes() -> None:
     """Scripts look for them there."""
-    shown = timeball("--help")
+    shown = run_here("--help")
     assert shown.returncode == 0
     assert all(name in shown.stdout for name in COMMANDS)
     assert "Exit codes" in shown.stdout
@@ -41,7 +52,7 @@ def test_the_list_of_commands_comes_with_the_exit_codes() -> None:
 
 def test_the_version_is_shown() -> None:
     """As a line of its own."""
-    assert re.fullmatch(r"timeball \d+\.\d+\.\d+\n", timeball("--version").stdout)
+    assert re.fullmatch(r"timeball \d+\.\d+\.\d+\n", run_here("--version").stdout)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +106,7 @@ def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
 )
 def test_what_cannot_be_is_refused_by_name_with_code_2(command: list[str], named: str) -> None:
     """Before anything is connected to or written."""
-    ended = timeball(*command)
+    ended = run_here(*command)
     assert ended.returncode == 2
     assert named in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -103,6 +114,6 @@ def test_what_cannot_be_is_refused_by_name_with_code_2(command: list[str], named
 
 def test_settings_that_cannot_work_are_a_set_up_error() -> None:
     """Refused by Settings itself, which names the option."""
-    ended = timeball("serve", "--port", "70000")
+    ended = run_here("serve", "--port", "70000")
     assert ended.returncode == 4
     assert "--port 70000" in ended.stderr

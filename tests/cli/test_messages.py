@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import timeball
+from tests.cli.in_process import run_here
 
 from timeball.cli.messages import show_wait
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:
-    ended = timeball(*arguments, "--json", text=text)
+    ended = run_here(*arguments, "--json", text=text)
     assert ended.stderr == ""
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
@@ -28,7 +28,7 @@ def _pull_until(endpoint: str, topic: str, count: int) -> list[dict[str, object]
 def test_a_message_comes_out_as_it_went_in(endpoint: str) -> None:
     """Body, tag, keys and properties; a second pull of the group has nothing new."""
     options = ["--tag", "paid", "--keys", "order-17 anna", "--property", "region=eu"]
-    sent = timeball("send", "whole", "order 17 was paid", *options, "--endpoint", endpoint)
+    sent = run_here("send", "whole", "order 17 was paid", *options, "--endpoint", endpoint)
     assert sent.returncode == 0
     [message] = _json("pull", "whole", "--endpoint", endpoint)
     assert message["id"] == sent.stdout.strip()
@@ -41,7 +41,7 @@ def test_a_message_comes_out_as_it_went_in(endpoint: str) -> None:
 
 def test_peeking_leaves_the_group_where_it_was(endpoint: str) -> None:
     """Twice the same message, and then once more for real."""
-    timeball("send", "peeked", "x", "--endpoint", endpoint)
+    run_here("send", "peeked", "x", "--endpoint", endpoint)
     for more in (["--peek"], ["--peek"], []):
         assert [m["body"] for m in _json("pull", "peeked", *more, "--endpoint", endpoint)] == ["x"]
 
@@ -49,7 +49,7 @@ def test_peeking_leaves_the_group_where_it_was(endpoint: str) -> None:
 def test_a_body_from_stdin_need_not_be_text(endpoint: str) -> None:
     """In JSON it is then base64; people see Python's notation."""
     assert (
-        timeball("send", "piped", "--id", "piped-1", "--endpoint", endpoint, text="from a pipe").returncode
+        run_here("send", "piped", "--id", "piped-1", "--endpoint", endpoint, text="from a pipe").returncode
         == 0
     )
     [message] = _json("pull", "piped", "--endpoint", endpoint)
@@ -84,7 +84,7 @@ def test_an_instant_that_has_passed_is_due_now(endpoint: str) -> None:
 
 def test_people_are_told_the_instant_and_pipes_only_the_id(endpoint: str) -> None:
     """So that `timeball schedule … | xargs timeball cancel` works."""
-    ended = timeball("schedule", "told", "x", "--after", "1h", "--endpoint", endpoint)
+    ended = run_here("schedule", "told", "x", "--after", "1h", "--endpoint", endpoint)
     assert len(ended.stdout.split()) == 1
     assert "due " in ended.stderr and "1 h 0 min" in ended.stderr
 
@@ -92,19 +92,19 @@ def test_people_are_told_the_instant_and_pipes_only_the_id(endpoint: str) -> Non
 def test_a_cancel_has_a_verdict_for_each_and_a_code_for_all(endpoint: str) -> None:
     """0 when none of them will be delivered, 1 when one was released or is not known."""
     ids = [
-        timeball(
+        run_here(
             "schedule", "off", "x", "--after", "1h", "--keys", "k", "--endpoint", endpoint
         ).stdout.strip()
         for _ in range(3)
     ]
-    first = timeball("cancel", ids[0], "--json", "--endpoint", endpoint)
+    first = run_here("cancel", ids[0], "--json", "--endpoint", endpoint)
     assert first.returncode == 0
     assert json.loads(first.stdout)["verdict"] == "cancelled"
-    by_key = timeball("cancel", "--key", "k", "--json", "--endpoint", endpoint)
+    by_key = run_here("cancel", "--key", "k", "--json", "--endpoint", endpoint)
     verdicts = [json.loads(line)["verdict"] for line in by_key.stdout.splitlines()]
     assert sorted(verdicts) == ["already_cancelled", "cancelled", "cancelled"]
     assert by_key.returncode == 0
-    unknown = timeball("cancel", ids[1], "nobody-knows-this", "--endpoint", endpoint)
+    unknown = run_here("cancel", ids[1], "nobody-knows-this", "--endpoint", endpoint)
     assert unknown.returncode == 1
     assert "no such promise" in unknown.stdout
 
@@ -113,7 +113,7 @@ def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -
     """An instant, and exit code 1."""
     [receipt] = _json("schedule", "gone", "x", "--after", "1ms", "--endpoint", endpoint)
     [message] = _pull_until(endpoint, "gone", 1)
-    ended = timeball("cancel", str(receipt["id"]), "--json", "--endpoint", endpoint)
+    ended = run_here("cancel", str(receipt["id"]), "--json", "--endpoint", endpoint)
     verdict = json.loads(ended.stdout)
     assert (verdict["verdict"], verdict["at_ms"]) == ("released", message["store_ms"])
     assert ended.returncode == 1
@@ -122,16 +122,16 @@ def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -
 @pytest.mark.parametrize("after", ["4000d", "-1s"])
 def test_a_delay_that_no_broker_takes_is_refused(endpoint: str, after: str) -> None:
     """Never quietly "now"."""
-    ended = timeball("schedule", "never", "x", f"--after={after}", "--endpoint", endpoint)
+    ended = run_here("schedule", "never", "x", f"--after={after}", "--endpoint", endpoint)
     assert ended.returncode == 2
-    assert timeball("pull", "never", "--json", "--endpoint", endpoint).stdout == ""
+    assert run_here("pull", "never", "--json", "--endpoint", endpoint).stdout == ""
 
 
 def test_status_shows_what_the_broker_says(endpoint: str) -> None:
     """As a table for people, as it is for machines."""
     [found] = _json("status", "--endpoint", endpoint)
     assert found["pid"] and found["version"]
-    shown = timeball("status", "--endpoint", endpoint)
+    shown = run_here("status", "--endpoint", endpoint)
     assert shown.returncode == 0
     assert f"pid {found['pid']}" in shown.stdout
 

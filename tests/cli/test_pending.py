@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.processes import serving, timeball
+from tests.cli.in_process import run_here
+from tests.cli.processes import serving
 from tests.node_fixture import running_node
 from tests.written_again import fill_segment, let_go, write_again
 
@@ -19,7 +20,7 @@ DAY_MS = 24 * HOUR_MS
 
 
 def _pending(endpoint: str, *options: str) -> dict[str, Any]:
-    ended = timeball("pending", "--json", *options, "--endpoint", endpoint)
+    ended = run_here("pending", "--json", *options, "--endpoint", endpoint)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
@@ -47,7 +48,7 @@ def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -
         found = _pending(endpoint, "--by", "hour")
         assert (found["waiting"], found["tail_rows"]) == (98, 1)
         assert list(found["due"].values()) == [24, 24, 25, 25]
-        shown = timeball("pending", "--endpoint", endpoint)
+        shown = run_here("pending", "--endpoint", endpoint)
         assert "98 waiting" in shown.stdout and "█" in shown.stdout
 
 

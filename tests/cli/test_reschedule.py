@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.cli.processes import timeball
+from tests.cli.in_process import run_here
 
 
 def _schedule(endpoint: str, *arguments: str) -> str:
-    return timeball("schedule", "moved", "x", *arguments, "--endpoint", endpoint).stdout.strip()
+    return run_here("schedule", "moved", "x", *arguments, "--endpoint", endpoint).stdout.strip()
 
 
 def test_a_message_comes_sooner_and_then_it_is_too_late(endpoint: str) -> None:
     message_id = _schedule(endpoint, "--after", "1h")
-    moved = timeball("reschedule", message_id, "--after", "50ms", "--endpoint", endpoint)
+    moved = run_here("reschedule", message_id, "--after", "50ms", "--endpoint", endpoint)
     assert moved.returncode == 0
     assert moved.stdout.startswith(f"{message_id}: rescheduled, due 20")
-    pulled = timeball("pull", "moved", "--wait", "30s", "--group", "movers", "--endpoint", endpoint)
+    pulled = run_here("pull", "moved", "--wait", "30s", "--group", "movers", "--endpoint", endpoint)
     assert message_id in pulled.stdout
-    late = timeball("reschedule", message_id, "--after", "1h", "--endpoint", endpoint)
+    late = run_here("reschedule", message_id, "--after", "1h", "--endpoint", endpoint)
     assert (late.returncode, late.stdout[: len(message_id) + 10]) == (1, f"{message_id}: too late")
 
 
@@ -27,17 +27,17 @@ def test_a_key_moves_all_that_carry_it_to_an_instant(endpoint: str) -> None:
     for _ in range(3):
         _schedule(endpoint, "--after", "1h", "--keys", "order-77 anna")
     at = "2030-01-31T09:00:00+01:00"
-    ended = timeball("reschedule", "--key", "order-77", "--at", at, "--json", "--endpoint", endpoint)
+    ended = run_here("reschedule", "--key", "order-77", "--at", at, "--json", "--endpoint", endpoint)
     verdicts = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [(v["verdict"], v["due_ms"]) for v in verdicts] == [("rescheduled", 1_896_076_800_000)] * 3
-    assert timeball("cancel", "--key", "order-77", "--endpoint", endpoint).returncode == 0
-    again = timeball("reschedule", "--key", "order-77", "--at", at, "--endpoint", endpoint)
+    assert run_here("cancel", "--key", "order-77", "--endpoint", endpoint).returncode == 0
+    again = run_here("reschedule", "--key", "order-77", "--at", at, "--endpoint", endpoint)
     assert again.returncode == 1 and again.stdout.count("was cancelled before") == 3
 
 
 @pytest.mark.parametrize("when", [[], ["--after", "1m", "--at", "5"], ["--after", "30"], ["--at", "noon"]])
 def test_when_is_said_in_one_way(when: list[str]) -> None:
     """Before any broker is asked."""
-    ended = timeball("reschedule", "an-id", *when)
+    ended = run_here("reschedule", "an-id", *when)
     assert ended.returncode == 2
     assert "--a" in ended.stderr

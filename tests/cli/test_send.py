@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import COMMAND, running, timeball
+from tests.cli.in_process import run_here
+from tests.cli.processes import COMMAND, running
 from tests.cli.small_disk import on_small_disk
 
 
 def test_the_id_is_on_stdout_and_nothing_else(endpoint: str) -> None:
     """So that a script can keep it."""
-    ended = timeball("send", "sent", "hello", "--endpoint", endpoint)
+    ended = run_here("send", "sent", "hello", "--endpoint", endpoint)
     assert ended.returncode == 0
     assert re.fullmatch(r"[0-9a-f]{32}\n", ended.stdout)
     assert ended.stderr == ""
@@ -21,7 +22,7 @@ def test_the_id_is_on_stdout_and_nothing_else(endpoint: str) -> None:
 
 def test_json_is_the_receipt(endpoint: str) -> None:
     """A message without a delay has no instant."""
-    ended = timeball("send", "sent", "hello", "--id", "mine", "--json", "--endpoint", endpoint)
+    ended = run_here("send", "sent", "hello", "--id", "mine", "--json", "--endpoint", endpoint)
     receipt = json.loads(ended.stdout)
     assert receipt["id"] == "mine"
     assert receipt["due_ms"] is None
@@ -41,7 +42,7 @@ def test_json_is_the_receipt(endpoint: str) -> None:
 )
 def test_a_refusal_names_what_is_wrong(endpoint: str, arguments: list[str], named: str) -> None:
     """Exit code 2, one sentence, nothing on stdout."""
-    ended = timeball("send", *arguments, "--endpoint", endpoint)
+    ended = run_here("send", *arguments, "--endpoint", endpoint)
     assert ended.returncode == 2, ended.stderr
     assert named in ended.stderr
     assert ended.stdout == ""
@@ -50,14 +51,14 @@ def test_a_refusal_names_what_is_wrong(endpoint: str, arguments: list[str], name
 
 def test_an_endpoint_that_is_none_is_refused() -> None:
     """With the form that is wanted."""
-    ended = timeball("send", "t", "x", "--endpoint", "localhost:7400")
+    ended = run_here("send", "t", "x", "--endpoint", "localhost:7400")
     assert ended.returncode == 2
     assert "grpc://host:port" in ended.stderr
 
 
 def test_the_endpoint_may_come_from_the_environment(endpoint: str) -> None:
     """TIMEBALL_ENDPOINT, as docs/operations.md says."""
-    assert timeball("send", "sent", "x", TIMEBALL_ENDPOINT=endpoint).returncode == 0
+    assert run_here("send", "sent", "x", TIMEBALL_ENDPOINT=endpoint).returncode == 0
 
 
 def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
@@ -70,13 +71,13 @@ def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
         body = "x" * 1_000_000
         codes = []
         for _ in range(30):
-            ended = timeball("send", "big", "-", "--endpoint", uri, text=body)
+            ended = run_here("send", "big", "-", "--endpoint", uri, text=body)
             codes.append(ended.returncode)
             if ended.returncode:
                 break
         assert codes[0] == 0 and codes[-1] == 5, codes
         assert "disk full" in ended.stderr and "free some space" in ended.stderr
-        pulled = timeball("pull", "big", "--peek", "--max", "1", "--json", "--endpoint", uri)
+        pulled = run_here("pull", "big", "--peek", "--max", "1", "--json", "--endpoint", uri)
         assert json.loads(pulled.stdout)["body"] == body
 
 

@@ -11,7 +11,8 @@ import pytest
 from tests.accounts import ACCESS_FILE, access_file
 from tests.bounds import BOUND_S
 from tests.certificates import certificate
-from tests.cli.processes import COMMAND, running, serving, timeball
+from tests.cli.in_process import run_here
+from tests.cli.processes import COMMAND, running, serving
 from tests.node_fixture import eventually
 
 from timeball import Timeball, __version__
@@ -35,11 +36,11 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> No
     data = str(tmp_path / "d")
     with running("serve", "--json", "--port", "0", "--data", data) as server:
         uri = server.wait_line(event="ready")["endpoint"]
-        assert timeball("send", "orders", "kept", "--endpoint", uri).returncode == 0
+        assert run_here("send", "orders", "kept", "--endpoint", uri).returncode == 0
         assert server.end(number) == 0
         assert server.errors == []
     with serving(Path(data)) as uri:
-        pulled = timeball("pull", "orders", "--json", "--endpoint", uri)
+        pulled = run_here("pull", "orders", "--json", "--endpoint", uri)
         assert json.loads(pulled.stdout)["body"] == "kept"
 
 
@@ -56,7 +57,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     """gRPC would share the port silently; we do not."""
     with serving(tmp_path / "a") as uri:
         port = uri.rpartition(":")[2]
-        ended = timeball("serve", "--port", port, "--data", str(tmp_path / "b"))
+        ended = run_here("serve", "--port", port, "--data", str(tmp_path / "b"))
     assert ended.returncode == 4
     assert f"--port {port}" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
@@ -65,7 +66,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_named(tmp_path: Path) -> None:
     """Two brokers on one log would be the end of it."""
     with serving(tmp_path / "d"):
-        ended = timeball("serve", "--port", "0", "--data", str(tmp_path / "d"))
+        ended = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"))
     assert ended.returncode == 4
     assert "in use" in ended.stderr and str(tmp_path / "d") in ended.stderr
 
@@ -78,7 +79,7 @@ def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     facts = json.loads((data / "FORMAT").read_text())
     (data / "FORMAT").write_text(json.dumps({**facts, "format": facts["format"] + 1}))
     before = sorted((p.name, p.stat().st_mtime_ns) for p in data.rglob("*") if p.is_file())
-    ended = timeball("serve", "--port", "0", "--data", str(data))
+    ended = run_here("serve", "--port", "0", "--data", str(data))
     assert ended.returncode == 4
     assert "newer" in ended.stderr and str(facts["format"] + 1) in ended.stderr
     assert sorted((p.name, p.stat().st_mtime_ns) for p in data.rglob("*") if p.is_file()) == before
@@ -87,7 +88,7 @@ def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     """Nobody's photographs become a message log."""
     (tmp_path / "holiday.jpg").write_bytes(b"\xff\xd8")
-    ended = timeball("serve", "--port", "0", "--data", str(tmp_path))
+    ended = run_here("serve", "--port", "0", "--data", str(tmp_path))
     assert ended.returncode == 4
     assert "holiday.jpg" in ended.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["holiday.jpg"]
@@ -96,7 +97,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     """--data wants a folder."""
     (tmp_path / "d").write_text("")
-    ended = timeball("serve", "--port", "0", "--data", str(tmp_path / "d"))
+    ended = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"))
     assert ended.returncode == 4
     assert "--data" in ended.stderr
 
@@ -113,7 +114,7 @@ def test_options_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
 
 def test_an_address_that_others_can_reach_wants_a_certificate_or_a_word(tmp_path: Path) -> None:
     options = ["serve", "--port", "0", "--host", "0.0.0.0", "--data", str(tmp_path / "d")]
-    ended = timeball(*options)
+    ended = run_here(*options)
     assert ended.returncode == 4 and len(ended.stderr.splitlines()) == 1
     assert "--host 0.0.0.0" in ended.stderr and "--allow-plaintext" in ended.stderr
     assert not (tmp_path / "d").exists()
@@ -124,7 +125,7 @@ def test_an_address_that_others_can_reach_wants_a_certificate_or_a_word(tmp_path
 def test_an_access_file_that_others_may_read_is_named(tmp_path: Path) -> None:
     path = access_file(tmp_path)
     path.chmod(0o644)
-    ended = timeball("serve", "--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(path))
+    ended = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(path))
     assert ended.returncode == 4 and "--access-file" in ended.stderr and "chmod 600" in ended.stderr
 
 
@@ -137,20 +138,20 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
         assert uri.startswith("grpc+tls://")
         known = {"TIMEBALL_ENDPOINT": uri, "TIMEBALL_TLS_ROOTS": issued.roots}
         shop = {**known, "TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": "shop secret 1"}
-        assert timeball("send", "orders", "x", **shop).returncode == 0
+        assert run_here("send", "orders", "x", **shop).returncode == 0
         for refused in (known, {**shop, "TIMEBALL_SECRET_KEY": "wrong"}):
-            ended = timeball("send", "orders", "x", **refused)
+            ended = run_here("send", "orders", "x", **refused)
             assert ended.returncode == 2 and "access key" in ended.stderr and "secret 1" not in ended.stderr
-        ended = timeball("send", "news", "x", **shop)
+        ended = run_here("send", "news", "x", **shop)
         assert ended.returncode == 2 and "'news'" in ended.stderr
         access_file(tmp_path, ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
         os.kill(server.pid, signal.SIGHUP)
         shop["TIMEBALL_SECRET_KEY"] = "shop secret 9"
-        eventually(lambda: timeball("send", "orders", "x", **shop).returncode == 0, "the new secret is known")
+        eventually(lambda: run_here("send", "orders", "x", **shop).returncode == 0, "the new secret is known")
         access_file(tmp_path, "not TOML")
         os.kill(server.pid, signal.SIGHUP)
         eventually(lambda: [line for line in server.errors if "--access-file" in line], "the mistake is told")
-        assert timeball("send", "orders", "x", **shop).returncode == 0
+        assert run_here("send", "orders", "x", **shop).returncode == 0
         assert server.end() == 0
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.cli.processes import timeball
+from tests.cli.in_process import run_here
 
 from timeball import __version__
 from timeball.cli.status import _punctuality, _rows
@@ -14,7 +14,7 @@ from timeball.cli.status import _punctuality, _rows
 
 def test_json_is_what_the_broker_says(endpoint: str) -> None:
     """docs/flight.md names the fields."""
-    found = json.loads(timeball("status", "--json", "--endpoint", endpoint).stdout)
+    found = json.loads(run_here("status", "--json", "--endpoint", endpoint).stdout)
     assert found["version"] == __version__
     assert found["log"]["durable_seq"] <= found["log"]["next_seq"]
     assert found["schedule"].keys() >= {"tail_rows", "wheel_rows", "table_rows", "cancelled_rows"}
@@ -22,7 +22,7 @@ def test_json_is_what_the_broker_says(endpoint: str) -> None:
 
 def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
     """In a narrow terminal lines are folded, not cut."""
-    shown = timeball("status", "--endpoint", endpoint, COLUMNS="60")
+    shown = run_here("status", "--endpoint", endpoint, COLUMNS="60")
     assert shown.returncode == 0
     labels = [label for line in shown.stdout.splitlines() if (label := line[:17].strip())]
     wanted = [
@@ -51,7 +51,7 @@ def test_punctuality_is_the_bound_that_holds_for_99_in_100() -> None:
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:7400", "7400"])
 def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
     """Exit code 2."""
-    assert timeball("status", "--endpoint", uri).returncode == 2
+    assert run_here("status", "--endpoint", uri).returncode == 2
 
 
 @pytest.fixture
