@@ -18,6 +18,8 @@ Durability = Literal["sync", "async"]
 Schedule = Literal["hour_log", "timer_wheel", "level_cascade"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 RecallAnswers = Literal["definite", "rocketmq"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 MIB = 1024 * 1024
 TIMER_WHEEL_MS_MAX = 30 * limits.DAY_MS
@@ -83,6 +85,10 @@ class Settings:
     compact_rows_min: int = 10_000  # "worth moving": fewer rows wait for the next round
     compact_self: bool = True
 
+    # what is logged, on stderr
+    log_level: LogLevel = "warning"
+    log_format: LogFormat = "text"
+
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work, naming the option."""
         if not 0 <= self.port <= 65_535:
@@ -102,6 +108,10 @@ class Settings:
             raise SetupError(f"--recall-answers {self.recall_answers}: it is 'definite' or 'rocketmq'")
         if self.durability not in ("sync", "async"):
             raise SetupError(f"--durability {self.durability}: it is 'sync' or 'async'")
+        if self.log_level not in get_args(LogLevel):
+            raise SetupError(f"--log-level {self.log_level}: one of {', '.join(get_args(LogLevel))}")
+        if self.log_format not in get_args(LogFormat):
+            raise SetupError(f"--log-format {self.log_format}: it is 'text' or 'json'")
         if not 1 * MIB <= self.segment_bytes <= 2048 * MIB:
             raise SetupError(f"--segment-bytes {self.segment_bytes}: between 1 MiB and 2 GiB")
         if not 1 <= self.queues_per_topic <= limits.QUEUES_PER_TOPIC_MAX:

@@ -117,7 +117,9 @@ def test_once_catches_up_and_ends(tmp_path: Path) -> None:
     """Both jobs; then the promises lie in the table, the events in the ledger, and the audit balances."""
     with serving(tmp_path / "d", "--no-compact-self") as uri, Timeball(uri) as ball:
         ball.send_many([{"body": "x", "after": 3_600} for _ in range(20)], topic="orders")
-        ended = timeball("pipeline", "run", "compact", "ledger", "--once", "--quiet", "--endpoint", uri)
+        ended = timeball(
+            "pipeline", "run", "compact", "ledger", "--once", "--log-level=warning", "--endpoint", uri
+        )
         assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
         assert ball.status()["schedule"]["table_rows"] == 20
         assert (tmp_path / "d" / "ledger").is_dir()

@@ -133,6 +133,7 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
     """From the environment: a secret is in nobody's list of processes."""
     issued, path = certificate(tmp_path / "tls"), access_file(tmp_path)
     options = ["--tls-cert", issued.cert, "--tls-key", issued.key, "--access-file", str(path)]
+    options += ["--log-level", "info", "--log-format", "json"]
     with running("serve", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as server:
         uri = server.wait_line(event="ready")["endpoint"]
         assert uri.startswith("grpc+tls://")
@@ -148,6 +149,8 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
         os.kill(server.pid, signal.SIGHUP)
         shop["TIMEBALL_SECRET_KEY"] = "shop secret 9"
         eventually(lambda: run_here("send", "orders", "x", **shop).returncode == 0, "the new secret is known")
+        told = [json.loads(line) for line in server.errors]
+        assert [line["level"] for line in told if line["logger"] == "timeball.guard"] == ["INFO"]
         access_file(tmp_path, "not TOML")
         os.kill(server.pid, signal.SIGHUP)
         eventually(lambda: [line for line in server.errors if "--access-file" in line], "the mistake is told")

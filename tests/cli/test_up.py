@@ -34,7 +34,7 @@ def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
 def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedule: str) -> None:
     command = pipeline_command(Settings(data=Path("d"), schedule=schedule), "grpc://h:1", "m")  # type: ignore[arg-type]
-    assert command[5:7] == ["ledger", "--quiet"]
+    assert command[5:7] == ["ledger", "--log-level"]
     assert not [word for word in command if "compact" in word]
 
 

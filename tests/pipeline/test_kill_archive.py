@@ -144,7 +144,16 @@ def test_the_archive_survives_its_death_and_a_second_one(tmp_path: Path) -> None
             with process(*archiving("a")), process(*archiving("b")):
                 for _ in range(3):
                     on_commit()
-        final = [*COMMAND, "pipeline", "run", "archive", "--once", "--quiet", "--endpoint", node.endpoint]
+        final = [
+            *COMMAND,
+            "pipeline",
+            "run",
+            "archive",
+            "--once",
+            "--log-level=warning",
+            "--endpoint",
+            node.endpoint,
+        ]
         assert subprocess.run(final, env=environment(), check=False).returncode == 0
         assert table.rows() == passed(node)
         assert len(table.rows()) > 1_000 and unnamed, "no kill left a file that nobody names"

@@ -50,7 +50,7 @@ def spark_at_work(node: RunningNode, folder: Path) -> Iterator[subprocess.Popen[
         "pipeline",
         "run",
         "dispatch",
-        "--quiet",
+        "--log-level=warning",
         "--endpoint",
         node.endpoint,
     ]

@@ -6,7 +6,6 @@ modules to load. Nothing below this boundary prints an error or ends the process
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from timeball.cli import (
     demo,
     dump,
     forecast,
+    log_lines,
     pending,
     pipeline,
     pull,
@@ -93,7 +93,7 @@ def _app(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code (see exit_codes.py)."""
-    logging.basicConfig(format="timeball: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    log_lines.configure("warning", "text")  # serve, up and pipeline run have options for it
     try:
         app(args=arguments, prog_name="timeball")
     except Exception as error:  # the end of the line: whatever it is, a person or a script is told

@@ -65,6 +65,8 @@ HELP = {
     "compact_interval_ms": "Or when this time has passed and enough wait.",
     "compact_rows_min": "Fewer than this are left for the next round.",
     "compact_self": "The broker compacts by itself while no pipeline does.",
+    "log_level": "Least level of the lines on stderr: debug, info, warning or error.",
+    "log_format": "Of these lines: text, or json for one document a line.",
 }
 
 

@@ -6,7 +6,6 @@ Spark is imported only here and below, when a job really starts.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -16,8 +15,9 @@ from typing import Annotated
 
 import typer
 
-from timeball.cli import pipeline_status
+from timeball.cli import log_lines, pipeline_status
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption
+from timeball.config import LogFormat, LogLevel
 from timeball.errors import RequestError
 
 app = typer.Typer(help="Run Spark jobs on the log and on what waits.", no_args_is_help=True)
@@ -59,9 +59,14 @@ def run(
         list[str] | None,
         typer.Option("--option", metavar="JOB.NAME=VALUE", help="An option of one job; may be repeated."),
     ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Only warnings, not a line for every epoch.")
-    ] = False,
+    log_level: Annotated[
+        LogLevel,
+        typer.Option("--log-level", envvar="TIMEBALL_LOG_LEVEL", help="warning: no line for every epoch."),
+    ] = "info",
+    log_format: Annotated[
+        LogFormat,
+        typer.Option("--log-format", envvar="TIMEBALL_LOG_FORMAT", help="json: one document a line."),
+    ] = "text",
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
     """Run pipeline jobs until Ctrl-C, or with --once until they have caught up.
@@ -81,10 +86,10 @@ def run(
     if len(set(jobs)) < len(jobs):
         raise RequestError(f"{' '.join(jobs)}: name each job once")
     chosen = parse_job_options(jobs, options or [])
+    log_lines.configure(log_level, log_format)
     from timeball.cli.spark import load_runner, open_session
 
     runner = load_runner()
-    logging.getLogger("timeball.pipeline").setLevel(logging.WARNING if quiet else logging.INFO)
     if stop_on_eof:
         _stop_on_eof()
     names = [job.value for job in jobs]

@@ -10,6 +10,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
+from timeball.cli import log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
 from timeball.config import Settings
@@ -41,6 +42,7 @@ async def _serve(settings: Settings, as_json: bool) -> None:
     from timeball.files import allow_many
     from timeball.node import Node
 
+    log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
     allow_many()
     node = Node(settings)

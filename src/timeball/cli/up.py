@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from timeball.cli import log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import note, print_json
 from timeball.cli.serve import announce, local_endpoint
@@ -50,6 +51,7 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
     from timeball.files import allow_many
     from timeball.node import Node
 
+    log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
     allow_many()
     node = Node(settings)
@@ -80,7 +82,8 @@ def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str
         "few_rows": settings.compact_rows_min,
     }
     jobs = ["compact", "ledger"] if compacts else ["ledger"]
-    command = [sys.executable, "-m", "timeball", "pipeline", "run", *jobs, "--quiet"]
+    command = [sys.executable, "-m", "timeball", "pipeline", "run", *jobs]
+    command += ["--log-level", settings.log_level, "--log-format", settings.log_format]
     command += ["--endpoint", endpoint, "--master", master, "--stop-on-eof"]
     for name, value in compact.items() if compacts else ():
         command += ["--option", f"compact.{name}={value}"]

@@ -1,0 +1,128 @@
+"""Log lines on stderr: one a record, with its time, level and logger, and a count in the place of repeats.
+
+    2030-01-31T08:00:00.123Z WARNING timeball.log.writer: no room for the next segment: …
+    {"time":"2030-01-31T08:00:00.123Z","level":"WARNING","logger":"timeball.log.writer","message":"…"}
+
+A fault that lasts says the same line many times a second, and buries the lines that tell its cause. So a line that
+was written less than `REPEAT_S` ago is counted; the count is written when that time is over and any other line
+comes, or when the process ends. Times are UTC: lines of several machines can be merged by sorting.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+
+from timeball.config import LogFormat, LogLevel
+
+REPEAT_S = 60.0
+LINES_MAX = 256  # different lines remembered; the oldest is forgotten, its count written
+
+
+def configure(level: LogLevel, line_format: LogFormat, stream: TextIO | None = None) -> None:
+    """Send all log records of `level` and above to `stream` (stderr), as `line_format` says: text or json."""
+    handler = CountingHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines() if line_format == "json" else TextLines())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        if isinstance(old, CountingHandler):
+            root.removeHandler(old)
+            old.close()
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+class TextLines(logging.Formatter):
+    """Format a record as a line for people; a stack trace follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return time, level, logger and message."""
+        line = f"{_time(record)} {record.levelname} {record.name}: {_message(record)}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonLines(logging.Formatter):
+    """Format a record as one JSON document on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the fields of the module's example, and `repeated` and `exception` where there are any."""
+        fields: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if repeats := getattr(record, "repeats", 0):
+            fields["repeated"] = repeats
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields).decode()
+
+
+@dataclass(slots=True)
+class _Written:
+    """A line that stands in the log, and how often it has come again since."""
+
+    record: logging.LogRecord
+    repeats: int = 0
+
+
+class CountingHandler(logging.StreamHandler[TextIO]):
+    """Write each line once in `REPEAT_S` seconds, by the times of the records, and count it meanwhile."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._written: OrderedDict[tuple[str, int, str], _Written] = (
+            OrderedDict()
+        )  # in the order of their times
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, or count it. Called with the handler's lock held."""
+        self._write_counts(record.created)
+        key = (record.name, record.levelno, record.getMessage())
+        if (known := self._written.get(key)) is not None:
+            known.repeats += 1
+            return
+        self._written[key] = _Written(record)
+        super().emit(record)
+
+    def close(self) -> None:
+        """Write the counts that are still open."""
+        self.acquire()
+        try:
+            self._write_counts(None)
+        finally:
+            self.release()
+        super().close()
+
+    def _write_counts(self, now_s: float | None) -> None:
+        """Forget the lines that `now_s` is `REPEAT_S` away from, in either direction; None: all."""
+        while self._written:
+            first = next(iter(self._written.values()))
+            # The clock may have been set back: a line must not be silent for as long as that.
+            recent = now_s is not None and abs(now_s - first.record.created) < REPEAT_S
+            if recent and len(self._written) < LINES_MAX:
+                return
+            self._written.popitem(last=False)
+            if first.repeats:
+                counted = copy.copy(first.record)
+                counted.repeats = first.repeats
+                counted.exc_info = None  # it stands with the first of them
+                super().emit(counted)
+
+
+def _time(record: logging.LogRecord) -> str:
+    instant = datetime.fromtimestamp(record.created, UTC)
+    return instant.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _message(record: logging.LogRecord) -> str:
+    repeats = getattr(record, "repeats", 0)
+    return f"{record.getMessage()} (repeated {repeats} times)" if repeats else record.getMessage()
