@@ -3,9 +3,12 @@
 C x W: C connections with W requests in flight each; JSON and RocketMQ's binary headers. Batches hold 32 and 128
 messages, 8 x 32 of them in flight; pulls ask for 32 and 256 messages of one of 8 queues, 8 x 4 in flight.
 
+"First read": each message is pulled once and none was read before, as by the only group of a topic. "Second read":
+the same messages round and round, as by further groups; the broker has them encoded then.
+
 Not measured: the network (loopback), other disks, real clients (their own work is many times the wire's), consumers
-beside producers, cold reads: what is pulled has just been written. The load generator runs on the same two cores; its
-CPU is shown beside the server's and is not part of it.
+beside producers, cold reads: what is pulled has just been written and is in memory. The load generator runs on the
+same two cores; its CPU is shown beside the server's and is not part of it.
 """
 
 from __future__ import annotations
@@ -37,13 +40,14 @@ PULL_ROWS = 65_536
 
 def run_case(
     report: Report, server: Server, label: str, ring: Ring, shape: tuple[int, int], rows: int, small: bool,
-    bar: float | None = None,
+    bar: float | None = None, warm_up: Ring | None = None,
 ) -> Outcome:  # fmt: skip
-    """One load; `rows` messages a request."""
+    """One load; `rows` messages a request. With a ring of its own for the warm-up, that of the load is sent once."""
     seconds = SECONDS_SMALL if small else SECONDS
-    load(server.remoting, ring, *shape, seconds / 4)  # the first calls pay for code paths never run before
+    # The first calls pay for code paths never run before.
+    load(server.remoting, warm_up or ring, *shape, seconds / 4)
     cpu_s = server.cpu_s()
-    outcome = load(server.remoting, ring, *shape, seconds)
+    outcome = load(server.remoting, ring, *shape, seconds, once=warm_up is not None)
     used_s = server.cpu_s() - cpu_s
     messages = outcome.answers * rows
     report.add(f"{label}: rate", messages / outcome.seconds, "msg/s", bar)
@@ -76,19 +80,27 @@ def run(small: bool = False) -> Report:
 
 
 def _pulls(report: Report, server: Server, ball: Timeball, small: bool) -> None:
-    """The newest messages of each queue, over and over."""
+    """The newest messages of each queue: once, then over and over; older ones warm up for the first read."""
     held = [queue.max for queue in ball.queues(TOPIC).values()]
     for rows in PULLS:
-        span = min(PULL_ROWS // QUEUES, min(held)) // rows * rows
-        assert span, "fewer messages have been sent than one pull asks for"
-        frames = [
-            _pull(queue, held[queue] - span + at, rows)
-            for at in range(0, span, rows)
-            for queue in range(QUEUES)
-        ]
-        ring = Ring(frames)
-        shape = (8, min(4, len(frames)))
-        run_case(report, server, f"pulls of {rows}", ring, shape, rows, small, PULL_BARS.get(rows))
+        span = min(PULL_ROWS // QUEUES, min(held) // 2) // rows * rows
+        assert span, "fewer messages have been sent than two pulls ask for"
+        newest, older = ([high - back * span for high in held] for back in (1, 2))
+        ring = Ring(_pass(newest, span, rows))
+        shape = (8, min(4, ring.count // 8))
+        if rows == PULLS[0]:
+            label = f"pulls of {rows}, first read"
+            run_case(report, server, label, ring, shape, rows, small, warm_up=Ring(_pass(older, span, rows)))
+        run_case(
+            report, server, f"pulls of {rows}, second read", ring, shape, rows, small, PULL_BARS.get(rows)
+        )
+
+
+def _pass(begins: list[int], span: int, rows: int) -> list[bytes]:
+    """Pulls of `span` messages of each queue from its begin on, a stretch of each queue in turn."""
+    return [
+        _pull(queue, begin + at, rows) for at in range(0, span, rows) for queue, begin in enumerate(begins)
+    ]
 
 
 def send_request(number: int, serialisation: int, **properties: str) -> bytes:

@@ -43,6 +43,7 @@ class Connection:
     at: int
     held: bytes = b""
     sent_ns: int = 0
+    requests: int = 0
     answers: int = 0
 
 
@@ -57,8 +58,13 @@ class Outcome:
     latency_ms: list[float] = field(default_factory=list)
 
 
-def run(address: str, ring: Ring, connections: int, in_flight: int, seconds: float) -> Outcome:
-    """Keep `in_flight` requests under way on each connection for about `seconds`, then take in what is left."""
+def run(
+    address: str, ring: Ring, connections: int, in_flight: int, seconds: float, *, once: bool = False
+) -> Outcome:
+    """Keep `in_flight` requests under way on each connection for about `seconds`, then take in what is left.
+
+    `once`: no request of the ring is sent twice; the load ends when all have been answered, if not before.
+    """
     host, _, port = address.rpartition(":")
     poll = select.epoll()
     known: dict[int, Connection] = {}
@@ -69,6 +75,10 @@ def run(address: str, ring: Ring, connections: int, in_flight: int, seconds: flo
         known[link.fileno()] = Connection(link, number * ring.count // connections)
         poll.register(link.fileno(), select.EPOLLIN)
     outcome = Outcome()
+    share = ring.count // connections
+    assert in_flight <= share or not once, (
+        f"a ring of {ring.count} requests is too short for {connections}x{in_flight}"
+    )
     begun, cpu = time.perf_counter(), time.process_time()
     for connection in known.values():
         send(connection, ring, in_flight)
@@ -79,9 +89,11 @@ def run(address: str, ring: Ring, connections: int, in_flight: int, seconds: flo
             connection = known[number]
             done = receive(connection, outcome, in_flight == 1)
             open_requests -= done
-            if done and not over:
-                send(connection, ring, done)
-                open_requests += done
+            more = min(done, share - connection.requests) if once else done
+            if more and not over:
+                send(connection, ring, more)
+                open_requests += more
+        over = over or not open_requests
         if over and outcome.seconds == 0.0:
             # What comes after is not counted: it is the end of the load, not the load.
             outcome.seconds = time.perf_counter() - begun
@@ -97,6 +109,7 @@ def send(connection: Connection, ring: Ring, count: int) -> None:
     """The next `count` requests of the ring."""
     connection.socket.sendall(ring.take(connection.at, count))
     connection.at = (connection.at + count) % ring.count
+    connection.requests += count
     connection.sent_ns = time.perf_counter_ns()
 
 

@@ -33,8 +33,9 @@ WANTED = {
         "send JSON 64x1: ack p99",
         "send binary 1x1: server CPU",
         "batches of 128: load's own CPU",
-        "pulls of 32: rate",
-        "pulls of 256: failed, missing",
+        "pulls of 32, first read: server CPU",
+        "pulls of 32, second read: rate",
+        "pulls of 256, second read: failed, missing",
     ],
     "grpc": [
         "send 1 a call, 8x8: rate",
