@@ -104,3 +104,18 @@ def test_sends_that_are_timed(broker: StockBroker) -> None:
     """The tool sends to a topic with the broker's name, to each of the queues that the route tells."""
     printed = mqadmin(broker, "sendMsgStatus", "-b", BROKER, "-c", "9")
     assert printed.count("sendStatus=SEND_OK") == 9
+
+
+@pytest.mark.parametrize("client", [JAVA5], indirect=True)
+def test_rates(client: Driver, broker: StockBroker, name: str) -> None:
+    talk = Conversation(client, broker, name)
+    consumer = talk.listen()
+    for number in range(7):
+        talk.send(f"message {number}")
+    client.wait_deliveries(consumer, 7)
+    eventually(lambda: broker.offsets(talk.group, talk.topic) == {0: 7}, "it said where it is")
+    [row] = [row for row in rows(mqadmin(broker, "statsAll", "-t", talk.topic)) if row[0] == talk.topic]
+    # topic, group, behind by, in and out a second, in and out within 24 hours
+    assert (row[1], row[2]) == (talk.group, "0")
+    assert float(row[3]) > 0 and float(row[4]) > 0
+    assert row[5:7] == ["7", "7"]

@@ -21,7 +21,8 @@ from timeball.broker import admission
 from timeball.broker.compacting import TailCount
 from timeball.broker.parts import Parts
 from timeball.broker.pulling import Waiters
-from timeball.broker.topics import Placement
+from timeball.broker.rates import TIMER_TOPIC
+from timeball.broker.topics import Placement, stored_sizes
 from timeball.log.format import with_seq
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 
@@ -102,6 +103,7 @@ class Appending:
         """The batch is durable: show what is for now, keep what is for later."""
         if placement is not None:
             placement.index(first_seq, first_seq + has_place)
+            placement.count(self._parts.rates)
             self._waiters.wake_queues(placement.queues())
         parts, kinds = self._parts, rows.column("kind").to_numpy()
         if (kinds == Kind.MESSAGE).all():
@@ -110,6 +112,8 @@ class Appending:
         for kind, schedule in ((Kind.PROMISE, parts.schedule), (Kind.LEVEL_PROMISE, parts.levels)):
             mine = kinds == kind
             later = int(mine.sum())
+            if later and kind == Kind.PROMISE:
+                parts.rates.put(TIMER_TOPIC, later, int(stored_sizes(rows)[mine].sum()))
             if later:
                 schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(mine)))
             if later and kind == Kind.PROMISE and parts.keeper is None:

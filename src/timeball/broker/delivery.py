@@ -71,6 +71,7 @@ class Delivery:
     def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement) -> None:
         due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         placement.index(first_seq)
+        placement.count(self._parts.rates)
         self._schedule.released(due_ms, seq)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, self._parts.clock.now_ms() - due_ms))

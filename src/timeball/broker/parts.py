@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from timeball.broker.attaching import Ledger
 from timeball.broker.groups import Groups
 from timeball.broker.offsets import Offsets
+from timeball.broker.rates import Rates
 from timeball.broker.topics import Topics
 from timeball.clock import SchedulerClock
 from timeball.config import Settings
@@ -53,6 +54,7 @@ class Parts:
     reader_thread: Executor
     background: Executor
     on_failure: Callable[[BaseException], None]
+    rates: Rates = field(default_factory=Rates)
 
 
 async def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

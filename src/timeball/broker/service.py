@@ -33,6 +33,7 @@ from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.popping.popper import Popper
 from timeball.broker.range_cancel import RangesCancelled
+from timeball.broker.rates import Stat
 from timeball.broker.receiving import Receiving
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
@@ -180,6 +181,8 @@ class Broker:
             # Not `ensure` again: a topic that is deleted while we wait must not come back by our waiting.
             seqs = pulling.locate(self.parts.topics.get(topic), offsets, rows)
             if len(seqs):
+                # No group is named here, so that only the broker's own rate knows of these.
+                self.parts.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
                 return await in_thread(self.parts.reader_thread, pulling.read, self.parts.reader, seqs)
             left = deadline - self._loop.time()
             if left <= 0 or not await self.waiters.wait(topic, left):

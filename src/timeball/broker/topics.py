@@ -21,6 +21,7 @@ import pyarrow as pa
 from timeball import documents, limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.grouping import alike, codes_of, filled
+from timeball.broker.rates import Rates
 from timeball.broker.retry import RETRY_PREFIX
 from timeball.broker.topic_config import TopicConfig, at_least, check
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
@@ -102,6 +103,11 @@ class Placement:
         for topic, queue_id, rows in self.groups:
             seqs = first_seq + rows if row_seqs is None else row_seqs[rows]
             topic.queues[queue_id].index.append(seqs, self.sizes[rows], self.tags[rows])
+
+    def count(self, rates: Rates) -> None:
+        """Count what came into each topic."""
+        for topic, _, rows in self.groups:
+            rates.put(topic.name, len(rows), int(self.sizes[rows].sum()))
 
     def queues(self) -> list[tuple[str, int]]:
         """The queues that got something: topic and number."""

@@ -31,6 +31,7 @@ from timeball.broker.popping.returning import Returning
 from timeball.broker.popping.taking import Taking
 from timeball.broker.popping.window import NO_RECEIPT, Held, Window
 from timeball.broker.popping.windows import Windows
+from timeball.broker.rates import Stat, of_group
 from timeball.broker.receipts import PositionReceipt
 from timeball.broker.topics import Topic, check_name, check_topic
 from timeball.errors import OutOfRange
@@ -202,6 +203,10 @@ class Popper:
         self._store(windows)
         times = [held.times for (_, _, held), is_wanted in zip(taking.found, keep, strict=True) if is_wanted]
         rows = rows if keep.all() else rows.filter(pa.array(keep))
+        sizes = [
+            held.size_bytes for (_, _, held), is_wanted in zip(taking.found, keep, strict=True) if is_wanted
+        ]
+        self._parts.rates.got(ask.topic, ask.group, rows.num_rows, sum(sizes))
         return Popped(rows, pop_ms, times, rest), taking.unseen or not keep.all()
 
     async def _read(self, ask: Ask, taking: Taking) -> tuple[pa.RecordBatch, BoolArray]:
@@ -288,6 +293,8 @@ class Popper:
                 touched.setdefault(window, window.open_rows >= limits.POP_HELD_PER_QUEUE_MAX)
                 window.done(receipt.offset)
             verdicts.append(found is not None or self._finish_ahead(receipt))
+            if verdicts[-1]:
+                self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(receipt.topic, receipt.group), 1)
         self._store(touched)
         # Whoever waits for a queue in order, or for one that gave no more, waits for this.
         self._broker.waiters.wake({w.topic for w, was_full in touched.items() if was_full or not w.held})

@@ -28,6 +28,7 @@ from timeball.broker.popping import popper as popping
 from timeball.broker.popping.popper import Ask
 from timeball.broker.popping.taking import Taking
 from timeball.broker.popping.window import Window
+from timeball.broker.rates import Stat, of_group
 from timeball.broker.receipts import AnyReceipt, Receipt
 from timeball.broker.receiving import parking, positions, seal
 from timeball.broker.receiving.answers import Answers, Change
@@ -110,6 +111,8 @@ class Receiving:
         except asyncio.CancelledError:
             self.not_seen(receipts)
             raise
+        sizes = [held.size_bytes for _, _, held in taking.found]
+        self._parts.rates.got(ask.topic, ask.group, rows.num_rows, sum(sizes))
         return Received(rows, list(receipts))
 
     def _append(
@@ -193,7 +196,11 @@ class Receiving:
     async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
         """These are done with, durably; false for a receipt that is not valid (any more). Raises OutOfRange."""
         promised = [one for one in receipts if isinstance(one, Receipt)]
-        verdicts = iter(await self._answers.acknowledge(promised))
+        settled = await self._answers.acknowledge(promised)
+        for one, is_valid in zip(promised, settled, strict=True):
+            if is_valid:
+                self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(one.topic, one.group), 1)
+        verdicts = iter(settled)
         in_order = iter(self._popper.ack([one for one in receipts if not isinstance(one, Receipt)]))
         return [next(verdicts if isinstance(one, Receipt) else in_order) for one in receipts]
 

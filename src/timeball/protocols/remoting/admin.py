@@ -19,6 +19,7 @@ from timeball.protocols.remoting.group_admin import GroupAdmin
 from timeball.protocols.remoting.key_values import KeyValues
 from timeball.protocols.remoting.member_admin import MemberAdmin
 from timeball.protocols.remoting.progress import Progress
+from timeball.protocols.remoting.rate_admin import RateAdmin
 from timeball.protocols.remoting.relays import Relays
 from timeball.protocols.remoting.resets import Resets
 from timeball.protocols.remoting.runtime import Runtime
@@ -30,7 +31,7 @@ class Admin:
     """See the module."""
 
     def __init__(self, site: Site) -> None:
-        self._runtime = Runtime(site)
+        self._runtime, self._rates = Runtime(site), RateAdmin(site)
         self._rooms = [
             TopicAdmin(site).handlers(),
             GroupAdmin(site).handlers(),
@@ -40,6 +41,7 @@ class Admin:
             Relays(site).handlers(),
             KeyValues(site).handlers(),
             self._runtime.handlers(),
+            self._rates.handlers(),
         ]
 
     def handlers(self) -> Handlers:
@@ -49,3 +51,4 @@ class Admin:
     def sample(self) -> None:
         """Called about once a second."""
         self._runtime.sample()
+        self._rates.sample()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from timeball.broker.parts import in_thread
+from timeball.broker.rates import Stat, of_group
 from timeball.broker.topics import Topic
 from timeball.errors import OutOfRange
 from timeball.log.queue_index import QueueIndex
@@ -65,18 +66,20 @@ class Progress:
                     )
                     for queue, ((low, high), last_ms) in enumerate(zip(ranges, times, strict=True))
                 ),
-                "topicPutTps": 0.0,
+                "topicPutTps": self._per_second(Stat.TOPIC_PUT_NUMS, topic.name),
             }
         )
 
     async def _consume_stats(self, call: Call) -> Reply:
         asked = call.fields(_Stats)
         entries: list[tuple[Any, Any]] = []
+        tps = 0.0
         for name in [asked.topic] if asked.topic else self._topics_of(asked.consumer_group):
             topic = self._broker.parts.topics.find(name)
             if topic is not None:
                 entries += await self._progress(asked.consumer_group, topic)
-        return call.answer_json({"consumeTps": 0.0, "offsetTable": tables.by_object(entries)})
+                tps += self._per_second(Stat.GROUP_GET_NUMS, of_group(name, asked.consumer_group))
+        return call.answer_json({"consumeTps": tps, "offsetTable": tables.by_object(entries)})
 
     async def _all_consume_stats(self, call: Call) -> Reply:
         """Every group's progress, by topic."""
@@ -88,7 +91,8 @@ class Progress:
                 topic = self._broker.parts.topics.find(name)
                 entries = await self._progress(group.group_name, topic) if topic is not None else []
                 behind += sum(value["brokerOffset"] - value["consumerOffset"] for _, value in entries)
-                stats.append({"consumeTps": 0.0, "offsetTable": tables.by_object(entries)})
+                tps = self._per_second(Stat.GROUP_GET_NUMS, of_group(name, group.group_name))
+                stats.append({"consumeTps": tps, "offsetTable": tables.by_object(entries)})
             if stats:
                 found.append({group.group_name: stats})
         return call.answer_json(
@@ -99,6 +103,11 @@ class Progress:
                 "totalInflightDiff": 0,
             }
         )
+
+    def _per_second(self, stat: str, key: str) -> float:
+        rates = self._broker.parts.rates
+        found = rates.rate(stat, key, rates.minute, self._site.monotonic_ms())
+        return 0.0 if found is None else found.per_second
 
     def _topics_of(self, group: str) -> list[str]:
         """What the group reads now, or has read before."""

@@ -87,7 +87,7 @@ class Pulls:
         records = self._stored.get_now(chosen.seqs, self._site.store_host(call.connection))
         if records is None:
             return self._look(call, fields, queue, wanted)
-        return _found(call, fields, queue, chosen, records)
+        return self._found(call, fields, queue, chosen, records)
 
     def _queue(self, fields: PullFields) -> tuple[Topic, Queue]:
         group = self._broker.parts.groups.ensure(fields.consumer_group)
@@ -162,7 +162,7 @@ class Pulls:
         if not wanted.matches_all:
             chosen = await in_thread(parts.reader_thread, selecting.decide, chosen, parts.reader, wanted)
         records = await self._stored.get(chosen.seqs, self._site.store_host(call.connection))
-        return _found(call, fields, queue, chosen, records)
+        return self._found(call, fields, queue, chosen, records)
 
     async def _wait(
         self, call: Call, fields: PullFields, topic: Topic, queue: Queue, wanted: Filter
@@ -186,6 +186,19 @@ class Pulls:
                 # Nothing in that stretch is for this consumer: it goes on waiting behind it.
                 fields.queue_offset = int(answer.ext["nextBeginOffset"])
 
+    def _found(
+        self, call: Call, fields: PullFields, queue: Queue, chosen: Selection, records: list[bytes]
+    ) -> Reply:
+        if not records:
+            return _empty(call, queue, chosen.next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
+        next_offset = chosen.next_offset
+        fit = _fitting(records, min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX))
+        if fit < len(records):
+            next_offset, records = int(chosen.offsets[fit]), records[:fit]
+        body = b"".join(records)
+        self._broker.parts.rates.got(fields.topic, fields.consumer_group, len(records), len(body))
+        return call.answer(ext=_ext(queue, next_offset), body=body)
+
 
 def _no_such_topic(name: str) -> Refused:
     return Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist, apply first please!")
@@ -204,16 +217,6 @@ def _moved(call: Call, queue: Queue, offset: int) -> Reply:
     if low <= offset <= high:
         return None
     return _empty(call, queue, low if offset < low else high, ResponseCode.PULL_OFFSET_MOVED)
-
-
-def _found(call: Call, fields: PullFields, queue: Queue, chosen: Selection, records: list[bytes]) -> Reply:
-    if not records:
-        return _empty(call, queue, chosen.next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
-    next_offset = chosen.next_offset
-    fit = _fitting(records, min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX))
-    if fit < len(records):
-        next_offset, records = int(chosen.offsets[fit]), records[:fit]
-    return call.answer(ext=_ext(queue, next_offset), body=b"".join(records))
 
 
 def _fitting(records: list[bytes], bytes_max: int) -> int:

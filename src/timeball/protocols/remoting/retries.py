@@ -19,6 +19,7 @@ from timeball.access import Verb
 from timeball.broker import retry
 from timeball.broker.admission import SEND_COLUMNS
 from timeball.broker.parts import in_thread
+from timeball.broker.rates import Stat, of_group
 from timeball.broker.topic_config import WRITE
 from timeball.broker.turns import Turns
 from timeball.errors import OutOfRange, TimeballError
@@ -99,7 +100,13 @@ class Retries:
         if thens:
             good = rows.filter(pa.array([outcome is None for outcome in outcomes]))
             await self._site.broker.send(_copies(good, thens))
+            self._count(good, [each for each, o in zip(returned, outcomes, strict=True) if o is None])
         return outcomes
+
+    def _count(self, rows: pa.RecordBatch, returned: list[_Returned]) -> None:
+        for topic, each in zip(rows.column("topic").to_pylist(), returned, strict=True):
+            key = of_group(topic, each.asked.group)
+            self._site.broker.parts.rates.add(Stat.SNDBCK_PUT_NUMS, key, 1)
 
     def redirect(
         self,

@@ -13,6 +13,7 @@ from dataclasses import fields
 
 from timeball import __version__, limits
 from timeball.broker.parts import in_thread
+from timeball.broker.rates import Stat
 from timeball.errors import OutOfRange
 from timeball.log.reader import LogReader
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
@@ -36,9 +37,11 @@ class Runtime:
     def __init__(self, site: Site) -> None:
         self._site, self._broker = site, site.broker
         self._started_ms = self._now_ms()
-        self._samples: deque[tuple[int, int]] = deque(maxlen=TPS_WINDOWS_S[-1] + 1)  # monotonic ms, rows
+        # Monotonic ms, rows written, rows read.
+        self._samples: deque[tuple[int, int, int]] = deque(maxlen=TPS_WINDOWS_S[-1] + 1)
         self._day = self._started_ms // limits.DAY_MS
         self._put_yesterday_morning = self._put_this_morning = 0
+        self._get_yesterday_morning = self._get_this_morning = 0
         self.sample()
 
     def handlers(self) -> Handlers:
@@ -54,10 +57,15 @@ class Runtime:
     def sample(self) -> None:
         """Note how much has been written; called about once a second."""
         rows, day = self._broker.parts.writer.statistics.rows, self._now_ms() // limits.DAY_MS
+        gets = self._gets()
         if day > self._day:
             self._put_yesterday_morning, self._put_this_morning = self._put_this_morning, rows
+            self._get_yesterday_morning, self._get_this_morning = self._get_this_morning, gets
             self._day = day
-        self._samples.append((self._site.monotonic_ms(), rows))
+        self._samples.append((self._site.monotonic_ms(), rows, gets))
+
+    def _gets(self) -> int:
+        return self._broker.parts.rates.total(Stat.BROKER_GET_NUMS)
 
     def _now_ms(self) -> int:
         return self._broker.parts.clock.now_ms()
@@ -71,7 +79,7 @@ class Runtime:
         """RocketMQ's BrokerRuntimeInfo."""
         parts, now_ms = self._broker.parts, self._now_ms()
         written, segments = parts.writer.statistics, parts.reader.segments
-        put_tps = self._put_tps(written.rows)
+        put_tps, get_tps = self._tps(1, written.rows), self._tps(2, self._gets())
         found: dict[str, object] = dict.fromkeys(_NOTHING_OF_THE_KIND, 0)
         found |= {
             "brokerActive": "true",
@@ -83,12 +91,12 @@ class Runtime:
             "msgPutTotalYesterdayMorning": self._put_yesterday_morning,
             "msgPutTotalTodayMorning": self._put_this_morning,
             "msgPutTotalTodayNow": written.rows,
-            "msgGetTotalYesterdayMorning": 0,
-            "msgGetTotalTodayMorning": 0,
-            "msgGetTotalTodayNow": 0,
+            "msgGetTotalYesterdayMorning": self._get_yesterday_morning,
+            "msgGetTotalTodayMorning": self._get_this_morning,
+            "msgGetTotalTodayNow": self._gets(),
             "putTps": put_tps,
-            "getTransferredTps": "0.0 0.0 0.0",
-            "getTransferedTps": "0.0 0.0 0.0",  # as 4.x spells it
+            "getTransferredTps": get_tps,
+            "getTransferedTps": get_tps,  # as 4.x spells it
             "putMessageTimesTotal": written.rows,
             "putMessageSizeTotal": written.bytes,
             "putMessageAverageSize": written.bytes / written.rows if written.rows else 0.0,
@@ -114,13 +122,14 @@ class Runtime:
         waiting = counts["tail_rows"] + counts["table_rows"] + counts.get("waiting_rows", 0)
         return waiting - counts["cancelled_rows"]
 
-    def _put_tps(self, rows: int) -> str:
+    def _tps(self, of_sample: int, rows: int) -> str:
+        """Return RocketMQ's three averages of one of a sample's counts, which is `rows` now."""
         now_ms, rates = self._site.monotonic_ms(), []
         for window_s in TPS_WINDOWS_S:
             begin_ms = now_ms - window_s * limits.SECOND_MS
-            since_ms, before = next((s for s in self._samples if s[0] >= begin_ms), self._samples[-1])
-            passed_ms = now_ms - since_ms
-            rates.append((rows - before) * 1_000 / passed_ms if passed_ms > 0 else 0.0)
+            sample = next((s for s in self._samples if s[0] >= begin_ms), self._samples[-1])
+            passed_ms = now_ms - sample[0]
+            rates.append((rows - sample[of_sample]) * 1_000 / passed_ms if passed_ms > 0 else 0.0)
         return " ".join(f"{rate:.1f}" for rate in rates)
 
     def _config(self, call: Call) -> Reply:
