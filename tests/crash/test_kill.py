@@ -38,7 +38,7 @@ def besiege(data: Path, seed: int, kills: int, schedule: str = "hour_log", heir:
 
 
 def test_some_kills(tmp_path: Path) -> None:
-    besiege(tmp_path / "data", SEED, 5)
+    besiege(tmp_path / "data", SEED, 2)
 
 
 @pytest.mark.slow
