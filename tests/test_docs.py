@@ -17,7 +17,7 @@ import timeball.client.exchange as client_exchange
 from timeball import __version__, config, errors
 from timeball.cli import exit_codes, main
 from timeball.key_sidecar import KeySidecar
-from timeball.log import checkpoint, frame_index, queue_index
+from timeball.log import checkpoint, frame_index, queue_file
 from timeball.log import format as fmt
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.protocols.flight import codec
@@ -160,7 +160,7 @@ FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
     ("commit-log", "Rows", [*LOG_SCHEMA.names, *(kind.name for kind in Kind)]),
     ("pending-table", "Rows", TABLE_SCHEMA.names),
     ("pending-table", "Attach", Attachment.__struct_fields__),
-    ("consume-queue", "Consume queue", queue_index.ENTRY.names or ()),
+    ("queue-index", "Queue index", queue_file.ENTRY.names or ()),
     ("checkpoint", "Checkpoint", checkpoint.Facts.__struct_fields__),
     ("timer-wheel", "The ring", ring.RECORD.names or ()),
     ("timer-wheel", "Links and entries", (*(timer_log.LINK.names or ()), *(timer_log.ENTRY.names or ()))),
@@ -183,7 +183,7 @@ def test_every_field_of_a_file_entry() -> None:
 
 DRAWN = [
     ("commit-log", fmt),
-    ("consume-queue", queue_index),
+    ("queue-index", queue_file),
     ("checkpoint", checkpoint),
     ("key-sidecar", inspect.getmodule(KeySidecar)),
     ("frame-index", frame_index),
@@ -207,7 +207,7 @@ def test_the_bytes_are_drawn_as_in_the_code(name: str, module: object) -> None:
     [
         "commit-log",
         "pending-table",
-        "consume-queue",
+        "queue-index",
         "checkpoint",
         "key-sidecar",
         "frame-index",

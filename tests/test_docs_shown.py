@@ -15,7 +15,7 @@ from tests.node_fixture import running_node
 from timeball import errors
 from timeball.key_hash import hash_one
 from timeball.key_sidecar import KeySidecar
-from timeball.log import checkpoint, queue_index
+from timeball.log import checkpoint, queue_file
 from timeball.log import format as fmt
 from timeball.message import Kind
 from timeball.schedule.timer_wheel import timer_log
@@ -90,9 +90,10 @@ def test_the_checkpoint_that_is_shown_is_whole() -> None:
     assert (magic, length, crc) == (checkpoint.MAGIC, len(payload), google_crc32c.value(payload))
 
 
-def test_the_queue_entry_that_is_shown_is_one() -> None:
-    (entry,) = np.frombuffer(bytes_of(page("docs/formats/consume-queue.md")), queue_index.ENTRY)
-    assert entry.tolist() == (5, 91 + 6 + 14, 0)
+def test_the_queue_index_that_is_shown_is_whole() -> None:
+    (part,) = queue_file.QueueFile("a.cq", bytes_of(page("docs/formats/queue-index.md"))).parts()
+    assert (part.topic, part.queue_id, part.first_offset) == ("orders", 2, 40)
+    assert part.entries["seq"].tolist() == [100, 113, 2**40]
 
 
 def test_the_entries_of_the_wheel_that_are_shown_are_two() -> None:

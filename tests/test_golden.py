@@ -30,8 +30,8 @@ from timeball.key_sidecar import KeySidecar
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import frame_index
+from timeball.log import queue_file as queue_format
 from timeball.log.dump import FolderDump, FrameFound
-from timeball.log.queue_index import QueueIndex
 from timeball.log.segment import FOLDER, Segment, segment_name
 from timeball.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
 from timeball.table import attachment as att
@@ -240,13 +240,9 @@ def key_sidecar() -> bytes:
     return KeySidecar.build(hashes, np.array([row[2] for row in rows])[at]).encode()
 
 
-def consume_queue() -> bytes:
-    files = CrashFiles()
-    columns = np.array(QUEUE, np.int64).T
-    QueueIndex(files, "queue").append(*columns)
-    content = files.content("queue/00000000.cq")
-    assert not any(content[20 * len(QUEUE) :])
-    return content[: 20 * len(QUEUE)]  # the rest is room
+def queue_file() -> bytes:
+    entries = np.array(QUEUE, queue_format.ENTRY)
+    return queue_format.encode(100, 2**40 + 1, [queue_format.Part("orders", 2, 40, entries)])
 
 
 def checkpoint(facts: cp.Facts = FACTS) -> bytes:
@@ -286,7 +282,7 @@ WRITTEN: dict[str, Callable[[], bytes]] = {
     "checkpoint-1-moved": moved_checkpoint,
     "frame-index-1.frames": frames,
     "key-sidecar-1.keys": key_sidecar,
-    "consume-queue-1.cq": consume_queue,
+    "queue-index-1.cq": queue_file,
     "checkpoint-1": checkpoint,
 }
 READ = [*WRITTEN]  # and all that were written before
@@ -396,10 +392,9 @@ def test_the_key_sidecar_says_what_it_said() -> None:
 
 
 def test_the_queue_says_what_it_said() -> None:
-    files = CrashFiles()
-    files.make_dir("queue")
-    files.replace("queue/00000000.cq", golden("consume-queue-1.cq"))
-    assert QueueIndex(files, "queue", max_offset=3).read(0, 9).tolist() == QUEUE
+    (part,) = queue_format.QueueFile("a.cq", golden("queue-index-1.cq")).parts()
+    assert (part.topic, part.queue_id, part.first_offset) == ("orders", 2, 40)
+    assert part.entries.tolist() == QUEUE
 
 
 @pytest.mark.parametrize(

@@ -294,8 +294,6 @@ class Node:
         if self.broker.parts.keeper is not None:
             await self.broker.parts.keeper.close()  # its files are part of the last checkpoint
         await self.broker.parts.writer.close()
-        for index in self.broker.parts.topics.indexes():
-            index.close()
         for thread in self._threads:
             thread.shutdown(wait=True)
         if self._real_files is not None:

@@ -10,24 +10,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
+from tests.log.small_log import SEGMENT_BYTES
 
 from timeball import documents, limits
 from timeball.broker import topics as topics_module
 from timeball.broker.filters import tag_hash, tag_mask
+from timeball.broker.queue_entries import stored_sizes
 from timeball.broker.topic_config import TopicConfig
-from timeball.broker.topics import Placement, Topics, check_name, stored_sizes
+from timeball.broker.topics import Placement, Topics, check_name
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
-from timeball.log import queue_index
+from timeball.log.reader import LogReader
+from timeball.log.recovery import open_log
 from timeball.message import Kind, build_rows
 
 QUEUES = 3
 
+END_SEQ = 10_000  # behind every row of a test
+
 
 def fresh(files: Files | None = None, *, auto_create: bool = True, queues: int = QUEUES) -> Topics:
     topics = Topics(files or CrashFiles(), queues_per_topic=queues, auto_create=auto_create)
-    topics.load({})
+    topics.load(empty_log(), {}, 1)
     return topics
+
+
+def empty_log() -> LogReader:
+    return LogReader(open_log(CrashFiles(), segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
+
+
+def save_queues(topics: Topics, next_seq: int = END_SEQ) -> None:
+    flush = topics.indexes.flush(next_seq)
+    flush.write()
+    topics.indexes.finish(flush)
 
 
 def visible(names: list[str], queue_ids: list[int] | None = None, **columns: Any) -> pa.RecordBatch:
@@ -83,10 +98,11 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
         next_seq += len(batch)
         if len(replays) == known:
             files.replace(topics_module.NAME, topics.save() or documents.encode({}))
-            lengths = topics.lengths()
+            save_queues(topics, next_seq)
+            saved = (topics.lengths(), next_seq)
     assert entries(topics) == model
     again = Topics(files, queues_per_topic=QUEUES, auto_create=False)
-    again.load(lengths if known and len(replays) >= known else {})
+    again.load(empty_log(), *(saved if known and len(replays) >= known else ({}, 1)))
     for placed, seqs in replays:  # those before the checkpoint too: they are skipped
         again.replay(placed, seqs)
     assert entries(again) == model
@@ -121,7 +137,7 @@ def test_a_topic_grows_and_never_shrinks() -> None:
     assert [len(topics.ensure("a", queues).queues) for queues in (2, 5, 3)] == [2, 5, 5]
 
 
-def test_what_is_saved_is_loaded_with_its_folders() -> None:
+def test_what_is_saved_is_loaded() -> None:
     files = CrashFiles()
     topics = fresh(files)
     assert topics.save() is None
@@ -130,8 +146,7 @@ def test_what_is_saved_is_loaded_with_its_folders() -> None:
     files.replace(topics_module.NAME, topics.save() or b"")
     assert topics.save() is None
     again = fresh(files)
-    assert {t.name: (t.number, len(t.queues)) for t in again.all()} == {"a": (1, QUEUES), "b": (2, 5)}
-    assert again.ensure("c").number == 3
+    assert {t.name: len(t.queues) for t in again.all()} == {"a": QUEUES, "b": 5}
 
 
 def test_the_longest_group_and_topic_have_a_retry_topic() -> None:
@@ -142,11 +157,15 @@ def test_the_longest_group_and_topic_have_a_retry_topic() -> None:
             fresh().ensure(name)
 
 
-def test_a_name_never_becomes_a_path() -> None:
+def test_a_topic_is_made_and_written_to_without_a_call_to_the_disk() -> None:
+    """A thousand cost what one does: one file, written and synced by the checkpoint."""
     files = CrashFiles()
     topics = fresh(files)
-    topics.place(visible(["%RETRY%g"])).index(1)
-    assert files.list_dir("queues") == ["1"]
+    calls = files.calls
+    topics.place(visible([f"%RETRY%g{n}" for n in range(1_000)])).index(1)
+    assert files.calls == calls
+    save_queues(topics, 1_001)
+    assert files.list_dir("queues") == ["00000000000000000001.cq"]
 
 
 def test_topics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +234,9 @@ def test_a_filter_type_is_saved_and_stays_unless_asked() -> None:
 
 def test_a_file_from_before_filter_types_is_loaded() -> None:
     files = CrashFiles()
-    files.replace(topics_module.NAME, documents.encode({"a": {"number": 4, "queues": 2}}))
+    files.replace(topics_module.NAME, documents.encode({"a": {"queues": 2}}))
     topic = fresh(files).get("a")
-    assert (topic.number, len(topic.queues), topic.filter_type) == (4, 2, "SINGLE_TAG")
+    assert (len(topic.queues), topic.filter_type) == (2, "SINGLE_TAG")
 
 
 def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
@@ -266,8 +285,11 @@ def reopened(
     data = topics.save()
     if data is not None:
         files.replace(topics_module.NAME, data)
+    save_queues(topics)
     again = Topics(files, queues_per_topic=1, auto_create=True)
-    again.load(topics.lengths() if lengths is None else lengths)
+    again.load(
+        empty_log(), topics.lengths() if lengths is None else lengths, END_SEQ if lengths is None else 1
+    )
     return again
 
 
@@ -357,16 +379,16 @@ def test_a_replay_knows_what_came_before_the_deletion(sent_again: bool) -> None:
         assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
 
 
-def test_a_deletion_that_was_not_saved_has_not_happened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_index, "FILE_ENTRIES", 10)
+def test_a_deletion_that_was_not_saved_has_not_happened() -> None:
     files = CrashFiles()
     topics = fresh(files, queues=1)
     put(topics, 0, "t", rows=35)
     files.replace(topics_module.NAME, topics.save() or b"")
+    save_queues(topics)
     lengths = topics.lengths()
     topics.delete("t", 35)
     again = Topics(files, queues_per_topic=1, auto_create=True)
-    again.load(lengths)
+    again.load(empty_log(), lengths, END_SEQ)
     assert entries(again) == {("t", 0): list(range(35))}
 
 

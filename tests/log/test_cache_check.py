@@ -15,9 +15,12 @@ from timeball.log import frame_index
 from timeball.log.cache_check import CacheCheck
 from timeball.log.dump import Damage, FolderDump, FrameFound
 from timeball.log.key_index import KeyIndex
-from timeball.log.queue_index import ENTRY, QueueIndex
+from timeball.log.queue_file import QueueFile, encode
+from timeball.log.queue_files import file_name
+from timeball.log.queue_index import QueueIndexes
 
-KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", "queues/7/0/00000000.cq"
+KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", file_name(1)
+SECOND = file_name(31)
 
 
 def folder() -> CrashFiles:
@@ -32,21 +35,27 @@ def folder() -> CrashFiles:
             assert frame_index.save_sealed(files, log.segments) == 2
 
     asyncio.run(write())
-    for queue in range(4):  # row n of the log has seq n + 1, and stands in queue n % 4
-        seqs = np.arange(queue, 60, 4) + 1
-        QueueIndex(files, f"queues/7/{queue}").append(seqs, seqs, seqs)
-    save(files, dict.fromkeys(range(4), (0, 15)))
+    indexes = QueueIndexes(files)
+    for first, end in ((0, 30), (30, 60)):  # row n of the log has seq n + 1, and stands in queue n % 4
+        for queue in range(4):
+            seqs = np.arange(first, end)[np.arange(first, end) % 4 == queue] + 1
+            indexes.queue("orders", queue).append(seqs, seqs, seqs)
+        flush = indexes.flush(end + 1)
+        flush.seals = True
+        flush.write()
+        indexes.finish(flush)
+    save(files, 61)
     return files
 
 
-def save(files: CrashFiles, queues: dict[int, tuple[int, int]]) -> None:
+def save(files: CrashFiles, seq: int) -> None:
     nothing = np.empty(0, np.int64)
-    cp.save(files, cp.Checkpoint(cp.Facts(seq=61, queues={"orders": queues}), nothing, nothing))
+    cp.save(files, cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing))
 
 
-def check(files: CrashFiles, numbers: dict[str, int] | None = None) -> list[Damage]:
+def check(files: CrashFiles) -> list[Damage]:
     found = FolderDump(files)
-    caches = CacheCheck(found, {"orders": 7} if numbers is None else numbers)
+    caches = CacheCheck(found)
     wrong = list(found.damage)
     for segment in found.segments:
         for each in found.walk(segment):
@@ -100,35 +109,40 @@ def test_a_sidecar_that_has_lost_or_swapped_a_pair_is_named() -> None:
     assert [d.file for d in check(files)] == [KEYS], "the right pairs, and not sorted"
 
 
-def test_a_wrong_entry_of_a_queue_is_named_with_its_place() -> None:
+@pytest.mark.parametrize("at", [20, -13])
+def test_a_file_of_the_queue_index_that_a_bit_flipped_in_is_named(at: int) -> None:
     files = folder()
-    overwrite(files, QUEUE, 3 * ENTRY.itemsize + 7, b"\x63")
+    data = bytearray(files.content(QUEUE))
+    data[at] ^= 4
+    files.replace(QUEUE, bytes(data))
     (wrong,) = check(files)
-    assert (wrong.file, wrong.position) == (QUEUE, 3 * ENTRY.itemsize)
-    assert "entry 3 should name seq 13, and names 99" in wrong.text
+    assert wrong.file == QUEUE and "checksum" in wrong.text and "delete it" in wrong.text
 
 
-def test_a_queue_that_is_gone_or_too_short_is_named_once() -> None:
+def test_a_whole_one_that_says_something_else_is_named() -> None:
+    files = folder()
+    parts = QueueFile(QUEUE, files.content(QUEUE)).parts()
+    parts[0].entries["seq"][3] += 1
+    files.replace(QUEUE, encode(1, 31, parts))
+    (wrong,) = check(files)
+    assert (
+        wrong.file == QUEUE
+        and "offset 3 of queue 0 of 'orders' should name seq 13, and names 14" in wrong.text
+    )
+
+
+def test_one_that_is_gone_is_named() -> None:
     files = folder()
     files.remove(QUEUE)
-    assert [(d.file, "missing" in d.text) for d in check(files)] == [(QUEUE, True)] * 3, "once a segment"
-    short = folder()
-    short.open(QUEUE).allocate(10 * ENTRY.itemsize)
-    assert all(d.file == QUEUE and "shorter than" in d.text for d in check(short)) and check(short)
+    assert {(wrong.file, "missing" in wrong.text) for wrong in check(files)} == {(QUEUE, True)}
 
 
 def test_only_what_the_checkpoint_vouches_for_is_compared() -> None:
     files = folder()
-    overwrite(files, QUEUE, 0, b"?" * ENTRY.itemsize)
-    overwrite(files, QUEUE, 14 * ENTRY.itemsize, b"?" * ENTRY.itemsize)
-    assert [d.position for d in check(files)] == [0, 14 * ENTRY.itemsize]
-    save(files, {0: (1, 14)})
+    files.remove(SECOND)
+    assert [d.file for d in check(files)] == [SECOND] * 2, "once a segment"
+    save(files, 31)
     assert check(files) == []
     files.remove(cp.NAME)
-    assert check(files) == []
-
-
-def test_a_topic_nobody_knows_is_not_looked_for() -> None:
-    files = folder()
     files.remove(QUEUE)
-    assert check(files, {}) == []
+    assert check(files) == []

@@ -18,8 +18,7 @@ from tests.log.small_log import AtOnce, batch, bodies, fill, opened, read_all, r
 from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files, RealFiles
 from timeball.log import checkpoint as cp
-from timeball.log.dump import Damage, FolderDump, Found, FrameFound, QueueFound, Torn, kind_counts
-from timeball.log.queue_index import QueueIndex
+from timeball.log.dump import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
 from timeball.log.recovery import open_log
 from timeball.log.segment import FOLDER, begin, prepare, segment_name
 from timeball.message import Kind, build_rows
@@ -127,16 +126,6 @@ def test_a_new_folder_holds_nothing_and_that_is_no_damage() -> None:
     assert everything(files) == []
     reopened(files)
     assert everything(files) == []
-
-
-def test_queues_are_found_by_their_files() -> None:
-    files = CrashFiles()
-    for topic, queue in ((1, 0), (1, 10), (2, 3)):
-        QueueIndex(files, f"queues/{topic}/{queue}").append(*[np.array([1], np.int64)] * 3)
-    files.make_dir("queues/2/4")
-    assert list(FolderDump(files).queues()) == [
-        QueueFound(1, 0, 1, 4096), QueueFound(1, 10, 1, 4096), QueueFound(2, 3, 1, 4096), QueueFound(2, 4, 0, 0),
-    ]  # fmt: skip
 
 
 def test_looking_changes_nothing() -> None:

@@ -1,8 +1,7 @@
-"""The consume queue: dense from the first kept to the last, whatever is appended, trimmed or reopened."""
+"""The queue index: dense from the first kept to the last, whatever is appended, sealed, let go, damaged or reopened."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.crash_files import CrashFiles
 
-from timeball.errors import OutOfRange
+from timeball.errors import Corrupt, OutOfRange
 from timeball.files import Files, RealFiles
 from timeball.log import queue_index
-from timeball.log.queue_index import ENTRY, FIRST_ALLOCATION, QueueIndex
+from timeball.log.queue_file import ENTRY, Part
+from timeball.log.queue_files import file_name
+from timeball.log.queue_index import QueueIndex, QueueIndexes
 from timeball.message import Int64Array
 
-FOLDER = "queues/1/0"
+Queue = tuple[str, int]
+QUEUES: list[Queue] = [("a", 0), ("a", 1), ("b", 0)]
 
 
 def numbers(first: int, count: int) -> Int64Array:
@@ -29,6 +31,13 @@ def append(queue: QueueIndex, seqs: Int64Array) -> None:
     queue.append(seqs, seqs % 1_000, -seqs)
 
 
+def save(indexes: QueueIndexes, next_seq: int, *, seals: bool = False) -> None:
+    flush = indexes.flush(next_seq)
+    flush.seals |= seals
+    flush.write()
+    indexes.finish(flush)
+
+
 def seqs_of(queue: QueueIndex) -> list[int]:
     entries = queue.read(queue.min_offset, queue.max_offset)
     assert entries["size"].tolist() == [seq % 1_000 for seq in entries["seq"].tolist()]
@@ -36,86 +45,122 @@ def seqs_of(queue: QueueIndex) -> list[int]:
     return [int(seq) for seq in entries["seq"]]
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of ten entries."""
-    monkeypatch.setattr(queue_index, "FILE_ENTRIES", 10)
-    monkeypatch.setattr(queue_index, "FIRST_ALLOCATION", 3)
+def flip(files: Files, name: str, at: int) -> None:
+    data = bytearray(files.map_readonly(name))
+    data[at] ^= 8
+    files.replace(name, bytes(data))
 
 
-# ---- the invariant ---------------------------------------------------------------------------------------
+class Log:
+    """What a log would say: the rows that each queue got, and those below `first_seq` let go."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Queue, list[tuple[int, int]]] = {queue: [] for queue in QUEUES}  # (offset, seq)
+        self.next_seq = self.first_seq = 1
+
+    def rebuild(self, first_seq: int, next_seq: int) -> list[Part]:
+        parts = []
+        for (topic, queue_id), rows in self.rows.items():
+            mine = [row for row in rows if max(first_seq, self.first_seq) <= row[1] < next_seq]
+            entries = np.empty(len(mine), ENTRY)
+            seqs = np.array([seq for _, seq in mine], np.int64)
+            entries["seq"], entries["size"], entries["tag"] = seqs, seqs % 1_000, -seqs
+            parts += [Part(topic, queue_id, mine[0][0], entries)] if mine else []
+        return parts
 
 
 class Machine(RuleBasedStateMachine):
-    """A queue beside a list. Synced and crashed at will, it holds what the checkpoint knew."""
+    """Three queues beside a list each. However it is sealed, crashed and damaged, they hold what the log says."""
 
-    @initialize(start=st.integers(0, 25))
-    def begin(self, start: int) -> None:
-        self.files = CrashFiles()
-        self.queue = QueueIndex(self.files, FOLDER)
-        if start:
-            self.queue.start_at(start)
-        self.seqs: list[int] = []  # of the entries from min_offset on
-        self.low, self.next_seq = start, 1
-        self.checkpoint = (start, start)
+    @initialize()
+    def begin(self) -> None:
+        self.files, self.log = CrashFiles(), Log()
+        self.known: tuple[int, dict[Queue, int]] = (1, {})  # of the checkpoint: its row, and where queues end
+        self.open()
 
-    @rule(count=st.integers(0, 35), gap=st.integers(0, 3))
-    def append(self, count: int, gap: int) -> None:
-        fresh = self.next_seq + np.arange(count) * (1 + gap)
-        append(self.queue, fresh)
-        self.seqs += fresh.tolist()
-        self.next_seq = max([self.next_seq, *(seq + 1 for seq in fresh.tolist())])
+    def open(self) -> None:
+        self.indexes = QueueIndexes(self.files, self.log.rebuild)
+        next_seq, ends = self.known
+        covered = self.indexes.load(self.log.first_seq, next_seq)
+        for part in self.log.rebuild(covered, self.log.next_seq):  # as recovery replays
+            index = self.indexes.queue(part.topic, part.queue_id)
+            if index.max_offset < part.first_offset and index.min_offset == index.max_offset:
+                index.start_at(part.first_offset)
+            index.append(*(part.entries[name] for name in ("seq", "size", "tag")))
+        for queue, end in ends.items():
+            index = self.indexes.queue(*queue)
+            if index.min_offset == index.max_offset < end:
+                index.start_at(end)
+        self.indexes.forget(self.log.first_seq)
+
+    @rule(queue=st.sampled_from(QUEUES), count=st.integers(1, 35), gap=st.integers(0, 3))
+    def append(self, queue: Queue, count: int, gap: int) -> None:
+        index = self.indexes.queue(*queue)
+        fresh = self.log.next_seq + np.arange(count) * (1 + gap)
+        offsets = index.max_offset + np.arange(count)
+        append(index, fresh)
+        self.log.rows[queue] += list(zip(offsets.tolist(), fresh.tolist(), strict=True))
+        self.log.next_seq = int(fresh[-1]) + 1
 
     @rule(share=st.floats(0, 1))
-    def trim(self, share: float) -> None:
-        first_seq = int(self.next_seq * share)
-        self.queue.trim(first_seq)
-        kept = [seq for seq in self.seqs if seq >= first_seq]
-        self.low += len(self.seqs) - len(kept)
-        self.seqs = kept
+    def let_go(self, share: float) -> None:
+        self.log.first_seq = max(self.log.first_seq, int(self.known[0] * share))
+        for name in self.indexes.forget(self.log.first_seq):
+            self.files.remove(name)
 
-    @rule()
-    def save(self) -> None:
-        files = self.queue.take_dirty()
-        for file in files:
-            file.sync()
-        if files:
-            self.files.sync_dir(FOLDER)
-        self.checkpoint = (self.queue.min_offset, self.queue.max_offset)
+    @rule(seals=st.booleans())
+    def save(self, seals: bool) -> None:
+        save(self.indexes, self.log.next_seq, seals=seals)
+        ends = {queue: self.indexes.queue(*queue).max_offset for queue in QUEUES}
+        self.known = (self.log.next_seq, ends)
+
+    @rule(which=st.integers(0, 9), at=st.integers(0, 10_000))
+    def damage(self, which: int, at: int) -> None:
+        """A bit flips in a file that is read, not in memory: a start finds it, or the read."""
+        names = self.files.list_dir("queues")
+        if names:
+            name = f"queues/{names[which % len(names)]}"
+            file = self.files.open(name)
+            at %= self.files.size(name)
+            file.write_at(at, bytes([self.files.content(name)[at] ^ 1]))
+            if at < 64 + 24 * len(QUEUES) + 50 or which % 3 == 0:
+                self.open()  # tables are checked at the start
+
+    @rule(which=st.integers(0, 9))
+    def lose(self, which: int) -> None:
+        names = self.files.list_dir("queues")
+        if names:
+            self.files.remove(f"queues/{names[which % len(names)]}")
+            self.open()
 
     @rule(seed=st.integers(0, 2**16))
     def crash(self, seed: int) -> None:
-        """Recovery: what the checkpoint vouches for, less what retention has let go since."""
-        low, high = self.checkpoint
-        self.seqs = self.seqs[: max(0, high - self.low)]
         self.files = self.files.crash(seed)
-        self.queue = QueueIndex(self.files, FOLDER, min_offset=low, max_offset=high)
-        if self.low > low:
-            self.queue.min_offset = min(self.low, high)
-        self.low = self.queue.min_offset
+        self.open()
 
     @invariant()
     def dense(self) -> None:
-        if not hasattr(self, "queue"):
-            return
-        assert self.queue.max_offset - self.queue.min_offset == len(self.seqs)
-        assert self.queue.min_offset == self.low
-        assert seqs_of(self.queue) == self.seqs
+        for queue in QUEUES if hasattr(self, "indexes") else ():
+            index = self.indexes.queue(*queue)
+            kept = [seq for _, seq in self.log.rows[queue] if seq >= self.log.first_seq]
+            assert seqs_of(index) == kept
+            assert index.max_offset == len(self.log.rows[queue])
 
 
-def test_it_holds_what_was_appended_less_what_was_let_go(small: None) -> None:
+def test_queues_hold_what_the_log_says() -> None:
     machine = Machine.TestCase
     machine.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
     machine().runTest()
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 30), max_size=6), st.integers(0, 80), st.integers(0, 80))
-def test_any_part_can_be_read(counts: list[int], offset: int, count: int) -> None:
-    files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
+@given(st.lists(st.integers(0, 30), max_size=6), st.integers(0, 80), st.integers(0, 80), st.booleans())
+def test_any_part_can_be_read(counts: list[int], offset: int, count: int, seals: bool) -> None:
+    indexes = QueueIndexes(CrashFiles())
+    queue = indexes.queue("t", 0)
     for each in counts:
         append(queue, numbers(1 + queue.max_offset, each))
+        save(indexes, 1 + queue.max_offset, seals=seals and each % 2 == 0)
     total = sum(counts)
     if offset > total:
         with pytest.raises(OutOfRange, match=f"keeps 0 to {total}"):
@@ -125,30 +170,25 @@ def test_any_part_can_be_read(counts: list[int], offset: int, count: int) -> Non
         assert queue.read(offset, count)["seq"].tolist() == expected
 
 
-# ---- the bytes -------------------------------------------------------------------------------------------
+def three_stretches(files: Files, *, each: int = 300) -> tuple[QueueIndexes, QueueIndex]:
+    """One queue, two sealed stretches and one in memory."""
+    indexes = QueueIndexes(files)
+    queue = indexes.queue("t", 0)
+    for n in range(3):
+        append(queue, numbers(1 + n * each, each))
+        save(indexes, 1 + (n + 1) * each, seals=n < 2)
+    return indexes, queue
 
 
-def test_an_entry_is_rocketmq_s() -> None:
-    files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
-    queue.append(*(np.array([n], np.int64) for n in (5, 111, -2)))
-    assert files.content(f"{FOLDER}/00000000.cq")[:20] == struct.pack(">qiq", 5, 111, -2)
+@pytest.mark.parametrize("offsets", [[], [7], [899, 7, 7, 301, 600, 0, 255, 256, 899]])
+def test_entries_by_their_offsets(offsets: list[int]) -> None:
+    _, queue = three_stretches(CrashFiles())
+    wanted = np.array(offsets, np.int64)
+    assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
 
 
-def test_a_file_begins_small_doubles_and_ends_at_its_size(small: None) -> None:
-    files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
-    sizes = []
-    for n in range(12):
-        append(queue, numbers(n, 1))
-        sizes.append(files.size(f"{FOLDER}/00000000.cq") // ENTRY.itemsize)
-    assert sizes == [3, 3, 3, 6, 6, 6, *[10] * 6]
-    assert files.list_dir(FOLDER) == ["00000000.cq", "00000001.cq"]
-    assert FIRST_ALLOCATION * ENTRY.itemsize < 100_000, "a queue that is hardly used costs little"
-
-
-def test_a_part_is_a_copy_that_stays_as_it_was(small: None) -> None:
-    queue = QueueIndex(CrashFiles(), FOLDER)
+def test_a_part_is_a_copy_that_stays_as_it_was() -> None:
+    queue = QueueIndexes(CrashFiles()).queue("t", 0)
     append(queue, numbers(1, 2))
     part = queue.read(0, 2)
     append(queue, numbers(3, 30))
@@ -156,115 +196,112 @@ def test_a_part_is_a_copy_that_stays_as_it_was(small: None) -> None:
     assert seqs_of(queue) == list(range(1, 33))
 
 
-# ---- retention -------------------------------------------------------------------------------------------
-
-
-def test_files_wholly_behind_the_first_kept_are_removed(small: None) -> None:
+def test_a_stretch_is_sealed_when_it_is_large_and_memory_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queue_index, "SEAL_ENTRIES", 10)
     files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
-    append(queue, numbers(1, 35))
-    queue.trim(20)
-    assert (queue.min_offset, queue.max_offset) == (19, 35)
-    assert files.list_dir(FOLDER) == [f"{n:08d}.cq" for n in (1, 2, 3)]
-    with pytest.raises(OutOfRange, match="keeps 19 to 35"):
-        queue.read(18, 1)
-    queue.trim(5)
-    assert queue.min_offset == 19, "it never goes back"
-    queue.trim(1_000)
-    assert (queue.min_offset, queue.max_offset) == (35, 35)
-    assert files.list_dir(FOLDER) == ["00000003.cq"]
-    append(queue, numbers(1_000, 3))
-    assert seqs_of(queue) == [1_000, 1_001, 1_002]
+    indexes = QueueIndexes(files)
+    queue = indexes.queue("t", 0)
+    held = []
+    for n in range(5):
+        append(queue, numbers(1 + 4 * n, 4))
+        save(indexes, 5 + 4 * n)
+        held.append(indexes.unsealed)
+    assert held == [4, 8, 0, 4, 8]
+    assert files.list_dir("queues") == [file_name(seq).split("/")[1] for seq in (1, 13)]
+    assert seqs_of(queue) == list(range(1, 21))
 
 
-def test_what_is_hidden_keeps_its_files_until_it_is_trimmed(small: None) -> None:
-    files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
-    append(queue, numbers(1, 35))
-    queue.hide(1_000)
-    assert (queue.min_offset, queue.max_offset) == (35, 35)
-    assert len(files.list_dir(FOLDER)) == 4
-    assert seqs_of(QueueIndex(files, FOLDER, max_offset=35)) == list(range(1, 36)), "it can be taken back"
-    queue.trim(2)
-    assert files.list_dir(FOLDER) == ["00000003.cq"]
+def test_what_is_appended_while_a_file_is_written_stays_in_memory() -> None:
+    indexes = QueueIndexes(CrashFiles())
+    queue = indexes.queue("t", 0)
+    append(queue, numbers(1, 5))
+    flush = indexes.flush(6)
+    flush.seals = True
+    append(queue, numbers(6, 3))
+    append(indexes.queue("u", 0), numbers(9, 1))
+    flush.write()
+    indexes.finish(flush)
+    assert (indexes.unsealed, seqs_of(queue)) == (4, list(range(1, 9)))
+    save(indexes, 10, seals=True)
+    assert (indexes.unsealed, seqs_of(queue)) == (0, list(range(1, 9)))
 
 
-def test_files_that_an_earlier_run_left_are_removed_too(small: None) -> None:
-    files = CrashFiles()
-    append(QueueIndex(files, FOLDER), numbers(1, 35))
-    again = QueueIndex(files, FOLDER, max_offset=35)
-    again.trim(36)
-    assert files.list_dir(FOLDER) == ["00000003.cq"]
-
-
-def test_a_queue_whose_beginning_is_gone_starts_where_its_rows_say(small: None) -> None:
-    files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
+def test_a_queue_whose_beginning_is_gone_starts_where_its_rows_say() -> None:
+    queue = QueueIndexes(CrashFiles()).queue("t", 0)
     queue.start_at(25)
     append(queue, numbers(7, 2))
     assert (queue.min_offset, queue.max_offset) == (25, 27)
-    assert files.list_dir(FOLDER) == ["00000002.cq"]
     with pytest.raises(AssertionError):
         queue.start_at(30)
 
 
-# ---- checkpoints and crashes -----------------------------------------------------------------------------
-
-
-def test_dirty_files_are_told_once(small: None) -> None:
-    files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
-    append(queue, numbers(1, 25))
-    assert len(queue.take_dirty()) == 3
-    assert queue.take_dirty() == []
-    append(queue, numbers(26, 1))
-    assert len(queue.take_dirty()) == 1
-
-
-def test_without_a_sync_a_crash_loses_entries(small: None) -> None:
-    """The control: what the checkpoint vouches for has to be synced."""
-    files = CrashFiles()
-    queue = QueueIndex(files, FOLDER)
-    append(queue, numbers(1, 9))
-    after = QueueIndex(files.crash(survival="nothing"), FOLDER, max_offset=9)
-    assert after.read(0, 9)["seq"].tolist() != list(range(1, 10))
-
-
-def test_entries_behind_what_the_checkpoint_knows_are_written_again(small: None) -> None:
-    files = CrashFiles()
-    append(QueueIndex(files, FOLDER), numbers(1, 15))
-    again = QueueIndex(files, FOLDER, max_offset=8)
-    append(again, numbers(100, 4))
-    assert seqs_of(again) == [*range(1, 9), 100, 101, 102, 103]
+def test_files_wholly_behind_the_first_kept_are_no_longer_needed() -> None:
+    indexes, queue = three_stretches(CrashFiles())
+    assert indexes.forget(450) == [file_name(1)]
+    assert (queue.min_offset, queue.max_offset) == (449, 900)
+    assert indexes.forget(5) == []
+    assert queue.min_offset == 449, "it never goes back"
+    assert indexes.forget(10_000) == [file_name(301)]
+    assert (queue.min_offset, queue.max_offset) == (900, 900)
+    append(queue, numbers(10_000, 3))
+    assert seqs_of(queue) == [10_000, 10_001, 10_002]
 
 
 @pytest.mark.parametrize("make", [lambda path: CrashFiles(), RealFiles], ids=["crash", "real"])
-def test_it_is_found_again(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_file_is_built_again_when_a_read_finds_it(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     files: Files = make(tmp_path)
-    queue = QueueIndex(files, FOLDER)
-    append(queue, numbers(1, 5_000))
-    for file in queue.take_dirty():
-        file.sync()
-    queue.close()
-    again = QueueIndex(files, FOLDER, max_offset=5_000)
-    append(again, numbers(5_001, 5_000))
-    assert seqs_of(again) == list(range(1, 10_001))
-    again.close()
+    three_stretches(files)
+    log = Log()
+    log.rows = {("t", 0): [(n, n + 1) for n in range(900)]}
+    indexes = QueueIndexes(files, log.rebuild)
+    size = files.size(file_name(1))
+    flip(files, file_name(1), size - 13)
+    flip(files, file_name(301), size - 20 * 290)
+    assert indexes.load(1, 901) == 901
+    assert seqs_of(indexes.queue("t", 0)) == list(range(1, 901))
+    whole = QueueIndexes(files)
+    whole.load(1, 901)
+    assert seqs_of(whole.queue("t", 0)) == list(range(1, 901)), "and on the disk too"
 
 
-@pytest.mark.parametrize("offsets", [[], [7], [31, 7, 7, 10, 9, 30]])
-def test_entries_by_their_offsets(small: None, offsets: list[int]) -> None:
-    queue = QueueIndex(CrashFiles(), FOLDER)
-    queue.start_at(7)
-    append(queue, numbers(100, 25))
-    wanted = np.array(offsets, np.int64)
-    assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
+def test_without_a_log_damage_is_the_reader_s() -> None:
+    """The control of the test above."""
+    files = CrashFiles()
+    three_stretches(files)
+    flip(files, file_name(1), files.size(file_name(1)) - 13)
+    indexes = QueueIndexes(files)
+    indexes.load(1, 901)
+    with pytest.raises(Corrupt, match="do not match their checksum"):
+        indexes.queue("t", 0).read(0, 900)
 
 
-def test_an_empty_queue_costs_nothing_on_the_disk(tmp_path: Path) -> None:
-    files = RealFiles(tmp_path)
-    queue = QueueIndex(files, FOLDER)
-    queue.trim(5)
-    assert (queue.take_dirty(), files.exists(FOLDER)) == ([], False)
-    append(queue, numbers(7, 2))
-    assert (seqs_of(queue), files.exists(FOLDER)) == ([7, 8], True)
+def test_files_that_do_not_fit_together_are_corrupt() -> None:
+    files = CrashFiles()
+    three_stretches(files)
+    other = CrashFiles()
+    indexes = QueueIndexes(other)
+    append(indexes.queue("t", 0), numbers(1, 5))
+    save(indexes, 301)
+    files.replace(file_name(1), other.content(file_name(1)))
+    with pytest.raises(Corrupt, match="no entry for offset 5"):
+        QueueIndexes(files).load(1, 901)
+
+
+def test_without_a_sync_a_crash_loses_entries() -> None:
+    """The control of crashes above: what a checkpoint vouches for has to be written."""
+    files = CrashFiles()
+    append(QueueIndexes(files).queue("t", 0), numbers(1, 9))
+    after = QueueIndexes(files.crash(survival="nothing"))
+    assert (after.load(1, 10), after.queue("t", 0).max_offset) == (1, 0)
+
+
+def test_a_queue_that_was_made_and_not_written_to_costs_nothing() -> None:
+    files = CrashFiles()
+    indexes = QueueIndexes(files)
+    calls = files.calls
+    queues = [indexes.queue("t", n) for n in range(100)]
+    assert (files.calls, list(indexes.used())) == (calls, [])
+    append(queues[7], numbers(1, 1))
+    assert (files.calls, list(indexes.used())) == (calls, [queues[7]])

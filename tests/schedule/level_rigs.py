@@ -15,7 +15,7 @@ from tests.schedule.world import World
 
 from timeball import limits
 from timeball.log.checkpoint import LevelFacts
-from timeball.log.queue_index import QueueIndex
+from timeball.log.queue_index import QueueIndex, QueueIndexes
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, int64
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.delay_levels.levels import LevelTable
@@ -47,7 +47,7 @@ class LevelsRig:
     def start(self, world: World, restart: Restart) -> DelayLevels:
         self._starts += 1
         facts, lengths = restart.state or ({}, [0] * LEVELS)  # type: ignore[misc]
-        self.indexes = [QueueIndex(world.files, f"queues/{self._starts}/{n}") for n in range(LEVELS)]
+        self.indexes = [QueueIndexes(world.files).queue("t", n) for n in range(LEVELS)]
         self._begin(world, lengths)
         for rows in world.reader.rows(world.reader.first_seq, world.reader.next_seq, [self.kind]):
             self._index(rows)

@@ -1,6 +1,7 @@
 """Rebuild every cache from the log: from the checkpoint on when there is one, from the beginning otherwise.
 
-    1. the checkpoint says what is true at sequence number C
+    1. the checkpoint says what is true at sequence number C; the files of the queue index say where the messages
+       before it stand, and where these are damaged or missing, the log does
     2. rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of
        what is settled, ATTACH and RESERVE rows into the ledger
     3. the data files that live are those of the checkpoint, changed by the ATTACH rows from C on; each must be
@@ -31,6 +32,7 @@ import pyarrow.compute as pc
 from timeball.broker import groups, offsets, topics
 from timeball.broker.attaching import Ledger
 from timeball.broker.popping import in_hand, modes
+from timeball.broker.queue_entries import BATCH_ROWS, HAVE_PLACES
 from timeball.broker.receiving import seal
 from timeball.broker.topics import Topics
 from timeball.broker.transactions import Half, load
@@ -49,13 +51,10 @@ from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
 
-BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
-
 # Files of truth beside log and data files: one that the checkpoint has seen must be there.
 DOCUMENTS = (topics.NAME, groups.NAME, offsets.NAME, modes.NAME, in_hand.NAME, seal.NAME)
 
 _EMPTY = np.empty(0, np.int64)
-_HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
 
 
 @dataclass(slots=True)
@@ -119,15 +118,14 @@ def recover(
             f"{segment_name(first - 1)} is missing: the log begins with seq {reader.first_seq}, but retention "
             f"has let go nothing from seq {facts.log_from_seq} on; restore the file from a copy"
         )
-    topics.load(facts.queues)
+    topics.load(reader, facts.queues, facts.seq)
     ledger.watermark, ledger.attach_seq = facts.watermark, facts.attach_seq
     ledger.epochs, ledger.jobs = dict(facts.epochs), dict(facts.jobs)
     ledger.reserved = dict(facts.reserved)
     replayed = _replay(reader, facts.seq, topics, ledger)
     if reader.first_seq > 1:
         # Retention may have gone on after the checkpoint was saved, and what it let go must not be offered.
-        for index in topics.indexes():
-            index.trim(reader.first_seq)
+        topics.forget(reader.first_seq)
     files = _live_files(facts, replayed.attaches)
     catalog.check_data(files)
     catalog.bring_up(files, replayed.attaches, ledger.attach_seq, ledger.watermark, now_ms)
@@ -157,8 +155,8 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) ->
     for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
         present = set(np.unique(kinds).tolist())
-        if present & _HAVE_PLACES:
-            visible = np.flatnonzero(np.isin(kinds, list(_HAVE_PLACES)))
+        if present & HAVE_PLACES:
+            visible = np.flatnonzero(np.isin(kinds, list(HAVE_PLACES)))
             topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
         if present & places.KINDS:
             replayed.promises.append(places.placed(rows.filter(pa.array(np.isin(kinds, list(places.KINDS))))))

@@ -6,11 +6,12 @@ both happen in log order on the event loop, so offsets are dense and an entry ne
 An entry's `tag` is what the topic's filter type says (broker/filters/tags.py). It is settled while the topic is
 empty: one queue cannot hold two sorts of entries.
 
-A name is checked against RocketMQ's pattern and never becomes a path: folders are numbered.
+A topic costs no file and no descriptor: the entries of all queues share their files (log/queue_index.py).
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -19,27 +20,27 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import documents, limits
-from timeball.broker.filters.tags import tag_hash, tag_mask
+from timeball.broker import queue_entries
 from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.rates import Rates
 from timeball.broker.retry import RETRY_PREFIX
 from timeball.broker.topic_config import TopicConfig, at_least, check
-from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
+from timeball.errors import Corrupt, InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
-from timeball.log.queue_index import FOLDER as QUEUES
-from timeball.log.queue_index import QueueIndex
-from timeball.message import Int64Array, Kind, byte_lengths
+from timeball.log.queue_index import QueueIndex, QueueIndexes
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array
+
+logger = logging.getLogger(__name__)
 
 NAME = "topics.json"
+Lengths = dict[str, dict[int, tuple[int, int]]]  # topic -> queue -> (min_offset, max_offset)
 FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
-# RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
-STORED_OVERHEAD_BYTES = 91
 
 
 class TopicFacts(msgspec.Struct, frozen=True):
     """What is saved of a topic."""
 
-    number: int
     queues: int
     filter_type: FilterType = "SINGLE_TAG"  # files of before have none
     config: TopicConfig = TopicConfig()
@@ -64,7 +65,6 @@ class Topic:
     """
 
     name: str
-    number: int
     filter_type: FilterType = "SINGLE_TAG"
     config: TopicConfig = field(default_factory=TopicConfig)
     deleted: bool = False
@@ -121,15 +121,65 @@ class Topics:
         self._files = files
         self._queues_per_topic, self._auto_create = queues_per_topic, auto_create
         self._topics: dict[str, Topic] = {}
-        self._last_number = 0
+        self.indexes = QueueIndexes(files)
         self.dirty = False
         self.version = 0  # counts changes since the start, for tools that ask whether anything is new
 
-    def load(self, lengths: dict[str, dict[int, tuple[int, int]]]) -> None:
-        """Recovery: known topics, their queues cut to the (min_offset, max_offset) the checkpoint vouches for."""
+    def _load_list(self) -> None:
+        """Recovery: known topics, with the queues that the index has loaded."""
         facts = documents.load(self._files, NAME, dict[str, TopicFacts]) or {}
         for name, fact in facts.items():
-            self._add(name, fact, lengths.get(name, {}))
+            self._add(name, fact)
+
+    def load(self, reader: LogReader, lengths: Lengths, next_seq: int) -> None:
+        """Recovery: known topics, and what their queues hold of the rows below `next_seq`.
+
+        The files of the index say it, and where they end, the log does. `lengths`: the (min_offset, max_offset) of
+        each queue that the checkpoint vouches for. Files that say something else are of no use: then all comes from
+        the log. Raises Corrupt when that has fewer rows, too.
+        """
+        self.indexes.rebuild = lambda begin, end: queue_entries.rebuild(
+            reader, begin, end, self._is_multi_tag
+        )
+        try:
+            covered_seq = self.indexes.load(reader.first_seq, next_seq)
+            self._load_list()
+            self._fill(reader, covered_seq, lengths, next_seq)
+        except Corrupt as error:
+            logger.warning("%s; all queues are built again from the log", error)
+            self.indexes.clear(reader.first_seq)
+            self._load_list()
+            self._fill(reader, reader.first_seq, lengths, next_seq)
+
+    def _fill(self, reader: LogReader, begin: int, lengths: Lengths, end: int) -> None:
+        for index in self.indexes.used():
+            self._known(index.topic, index.queue_id)
+        for rows in reader.coalesced(begin, end, queue_entries.HAVE_PLACES, queue_entries.BATCH_ROWS):
+            self.replay(rows.drop_columns(["seq"]), rows.column("seq").to_numpy())
+        for name, queues in lengths.items():
+            for at, (low, high) in queues.items():
+                queue = self._known(name, at)
+                index = queue.index
+                if index.min_offset == index.max_offset < high:
+                    index.start_at(high)  # retention has let all its rows go
+                if index.max_offset != high:
+                    found = f"queue {at} of {name!r} ends at offset {index.max_offset}"
+                    raise Corrupt(f"{found}, but the checkpoint knows of {high}")
+                index.min_offset = max(index.min_offset, low)
+                queue.next_offset = high
+        for topic in self._topics.values():
+            _empty(topic)
+
+    def _known(self, name: str, queue_id: int) -> Queue:
+        """Return a queue that has had messages, whose topic may be missing in a list that was lost."""
+        topic = self._topics.get(name) or self.ensure(name, self._queues_per_topic)
+        self._widen(topic, queue_id + 1)
+        topic.queues[queue_id].next_offset = topic.queues[queue_id].index.max_offset
+        return topic.queues[queue_id]
+
+    def _is_multi_tag(self, name: str) -> bool:
+        topic = self._topics.get(name)
+        return topic is not None and topic.filter_type == "MULTI_TAG"
 
     def save(self) -> bytes | None:
         """The file's new content when something has changed; the caller writes it, off the loop."""
@@ -138,9 +188,7 @@ class Topics:
         self.dirty = False
         return documents.encode(
             {
-                t.name: TopicFacts(
-                    t.number, len(t.queues), t.filter_type, t.config, t.deleted, t.emptied_before_seq
-                )
+                t.name: TopicFacts(len(t.queues), t.filter_type, t.config, t.deleted, t.emptied_before_seq)
                 for t in self._topics.values()
             }
         )
@@ -205,10 +253,8 @@ class Topics:
                 raise OverLimit(
                     f"{limits.TOPICS_MAX} topics exist or have existed; start with another folder"
                 )
-            facts = TopicFacts(
-                1 + self._last_number, queues or self._queues_per_topic, filter_type or "SINGLE_TAG"
-            )
-            topic = self._add(name, facts, {})
+            facts = TopicFacts(queues or self._queues_per_topic, filter_type or "SINGLE_TAG")
+            topic = self._add(name, facts)
             self._changed()
             return topic
         if topic.deleted:
@@ -232,59 +278,59 @@ class Topics:
         codes, names = codes_of(rows.column("topic"))
         queue_id = filled(rows.column("queue_id"), -1).to_numpy().astype(np.int64)
         topics = [self._owed(name) if promised else self.ensure(name) for name in names]
-        for code, topic in enumerate(topics):
-            self._choose(topic, queue_id, np.flatnonzero(codes == code) if len(topics) > 1 else None)
+        for of_topic in alike(codes) if len(topics) > 1 else [None]:
+            self._choose(topics[0 if of_topic is None else int(codes[of_topic[0]])], queue_id, of_topic)
         queue_offset = np.empty(len(queue_id), dtype=np.int64)
         groups = []
-        for group in alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
-            topic, at = topics[int(codes[group[0]])], int(queue_id[group[0]])
-            queue = topic.queues[at]
+        for code, at, group in queue_entries.by_queue(codes, queue_id):
+            queue = topics[code].queues[at]
             queue_offset[group] = queue.next_offset + np.arange(len(group))
             queue.next_offset += len(group)
-            groups.append((topic, at, group))
-        tags = _due_of_levels(rows, _index_tags(rows.column("tag"), codes, topics))
-        return Placement(queue_id, queue_offset, groups, stored_sizes(rows), tags)
+            groups.append((topics[code], at, group))
+        tags = queue_entries.index_tags(rows, codes, [topic.filter_type == "MULTI_TAG" for topic in topics])
+        return Placement(queue_id, queue_offset, groups, queue_entries.stored_sizes(rows), tags)
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
         """Recovery: index visible rows of the log again; those a queue has already are skipped."""
         codes, names = codes_of(rows.column("topic"))
         queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
         topics = [self._topics.get(name) or self.ensure(name, self._queues_per_topic) for name in names]
-        sizes, tags = stored_sizes(rows), _index_tags(rows.column("tag"), codes, topics)
-        tags = _due_of_levels(rows, tags)
-        for code, topic in enumerate(topics):
-            of_topic = np.flatnonzero(codes == code)
+        tags = queue_entries.index_tags(rows, codes, [topic.filter_type == "MULTI_TAG" for topic in topics])
+        sizes = queue_entries.stored_sizes(rows)
+        for of_topic in alike(codes):
+            topic = topics[int(codes[of_topic[0]])]
             if topic.deleted and int(seqs[of_topic].max()) >= topic.emptied_before_seq:
                 self._revive(topic, self._queues_per_topic)  # by a message; the list was not saved any more
-            self._widen(topic, int(queue_id[of_topic].max()) + 1, {})
-            for at in np.unique(queue_id[of_topic]).tolist():
-                queue = topic.queues[at]
-                mine = of_topic[queue_id[of_topic] == at]
-                if queue.index.max_offset == 0 and offset[mine[0]] > 0:
-                    queue.index.start_at(int(offset[mine[0]]))
-                mine = mine[offset[mine] >= queue.index.max_offset]
-                if len(mine):
-                    assert int(offset[mine[0]]) == queue.index.max_offset, (topic.name, at)
-                    queue.index.append(seqs[mine], sizes[mine], tags[mine])
-                queue.next_offset = queue.index.max_offset
+            self._widen(topic, int(queue_id[of_topic].max()) + 1)
+        for code, at, mine in queue_entries.by_queue(codes, queue_id):
+            queue = topics[code].queues[at]
+            index = queue.index
+            if index.min_offset == index.max_offset < offset[mine[0]]:
+                index.start_at(int(offset[mine[0]]))
+            mine = mine[offset[mine] >= index.max_offset]
+            if len(mine):
+                if int(offset[mine[0]]) != index.max_offset:
+                    raise Corrupt(
+                        f"queue {at} of {topics[code].name!r} has no entry for offset {index.max_offset}"
+                    )
+                index.append(seqs[mine], sizes[mine], tags[mine])
+            queue.next_offset = index.max_offset
+        for topic in topics:
             _empty(topic)
+        self.indexes.seal_if_large(int(seqs[-1]) + 1)
 
-    def lengths(self) -> dict[str, dict[int, tuple[int, int]]]:
+    def lengths(self) -> Lengths:
         """(min_offset, max_offset) of every queue that has entries, for the checkpoint."""
-        found: dict[str, dict[int, tuple[int, int]]] = {}
-        for topic in self._topics.values():
-            used = {
-                i: (q.index.min_offset, q.index.max_offset)
-                for i, q in enumerate(topic.queues)
-                if q.index.max_offset
-            }
-            if used:
-                found[topic.name] = used
+        found: Lengths = {}
+        for index in self.indexes.used():
+            if index.max_offset:
+                found.setdefault(index.topic, {})[index.queue_id] = (index.min_offset, index.max_offset)
         return found
 
-    def indexes(self) -> list[QueueIndex]:
-        """Every queue's index."""
-        return [queue.index for topic in self._topics.values() for queue in topic.queues]
+    def forget(self, first_seq: int) -> None:
+        """Forget entries of rows before `first_seq`, which retention has let go. Blocking."""
+        for name in self.indexes.forget(first_seq):
+            self._files.remove(name)
 
     def _choose(self, topic: Topic, queue_id: Int64Array, rows: Int64Array | None) -> None:
         mine = queue_id if rows is None else queue_id[rows]
@@ -299,27 +345,25 @@ class Topics:
         mine = mine % len(topic.queues)
         queue_id[slice(None) if rows is None else rows] = mine
 
-    def _add(self, name: str, facts: TopicFacts, lengths: dict[int, tuple[int, int]]) -> Topic:
+    def _add(self, name: str, facts: TopicFacts) -> Topic:
         topic = self._topics[name] = Topic(
-            name, facts.number, facts.filter_type, facts.config, facts.deleted, facts.emptied_before_seq
+            name, facts.filter_type, facts.config, facts.deleted, facts.emptied_before_seq
         )
-        self._last_number = max(self._last_number, facts.number)
-        self._widen(topic, facts.queues, lengths)
-        _empty(topic)
+        self._widen(topic, facts.queues)
         return topic
 
     def _revive(self, topic: Topic, queues: int) -> None:
         """A new topic of a deleted one's name: nothing of before shows, and offsets go on from where they were."""
         topic.deleted, topic.config = False, TopicConfig(queues, queues)
         _empty(topic)
-        self._widen(topic, queues, {})
+        self._widen(topic, queues)
         self._changed()
 
     def _show(self, topic: Topic, queues: int) -> None:
         """At least so many queues are there and used, whatever has been hidden before."""
         shown = at_least(topic.config, queues)
         if queues > len(topic.queues) or shown != topic.config:
-            self._widen(topic, queues, {})
+            self._widen(topic, queues)
             topic.config = shown
             self._changed()
 
@@ -331,11 +375,10 @@ class Topics:
         self.dirty = True
         self.version += 1
 
-    def _widen(self, topic: Topic, queues: int, lengths: dict[int, tuple[int, int]]) -> None:
+    def _widen(self, topic: Topic, queues: int) -> None:
         for at in range(len(topic.queues), queues):
-            low, high = lengths.get(at, (0, 0))
-            index = QueueIndex(self._files, f"{QUEUES}/{topic.number}/{at}", min_offset=low, max_offset=high)
-            topic.queues.append(Queue(index, high))
+            index = self.indexes.queue(topic.name, at)
+            topic.queues.append(Queue(index, index.max_offset))
 
 
 def _empty(topic: Topic) -> None:
@@ -354,30 +397,3 @@ def check_name(name: str, bytes_max: int, what: str) -> None:
     """Raise InvalidMessage unless `name` is one that RocketMQ's clients and our folders can live with."""
     if not name or len(name) > bytes_max or not limits.NAME.fullmatch(name):
         raise InvalidMessage(f"{what} {name[:80]!r}: 1 to {bytes_max} of the characters % | a-z A-Z 0-9 _ -")
-
-
-def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
-    """Bytes of each message as RocketMQ would store it."""
-    total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
-    for name in ("topic", "body", "properties"):
-        total += byte_lengths(rows.column(name))
-    return total
-
-
-def _due_of_levels(rows: pa.RecordBatch, tags: Int64Array) -> Int64Array:
-    """The tags, but the due time of what waits in a level's queue: the scan looks at nothing else."""
-    waits = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
-    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags) if waits.any() else tags
-
-
-def _index_tags(tags: pa.Array, codes: Int64Array, topics: list[Topic]) -> Int64Array:
-    """What each row's index entry holds of its tag: the hash, or the mask in a MULTI_TAG topic; 0 without a tag."""
-    if tags.null_count == len(tags):
-        return np.zeros(len(tags), dtype=np.int64)
-    of_row, texts = codes_of(filled(tags, ""))
-    found = np.array([tag_hash(text) for text in texts], dtype=np.int64)[of_row]
-    multiple = [code for code, topic in enumerate(topics) if topic.filter_type == "MULTI_TAG"]
-    if multiple:
-        masks = np.array([tag_mask(text) for text in texts], dtype=np.int64)[of_row]
-        found = np.where(np.isin(codes, multiple), masks, found)
-    return found

@@ -20,6 +20,7 @@ from timeball.broker.recovery import DOCUMENTS
 from timeball.broker.service import Broker
 from timeball.errors import Corrupt, OverLimit, RequestError
 from timeball.log import checkpoint, frame_index, retention
+from timeball.log.queue_index import SEAL_ENTRIES
 from timeball.table.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ OFFSETS_INTERVAL_MS = 1_000
 RETENTION_INTERVAL_MS = 60_000
 COMPACT_LOOK_MS = 1_000
 KEYS_INTERVAL_MS = 1_000
+SEAL_LOOK_MS = 1_000
 BEHIND_FILES_MIN = 64  # files wholly behind the present before they are taken out of the table
 REMOVE_JOB_ID = "broker-behind"
 
@@ -54,6 +56,7 @@ class Upkeep:
             (self._settings.checkpoint_interval_ms, self.checkpoint),
             (RETENTION_INTERVAL_MS, self.let_go),
             (KEYS_INTERVAL_MS, self.index_keys),
+            (SEAL_LOOK_MS, self.seal_queues),
         ]
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
@@ -100,9 +103,7 @@ class Upkeep:
             if (seq, log_from_seq, documents) == self._saved or self._broker.mover.is_unfinished:
                 return
             settled = parts.settling.settled()
-            indexes = parts.topics.indexes()
-            dirty = [(index.folder, index.take_dirty()) for index in indexes]
-            dirty += parts.keeper.take_dirty() if parts.keeper is not None else []
+            dirty = parts.keeper.take_dirty() if parts.keeper is not None else []
             topics = parts.topics.save()
             facts = checkpoint.Facts(
                 seq=seq,
@@ -126,8 +127,10 @@ class Upkeep:
                 documents=documents,
             )
             kept_unsynced = [] if parts.keeper is None else [parts.keeper.unsynced]
+            queues = parts.topics.indexes.flush(seq)
 
             def save() -> None:
+                queues.write()
                 if topics is not None:
                     parts.files.replace("topics.json", topics)
                 for folder, files in dirty:
@@ -138,14 +141,25 @@ class Upkeep:
                 checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
-            with undone(parts.topics.unsaved, *kept_unsynced, *(index.unsynced for index in indexes)):
+            with undone(parts.topics.unsaved, *kept_unsynced):
                 await parts.writer.synced()
                 await in_thread(self._parts.reader_thread, save)
+            parts.topics.indexes.finish(queues)
             self._checkpoint_seq = seq
             self._saved = seq, log_from_seq, documents
 
     def _documents(self) -> list[str]:
         return [name for name in DOCUMENTS if self._parts.files.exists(name)]
+
+    async def seal_queues(self) -> None:
+        """Write the newest entries of the queues when they are many; else they wait for the checkpoint."""
+        parts, indexes = self._parts, self._parts.topics.indexes
+        if indexes.unsealed >= SEAL_ENTRIES:
+            async with self._broker.mover.lock:  # a checkpoint writes the same file
+                flush = indexes.flush(parts.reader.next_seq)
+                await parts.writer.synced()
+                await in_thread(parts.reader_thread, flush.write)
+                indexes.finish(flush)
 
     async def index_keys(self) -> None:
         """Key sidecars of new data files. The first cancel would build them all, with consumers waiting behind it."""
@@ -204,8 +218,8 @@ class Upkeep:
             await in_thread(
                 self._parts.reader_thread, lambda: retention.remove(parts.files, parts.reader.segments, gone)
             )
-            for index in parts.topics.indexes():
-                index.trim(parts.reader.first_seq)
+            for name in parts.topics.indexes.forget(parts.reader.first_seq):
+                await in_thread(self._parts.reader_thread, parts.files.remove, name)
             # A keeper compacts nothing: what still waits lies behind what has gone.
             parts.ledger.watermark = max(parts.ledger.watermark, parts.reader.first_seq)
         # Who reads an older version of the table has as long as the log is kept, and a day at most.

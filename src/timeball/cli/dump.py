@@ -258,7 +258,7 @@ def _summarise(data: Path, folder: FolderDump, wanted: Wanted, *, verify: bool, 
     from timeball.log.cache_check import CacheCheck
     from timeball.log.dump import Damage, FrameFound
 
-    check = CacheCheck(folder, _topic_numbers(folder)) if verify else None
+    check = CacheCheck(folder) if verify else None
     segments, flaws = [], list[Any](folder.damage)
     for segment in filter(wanted.wants, folder.segments):
         state = "spare" if segment.is_spare else "active" if segment.is_last else "sealed"
@@ -301,15 +301,6 @@ def _verdict(count: int, verify: bool) -> str:
     return "no damage, and the caches agree with the log" if verify else "no damage"
 
 
-def _topic_numbers(folder: FolderDump) -> dict[str, int]:
-    """Topic's name -> the number of its folder; empty when the broker had no topic yet."""
-    from timeball import documents
-    from timeball.broker.topics import NAME, TopicFacts
-
-    facts = documents.load(folder.files, NAME, dict[str, TopicFacts]) or {}
-    return {name: fact.number for name, fact in facts.items()}
-
-
 def _checkpoint(folder: FolderDump) -> dict[str, Any] | None:
     import msgspec
 
@@ -323,14 +314,12 @@ def _checkpoint(folder: FolderDump) -> dict[str, Any] | None:
 
 
 def _queues(folder: FolderDump) -> list[dict[str, Any]]:
-    names = {number: name for name, number in _topic_numbers(folder).items()}
     known = folder.checkpoint.facts.queues if folder.checkpoint is not None else {}
-    found = []
-    for queue in folder.queues():
-        topic = names.get(queue.topic_number)
-        low, high = known.get(topic or "", {}).get(queue.queue_id, (0, 0))
-        found.append({"topic": topic, **asdict(queue), "min_offset": low, "max_offset": high})
-    return found
+    return [
+        {"topic": topic, "queue_id": queue_id, "min_offset": low, "max_offset": high}
+        for topic, queues in known.items()
+        for queue_id, (low, high) in queues.items()
+    ]
 
 
 def _describe(report: dict[str, Any]) -> Iterator[str]:
@@ -370,7 +359,6 @@ def _topics(queues: list[dict[str, Any]]) -> Iterator[tuple[str, int, int]]:
     """(topic, entries, queues) for people, who have many queues."""
     topics: dict[str, list[int]] = {}
     for queue in queues:
-        name = queue["topic"] or f"number {queue['topic_number']}, which topics.json does not know"
-        topics.setdefault(name, []).append(queue["max_offset"] - queue["min_offset"])
+        topics.setdefault(queue["topic"], []).append(queue["max_offset"] - queue["min_offset"])
     for name, lengths in topics.items():
         yield name, sum(lengths), len(lengths)

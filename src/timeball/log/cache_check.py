@@ -1,9 +1,9 @@
 """Do the caches beside the log say what the log says? For `timeball dump --verify`.
 
-Caches are key sidecars, frame indexes and consume queues. A broker rebuilds one that does not match its checksum,
-but a consume queue has none, and another may be whole and of another segment. Here each is compared with the frames
-and rows, segment by segment as these are read. A queue is
-compared only where the checkpoint vouches for it; what lies beyond is written again at a start.
+Caches are key sidecars, frame indexes and the queue index. A broker rebuilds one that does not match its checksum, but
+another may be whole and of another log. Here each is compared with the frames and rows, segment by segment as these
+are read. The queue index is compared only where the checkpoint vouches for it; what lies beyond is written again at a
+start.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from timeball.key_sidecar import KeySidecar
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log.dump import Damage, FolderDump, FrameFound, SegmentFound
-from timeball.log.queue_index import ENTRY, FILE_ENTRIES
-from timeball.log.queue_index import FOLDER as QUEUES
+from timeball.log.queue_file import Part, QueueFile
+from timeball.log.queue_files import FOLDER as QUEUES
+from timeball.log.queue_files import file_name
 from timeball.log.segment import FOLDER, Segment
 from timeball.message import Int64Array, Kind
 
-VISIBLE = np.array([Kind.MESSAGE, Kind.RELEASE], np.int8)
+VISIBLE = np.array([Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE], np.int8)
 
 
 class CacheCheck:
     """Takes frames in the order of the log, and answers after each segment."""
 
-    def __init__(self, folder: FolderDump, topic_numbers: dict[str, int]) -> None:
+    def __init__(self, folder: FolderDump) -> None:
         self._files: Files = folder.files
-        self._numbers = topic_numbers
-        self._lengths = folder.checkpoint.facts.queues if folder.checkpoint is not None else {}
+        self._vouched_seq = folder.checkpoint.facts.seq if folder.checkpoint is not None else 0
         self._keys: list[tuple[UInt64Array, Int64Array]] = []
         self._frames: list[fmt.Frame] = []
-        self._mapped: dict[str, pa.Buffer | None] = {}
         self._damage: dict[str, Damage] = {}  # the first of each file
+        self._queue_files = self._open_queue_files()
+        self._opened: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
+        self._holes = self._find_holes()
 
     def take(self, found: FrameFound) -> None:
         """One frame of the segment at hand."""
@@ -86,46 +88,59 @@ class CacheCheck:
             self._note(name, None, "it does not name the frames of its segment; delete it, it is made again")
 
     def _compare_queues(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
-        topics = rows.column("topic").dictionary_encode()
-        codes = topics.indices.to_numpy(zero_copy_only=False)
-        queue_id = rows.column("queue_id").to_numpy(zero_copy_only=False)
-        offset = rows.column("queue_offset").to_numpy(zero_copy_only=False).astype(np.int64)
-        for code, topic in enumerate(topics.dictionary.to_pylist()):
-            lengths = self._lengths.get(topic, {})
-            for queue, (low, high) in lengths.items():
-                mine = (codes == code) & (queue_id == queue) & (offset >= low) & (offset < high)
-                if mine.any() and topic in self._numbers:
-                    folder = f"{QUEUES}/{self._numbers[topic]}/{queue}"
-                    self._compare_queue(folder, offset[mine], seqs[mine])
+        for file in self._queue_files:
+            mine = (seqs >= file.first_seq) & (seqs < min(file.next_seq, self._vouched_seq))
+            if mine.any():
+                self._compare_file(file, rows.filter(pa.array(mine)), seqs[mine])
+        holes = [(before, after) for before, after in self._holes if seqs[0] < after and seqs[-1] >= before]
+        for before, after in holes:
+            lost = np.flatnonzero((seqs >= before) & (seqs < after))
+            if len(lost):
+                self._note(file_name(before), None, f"it is missing: seq {seqs[lost[0]]} is in no queue")
 
-    def _compare_queue(self, folder: str, offset: Int64Array, seqs: Int64Array) -> None:
-        for number in np.unique(offset // FILE_ENTRIES).tolist():
-            name = f"{folder}/{number:08d}.cq"
-            mine = offset // FILE_ENTRIES == number
-            at, expected = offset[mine] % FILE_ENTRIES, seqs[mine]
-            stored = self._entries(name)
-            if stored is None:
-                self._note(name, None, "it is missing, but the checkpoint knows of entries in it")
-                continue
-            there = at < len(stored)
-            if not there.all():
-                self._note(
-                    name, None, f"it is shorter than the {int(at.max()) + 1} entries that it should have"
-                )
-            wrong = np.flatnonzero(stored["seq"][at[there]] != expected[there])
-            if len(wrong):
-                entry, seq = int(at[there][wrong[0]]), int(expected[there][wrong[0]])
-                text = f"entry {entry} should name seq {seq}, and names {int(stored['seq'][entry])}"
-                self._note(name, entry * ENTRY.itemsize, text)
+    def _compare_file(self, file: QueueFile, rows: pa.RecordBatch, seqs: Int64Array) -> None:
+        columns = zip(
+            rows.column("topic").to_pylist(), rows.column("queue_id").to_pylist(),
+            rows.column("queue_offset").to_pylist(), seqs.tolist(), strict=True,
+        )  # fmt: skip
+        stored = self._parts_of(file)
+        for topic, queue_id, offset, seq in columns if stored is not None else ():
+            part = stored.get((topic, queue_id)) if stored is not None else None
+            at = offset - part.first_offset if part is not None else -1
+            named = int(part.entries["seq"][at]) if part is not None and 0 <= at < len(part.entries) else None
+            if named != seq:
+                text = f"offset {offset} of queue {queue_id} of {topic!r} should name seq {seq}, and names {named}"
+                self._note(file.name, None, f"{text}; delete it, it is made again")
 
-    def _entries(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.void]] | None:
-        if name not in self._mapped:
+    def _parts_of(self, file: QueueFile) -> dict[tuple[str, int], Part] | None:
+        """Return a file's entries; None when they are damaged. One file is held at a time."""
+        if self._opened is None or self._opened[0] is not file:
             try:
-                self._mapped[name] = self._files.map_readonly(name)
-            except NotFound:
-                self._mapped[name] = None
-        buffer = self._mapped[name]
-        return None if buffer is None else np.frombuffer(buffer, ENTRY, count=buffer.size // ENTRY.itemsize)
+                self._opened = (file, {(part.topic, part.queue_id): part for part in file.parts()})
+            except Corrupt as error:
+                self._note(file.name, None, f"{error}; delete it, it is made again")
+                self._opened = (file, None)
+        return self._opened[1]
+
+    def _open_queue_files(self) -> list[QueueFile]:
+        found = []
+        for name in self._files.list_dir(QUEUES):
+            try:
+                found.append(QueueFile(f"{QUEUES}/{name}", self._files.map_readonly(f"{QUEUES}/{name}")))
+            except Corrupt as error:
+                self._note(f"{QUEUES}/{name}", None, f"{error}; delete it, it is made again")
+        return sorted(found, key=lambda file: file.first_seq)
+
+    def _find_holes(self) -> list[tuple[int, int]]:
+        """Return the stretches below the checkpoint that no file covers and none that was named stands for."""
+        covered, holes = 1, []
+        for file in self._queue_files:
+            if file.first_seq > covered:
+                holes.append((covered, file.first_seq))
+            covered = max(covered, file.next_seq)
+        if covered < self._vouched_seq:
+            holes.append((covered, self._vouched_seq))
+        return [hole for hole in holes if file_name(hole[0]) not in self._damage]
 
     def _note(self, name: str, position: int | None, text: str) -> None:
         self._damage.setdefault(name, Damage(name, position, text))

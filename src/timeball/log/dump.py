@@ -22,8 +22,6 @@ from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
-from timeball.log.queue_index import ENTRY
-from timeball.log.queue_index import FOLDER as QUEUES
 from timeball.log.recovery import last_written, proof_behind, whole_frames
 from timeball.log.segment import FOLDER, SUFFIX, segment_name
 from timeball.message import Kind
@@ -87,16 +85,6 @@ class SegmentFound:
         return None if self.first_seq is None else int(fmt.SEGMENT.unpack_from(self.buffer)[4])
 
 
-@dataclass(frozen=True, slots=True)
-class QueueFound:
-    """The files of one queue; how long it is stands in the checkpoint and not in them."""
-
-    topic_number: int
-    queue_id: int
-    files: int
-    room_entries: int
-
-
 Found = FrameFound | Torn | Damage
 
 
@@ -127,15 +115,6 @@ class FolderDump:
         walk = _Walk(self.files, segment)
         yield from walk.all()
         yield from self._end(segment, walk.expected)
-
-    def queues(self) -> Iterator[QueueFound]:
-        """The queues that have files."""
-        for number in _numbers(self.files.list_dir(QUEUES)):
-            for queue_id in _numbers(self.files.list_dir(f"{QUEUES}/{number}")):
-                folder = f"{QUEUES}/{number}/{queue_id}"
-                names = [name for name in self.files.list_dir(folder) if name.endswith(".cq")]
-                sizes = [size for name in names if (size := self._size(f"{folder}/{name}")) is not None]
-                yield QueueFound(number, queue_id, len(sizes), sum(sizes) // ENTRY.itemsize)
 
     def _checkpoint(self) -> cp.Checkpoint | None:
         try:

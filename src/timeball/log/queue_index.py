@@ -1,110 +1,134 @@
-"""Consume queue: where the n-th message of a (topic, queue) stands in the log.
+"""Queue index: where the n-th message of every (topic, queue) stands in the log.
 
-    byte  0              8       12               20
-          +--------------+-------+----------------+
-          | seq          | size  | tag            |   big-endian, 20 bytes, as RocketMQ has it
-          +--------------+-------+----------------+
+The newest entries of a queue are in memory; older ones lie in files that hold the entries of *all* queues for one
+stretch of the log (queue_file.py). So a queue costs neither a file nor a descriptor nor a sync of its own: a topic that
+is made on first use does no I/O, and a checkpoint writes and syncs one file however many queues got something.
 
-Entry n stands at byte n * 20 of its queue, cut into files of 300,000 entries (RocketMQ's own number), so a
-look-up is one division and no search. `seq` is what RocketMQ calls the commit-log offset. `tag` is the tag's hash
-(Java's String.hashCode) or bits, as the topic's filter type says, or the due time in a delay-level queue, so that
-filters and the level scan need not open the message. `size` is the length of the message in RocketMQ's stored form.
+    queues/<first seq>.cq    sealed   |  sealed   |  the open stretch: written again with every checkpoint
+    memory                                        |  its entries
 
-A cache: recovery truncates every queue to what the checkpoint knows and replays the log from there; without a
-checkpoint it replays everything, because each visible row of the log carries its own queue offset.
+The open stretch is sealed when it holds SEAL_ENTRIES: then its entries are read from the file and memory is free again.
+
+A cache. `load` uses files as far as they follow each other without a hole from the log's first row on; recovery
+replays the log behind them. A file whose entries do not match their checksums when they are read is built again from
+its stretch of the log, there and then: a reader gets what the log says, never another row and never fewer.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from timeball.errors import OutOfRange
-from timeball.files import File, Files
+from timeball.errors import Corrupt, OutOfRange, OverLimit
+from timeball.files import Files
+from timeball.log.queue_file import BLOCK_ENTRIES, ENTRY, EntryArray, Part, QueueFile, encode
+from timeball.log.queue_files import FOLDER, file_name, open_files, remove_all
 from timeball.message import Int64Array
 
-ENTRY = np.dtype(
-    [
-        ("seq", ">i8"),  # sequence number in the log
-        ("size", ">i4"),  # bytes of the message as RocketMQ stores it
-        ("tag", ">i8"),  # tag hash or bits, or due time (ms) in a delay-level queue
-    ]
-)
-assert ENTRY.itemsize == 20  # RocketMQ clients and tools count on it.
-EntryArray = npt.NDArray[np.void]
+logger = logging.getLogger(__name__)
 
-FILE_ENTRIES = 300_000  # RocketMQ's mappedFileSizeConsumeQueue
-FIRST_ALLOCATION = 4_096  # entries; a topic nobody uses much should not cost 6 MB a queue
-FOLDER = "queues"
+SEAL_ENTRIES = 524_288  # 10 MB: what a checkpoint writes again at most, and what stays in memory
+FIRST_ALLOCATION = 8  # entries; a queue that is hardly used costs 160 bytes
+
+Rebuild = Callable[[int, int], list[Part]]  # what the log's rows of [first_seq, next_seq) put into the queues
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """One file of a queue and its mapping."""
+class _Run(NamedTuple):
+    """Entries [first, end) of a queue, and where they stand."""
 
-    file: File
-    entries: EntryArray
+    first: int
+    end: int
+    file: QueueFile
+    number: int
+
+
+class _State(NamedTuple):
+    """Where a queue's entries are; replaced whole, so that other threads always see one that fits together."""
+
+    runs: tuple[_Run, ...]
+    tail_first: int
+    tail: EntryArray  # from `tail_first` to the queue's end, and room behind
+
+
+_NO_ENTRIES = np.empty(0, ENTRY)
+_EMPTY = _State((), 0, _NO_ENTRIES)
 
 
 class QueueIndex:
     """Entries of one queue. Positions are dense from `min_offset` to `max_offset` (exclusive)."""
 
-    def __init__(self, files: Files, folder: str, *, min_offset: int = 0, max_offset: int = 0) -> None:
-        """Open the queue below `folder`, whose entries in [min_offset, max_offset) are known to be durable.
+    __slots__ = ("_indexes", "_state", "max_offset", "min_offset", "queue_id", "topic")
 
-        The folder is made with its first file: it takes three syncs, and a heartbeat may make a thousand queues.
-        """
-        self._files, self.folder = files, folder
-        self.min_offset, self.max_offset = min_offset, max_offset
-        self._chunks: dict[int, _Chunk] = {}
-        self._dirty: set[int] = set()
+    def __init__(self, indexes: QueueIndexes, topic: str, queue_id: int) -> None:
+        """Make an empty queue; QueueIndexes.queue does, which knows those that are not."""
+        self._indexes, self.topic, self.queue_id = indexes, topic, queue_id
+        self.min_offset = self.max_offset = 0
+        self._state = _EMPTY
 
     def append(self, seqs: Int64Array, sizes: Int64Array, tags: Int64Array) -> None:
-        """Add entries behind `max_offset`."""
-        done = 0
-        while done < len(seqs):
-            number, at = divmod(self.max_offset, FILE_ENTRIES)
-            count = min(len(seqs) - done, FILE_ENTRIES - at)
-            entries = self._room(number, at + count)[at : at + count]
-            part = slice(done, done + count)
-            entries["seq"], entries["size"], entries["tag"] = seqs[part], sizes[part], tags[part]
-            self._dirty.add(number)
+        """Add entries behind `max_offset`. In memory alone: it cannot fail for want of a disk or a descriptor."""
+        count = len(seqs)
+        if count:
+            begin = self.max_offset - self._state.tail_first
+            tail = self._room(begin + count)[begin : begin + count]
+            tail["seq"], tail["size"], tail["tag"] = seqs, sizes, tags
             self.max_offset += count
-            done += count
+            self._indexes.unsealed += count
 
     def start_at(self, offset: int) -> None:
         """Begin an empty queue at `offset`: what came before has been let go by retention."""
-        assert self.max_offset == 0
+        assert self.min_offset == self.max_offset <= offset
         self.min_offset = self.max_offset = offset
+        self._state = _State((), offset, _NO_ENTRIES)
+        self._indexes.note_used(self)
 
     def read(self, offset: int, count: int) -> EntryArray:
-        """Up to `count` entries from `offset` on, copied; raises OutOfRange with what is kept."""
-        if not self.min_offset <= offset <= self.max_offset:
-            raise OutOfRange(f"offset {offset}: this queue keeps {self.min_offset} to {self.max_offset}")
-        end = min(offset + count, self.max_offset)
+        """Return up to `count` entries from `offset` on, copied; raises OutOfRange with what is kept."""
+        low, high = self.min_offset, self.max_offset
+        if not low <= offset <= high:
+            raise OutOfRange(f"offset {offset}: this queue keeps {low} to {high}")
+        end = min(offset + count, high)
+        state = self._state
+        if offset >= state.tail_first:
+            return state.tail[offset - state.tail_first : end - state.tail_first].copy()
         parts = []
-        while offset < end:
-            number, at = divmod(offset, FILE_ENTRIES)
-            stop = min(end - number * FILE_ENTRIES, FILE_ENTRIES)
-            parts.append(np.array(self._room(number, stop)[at:stop]))
-            offset = number * FILE_ENTRIES + stop
-        return np.concatenate(parts) if parts else np.empty(0, ENTRY)
+        while offset < min(end, self._state.tail_first):
+            part = self._from_file(offset, end)
+            parts.append(part)
+            offset += len(part)
+        state = self._state
+        if offset < end:
+            parts.append(state.tail[offset - state.tail_first : end - state.tail_first])
+        return np.concatenate(parts) if parts else _NO_ENTRIES.copy()
 
     def at(self, offsets: Int64Array) -> EntryArray:
-        """The entries at these offsets, each between `min_offset` and `max_offset`, copied."""
+        """Return the entries at these offsets, each between `min_offset` and `max_offset`, copied."""
         found = np.empty(len(offsets), ENTRY)
-        numbers = offsets // FILE_ENTRIES
-        for number in np.unique(numbers).tolist():
-            here = numbers == number
-            low = offsets[here] - number * FILE_ENTRIES
-            found[here] = self._room(number, int(low.max()) + 1)[low]
+        _, tail_first, tail = self._state
+        in_tail = offsets >= tail_first
+        found[in_tail] = tail[offsets[in_tail] - tail_first]
+        left = np.flatnonzero(~in_tail)
+        left = left[np.argsort(offsets[left], kind="stable")]
+        while len(left):  # a block is checked once, however many of its entries are wanted
+            offset = int(offsets[left[0]])
+            first = offset - (offset - self._run(offset).first) % BLOCK_ENTRIES
+            block = self._from_file(first, first + BLOCK_ENTRIES)
+            count = int(np.searchsorted(offsets[left], first + len(block)))
+            found[left[:count]] = block[offsets[left[:count]] - first]
+            left = left[count:]
         return found
 
     def hide(self, first_seq: int) -> None:
-        """Forget entries of rows before `first_seq`; no file is touched."""
+        """Forget entries of rows before `first_seq`."""
         low, high = self.min_offset, self.max_offset
+        if low == high or int(self.read(low, 1)["seq"][0]) >= first_seq:
+            return
         while low < high:
             middle = (low + high) // 2
             if int(self.read(middle, 1)["seq"][0]) < first_seq:
@@ -113,52 +137,238 @@ class QueueIndex:
                 high = middle
         self.min_offset = low
 
-    def trim(self, first_seq: int) -> None:
-        """Forget entries of rows before `first_seq`, which retention has let go; removes files wholly behind it."""
-        self.hide(first_seq)
-        low = self.min_offset
-        for number in [n for n in self._chunks if (n + 1) * FILE_ENTRIES <= low]:
-            self._chunks.pop(number).file.close()
-            self._dirty.discard(number)
-        for name in self._files.list_dir(self.folder):
-            if (int(name.removesuffix(".cq")) + 1) * FILE_ENTRIES <= low:
-                self._files.remove(f"{self.folder}/{name}")
+    def _from_file(self, offset: int, end: int) -> EntryArray:
+        """Return entries from `offset` on as far as their file goes; a file that is damaged is built again."""
+        run = self._run(offset)
+        try:
+            return run.file.read(run.number, offset - run.first, min(end, run.end) - run.first)
+        except Corrupt as error:
+            self._indexes.repair(run.file, error)
+        run = self._run(offset)
+        return run.file.read(run.number, offset - run.first, min(end, run.end) - run.first)
 
-    def take_dirty(self) -> list[File]:
-        """Files written since the last call; a checkpoint may count on the entries once these are synced.
+    def _run(self, offset: int) -> _Run:
+        runs = self._state.runs
+        at = bisect_right(runs, offset, key=lambda run: run.first) - 1
+        if at < 0 or offset >= runs[at].end:
+            raise Corrupt(f"queue {self.queue_id} of {self.topic!r} has no entry for offset {offset}")
+        return runs[at]
 
-        The caller syncs them in a thread of its own and the folder (`folder`) after them.
+    def _room(self, entries: int) -> EntryArray:
+        """Return the tail, grown to hold `entries`."""
+        tail = self._state.tail
+        if len(tail) < entries:
+            grown = np.empty(max(FIRST_ALLOCATION, entries, 2 * len(tail)), ENTRY)
+            with self._indexes.changing:
+                runs, first, tail = self._state
+                grown[: len(tail)] = tail
+                self._state = _State(runs, first, grown)
+            self._indexes.note_open(self)
+            tail = grown
+        return tail
+
+    # -- for QueueIndexes, with `changing` held ------------------------------------------------------------
+
+    def tail_part(self) -> Part:
+        """Return the entries in memory."""
+        _, first, tail = self._state
+        return Part(self.topic, self.queue_id, first, tail[: self.max_offset - first])
+
+    def seal(self, run: _Run) -> bool:
+        """Read the entries of `run` from its file from now on; false when none are left in memory."""
+        runs, first, tail = self._state
+        rest = tail[run.end - first : self.max_offset - first]
+        self._state = _State((*runs, run), run.end, rest.copy() if len(rest) else _NO_ENTRIES)
+        return bool(len(rest))
+
+    def loaded(self, run: _Run) -> None:
+        """Add a run of a file that was there at the start; raises Corrupt when it does not follow."""
+        if not self._state.runs:
+            self.min_offset = self.max_offset = run.first
+        _check_follows(self, run.first)
+        self._state = _State((*self._state.runs, run), run.end, _NO_ENTRIES)
+        self.max_offset = run.end
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.min_offset = self.max_offset = 0
+        self._state = _EMPTY
+
+    def replace_runs(self, file: QueueFile, fresh: _Run | None) -> None:
+        """Read from `fresh` what has been read from `file`."""
+        runs, first, tail = self._state
+        kept = tuple(fresh if run.file is file else run for run in runs)
+        self._state = _State(tuple(run for run in kept if run is not None), first, tail)
+
+    def forget_runs(self, gone: set[str]) -> None:
+        """Forget the entries in these files, the oldest."""
+        runs, first, tail = self._state
+        kept = tuple(run for run in runs if run.file.name not in gone)
+        self._state = _State(kept, first, tail)
+        self.min_offset = max(self.min_offset, kept[0].first if kept else first)
+
+
+def _check_follows(index: QueueIndex, first_offset: int) -> None:
+    if index.max_offset != first_offset:
+        raise Corrupt(
+            f"queue {index.queue_id} of {index.topic!r} has no entry for offset {index.max_offset} in its files"
+        )
+
+
+@dataclass(slots=True)
+class Flush:
+    """What a checkpoint writes of the open stretch: made on the loop, written in a thread."""
+
+    files: Files
+    first_seq: int
+    next_seq: int
+    indexes: list[QueueIndex]
+    parts: list[Part]
+    seals: bool
+    written: QueueFile | None = None
+
+    def write(self) -> None:
+        """Write and sync the file (any thread)."""
+        name = file_name(self.first_seq)
+        if not self.files.exists(FOLDER):
+            self.files.make_dir(FOLDER)
+        self.files.replace(name, encode(self.first_seq, self.next_seq, self.parts))
+        if self.seals:
+            self.written = QueueFile(name, self.files.map_readonly(name))
+
+
+class QueueIndexes:
+    """All queues' entries, and the files they are in. Methods belong to the event loop unless they say otherwise."""
+
+    def __init__(self, files: Files, rebuild: Rebuild | None = None) -> None:
+        """`rebuild` reads a stretch of the log; without one damage is Corrupt for the reader."""
+        self._files, self.rebuild = files, rebuild
+        self._sealed: list[QueueFile] = []
+        self._used: dict[tuple[str, int], QueueIndex] = {}
+        self._open: dict[QueueIndex, None] = {}  # have entries in memory
+        self._first_seq = 1  # where the open stretch begins
+        self.unsealed = 0  # entries in memory
+        self.changing = threading.Lock()  # around every change of a queue's state
+        self._repairing = threading.Lock()
+
+    def queue(self, topic: str, queue_id: int) -> QueueIndex:
+        """Return the queue as it was loaded, or an empty one."""
+        return self._used.get((topic, queue_id)) or QueueIndex(self, topic, queue_id)
+
+    def used(self) -> Iterator[QueueIndex]:
+        """Yield the queues that have, or have had, entries."""
+        yield from self._used.values()
+
+    def note_used(self, index: QueueIndex) -> None:
+        """Remember that this queue has, or has had, entries."""
+        self._used[index.topic, index.queue_id] = index
+
+    def note_open(self, index: QueueIndex) -> None:
+        """Remember that this queue has entries in memory."""
+        self.note_used(index)
+        self._open[index] = None
+
+    def load(self, first_seq: int, to_seq: int) -> int:
+        """Open the files, before anything is appended; returns the row up to which they hold everything.
+
+        The log is kept from `first_seq` on, and the checkpoint knows of the rows below `to_seq`. A file that does
+        not follow the one before it is removed: the log says what was in it.
         """
-        files = [self._chunks[number].file for number in self._dirty]
-        self._dirty.clear()
-        return files
+        found = open_files(self._files, first_seq, to_seq)
+        self._sealed, self._first_seq = found.sealed, found.open_seq
+        for file in self._sealed:
+            for number, topic, queue_id, first, end in file.queues():
+                index = self._used.setdefault((topic, queue_id), QueueIndex(self, topic, queue_id))
+                index.loaded(_Run(first, end, file, number))
+        for part in found.tail:
+            index = self.queue(part.topic, part.queue_id)
+            if index.max_offset == 0:
+                index.start_at(part.first_offset)
+            _check_follows(index, part.first_offset)
+            index.append(part.entries["seq"], part.entries["size"], part.entries["tag"])
+        return found.covered_seq
 
-    def unsynced(self) -> None:
-        """What `take_dirty` gave out was not synced: all that is open counts as written since."""
-        self._dirty.update(self._chunks)
+    def clear(self, first_seq: int) -> None:
+        """Forget everything, in memory and on the disk: the whole log follows, from `first_seq` on."""
+        remove_all(self._files)
+        for index in self._used.values():
+            index.clear()
+        self._sealed, self._open, self.unsealed = [], {}, 0
+        self._first_seq = first_seq
 
-    def close(self) -> None:
-        """Let go of the files."""
-        for chunk in self._chunks.values():
-            chunk.file.close()
-        self._chunks = {}
+    # -- writing -------------------------------------------------------------------------------------------
 
-    def _room(self, number: int, entries: int) -> EntryArray:
-        """The mapping of file `number`, grown to hold `entries`."""
-        chunk = self._chunks.get(number)
-        if chunk is not None and len(chunk.entries) >= entries:
-            return chunk.entries
-        name = f"{self.folder}/{number:08d}.cq"
-        if chunk is None:
-            if self._files.exists(name):
-                file = self._files.open(name)
-            else:
-                self._files.make_dir(self.folder)
-                file = self._files.create(name)
-            chunk = self._chunks[number] = _Chunk(file, np.empty(0, ENTRY))
-        size = self._files.size(name) // ENTRY.itemsize
-        if size < entries:
-            size = min(FILE_ENTRIES, max(FIRST_ALLOCATION, entries, 2 * size))
-            chunk.file.allocate(size * ENTRY.itemsize)
-        chunk.entries = np.frombuffer(chunk.file.map(), dtype=ENTRY, count=size)
-        return chunk.entries
+    def flush(self, next_seq: int) -> Flush:
+        """Return what is to be written so that a checkpoint can vouch for the rows below `next_seq`."""
+        seals = self.unsealed >= SEAL_ENTRIES
+        return Flush(
+            self._files,
+            self._first_seq,
+            next_seq,
+            list(self._open),
+            [i.tail_part() for i in self._open],
+            seals,
+        )
+
+    def finish(self, flush: Flush) -> None:
+        """Take note that it has been written; one that seals frees the memory."""
+        if flush.written is None or flush.first_seq != self._first_seq:
+            return
+        with self.changing:
+            for number, (index, part) in enumerate(zip(flush.indexes, flush.parts, strict=True)):
+                end = part.first_offset + len(part.entries)
+                if not index.seal(_Run(part.first_offset, end, flush.written, number)):
+                    self._open.pop(index, None)
+                self.unsealed -= len(part.entries)
+            self._sealed.append(flush.written)
+            self._first_seq = flush.next_seq
+
+    def seal_if_large(self, next_seq: int) -> None:
+        """Write and seal the open stretch when it is large enough. Blocking: for recovery."""
+        if self.unsealed >= SEAL_ENTRIES:
+            flush = self.flush(next_seq)
+            flush.write()
+            self.finish(flush)
+
+    # -- retention and damage ------------------------------------------------------------------------------
+
+    def forget(self, first_seq: int) -> list[str]:
+        """Forget entries of rows before `first_seq`; returns the files that are no longer needed, to be removed."""
+        gone = [file for file in self._sealed if file.next_seq <= first_seq]
+        names = {file.name for file in gone}
+        touched = {(topic, queue) for file in gone for _, topic, queue, _, _ in file.queues()}
+        with self.changing:
+            for key in touched:
+                self._used[key].forget_runs(names)
+            self._sealed = self._sealed[len(gone) :]
+        partly = self._sealed[0] if self._sealed and self._sealed[0].first_seq < first_seq else None
+        keys = [(topic, queue) for _, topic, queue, _, _ in partly.queues()] if partly else []
+        behind = [self._used[key] for key in keys]
+        behind += list(self._open) if self._first_seq < first_seq else []
+        for index in behind:
+            index.hide(first_seq)
+        return sorted(names)
+
+    def repair(self, damaged: QueueFile, error: Corrupt) -> None:
+        """Build a file again from its stretch of the log; raises Corrupt without a log (any thread)."""
+        if self.rebuild is None:
+            raise error
+        with self._repairing:
+            if damaged not in self._sealed:
+                return  # another reader has found the same
+            logger.warning("%s; it is built again from the log", error)
+            data = encode(
+                damaged.first_seq, damaged.next_seq, self.rebuild(damaged.first_seq, damaged.next_seq)
+            )
+            try:
+                self._files.replace(damaged.name, data)
+            except OverLimit as full:
+                logger.warning("%s is kept in memory alone: %s", damaged.name, full)
+            fresh = QueueFile(damaged.name, data)
+            runs = {
+                (topic, queue): _Run(first, end, fresh, n) for n, topic, queue, first, end in fresh.queues()
+            }
+            with self.changing:
+                for _, topic, queue, _, _ in damaged.queues():
+                    self._used[topic, queue].replace_runs(damaged, runs.get((topic, queue)))
+                self._sealed = [fresh if file is damaged else file for file in self._sealed]

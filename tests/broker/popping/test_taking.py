@@ -12,13 +12,13 @@ from tests.crash_files import CrashFiles
 from timeball import limits
 from timeball.broker.filters import EVERYTHING, compile_filter, java_hash
 from timeball.broker.popping.taking import Taking
-from timeball.log.queue_index import QueueIndex
+from timeball.log.queue_index import QueueIndex, QueueIndexes
 
 TAGS = ["a", "b", "c"]
 
 
 def index(sizes: list[int], tags: list[str] | None = None) -> QueueIndex:
-    made = QueueIndex(CrashFiles(), "queues/1/0")
+    made = QueueIndexes(CrashFiles()).queue("t", 0)
     hashes = np.array([java_hash(tag) for tag in tags or ["a"] * len(sizes)], dtype=np.int64)
     made.append(np.arange(len(sizes)), np.array(sizes, dtype=np.int64), hashes)
     return made
@@ -97,7 +97,7 @@ def test_more_that_nobody_has_looked_at_is_told(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_queue_whose_beginning_is_gone_goes_on_where_it_begins() -> None:
     queue, w = index([10] * 5), window()
-    queue.trim(3)
+    queue.hide(3)
     assert taking().take(w, queue, None) == [3, 4]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.broker.popping.window import NO_RECEIPT, Count, Window
-from timeball.log.queue_index import ENTRY, EntryArray
+from timeball.log.queue_file import ENTRY, EntryArray
 
 
 def entries(offsets: list[int]) -> EntryArray:

@@ -31,7 +31,7 @@ async def test_a_new_group_begins_and_that_is_stored(world: World) -> None:
     assert world.broker.offsets("g", "orders") == {0: 0}
     assert window(world, windows, "young", from_max=True).next_offset == 0
     index = world.broker.parts.topics.get("orders").queues[0].index
-    index.trim(int(index.read(1, 1)["seq"][0]))
+    index.hide(int(index.read(1, 1)["seq"][0]))
     assert window(world, windows, "h").next_offset == 1
     assert window(world, windows, "old", from_max=True).next_offset == 2
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
-from timeball.log.queue_index import QueueIndex
+from timeball.log.queue_index import QueueIndexes
 from timeball.schedule.delay_levels import queue as queue_module
 from timeball.schedule.delay_levels.queue import LevelQueue
 
@@ -19,7 +19,7 @@ FAR_MS = 1 << 40
 
 def queue_of(dues: list[int], duration_ms: int | None = WAIT_MS, first_seq: int = 10) -> LevelQueue:
     """A queue whose entry n has the sequence number first_seq + 3 n."""
-    index = QueueIndex(CrashFiles(), "q")
+    index = QueueIndexes(CrashFiles()).queue("t", 0)
     count = len(dues)
     index.append(first_seq + 3 * np.arange(count), np.full(count, 91), np.array(dues, np.int64))
     queue = LevelQueue(2, index, duration_ms)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.log.checkpoint import LevelFacts
-from timeball.log.queue_index import QueueIndex
+from timeball.log.queue_index import QueueIndexes
 from timeball.message import Int64Array
 from timeball.schedule.delay_levels import settled as settled_module
 from timeball.schedule.delay_levels.queue import LevelQueue
@@ -30,7 +30,7 @@ class Two:
     def __init__(self) -> None:
         self.queues = {}
         for at, number in enumerate(self.numbers):
-            index = QueueIndex(CrashFiles(), "q")
+            index = QueueIndexes(CrashFiles()).queue("t", 0)
             index.append(2 * np.arange(ROWS) + at, np.full(ROWS, 91), np.arange(ROWS))
             self.queues[number] = LevelQueue(number, index, None)
         self.settled = SettledPlaces(self.queues)

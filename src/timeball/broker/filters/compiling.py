@@ -12,7 +12,7 @@ from timeball.broker.filters.sql_conditions import Condition
 from timeball.broker.filters.sql_truth import TRUE
 from timeball.broker.filters.sql_values import Values
 from timeball.errors import InvalidFilter
-from timeball.log.queue_index import EntryArray
+from timeball.log.queue_file import EntryArray
 
 TAG, SQL92 = "TAG", "SQL92"
 

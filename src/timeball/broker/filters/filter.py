@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.log.queue_index import EntryArray
+from timeball.log.queue_file import EntryArray
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from timeball import limits
 from timeball.broker.filters.filter import BoolArray
 from timeball.errors import InvalidFilter
-from timeball.log.queue_index import EntryArray
+from timeball.log.queue_file import EntryArray
 
 SEPARATOR = "||"
 ALL = "*"

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from timeball.log.queue_index import EntryArray
+from timeball.log.queue_file import EntryArray
 
 NO_RECEIPT = -1
 

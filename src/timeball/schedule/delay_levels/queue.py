@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from timeball.log.queue_index import EntryArray, QueueIndex
+from timeball.log.queue_file import EntryArray
+from timeball.log.queue_index import QueueIndex
 from timeball.message import Int64Array
 
 CHUNK = 65_536  # entries looked at in one go

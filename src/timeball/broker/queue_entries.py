@@ -1,0 +1,82 @@
+"""What rows put into the queue index: sizes and tags of entries, and the entries of a stretch of the log.
+
+The same for a message that becomes visible, for recovery, and for a damaged index file that is built again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.filters.tags import tag_hash, tag_mask
+from timeball.broker.grouping import alike, codes_of, filled
+from timeball.log.queue_file import ENTRY, Part
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array, Kind, byte_lengths
+
+HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
+BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
+COLUMNS = ("seq", "kind", "topic", "queue_id", "queue_offset", "tag", "body", "properties", "due_ms")
+# RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
+STORED_OVERHEAD_BYTES = 91
+
+
+def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
+    """Return the bytes of each message as RocketMQ would store it."""
+    total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
+    for name in ("topic", "body", "properties"):
+        total += byte_lengths(rows.column(name))
+    return total
+
+
+def index_tags(rows: pa.RecordBatch, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
+    """Return what each row's entry holds of its tag; `multi_tag` says of each topic whether it is a mask.
+
+    What waits in a level's queue has its due time there: the scan looks at nothing else.
+    """
+    tags = _tags(rows.column("tag"), codes, multi_tag)
+    waits = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
+    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags) if waits.any() else tags
+
+
+def _tags(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
+    """Return the hash, or the mask in a MULTI_TAG topic; 0 without a tag."""
+    if tags.null_count == len(tags):
+        return np.zeros(len(tags), dtype=np.int64)
+    of_row, texts = codes_of(filled(tags, ""))
+    found = np.array([tag_hash(text) for text in texts], dtype=np.int64)[of_row]
+    multiple = np.flatnonzero(multi_tag)
+    if len(multiple):
+        masks = np.array([tag_mask(text) for text in texts], dtype=np.int64)[of_row]
+        found = np.where(np.isin(codes, multiple), masks, found)
+    return found
+
+
+def by_queue(codes: Int64Array, queue_id: Int64Array) -> Iterator[tuple[int, int, Int64Array]]:
+    """Yield a topic's code, a queue and its rows, in order."""
+    for rows in alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
+        yield int(codes[rows[0]]), int(queue_id[rows[0]]), rows
+
+
+def rebuild(
+    reader: LogReader, first_seq: int, next_seq: int, is_multi_tag: Callable[[str], bool]
+) -> list[Part]:
+    """Return the entries of the log's rows [first_seq, next_seq), as far as these are kept (any thread)."""
+    found: dict[tuple[str, int], list[Part]] = {}
+    begin = max(first_seq, reader.first_seq)
+    for rows in reader.coalesced(begin, next_seq, HAVE_PLACES, BATCH_ROWS, COLUMNS):
+        codes, names = codes_of(rows.column("topic"))
+        queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
+        entries = np.empty(rows.num_rows, ENTRY)
+        entries["seq"], entries["size"] = rows.column("seq").to_numpy(), stored_sizes(rows)
+        entries["tag"] = index_tags(rows, codes, [is_multi_tag(name) for name in names])
+        for code, queue, mine in by_queue(codes, queue_id):
+            part = Part(names[code], queue, int(offset[mine[0]]), entries[mine])
+            found.setdefault((part.topic, queue), []).append(part)
+    return [
+        Part(topic, queue, parts[0].first_offset, np.concatenate([part.entries for part in parts]))
+        for (topic, queue), parts in found.items()
+    ]

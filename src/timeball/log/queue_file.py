@@ -1,0 +1,141 @@
+"""One file of the queue index: the entries of all queues for one stretch of the log. Codec only, no I/O.
+
+    byte  0           8        16          24         32      40       48      56
+          +-----------+--------+-----------+----------+-------+--------+-------+---------+
+          | "TBQUEUE1"| crc32c | first_seq | next_seq | runs  | blocks | names | entries |   little-endian
+          +-----------+--------+-----------+----------+-------+--------+-------+---------+
+          | runs: number of the name, queue, first offset, count                          |   24 bytes each
+          | blocks: the crc32c of every 256 entries of a run                              |   4 bytes each
+          | names of the topics, JSON                                                     |
+          | entries, run after run: seq, size, tag                                        |   20 bytes each, big-endian
+          +-------------------------------------------------------------------------------+
+
+The first checksum covers what follows it up to the entries; it is checked when the file is opened. The entries of a
+block are checked at *every* read, so an entry that a bit flipped in is never used: with it a reader would be handed
+another row, or a filter would pass over one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import google_crc32c
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from timeball.errors import Corrupt
+
+ENTRY = np.dtype(
+    [
+        ("seq", ">i8"),  # sequence number in the log
+        ("size", ">i4"),  # bytes of the message as RocketMQ stores it
+        ("tag", ">i8"),  # tag hash or bits, or due time (ms) in a delay-level queue
+    ]
+)
+assert ENTRY.itemsize == 20  # the width of RocketMQ's entry, whose size and tag these are
+EntryArray = npt.NDArray[np.void]
+
+MAGIC = b"TBQUEUE1"
+HEADER = struct.Struct("<8sQ6q")
+RUN = np.dtype([("name", "<u4"), ("queue", "<u4"), ("first_offset", "<i8"), ("count", "<i8")])
+BLOCK_ENTRIES = 256  # 5 KB: what a read of one entry checks, in 1 us
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Entries of one queue that follow each other."""
+
+    topic: str
+    queue_id: int
+    first_offset: int
+    entries: EntryArray
+
+
+def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
+    """Return the file of the log's rows [first_seq, next_seq)."""
+    # numpy's concatenate gives native order back.
+    data = [part.entries.astype(ENTRY, copy=False).tobytes() for part in parts]
+    names: dict[str, int] = {}
+    runs = np.empty(len(parts), RUN)
+    for at, part in enumerate(parts):
+        number = names.setdefault(part.topic, len(names))
+        runs[at] = (number, part.queue_id, part.first_offset, len(part.entries))
+    blocks: list[int] = []
+    for entries in data:
+        blocks += _checksums(entries)
+    titles = msgspec.json.encode(list(names))
+    tables = b"".join([runs.tobytes(), np.array(blocks, "<u4").tobytes(), titles])
+    numbers = struct.pack(
+        "<6q", first_seq, next_seq, len(runs), len(blocks), len(titles), sum(map(len, data)) // ENTRY.itemsize
+    )
+    crc = google_crc32c.value(numbers + tables)
+    return b"".join([struct.pack("<8sQ", MAGIC, crc), numbers, tables, *data])
+
+
+def _checksums(entries: bytes) -> Iterator[int]:
+    step = BLOCK_ENTRIES * ENTRY.itemsize
+    for at in range(0, len(entries), step):
+        yield google_crc32c.value(entries[at : at + step])
+
+
+class QueueFile:
+    """A file that has been opened: what its runs hold, checked at every read."""
+
+    def __init__(self, name: str, buffer: pa.Buffer | bytes) -> None:
+        """Raise Corrupt when its tables do not match their checksum or its length."""
+        self.name = name
+        data = memoryview(buffer)
+        try:
+            magic, crc, self.first_seq, self.next_seq, *counts = HEADER.unpack_from(data)
+            runs, blocks, names, entries = counts
+            if min(counts) < 0 or magic != MAGIC:
+                raise ValueError("it does not begin as one")
+            at_blocks = HEADER.size + runs * RUN.itemsize
+            at_names = at_blocks + 4 * blocks
+            at_entries = at_names + names
+            if at_entries + entries * ENTRY.itemsize != len(data):
+                raise ValueError(f"{len(data)} bytes are not as many as it should have")
+            if crc != google_crc32c.value(bytes(data[16:at_entries])):
+                raise ValueError("its tables do not match their checksum")
+        except (ValueError, struct.error) as error:
+            raise Corrupt(f"{name}: {error}") from error
+        self.runs = np.frombuffer(data, RUN, runs, HEADER.size)
+        self.names: list[str] = msgspec.json.decode(data[at_names:at_entries], type=list[str])
+        self._crcs = np.frombuffer(data, "<u4", blocks, at_blocks)
+        self._entries = np.frombuffer(data, ENTRY, entries, at_entries)
+        counts_of_runs = self.runs["count"].astype(np.int64)
+        self._first_entry = np.cumsum(counts_of_runs) - counts_of_runs
+        blocks_of_runs = -(-counts_of_runs // BLOCK_ENTRIES)
+        self._first_block = np.cumsum(blocks_of_runs) - blocks_of_runs
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        return len(self._entries)
+
+    def queues(self) -> Iterator[tuple[int, str, int, int, int]]:
+        """Yield each run's number, topic, queue, first offset and end."""
+        for number, (name, queue_id, first, count) in enumerate(self.runs.tolist()):
+            yield number, self.names[name], queue_id, first, first + count
+
+    def read(self, run: int, begin: int, end: int) -> EntryArray:
+        """Return a copy of entries [begin, end) of a run, counted from its first; raises Corrupt."""
+        first, count = int(self._first_entry[run]), int(self.runs["count"][run])
+        for block in range(begin // BLOCK_ENTRIES, -(-end // BLOCK_ENTRIES)):
+            at, stop = block * BLOCK_ENTRIES, min(count, (block + 1) * BLOCK_ENTRIES)
+            found = google_crc32c.value(self._entries[first + at : first + stop].tobytes())
+            if found != self._crcs[int(self._first_block[run]) + block]:
+                raise Corrupt(
+                    f"{self.name}: entries {first + at} to {first + stop - 1} do not match their checksum"
+                )
+        return np.array(self._entries[first + begin : first + end])
+
+    def parts(self) -> list[Part]:
+        """Return all of it; raises Corrupt."""
+        return [
+            Part(topic, queue_id, first, self.read(number, 0, end - first))
+            for number, topic, queue_id, first, end in self.queues()
+        ]
