@@ -156,6 +156,29 @@ def test_every_file_of_a_data_folder(tmp_path: Path, schedule: str) -> None:
             assert re.search(rf"^{re.escape(top)}[\s/]", drawn, re.MULTILINE), path
 
 
+@pytest.mark.parametrize(
+    ("folder", "listing"),
+    [
+        ("docs/decisions", "ARCHITECTURE.md"),
+        ("docs/formats", "README.md"),
+        ("docs/formats", "CHANGELOG.md"),
+        ("docs/formats", "docs/operations.md"),
+    ],
+)
+def test_every_page_of_a_folder_is_listed(folder: str, listing: str) -> None:
+    pages = [path.name for path in (ROOT / folder).glob("*.md")]
+    assert pages
+    assert not absent([f"/{name})" for name in pages], page(listing)), listing
+    assert absent(["/0000-no-page.md)"], page(listing)), "the control"
+
+
+def test_every_port_that_is_open_by_default() -> None:
+    """Nothing listens that the first page for operators does not name."""
+    ports = [field.default for field in settings() if field.name == "port" or field.name.endswith("_port")]
+    first = page("docs/operations.md").partition("\n## ")[0]
+    assert not absent(map(str, ports), first)
+
+
 FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
     ("commit-log", "Rows", [*LOG_SCHEMA.names, *(kind.name for kind in Kind)]),
     ("pending-table", "Rows", TABLE_SCHEMA.names),

@@ -6,7 +6,9 @@ import ctypes
 import errno
 import gc
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -417,3 +419,14 @@ def test_what_cannot_be_mapped_is_an_error_of_the_disk(
 
 def _maps_of(path: Path) -> int:
     return sum(line.endswith(str(path)) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    root = tmp_path / "file" / "data"
+    with pytest.raises(TimeballError, match=re.escape(str(root))):
+        RealFiles(root).make_dir(".")
+
+
+def test_free_bytes_is_what_the_system_has_left(tmp_path: Path) -> None:
+    assert 0 < RealFiles(tmp_path).free_bytes() <= shutil.disk_usage(tmp_path).total

@@ -21,6 +21,7 @@ import fcntl
 import mmap
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -224,10 +225,14 @@ class RealFiles:
             os.close(self._lock_fd)
             self._lock_fd = None
 
+    def free_bytes(self) -> int:
+        """Return the room left for this process on the folder's file system, as `df` shows it."""
+        return shutil.disk_usage(self.root).free
+
     def make_dir(self, name: str) -> None:
         """See Files."""
         path = self.root / name
-        with _typed(f"making folder {name}"):
+        with _typed(f"making folder {path if name == '.' else name}"):
             missing = {p for p in (path, *path.parents) if not p.exists()}
             path.mkdir(parents=True, exist_ok=True)
         # Below the root every name is synced even when it was there: a run killed between making it and

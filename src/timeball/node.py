@@ -335,6 +335,7 @@ class Node:
             "rss_bytes": memory.rss,
             # Without the mapped log, which is page cache that the system takes back when it needs it.
             "anon_bytes": memory.rss - memory.shared,
+            "disk": {"free_bytes": self.files.free_bytes(), "no_room": self.broker.parts.writer.no_room},
             "access": self.guard.status(),
             **self.broker.status(),
         }

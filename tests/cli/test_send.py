@@ -77,6 +77,9 @@ def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
                 break
         assert codes[0] == 0 and codes[-1] == 5, codes
         assert "disk full" in ended.stderr and "free some space" in ended.stderr
+        assert "NEW MESSAGES ARE REFUSED" in run_here("status", "--endpoint", uri, COLUMNS="500").stdout
+        disk = json.loads(run_here("status", "--json", "--endpoint", uri).stdout)["disk"]
+        assert "disk full" in disk["no_room"] and disk["free_bytes"] < 4 << 20
         pulled = run_here("pull", "big", "--peek", "--max", "1", "--json", "--endpoint", uri)
         assert json.loads(pulled.stdout)["body"] == body
 

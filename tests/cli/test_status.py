@@ -29,6 +29,7 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
         "broker",
         "log",
         "on disk up to",
+        "disk",
         "schedule",
         "waiting",
         "of them cancelled",
@@ -59,7 +60,7 @@ def status() -> dict[str, Any]:
     return {
         "version": "1", "pid": 1, "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0, "wheel_rows": 0},
         "log": {"first_seq": 1, "next_seq": 2, "durable_seq": 2, "bytes": 3}, "table": {"version": 1},
-        "strategy": "hour_log",
+        "strategy": "hour_log", "disk": {"free_bytes": 5 << 20, "no_room": ""},
         "schedule": {"wheel_rows": 3, "tail_rows": 20, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},
         "lateness": {"released": 0, "max_ms": 0, "buckets": {}},
     }  # fmt: skip
@@ -74,6 +75,12 @@ def test_what_waits_in_the_log_is_what_its_schedule_says(status: dict[str, Any])
     told = dict(_rows("e", status))
     assert told["schedule"] == "timer_wheel"
     assert told["waiting"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
+
+
+def test_a_full_disk_cannot_be_overlooked(status: dict[str, Any]) -> None:
+    assert dict(_rows("e", status))["disk"] == "5 MiB free"
+    status["disk"]["no_room"] = "disk full"
+    assert dict(_rows("e", status))["disk"] == "5 MiB free: NEW MESSAGES ARE REFUSED, disk full"
 
 
 def test_what_waits_for_delay_levels_has_a_line_when_there_is_any(status: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
         ("on disk up to", f"row {log['durable_seq']:,}"),
+        ("disk", _room(found["disk"])),
         ("schedule", strategy),
         ("waiting", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
         *(levels if for_levels else []),
@@ -59,6 +60,12 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",
         ),
     ]
+
+
+def _room(disk: dict[str, Any]) -> str:
+    """Return what is free, and that sends are refused when that is too little."""
+    refused = f": NEW MESSAGES ARE REFUSED, {disk['no_room']}" if disk["no_room"] else ""
+    return f"{show_bytes(disk['free_bytes'])} free{refused}"
 
 
 def _punctuality(lateness: dict[str, Any]) -> str:

@@ -107,6 +107,11 @@ class LogWriter:
         self._unsynced = False
         self._written_to = self._synced_to = segments.last.end  # disk thread only
 
+    @property
+    def no_room(self) -> str:
+        """Why new promises and messages are refused for want of room on the disk; empty when they are not."""
+        return "" if self._room_error is None else str(self._room_error)
+
     def check_room(self) -> None:
         """Raise OverLimit when new promises or messages should not be accepted now."""
         if self._room_error is not None:
