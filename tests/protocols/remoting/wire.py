@@ -20,8 +20,10 @@ from timeball.protocols.remoting.codec.frame import JSON, Command, Splitter, dec
 class Wire:
     """One connection. Answers are matched by opaque; what the broker asks by itself is kept in `pushed`."""
 
-    def __init__(self, port: int, serialisation: int = JSON) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=BOUND_S)
+    def __init__(self, port: int, serialisation: int = JSON, source: str = "127.0.0.1") -> None:
+        self._socket = socket.create_connection(
+            ("127.0.0.1", port), timeout=BOUND_S, source_address=(source, 0)
+        )
         self._splitter = Splitter()
         self._opaques = itertools.count(1)
         self._answers: dict[int, Command] = {}
@@ -29,8 +31,8 @@ class Wire:
         self.pushed: list[Command] = []
 
     @classmethod
-    def to(cls, node: RunningNode, serialisation: int = JSON) -> Wire:
-        return cls(node.node.remoting_port, serialisation)
+    def to(cls, node: RunningNode, serialisation: int = JSON, source: str = "127.0.0.1") -> Wire:
+        return cls(node.node.remoting_port, serialisation, source)
 
     def __enter__(self) -> Self:
         return self

@@ -53,10 +53,11 @@ class Call:
     `principal` has signed it; None where there is no access control.
     """
 
-    __slots__ = ("command", "connection", "principal")
+    __slots__ = ("command", "connection", "counted_bytes", "principal")
 
     def __init__(self, connection: Connection, command: Command, principal: Principal | None = None) -> None:
         self.connection, self.command, self.principal = connection, command, principal
+        self.counted_bytes = 0  # of a large body: see flow.py
 
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
         """Raise Forbidden unless who asks may do this; for what only the body or a row of the log can say."""

@@ -18,6 +18,7 @@ from timeball.access import Principal
 from timeball.errors import Unavailable
 from timeball.protocols.remoting.codec.codes import CommandFlag
 from timeball.protocols.remoting.codec.frame import BadFrame, Command, Frame, Splitter, encode
+from timeball.protocols.remoting.flow import Flow, Room
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,16 @@ Receiver = Callable[["Connection", list[Frame]], None]
 class Connection(asyncio.Protocol):
     """See the module. `receiver` gets whatever frames one read of the socket has completed."""
 
-    def __init__(self, receiver: Receiver, opened: set[Connection], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        opened: set[Connection],
+        loop: asyncio.AbstractEventLoop,
+        room: Room | None = None,
+    ) -> None:
+        """`room`: the memory that it shares with the other connections of its edge."""
         self._receiver, self._opened, self._loop = receiver, opened, loop
+        self.flow = Flow(room or Room())
         self._splitter = Splitter()
         self._transport: asyncio.Transport | None = None
         self._opaques = itertools.count(1)
@@ -67,10 +76,12 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._opened.add(self)
+        self.flow.opened(self._transport, self.peer[0])
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._opened.discard(self)
+        self.flow.lost()
         if not self.closed.done():
             self.closed.set_result(None)
         for future in self._asked.values():
@@ -94,10 +105,22 @@ class Connection(asyncio.Protocol):
             logger.warning("%s: %s; the connection is closed", self.name, error)
             self.close()
             return
+        if not self.flow.has_read(self._splitter.awaited_bytes):
+            logger.warning("%s: too many requests are on their way to this broker; closed", self.name)
+            self.abort()
+            return
         if not self._splitter.held_bytes:
             self._frame_since_s = None
         elif frames or self._frame_since_s is None:
             self._frame_since_s = self._heard_s
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol: the client has many answers to take."""
+        self.flow.slow(True)
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self.flow.slow(False)
 
     # -- our side --------------------------------------------------------------------------------------------
 
@@ -112,11 +135,11 @@ class Connection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return  # one dead client must not cost the others of a commit their acknowledgements
         transport.write(data)
-        if transport.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
-            logger.warning(
-                "%s takes no answers: %d bytes wait; closed", self.name, transport.get_write_buffer_size()
-            )
+        waiting_bytes = transport.get_write_buffer_size()
+        if not self.flow.has_written() or waiting_bytes > OUTBOUND_BYTES_MAX:
+            logger.warning("%s takes no answers: %d bytes wait; closed", self.name, waiting_bytes)
             transport.abort()
+            self.flow.has_written()  # nothing any more
 
     def send(self, command: Command) -> None:
         """Send an answer, or a request nobody needs an answer to."""
@@ -163,6 +186,10 @@ class Connection(asyncio.Protocol):
 
         `must_sign`: also when it has not shown who it is, or strangers could take all the connections there are.
         """
+        self.flow.has_written()
+        if self.flow.waits:  # it is us who do not read
+            self._heard_s = now_s
+            self._frame_since_s = None if self._frame_since_s is None else now_s
         if self._closed_s is not None:
             if now_s - self._closed_s > GOODBYE_S and self._transport is not None:
                 self._transport.abort()

@@ -61,6 +61,10 @@ class Dispatch:
             remark = f"{CALLS_MAX} requests of this connection wait for their answers"
             self._reply(call, call.answer(ResponseCode.SYSTEM_BUSY, remark))
             return
+        if connection.flow.is_full:
+            remark = "too many answers to this address are not read yet: read them, then ask on"
+            self._reply(call, call.answer(ResponseCode.SYSTEM_BUSY, remark))
+            return
         try:
             reply = handler(call)
         except Exception as error:  # whatever a handler raises, the client gets an answer and we go on
@@ -68,6 +72,7 @@ class Dispatch:
             return
         if isinstance(reply, Awaitable):
             connection.calls += 1
+            call.counted_bytes = connection.flow.begins(len(command.body))
             task = asyncio.ensure_future(self._finish(call, reply))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -81,6 +86,7 @@ class Dispatch:
             self._reply(call, failure(call, error))
         finally:
             call.connection.calls -= 1
+            call.connection.flow.ends(call.counted_bytes)
 
     @staticmethod
     def _reply(call: Call, reply: Reply) -> None:

@@ -22,6 +22,7 @@ from timeball.protocols.remoting.codec.frame import BadHeader, Frame, decode
 from timeball.protocols.remoting.codec.send_header import from_command, read_send
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.dispatch import Dispatch
+from timeball.protocols.remoting.flow import Room
 from timeball.protocols.remoting.heartbeats import HeartBeats
 from timeball.protocols.remoting.locks import Locks
 from timeball.protocols.remoting.offsets import Offsets
@@ -76,6 +77,7 @@ class RemotingEdge:
             ]
         )
         self._connections: set[Connection] = set()
+        self._room = Room()
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -96,7 +98,7 @@ class RemotingEdge:
         receive = self._receive if access is None else partial(self._receive_signed, access)
         try:
             server = await loop.create_server(
-                lambda: Connection(receive, self._connections, loop),
+                lambda: Connection(receive, self._connections, loop, self._room),
                 self._settings.host,
                 port,
                 backlog=BACKLOG,

@@ -75,6 +75,7 @@ class Gathering:
             batch, _ = self.columns.take()
         except Exception as error:  # no check has foreseen it: these are told, the next get their turn
             self._refuse(tickets, error)
+            _end(tickets)
         else:
             self._hand_over(batch, tickets)
 
@@ -84,6 +85,7 @@ class Gathering:
         except (RequestError, OverLimit) as error:  # of one send, it may be
             if len(tickets) == 1:
                 self._refuse(tickets, error)
+                _end(tickets)
                 return
             for ticket in tickets:
                 part = batch.slice(ticket.first_row, ticket.rows)
@@ -91,6 +93,7 @@ class Gathering:
                 self._hand_over(part, [ticket])
         except Exception as error:  # whatever it is, these sends get an answer and the next ones their turn
             self._refuse(tickets, error)
+            _end(tickets)
         else:
             self._committing += 1
             durable.add_done_callback(partial(self._committed, tickets, accepted))
@@ -107,6 +110,7 @@ class Gathering:
                 # Whatever it is: nothing has been written yet, and nobody may wait for ever.
                 logger.exception("answering %d sends: %s", len(tickets), error)
                 self._refuse(tickets, error)
+        _end(tickets)
         if len(self.columns) and not (self._committing or self._scheduled):
             # Not at once: what has arrived while we were at it is read first, and comes along. The loop is what
             # there is too little of, not the disk, and a batch costs it the same for one row as for fifty.
@@ -149,6 +153,13 @@ class Gathering:
         for ticket in tickets:
             if not ticket.is_one_way:
                 ticket.origin.send(refusal(error, ticket.opaque, ticket.serialisation))
+
+
+def _end(tickets: list[Ticket]) -> None:
+    """These are on their way no more: what was counted for large ones is free."""
+    for ticket in tickets:
+        if ticket.counted_bytes:
+            ticket.origin.flow.ends(ticket.counted_bytes)
 
 
 def _msg_ids(host: str, first_seq: int, rows: int) -> str:

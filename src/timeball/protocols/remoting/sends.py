@@ -29,6 +29,7 @@ from timeball.protocols.remoting.codec.frame import Frame
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.flow import LARGE_BYTES
 from timeball.protocols.remoting.gathering import Gathering, refusal
 from timeball.protocols.remoting.retries import Retries
 from timeball.protocols.remoting.site import Site
@@ -77,6 +78,8 @@ class Sends:
             if not header.flag & ONE_WAY:
                 connection.send(refusal(error, header.opaque, frame.serialisation))
             return
+        if len(frame.body) >= LARGE_BYTES:
+            gathering.columns.tickets[-1].counted_bytes = connection.flow.begins(len(frame.body))
         gathering.fed()
 
     def _directed(self, header: SendHeader) -> Gathering:

@@ -99,6 +99,11 @@ class Splitter:
         """Bytes of a frame that has begun and not ended."""
         return len(self._held)
 
+    @property
+    def awaited_bytes(self) -> int:
+        """Size of the frame that has begun, as far as it is known; 0 when none has."""
+        return self._awaited if self._held else 0
+
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes; raises BadFrame."""
         if self._held:

@@ -47,6 +47,7 @@ class Ticket(msgspec.Struct, gc=False):
     rows: int
     unique_key: str
     due_ms: int | None
+    counted_bytes: int = 0  # of a large one: what its connection counts as under way until it is answered
 
 
 class SendColumns:

@@ -1,0 +1,96 @@
+"""Bytes that the clients of one edge hold in the broker: one bound for all, and a share of it for each address.
+
+    one address alone     half of the bound           always one share is left for the next address that comes,
+    n addresses           an (n + 1)th of it each     so none can keep others out by being first
+
+A share is never less than one item of the largest size, so that each address gets on. A request that does not fit
+waits, in order within an address and in turn between addresses; or is refused, where only `fits` was asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+Granted = Callable[[], None]
+
+
+class ByteShares:
+    """Counts what each address holds. Belongs to the event loop."""
+
+    def __init__(self, bytes_max: int, item_bytes_max: int = 0) -> None:
+        self.bytes_max, self._item_bytes_max = bytes_max, item_bytes_max
+        self.held_bytes = 0
+        self._of: dict[str, int] = {}
+        self._waiting: OrderedDict[str, deque[tuple[int, Granted]]] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def held_by(self, address: str) -> int:
+        """Bytes that count for this address now."""
+        return self._of.get(address, 0)
+
+    def fits(self, address: str, size_bytes: int) -> bool:
+        """Whether this address may hold so much more."""
+        mine = self._of.get(address, 0)
+        if self.held_bytes and self.held_bytes + size_bytes > self.bytes_max:
+            return False
+        share = max(self._item_bytes_max, self.bytes_max // (len(self._of) + 1))
+        return not mine or mine + size_bytes <= share
+
+    def add(self, address: str, size_bytes: int) -> None:
+        """Count bytes that are there already, whether they fit or not."""
+        if size_bytes:
+            self.held_bytes += size_bytes
+            self._of[address] = self._of.get(address, 0) + size_bytes
+
+    def remove(self, address: str, size_bytes: int) -> None:
+        """These are there no more; who waits may be let in by it."""
+        left = self._of.get(address, 0) - size_bytes
+        assert left >= 0, "more is given back than was held"
+        self.held_bytes -= size_bytes
+        if left:
+            self._of[address] = left
+        else:
+            self._of.pop(address, None)
+        if self._waiting:
+            self._let_in()
+
+    def reserve(self, address: str, size_bytes: int, granted: Granted) -> bool:
+        """Count these now if they fit; false when they do not yet: `granted` is called when they are counted."""
+        if address not in self._waiting and self.fits(address, size_bytes):
+            self.add(address, size_bytes)
+            return True
+        self._waiting.setdefault(address, deque()).append((size_bytes, granted))
+        return False
+
+    def withdraw(self, address: str, granted: Granted) -> bool:
+        """Wait no longer; false when it was granted already."""
+        line = self._waiting.get(address, deque())
+        for entry in line:
+            if entry[1] == granted:
+                line.remove(entry)
+                if not line:
+                    del self._waiting[address]
+                self._let_in()  # it may have been in front of others that fit
+                return True
+        return False
+
+    def _let_in(self) -> None:
+        """Grant what fits: one of each address, round and round."""
+        blocked: set[str] = set()
+        while len(blocked) < len(self._waiting):
+            address, line = next(iter(self._waiting.items()))
+            self._waiting.move_to_end(address)
+            size_bytes, granted = line[0]
+            if address in blocked or not self.fits(address, size_bytes):
+                blocked.add(address)
+                continue
+            line.popleft()
+            if not line:
+                del self._waiting[address]
+            self.add(address, size_bytes)
+            granted()

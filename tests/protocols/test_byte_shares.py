@@ -1,0 +1,91 @@
+"""Shares of bytes: never more than all may hold, a share left for the next address, and everybody gets on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.protocols.byte_shares import ByteShares
+
+MAX = 120
+
+
+def test_one_address_alone_has_half_and_leaves_the_rest() -> None:
+    shares = ByteShares(MAX)
+    shares.add("a", 50)
+    assert shares.fits("a", 10) and not shares.fits("a", 11)
+    assert shares.fits("b", 70) and not shares.fits("b", 71)
+
+
+def test_the_share_is_less_the_more_there_are() -> None:
+    shares = ByteShares(MAX)
+    for address in "abc":
+        shares.add(address, 20)
+    assert shares.fits("a", 10) and not shares.fits("a", 11)
+    shares.remove("b", 20)
+    assert shares.fits("a", 20) and not shares.fits("a", 21)
+
+
+def test_however_many_there_are_each_may_have_one_item() -> None:
+    shares = ByteShares(MAX, item_bytes_max=40)
+    for number in range(20):
+        shares.add(str(number), 1)
+    assert shares.fits("0", 39) and not shares.fits("0", 40)
+
+
+def test_something_larger_than_all_gets_on_alone() -> None:
+    shares = ByteShares(MAX)
+    assert shares.reserve("a", 500, lambda: None)
+    assert not shares.fits("b", 1)
+    shares.remove("a", 500)
+    assert (shares.held_bytes, shares.held_by("a")) == (0, 0)
+    assert shares.fits("b", 1)
+
+
+def test_who_waits_is_let_in_by_what_is_given_back_in_turn() -> None:
+    shares, order = ByteShares(MAX), list[str]()
+    assert shares.reserve("a", 60, lambda: None)
+    for name in ("a1", "a2"):
+        assert not shares.reserve("a", 30, partial(order.append, name))
+    assert shares.reserve("b", 60, lambda: None)
+    for name in ("b1", "b2"):
+        assert not shares.reserve("b", 20, partial(order.append, name))
+    shares.remove("a", 60)
+    assert order == ["a1"], "an address that holds nothing is first let in once"
+    shares.remove("b", 60)
+    assert order == ["a1", "b1", "b2"] and shares.held_bytes == 70
+    shares.remove("b", 40)
+    assert order == ["a1", "b1", "b2", "a2"]
+
+
+def test_who_waits_no_longer_holds_nobody_up() -> None:
+    shares, order = ByteShares(MAX), list[str]()
+    shares.add("a", 60)
+    large = partial(order.append, "large")
+    assert not shares.reserve("a", 60, large)
+    assert shares.waiting == 1
+    assert not shares.reserve("a", 0, partial(order.append, "small"))
+    assert shares.withdraw("a", large)
+    assert order == ["small"]
+    assert not shares.withdraw("a", large)
+    shares.remove("a", 60)
+    assert order == ["small"] and shares.held_bytes == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 50)), max_size=60), st.randoms())
+def test_all_get_on_and_never_hold_more_than_all_may(asked: list[tuple[str, int]], random: object) -> None:
+    shares, held = ByteShares(MAX), list[tuple[str, int]]()
+    served = 0
+    for address, size in asked:
+        if shares.reserve(address, size, partial(held.append, (address, size))):
+            held.append((address, size))
+        assert shares.held_bytes == sum(size for _, size in held) <= MAX
+    while held:
+        address, size = held.pop(random.randrange(len(held)))  # type: ignore[attr-defined]
+        served += 1
+        shares.remove(address, size)
+        assert shares.held_bytes == sum(size for _, size in held) <= MAX
+    assert served == len(asked)
+    assert not shares._waiting and not shares._of
