@@ -303,12 +303,12 @@ async def test_one_that_goes_at_any_moment_loses_nothing(consumer: Consumer) -> 
 
 
 def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "ADDRESS_BYTES_MAX", 1)
+    monkeypatch.setattr(unread, "ALL_BYTES_MAX", 15_000)
 
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         other = Consumer(consumer.world, consumer.edge, "client-2", "10.0.0.2")
-        await consumer.send(2)
+        await consumer.send(body=[bytes(10_000)])
         waiting = asyncio.create_task(
             consumer.responses("ReceiveMessage", receive_request(GROUP, "later", wait_ms=20_000))
         )
@@ -317,6 +317,7 @@ def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             "ReceiveMessage", consumer.call(), changed(batch_size=1)
         )
         await anext(responses)
+        await consumer.send()
         assert await consumer.refused(changed()) == Code.TOO_MANY_REQUESTS
         await consumer.world.broker.send(batch(1, topic=["later"]))
         (late,) = await waiting  # it had asked before, and nothing is lost of what it would have got

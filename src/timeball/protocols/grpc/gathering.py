@@ -5,7 +5,7 @@ comes while a commit is under way shares the next one (broker/turns.py). If the 
 that was not foreseen when its messages were checked, its calls are handed over one by one, so that the one at fault
 alone is told.
 
-What waits is bounded in bytes: a disk that is slow for a moment must not fill the memory with large messages.
+What waits is bounded in bytes: calls whose clients have gone are still here, and count no more as received.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from timeball.errors import OverLimit, TimeballError, Unavailable
 CALLS_PER_TURN = 4_096
 BATCH_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
 BATCH_BYTES_MAX = 32 * 1024 * 1024
-HELD_BYTES_MAX = 8 * BATCH_BYTES_MAX
+HELD_BYTES_MAX = 4 * BATCH_BYTES_MAX
 
 _BODY, _PROPERTIES = NAMES.index("body"), NAMES.index("properties")
 

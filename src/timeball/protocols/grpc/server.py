@@ -3,16 +3,20 @@
 Bounds are set here, where a hostile client meets them first: the size of a request before it is decoded, of its
 headers, how many calls of one connection and of all may be under way, how often it may ping, how long a connection may
 be idle and how old it may become (it is asked to come again, and has `AGE_GRACE_MS` for what it is at). A client that
-does not take its responses waits for itself: each call is a task of its own, held up by its own stream's window.
+does not take its responses waits for itself: each call is a task of its own, held up by its own stream's window, and
+ended after a while. A request is read when there is room for it (received.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc.aio import ServicerContext
 
 from timeball import limits
@@ -20,9 +24,10 @@ from timeball.config import Settings
 from timeball.errors import SetupError
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch, Method
+from timeball.protocols.grpc.received import REQUEST_BYTES_MAX, Received
 from timeball.tls import Tls
 
-MESSAGE_BYTES_MAX = limits.BODY_BYTES_MAX + 64 * 1024
+MESSAGE_BYTES_MAX = REQUEST_BYTES_MAX
 HEADERS_BYTES, HEADERS_BYTES_MAX = 8 * 1024, 16 * 1024  # where refusals begin, and where all are refused
 CALLS_PER_CONNECTION_MAX = 1_024  # each long poll is one
 CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
@@ -30,6 +35,9 @@ IDLE_MS_MAX = 2 * limits.MINUTE_MS  # without any call; an open Telemetry stream
 AGE_MS_MAX, AGE_GRACE_MS = 12 * limits.HOUR_MS, 10 * limits.MINUTE_MS
 PING_MS, PING_TIMEOUT_MS = limits.MINUTE_MS, 20 * limits.SECOND_MS
 CLIENT_PING_MS_MIN, PING_STRIKES_MAX = 5 * limits.SECOND_MS, 2
+READ_S = 10.0  # from the moment there is room for a request until it has come whole
+TAKEN_S = 60.0  # for a client to take a response of a stream
+WINDOW_BYTES = 16 * 1024  # of a call that waits for room: what its client may send ahead
 LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
 
 OPTIONS = [
@@ -46,6 +54,8 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PING_MS_MIN),
     ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # it would widen the windows of all calls, read or not
     ("grpc.so_reuseport", 0),  # a port that another broker has is an error, not to be shared with it
 ]
 
@@ -55,6 +65,7 @@ class Server:
 
     def __init__(self, dispatch: Dispatch, options: Sequence[tuple[str, int]] = OPTIONS) -> None:
         self._dispatch, self._options = dispatch, options
+        self._received = Received()
         self._server: grpc.aio.Server | None = None
 
     async def start(self, settings: Settings, tls: Tls | None) -> int:
@@ -79,28 +90,75 @@ class Server:
             await self._server.stop(LAST_ANSWERS_S)
 
     def _handler(self, method: Method) -> Any:
+        """A call of one request is a stream to grpcio: so that it is read by us, when there is room for it."""
         name, dispatch = method.name, self._dispatch
 
-        async def unary(request: Any, context: ServicerContext[Any, Any]) -> Any:
-            return await dispatch.unary(name, call_of(context), request)
+        async def unary(_: Any, context: ServicerContext[Any, Any]) -> Any:
+            call = call_of(context)
+            async with self._request(method, call, context) as request:
+                return await dispatch.unary(name, call, request)
 
-        async def stream(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            responses = dispatch.stream(name, call_of(context), request)
+        async def stream(_: Any, context: ServicerContext[Any, Any]) -> None:
+            call = call_of(context)
+            async with self._request(method, call, context) as request:
+                responses = dispatch.stream(name, call, request)
+                try:
+                    async for response in responses:
+                        await _in_time(TAKEN_S, "take a response", context, context.write(response))
+                finally:
+                    await responses.aclose()  # type: ignore[attr-defined]  # an async generator
+
+        async def both(requests: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            responses = dispatch.stream(name, call_of(context), requests)
             try:
                 async for response in responses:
                     yield response
             finally:
                 await responses.aclose()  # type: ignore[attr-defined]  # an async generator
 
-        codec = {
-            "request_deserializer": method.request.FromString,
-            "response_serializer": method.response.SerializeToString,
-        }
+        serializer = method.response.SerializeToString
         if method.takes_stream:
-            return grpc.stream_stream_rpc_method_handler(stream, **codec)
+            return grpc.stream_stream_rpc_method_handler(both, method.request.FromString, serializer)
         if method.gives_stream:
-            return grpc.unary_stream_rpc_method_handler(stream, **codec)
-        return grpc.unary_unary_rpc_method_handler(unary, **codec)
+            return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
+        return grpc.stream_unary_rpc_method_handler(unary, None, serializer)
+
+    @asynccontextmanager
+    async def _request(
+        self, method: Method, call: Call, context: ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        """The request of a call, which counts while it is handled."""
+        address = call.peer
+        await self._received.room(address)
+        size_bytes = REQUEST_BYTES_MAX
+        try:
+            data = await _in_time(READ_S, "send its request", context, context.read())
+            if data is grpc.aio.EOF:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
+            size_bytes = self._received.shrink(address, len(data))
+            try:
+                request = method.request.FromString(data)
+            except DecodeError:
+                await context.abort(
+                    grpc.StatusCode.INTERNAL, f"what was sent is no {method.request.__name__}"
+                )
+            del data
+            yield request
+        finally:
+            self._received.gone(address, size_bytes)
+
+
+async def _in_time(
+    bound_s: float, what: str, context: ServicerContext[Any, Any], step: Awaitable[Any]
+) -> Any:
+    """The outcome of a step that the client has to do its part in; the call ends when it does not."""
+    try:
+        async with asyncio.timeout(bound_s):
+            return await step
+    except TimeoutError:
+        await context.abort(
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"the client did not {what} within {bound_s:.0f} s"
+        )
 
 
 def _listen(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:

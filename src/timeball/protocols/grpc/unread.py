@@ -10,39 +10,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.codec.statuses import Refused
 
-ADDRESS_BYTES_MAX = 128 * 1024 * 1024
-ALL_BYTES_MAX = 1024 * 1024 * 1024
+ALL_BYTES_MAX = 256 * 1024 * 1024
 
 
 class Unread:
     """See the module. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._bytes: dict[str, int] = {}
-        self.all_bytes = 0
+        self._shares = ByteShares(ALL_BYTES_MAX)
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of answers that are on their way."""
+        return self._shares.held_bytes
 
     def check(self, address: str, size_bytes: int = 0) -> None:
         """Raise Refused when there is no room for an answer of this size to `address`."""
-        mine = self._bytes.get(address, 0)
-        if mine and (mine + size_bytes > ADDRESS_BYTES_MAX or self.all_bytes + size_bytes > ALL_BYTES_MAX):
+        if not self._shares.fits(address, size_bytes):
+            mine = self._shares.held_by(address)
             raise Refused(
                 Code.TOO_MANY_REQUESTS,
-                f"{mine} bytes of answers to {address} are not read yet; read them, then ask on",
+                f"{mine} bytes of answers to {address} are not read yet, {self.all_bytes} of all clients; read "
+                "yours, then ask on",
             )
 
     @contextmanager
     def held(self, address: str, size_bytes: int) -> Iterator[None]:
         """An answer of this size is on its way; raises Refused when there is no room for it."""
         self.check(address, size_bytes)
-        self._bytes[address] = self._bytes.get(address, 0) + size_bytes
-        self.all_bytes += size_bytes
+        self._shares.add(address, size_bytes)
         try:
             yield
         finally:
-            self.all_bytes -= size_bytes
-            self._bytes[address] -= size_bytes
-            if not self._bytes[address]:
-                del self._bytes[address]
+            self._shares.remove(address, size_bytes)
