@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.interop.conversation import JAVA5, Conversation
@@ -10,6 +12,8 @@ from tests.interop.drivers import Driver
 from tests.interop.stock_broker import BROKER, CLUSTER, StockBroker
 from tests.interop.stock_clients import mqadmin
 from tests.node_fixture import eventually
+
+from timeball.protocols.remoting.codec.codes import RequestCode
 
 pytestmark = pytest.mark.interop
 
@@ -119,3 +123,51 @@ def test_rates(client: Driver, broker: StockBroker, name: str) -> None:
     assert (row[1], row[2]) == (talk.group, "0")
     assert float(row[3]) > 0 and float(row[4]) > 0
     assert row[5:7] == ["7", "7"]
+
+
+@pytest.mark.parametrize("client", [JAVA5], indirect=True)
+def test_a_consumer_is_asked_through_the_broker(client: Driver, broker: StockBroker, name: str) -> None:
+    talk = Conversation(client, broker, name)
+    consumer = talk.listen()
+    sent = talk.send("again, please")
+    client.wait_deliveries(consumer, 1)
+    [member] = [
+        row[0] for row in rows(mqadmin(broker, "consumerConnection", "-g", talk.group)) if consumer in row[0]
+    ]
+    # mqadmin has the command for this and does not register it; consoles ask.
+    status = broker.request(
+        RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, topic=talk.topic, group=talk.group
+    )
+    queue = f'{{"brokerName":"{BROKER}","queueId":0,"topic":"{talk.topic}"}}'
+    assert f'"consumerTable":{{"{member}":{{{queue}:1}}}}' in status.body.decode()
+    printed = mqadmin(
+        broker,
+        "queryMsgByUniqueKey",
+        "-t",
+        talk.topic,
+        "-i",
+        sent["message_id"],
+        "-g",
+        talk.group,
+        "-d",
+        member,
+    )
+    assert "consumeResult=CR_SUCCESS" in printed, printed
+    assert [message["body"] for message in client.deliveries(consumer)] == ["again, please"] * 2
+
+
+def test_many_topics_and_groups_at_once(broker: StockBroker, name: str, tmp_path: Path) -> None:
+    topics, groups = tmp_path / "topics.json", tmp_path / "groups.json"
+    topics.write_text(json.dumps([{"topicName": f"{name}-{n}", "readQueueNums": n} for n in (1, 2)]))
+    groups.write_text(json.dumps([{"groupName": f"{name}-{n}", "retryMaxTimes": n} for n in (1, 2)]))
+    mqadmin(broker, "updateTopicList", "-b", broker.remoting, "-f", str(topics))
+    mqadmin(broker, "updateSubGroupList", "-b", broker.remoting, "-f", str(groups))
+    listed = mqadmin(broker, "topicList").split()
+    assert {f"{name}-1", f"{name}-2"} <= set(listed)
+    group = broker.request(RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG, group=f"{name}-2")
+    assert json.loads(group.body)["retryMaxTimes"] == 2
+
+
+@pytest.mark.parametrize("command", ["cleanExpiredCQ", "cleanUnusedTopic"])
+def test_cleaning(broker: StockBroker, command: str) -> None:
+    assert "success" in mqadmin(broker, command, "-b", broker.remoting)

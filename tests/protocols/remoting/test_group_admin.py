@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.node_fixture import RunningNode
+from tests.protocols.remoting.test_sends import sent
 from tests.protocols.remoting.wire import Wire, json_body
 
 from timeball import documents
@@ -86,3 +87,50 @@ def test_a_deleted_group_is_gone_with_its_offsets_if_so_wished(
     assert node.node.broker.parts.groups.find("g") is None
     assert node.node.broker.offsets("g", "orders") == left
     wire.ask_ok(DELETE, groupName="g", cleanOffset=clean)
+
+
+# ---- many at once, and another's offsets ----------------------------------------------------------------------
+
+UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST
+CLONE = RequestCode.CLONE_GROUP_OFFSET
+
+
+def test_many_groups_at_once(node: RunningNode, wire: Wire) -> None:
+    groups = [JAVA_BODY, {"groupName": "h", "attributes": None, "retryMaxTimes": "7"}]
+    wire.ask_ok(UPDATE_LIST, {"groupConfigList": groups})
+    found = node.node.broker.parts.groups
+    assert [found.get(name).retry_max_times for name in "gh"] == [3, 7]
+    kept = documents.load(node.node.files, "groups.json", list[dict[str, Any]]) or []
+    assert len(kept) == 2, "saved before the answer"
+
+
+@pytest.mark.parametrize("wrong", [{"groupName": "h", "retryMaxTimes": "x"}, {"retryMaxTimes": 1}])
+def test_none_of_many_is_made_when_one_is_wrong(node: RunningNode, wire: Wire, wrong: dict[str, Any]) -> None:
+    answer = wire.ask(UPDATE_LIST, {"groupConfigList": [JAVA_BODY, wrong]})
+    assert answer.code == ResponseCode.INVALID_PARAMETER
+    assert node.node.broker.parts.groups.find("g") is None
+
+
+def test_a_group_gets_the_offsets_of_another(node: RunningNode, wire: Wire) -> None:
+    broker = node.broker
+    for topic in ("a", "b"):
+        assert sent(wire, topic=topic).code == 0
+        node.run(broker.commit_offsets("old", topic, {0: 1}))
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="one", topic="a", offline=True)
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="all")
+    assert [broker.offsets("one", topic) for topic in "ab"] == [{0: 1}, {}]
+    assert [broker.offsets("all", topic) for topic in "ab"] == [{0: 1}, {0: 1}]
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="none", topic="nowhere")
+    assert wire.ask(CLONE, srcGroup="old", destGroup="a b").code == ResponseCode.MESSAGE_ILLEGAL
+
+
+def test_a_group_at_work_gives_what_it_subscribes_to(node: RunningNode, wire: Wire) -> None:
+    for topic in ("now", "before"):
+        assert sent(wire, topic=topic).code == 0
+        node.run(node.broker.commit_offsets("old", topic, {0: 1}))
+    member = {"groupName": "old", "subscriptionDataSet": [{"topic": "now"}]}
+    wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [member]})
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="new")
+    assert [node.broker.offsets("new", topic) for topic in ("now", "before")] == [{0: 1}, {}]
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="new", offline=True)
+    assert node.broker.offsets("new", "before") == {0: 1}

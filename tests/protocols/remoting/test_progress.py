@@ -97,3 +97,33 @@ async def test_a_message_that_retention_has_taken_has_no_time(world: World) -> N
     index.trim(world.broker.parts.reader.next_seq)
     reader = world.broker.parts.reader
     assert store_times(reader, [(index, 0), (index, 3), (index, -1)]) == [0, 0, 0]
+
+
+@on_node()
+async def test_how_far_a_group_is_behind_in_time(world: World) -> None:
+    pair, progress = await Pair.made(), Progress(site_of(world.broker)).handlers()
+    parts = world.broker.parts
+    stored = []
+    for _ in range(3):
+        await send(world, "orders", 0, 1)
+        stored.append(parts.clock.now_ms())
+        world.clock.advance(1_000)
+
+    async def spans() -> list[dict[str, Any]]:
+        answer = await pair.ask(progress, RequestCode.QUERY_CONSUME_TIME_SPAN, topic="orders", group="g")
+        found: list[dict[str, Any]] = msgspec.json.decode(answer.body)["consumeTimeSpanSet"]
+        assert [span.pop("messageQueue")["queueId"] for span in found] == [0, 1]
+        return found
+
+    first, empty = await spans()
+    now_ms = parts.clock.now_ms()
+    ends = {"minTimeStamp": stored[0], "maxTimeStamp": stored[2]}
+    assert first == ends | {"consumeTimeStamp": stored[0], "delayTime": now_ms - stored[0]}
+    assert set(empty.values()) == {0}
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    assert (await spans())[0] == ends | {"consumeTimeStamp": stored[1], "delayTime": now_ms - stored[2]}
+    await world.broker.commit_offsets("g", "orders", {0: 3})
+    assert (await spans())[0] == ends | {"consumeTimeStamp": stored[2], "delayTime": 0}
+    answer = await pair.ask(progress, RequestCode.QUERY_CONSUME_TIME_SPAN, topic="x", group="g")
+    assert answer.code == ResponseCode.TOPIC_NOT_EXIST
+    pair.close()

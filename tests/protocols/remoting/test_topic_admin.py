@@ -125,3 +125,48 @@ def test_system_topics_are_listed_with_the_names_that_are_no_topics(wire: Wire) 
     ):  # fmt: skip
         listed = json_body(wire.ask_ok(code))["topicList"]
         assert {SCHEDULE_TOPIC, "TBW102", "DefaultCluster", "timeball"} <= set(listed)
+
+
+# ---- many at once ---------------------------------------------------------------------------------------------
+
+UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_TOPIC_LIST
+
+
+def test_many_topics_at_once(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(UPDATE, **created("b", attributes="+queue.type=SimpleCQ"))
+    wanted = [
+        {"topicName": "a", "readQueueNums": 2, "writeQueueNums": 1, "perm": 4, "order": True},
+        {
+            "topicName": "b",
+            "attributes": {"+message.type": "DELAY", "-queue.type": ""},
+            "topicFilterType": "SINGLE_TAG",
+        },
+        {"topicName": "c", "attributes": {"message.type": "FIFO"}, "readQueueNums": 3},
+    ]
+    wire.ask_ok(UPDATE_LIST, {"topicConfigList": wanted})
+    a, b, c = (json_body(wire.ask_ok(ONE, topic=name)) for name in "abc")
+    assert (a["readQueueNums"], a["writeQueueNums"], a["perm"], a["order"]) == (2, 1, 4, True)
+    assert (b["attributes"], b["readQueueNums"]) == ({"message.type": "DELAY"}, 16)
+    assert (c["attributes"], c["readQueueNums"], c["writeQueueNums"]) == ({"message.type": "FIFO"}, 3, 16)
+    kept = documents.load(node.node.files, "topics.json", dict[str, Any]) or {}
+    assert kept.keys() >= {"a", "b", "c"}, "saved before the answer"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"topicName": "a b"}, {"topicName": "TBW102"}, {"topicName": "x", "perm": 9}, {"readQueueNums": 1},
+        {"topicName": "x", "readQueueNums": 9_999}, {"topicName": "x", "attributes": {"unknown": "1"}},
+    ],
+)  # fmt: skip
+def test_none_of_many_is_made_when_one_is_wrong(wire: Wire, wrong: dict[str, Any]) -> None:
+    wanted = [{"topicName": "good"}, wrong]
+    assert wire.ask(UPDATE_LIST, {"topicConfigList": wanted}).code == ResponseCode.INVALID_PARAMETER
+    assert wire.ask(ONE, topic="good").code == ResponseCode.TOPIC_NOT_EXIST
+
+
+@pytest.mark.parametrize("code", [RequestCode.CLEAN_UNUSED_TOPIC, RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE])
+def test_there_is_nothing_to_clean(wire: Wire, code: int) -> None:
+    wire.ask_ok(UPDATE, **created())
+    wire.ask_ok(code)
+    wire.ask_ok(ONE, topic="orders")

@@ -20,6 +20,17 @@ class _Named(msgspec.Struct, rename="camel"):
     group: str
 
 
+class _Clone(msgspec.Struct, rename="camel"):
+    src_group: str
+    dest_group: str
+    topic: str = ""
+    offline: bool = False
+
+
+class _Configs(msgspec.Struct, rename="camel"):
+    group_config_list: list[dict[str, msgspec.Raw]] = []
+
+
 class _Delete(msgspec.Struct, rename="camel"):
     group_name: str
     clean_offset: bool = False
@@ -29,27 +40,35 @@ class GroupAdmin:
     """See the module."""
 
     def __init__(self, site: Site) -> None:
-        self._broker = site.broker
+        self._broker, self._clients = site.broker, site.clients
         self._groups = site.broker.parts.groups
 
     def handlers(self) -> Handlers:
         """The requests answered here."""
         return {
             RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: self._update,
+            RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST: self._update_list,
             RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._all,
             RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG: self._one,
             RequestCode.DELETE_SUBSCRIPTIONGROUP: self._delete,
+            RequestCode.CLONE_GROUP_OFFSET: self._clone_offsets,
         }
 
     async def _update(self, call: Call) -> Reply:
-        said = call.body(dict[str, msgspec.Raw])
-        # Java leaves out what is null, other tools write it; either way it means the default.
-        wanted = msgspec.json.encode({name: raw for name, raw in said.items() if bytes(raw) != b"null"})
+        return await self._update_all(call, [call.body(dict[str, msgspec.Raw])])
+
+    async def _update_list(self, call: Call) -> Reply:
+        return await self._update_all(call, call.body(_Configs).group_config_list)
+
+    async def _update_all(self, call: Call, said: list[dict[str, msgspec.Raw]]) -> Reply:
+        """Configure groups: none of them when one cannot be read, those before it when one is refused later."""
         try:
-            self._groups.update(msgspec.json.decode(wanted, type=SubscriptionGroup, strict=False))
+            for group in [_group(one) for one in said]:
+                self._groups.update(group)
         except (msgspec.ValidationError, InvalidMessage) as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, f"the group's configuration: {error}") from error
-        await self._broker.save_groups()
+        finally:
+            await self._broker.save_groups()
         return call.answer()
 
     def _all(self, call: Call) -> Reply:
@@ -75,3 +94,22 @@ class GroupAdmin:
             self._broker.parts.offsets.forget_group(said.group_name)
         await self._broker.save_groups()
         return call.answer()
+
+    async def _clone_offsets(self, call: Call) -> Reply:
+        """A group gets the offsets of another, of one topic or of all that it reads."""
+        said = call.fields(_Clone)
+        offsets, topics = self._broker.parts.offsets, self._broker.parts.topics
+        group = self._clients.consumers(said.src_group)
+        for topic in [said.topic] if said.topic else offsets.topics_of(said.src_group):
+            if topics.find(topic) is None:
+                continue
+            if group is not None and not said.offline and topic not in group.subscriptions:
+                continue  # as RocketMQ: what is left of a subscription that its members have given up
+            await self._broker.commit_offsets(said.dest_group, topic, offsets.get(said.src_group, topic))
+        return call.answer()
+
+
+def _group(said: dict[str, msgspec.Raw]) -> SubscriptionGroup:
+    # Java leaves out what is null, other tools write it; either way it means the default.
+    wanted = msgspec.json.encode({name: raw for name, raw in said.items() if bytes(raw) != b"null"})
+    return msgspec.json.decode(wanted, type=SubscriptionGroup, strict=False)

@@ -34,6 +34,11 @@ class _Stats(msgspec.Struct, rename="camel"):
     topic: str | None = None
 
 
+class _Span(msgspec.Struct):
+    topic: str
+    group: str
+
+
 class Progress:
     """See the module."""
 
@@ -46,13 +51,11 @@ class Progress:
             RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
             RequestCode.GET_CONSUME_STATS: self._consume_stats,
             RequestCode.GET_BROKER_CONSUME_STATS: self._all_consume_stats,
+            RequestCode.QUERY_CONSUME_TIME_SPAN: self._time_spans,
         }
 
     async def _topic_stats(self, call: Call) -> Reply:
-        name = call.fields(_Topic).topic
-        topic = self._broker.parts.topics.find(name)
-        if topic is None:
-            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist")
+        topic = self._topic(call.fields(_Topic).topic)
         ranges = [(q.index.min_offset, q.index.max_offset) for q in topic.queues]
         times = await self._store_times(
             [(queue.index, high - 1) for queue, (_, high) in zip(topic.queues, ranges, strict=True)]
@@ -103,6 +106,35 @@ class Progress:
                 "totalInflightDiff": 0,
             }
         )
+
+    async def _time_spans(self, call: Call) -> Reply:
+        """Of each queue: when its first and last messages were stored, and the last one that a group has read."""
+        asked = call.fields(_Span)
+        topic = self._topic(asked.topic)
+        stored, now_ms = self._broker.offsets(asked.group, topic.name), self._broker.parts.clock.now_ms()
+        spans = []
+        for at, queue in enumerate(topic.queues[: topic.write_queues]):
+            index, offset = queue.index, stored.get(at, 0)
+            ends = [(index, index.min_offset), (index, index.max_offset - 1)]
+            first_ms, last_ms, read_ms, next_ms = await self._store_times(
+                [*ends, (index, offset - 1), (index, offset)]
+            )
+            spans.append(
+                {
+                    "messageQueue": self._queue(topic, at),
+                    "minTimeStamp": first_ms,
+                    "maxTimeStamp": last_ms,
+                    "consumeTimeStamp": read_ms or first_ms,
+                    "delayTime": now_ms - next_ms if next_ms else 0,
+                }
+            )
+        return call.answer_json({"consumeTimeSpanSet": spans})
+
+    def _topic(self, name: str) -> Topic:
+        topic = self._broker.parts.topics.find(name)
+        if topic is None:
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist")
+        return topic
 
     def _per_second(self, stat: str, key: str) -> float:
         rates = self._broker.parts.rates

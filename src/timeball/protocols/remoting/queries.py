@@ -16,6 +16,7 @@ from timeball.access import Verb
 from timeball.broker.parts import in_thread
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
+from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind, byte_lengths
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -107,22 +108,25 @@ class Queries:
         return waiting.rows() if rows is None else rows
 
     async def _view(self, call: Call) -> Reply:
-        seq = call.fields(_View).offset
-        parts = self._site.broker.parts
-        rows = await in_thread(parts.reader_thread, self._read, np.array([seq], dtype=np.int64))
-        if rows is None:
-            raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {seq}")
-        call.check(Verb.RECEIVE, topic=rows.column("topic")[0].as_py())
-        body = encode_stored(rows, store_host=self._site.store_host(call.connection), born_host=BORN_HOST)
-        return call.answer(body=body)
+        return call.answer(body=await stored_message(self._site, call, call.fields(_View).offset))
 
-    def _read(self, seqs: Int64Array) -> pa.RecordBatch | None:
-        reader = self._site.broker.parts.reader
-        try:
-            rows = reader.take(seqs)
-        except OutOfRange:
-            return None
-        return rows if rows.column("kind")[0].as_py() in (*VISIBLE, *WAITING) else None
+
+async def stored_message(site: Site, call: Call, seq: int) -> bytes:
+    """Return the message with this number in RocketMQ's stored form; raises Refused, Forbidden."""
+    parts = site.broker.parts
+    rows = await in_thread(parts.reader_thread, _read, parts.reader, np.array([seq], dtype=np.int64))
+    if rows is None:
+        raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {seq}")
+    call.check(Verb.RECEIVE, topic=rows.column("topic")[0].as_py())
+    return encode_stored(rows, store_host=site.store_host(call.connection), born_host=BORN_HOST)
+
+
+def _read(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch | None:
+    try:
+        rows = reader.take(seqs)
+    except OutOfRange:
+        return None
+    return rows if rows.column("kind")[0].as_py() in (*VISIBLE, *WAITING) else None
 
 
 def _matching(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:

@@ -31,6 +31,34 @@ class _Create(msgspec.Struct, rename="camel"):
     attributes: str = ""
 
 
+class _Config(msgspec.Struct, rename="camel"):
+    """RocketMQ's TopicConfig, as `mqadmin updateTopicList` reads it from a file."""
+
+    topic_name: str
+    read_queue_nums: int = 16  # RocketMQ's own defaults
+    write_queue_nums: int = 16
+    perm: int = topic_config.READ | topic_config.WRITE
+    topic_filter_type: FilterType = "SINGLE_TAG"
+    topic_sys_flag: int = 0
+    order: bool = False
+    attributes: dict[str, str] | None = None
+
+    def as_header(self) -> _Create:
+        """Return the same as the header of a single one has it; attributes without a sign are to be added."""
+        changes = [
+            name if name.startswith("-") else f"+{name.removeprefix('+')}={value}"
+            for name, value in (self.attributes or {}).items()
+        ]
+        return _Create(
+            self.topic_name, self.read_queue_nums, self.write_queue_nums, self.perm, self.topic_filter_type,
+            self.topic_sys_flag, self.order, ",".join(changes),
+        )  # fmt: skip
+
+
+class _Configs(msgspec.Struct, rename="camel"):
+    topic_config_list: list[_Config] = []
+
+
 class _Topic(msgspec.Struct):
     topic: str
 
@@ -46,10 +74,13 @@ class TopicAdmin:
         """The requests answered here."""
         return {
             RequestCode.UPDATE_AND_CREATE_TOPIC: self._update,
+            RequestCode.UPDATE_AND_CREATE_TOPIC_LIST: self._update_list,
             RequestCode.GET_ALL_TOPIC_CONFIG: self._all,
             RequestCode.GET_TOPIC_CONFIG: self._one,
             RequestCode.DELETE_TOPIC_IN_BROKER: self._delete,
             RequestCode.DELETE_TOPIC_IN_NAMESRV: self._nothing_to_do,
+            RequestCode.CLEAN_UNUSED_TOPIC: self._nothing_to_do,
+            RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: self._nothing_to_do,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: self._system_topics,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
         }
@@ -57,21 +88,39 @@ class TopicAdmin:
     async def _update(self, call: Call) -> Reply:
         said = call.fields(_Create)
         try:
-            _check(said.topic)
-            known = self._topics.find(said.topic)
-            config = TopicConfig(
-                read_queues=said.read_queue_nums,
-                write_queues=said.write_queue_nums,
-                perm=said.perm,
-                order=said.order,
-                sys_flag=said.topic_sys_flag,
-                attributes=topic_config.altered(known.config.attributes if known else {}, said.attributes),
-            )
-            self._topics.configure(said.topic, config, filter_type=said.topic_filter_type)
+            self._topics.configure(said.topic, self._config(said), filter_type=said.topic_filter_type)
         except RequestError as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
         await self._broker.save_topics()
         return call.answer()
+
+    async def _update_list(self, call: Call) -> Reply:
+        """Many at once: none of them when one cannot be read, those before it when one is refused later."""
+        wanted = [one.as_header() for one in call.body(_Configs).topic_config_list]
+        try:
+            configs = [self._config(said) for said in wanted]
+            for said, config in zip(wanted, configs, strict=True):
+                self._topics.configure(said.topic, config, filter_type=said.topic_filter_type)
+        except RequestError as error:
+            raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
+        finally:
+            await self._broker.save_topics()
+        return call.answer()
+
+    def _config(self, said: _Create) -> TopicConfig:
+        """Return what a topic is to be like; raises RequestError when no topic can."""
+        _check(said.topic)
+        known = self._topics.find(said.topic)
+        config = TopicConfig(
+            read_queues=said.read_queue_nums,
+            write_queues=said.write_queue_nums,
+            perm=said.perm,
+            order=said.order,
+            sys_flag=said.topic_sys_flag,
+            attributes=topic_config.altered(known.config.attributes if known else {}, said.attributes),
+        )
+        topic_config.check(config)
+        return config
 
     def _all(self, call: Call) -> Reply:
         return call.answer_json(
@@ -97,7 +146,7 @@ class TopicAdmin:
         return call.answer()
 
     def _nothing_to_do(self, call: Call) -> Reply:
-        """Tools delete a topic's route by itself, in the name server: ours follows from the topic."""
+        """Agree: what a name server or an index still has of a topic elsewhere goes here with the topic and the log."""
         return call.answer()
 
     def _system_topics(self, call: Call) -> Reply:
