@@ -94,7 +94,7 @@ async def test_all_groups_and_how_far_they_are_behind(world: World) -> None:
 async def test_a_message_that_retention_has_taken_has_no_time(world: World) -> None:
     await send(world, "orders", 0, 3)
     index = world.broker.parts.topics.get("orders").queues[0].index
-    index.trim(world.broker.parts.reader.next_seq)
+    index.hide(world.broker.parts.reader.next_seq)
     reader = world.broker.parts.reader
     assert store_times(reader, [(index, 0), (index, 3), (index, -1)]) == [0, 0, 0]
 
