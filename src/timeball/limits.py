@@ -48,6 +48,8 @@ FRAME_ROWS_MAX = ROWS_PER_REQUEST_MAX  # keeps one commit, and one decode, withi
 FRAME_BYTES_MAX = (
     256 * 1024 * 1024
 )  # the length field is 32 bits wide; this bounds the allocation behind a corrupt one
+# One batch of a send stream, and what it decodes to: the longest body, its properties, its keys, and all besides.
+BATCH_BYTES_MAX = BODY_BYTES_MAX + 128 * 1024
 # The rest of the frame is for the columns that admission adds; a release is cut to the same size.
 REQUEST_BYTES_MAX = FRAME_BYTES_MAX // 2
 APPEND_BYTES_IN_FLIGHT_MAX = (

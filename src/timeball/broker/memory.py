@@ -12,6 +12,9 @@ import ctypes
 
 import pyarrow as pa
 
+_ARENA_MAX = -8  # glibc's M_ARENA_MAX
+ARENAS = 2
+
 
 def use_system_pool() -> None:
     """Let Arrow take memory from malloc, in this process: its own pool keeps what each thread has freed for itself.
@@ -20,6 +23,11 @@ def use_system_pool() -> None:
     messages due in one millisecond are on disk after 1.2 s instead of 0.7 s. For processes that are a broker.
     """
     pa.set_memory_pool(pa.system_memory_pool())
+    # malloc, too, keeps what a thread has freed for that thread, and each send stream is one: measured with 60 streams
+    # of 4 MiB batches, 757 MiB at the peak, and 614 with two arenas for all.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, ARENAS)
 
 
 def give_back() -> bool:

@@ -22,9 +22,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from timeball import limits
 from timeball.client.answers import SendAck
 from timeball.client.failures import translate
-from timeball.errors import TimeballError, Unavailable, from_code
+from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
 
 _CLOSE_WAIT_S = 5.0
 
@@ -84,6 +85,13 @@ class SendExchange:
         Raises NotSent, or the refusal that ended the stream.
         """
         future: Future[SendAck] = Future()
+        if (size_bytes := batch.nbytes) > limits.BATCH_BYTES_MAX:
+            # Written, it would end the stream, and with it what is under way.
+            text = (
+                f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: a body has at most 4 MiB"
+            )
+            future.set_exception(InvalidMessage(text))
+            return future
         with self._write:
             with self._state:
                 if self._end is not None or self._finished:

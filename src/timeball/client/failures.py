@@ -12,8 +12,11 @@ from contextlib import contextmanager
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball.errors import TimeballError, Unavailable, from_code
+from timeball.errors import OverLimit, TimeballError, Unavailable, from_code
 
+TOO_LONG = (
+    "Received message larger than max"  # gRPC's own words; it says them before the broker sees a request
+)
 _TAILS = (". Detail: Failed", ". gRPC client debug context", ". Client context")
 
 
@@ -26,6 +29,8 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
         text = text.split(tail, 1)[0]
     if isinstance(error, flight.FlightServerError) and error.extra_info:
         return from_code(bytes(error.extra_info).decode("ascii", "replace"), text)
+    if TOO_LONG in text:
+        return OverLimit(f"{endpoint} takes no request as long as this one: name less at once")
     if isinstance(error, flight.FlightTimedOutError):
         return Unavailable(f"{endpoint} did not answer in time")
     if isinstance(error, (flight.FlightUnavailableError, flight.FlightCancelledError)):

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball import limits
 from timeball.client.identifiers import IDENTIFIERS
 from timeball.client.instants import After, At, when
 from timeball.errors import InvalidDelay, InvalidMessage
@@ -38,7 +39,7 @@ ONE_SCHEMA = pa.schema(
 )
 COMPLETE_ROWS = 65_536  # columns are filled in for so many rows at once, however small the batches
 DICT_ROWS = 1_024
-BATCH_BYTES = 16 * 1024 * 1024  # a batch is cut in halves until it is smaller, or one row
+BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is cut in halves until it is smaller, or one row
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
 Body: TypeAlias = bytes | bytearray | memoryview | str
@@ -82,7 +83,7 @@ def batches(rows: Rows, topic: str | None, batch_rows: int, born_ms: int) -> Ite
         for start in range(0, batch.num_rows, step):
             completed = complete(batch.slice(start, step), topic, born_ms)
             for first in range(0, completed.num_rows, batch_rows):
-                yield from _halves(completed.slice(first, batch_rows))
+                yield from halves(completed.slice(first, batch_rows))
 
 
 def _record_batches(rows: Rows, batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -113,6 +114,9 @@ def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.Recor
     columns = dict(zip(batch.schema.names, batch.columns))
     if len(columns) != batch.num_columns:
         raise InvalidMessage(f"two columns have one name: {', '.join(batch.schema.names)}")
+    for name, column in columns.items():
+        if pa.types.is_dictionary(column.type):  # the broker takes none: it could not bound what they become
+            columns[name] = pc.cast(column, column.type.value_type)
     for name, target, convert in (("at", "due_ms", due_column), ("after", "delay_ms", delay_column)):
         if name in columns:
             if target in columns:
@@ -244,13 +248,26 @@ def _properties(properties: Mapping[str, str] | None) -> str | None:
     return encode_properties(dict(properties))
 
 
-def _halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield the batch in parts that the broker takes: each at most BATCH_BYTES, or one row."""
     if batch.nbytes <= BATCH_BYTES or batch.num_rows <= 1:
         yield batch
         return
     middle = batch.num_rows // 2
-    yield from _halves(batch.slice(0, middle))
-    yield from _halves(batch.slice(middle))
+    yield from halves(batch.slice(0, middle))
+    yield from halves(batch.slice(middle))
 
 
-__all__ = ["BATCH_BYTES", "ONE_SCHEMA", "After", "At", "Body", "Keys", "Rows", "batches", "complete", "one"]
+__all__ = [
+    "BATCH_BYTES",
+    "ONE_SCHEMA",
+    "After",
+    "At",
+    "Body",
+    "Keys",
+    "Rows",
+    "batches",
+    "complete",
+    "halves",
+    "one",
+]

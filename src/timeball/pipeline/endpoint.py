@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball.client.dialing import dial
+from timeball.client.failures import TOO_LONG
 from timeball.clock import Clock, SystemClock
-from timeball.errors import OutOfRange, TimeballError, Unavailable, from_code
+from timeball.errors import OutOfRange, OverLimit, TimeballError, Unavailable, from_code
 from timeball.limits import PULL_ROWS_MAX
 from timeball.message import TABLE_SCHEMA
 from timeball.table import attachment as att
@@ -243,6 +244,8 @@ def from_wire(error: Exception, uri: str) -> TimeballError:
     code = getattr(error, "extra_info", b"") or b""
     if code and not isinstance(error, flight.FlightUnavailableError):
         return from_code(code.decode("utf-8", "replace"), _sentence(str(error)))
+    if TOO_LONG in str(error):
+        return OverLimit(f"{uri} takes no request as long as this one: bring fewer files, or ranges, at once")
     if isinstance(
         error, (flight.FlightUnavailableError, flight.FlightTimedOutError, flight.FlightCancelledError)
     ):

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
+from timeball.client.outgoing import halves
 from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, from_code
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
@@ -31,7 +32,6 @@ from timeball.pipeline.endpoint import Endpoint
 LOG = logging.getLogger("timeball.pipeline")
 
 BATCH_ROWS = 16_384
-BATCH_BYTES = 8 * 1024 * 1024
 TICK_MS = 10  # between two batches of rows that come due one by one
 CLOCK_EVERY_MS = 1_000
 PATIENCE_MS = 10_000  # beyond the lead: then the broker's clock was set back, and it brings the rows itself
@@ -156,13 +156,12 @@ def due_batches(
 ) -> Iterator[pa.RecordBatch]:
     """These sorted rows in batches, each when the last of it is due; ends when it is time to give up."""
     due = int64(rows.column("due_ms"))
-    batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * rows.num_rows // max(1, rows.nbytes)))
     at = 0
     while at < len(due):
         ready = _ready(due, watch.now_ms())
         if ready > at:
-            end = min(ready, at + batch_rows)
-            yield rows.slice(at, end - at)
+            end = min(ready, at + BATCH_ROWS)
+            yield from halves(rows.slice(at, end - at))
             at = end
         if at < len(due) and at >= ready:
             if clock.monotonic_ns() >= give_up_ns:

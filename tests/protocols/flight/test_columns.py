@@ -69,6 +69,7 @@ def test_a_name_twice_is_refused() -> None:
         ("keys", pa.array([["a", "b"]])),
         ("properties", pa.array([{"a": "b"}])),
         ("flag", pa.array([True])),
+        ("topic", pa.array(["t"]).dictionary_encode()),
     ],
 )
 def test_types_that_mean_something_else_are_refused(name: str, column: pa.Array) -> None:
@@ -81,7 +82,6 @@ def test_types_that_mean_something_else_are_refused(name: str, column: pa.Array)
     [
         ("topic", pa.array(["t"], pa.large_string())),
         ("topic", pa.array(["t"], pa.string_view())),
-        ("topic", pa.array(["t"]).dictionary_encode()),
         ("body", pa.array(["x"])),
         ("body", pa.array([b"x"], pa.large_binary())),
         ("body", pa.array([b"x"], pa.binary(1))),
@@ -112,6 +112,26 @@ def test_empty_and_oversized_batches() -> None:
     )
     with pytest.raises(OverLimit, match="smaller batches"):
         adopt(many)
+
+
+def test_values_that_become_more_than_a_message_are_refused_before_they_are() -> None:
+    long = bytes(limits.BATCH_BYTES_MAX // 16)
+    one = struct.pack("<i4sii", len(long), long[:4], 0, 0)  # length, prefix, buffer, offset
+    buffers = [None, pa.py_buffer(one * 1_000), pa.py_buffer(long)]
+    views = pa.Array.from_buffers(pa.binary_view(), 1_000, buffers)
+    assert views.get_total_buffer_size() < 2 * len(long)  # one value, a thousand times
+    with pytest.raises(OverLimit, match="smaller batches"):
+        adopt(batch(topic=["t"] * 1_000, body=views))
+    assert adopt(batch(topic=["t"] * 8, body=views[:8])).num_rows == 8
+
+
+def test_buffers_that_stand_for_several_columns_count_for_each() -> None:
+    text = pa.array(["x" * (limits.BATCH_BYTES_MAX // 3)])
+    rows = pa.RecordBatch.from_arrays([text] * 4, names=["topic", "body", "tag", "keys"])
+    assert rows.get_total_buffer_size() < limits.BATCH_BYTES_MAX // 2
+    with pytest.raises(OverLimit, match="smaller batches"):
+        adopt(rows)
+    assert adopt(rows.select(["topic", "body"])).num_rows == 1
 
 
 HONEST = struct.pack("<2i", 0, 9) + b"lying-one"  # offsets, characters

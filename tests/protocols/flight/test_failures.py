@@ -2,32 +2,21 @@
 
 import logging
 
-import pyarrow.flight as flight
 import pytest
 
-from timeball.errors import NotFound, TimeballError
-from timeball.protocols.flight.failures import INTERNAL, answering, internal, to_flight
+from timeball.errors import NotFound
+from timeball.protocols.flight.failures import INTERNAL, details, internal, trailers
 
 
 def test_ours_keep_code_and_text() -> None:
-    error = to_flight(NotFound("no topic 'x'"))
-    assert error.extra_info == b"not_found"
-    assert "no topic 'x'" in str(error)
-
-
-def test_others_are_logged_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(flight.FlightServerError) as caught, answering("do_get"):
-        raise KeyError("secret")
-    assert "secret" not in str(caught.value) and INTERNAL in str(caught.value)
-    assert caught.value.extra_info == TimeballError.code.encode()
-    assert "do_get failed" in caplog.text and "secret" in caplog.text
-
-
-def test_flight_errors_pass() -> None:
-    original = flight.FlightCancelledError("gone")
-    with pytest.raises(flight.FlightCancelledError) as caught, answering("do_get"):
-        raise original
-    assert caught.value is original
+    error = NotFound("no topic 'x'")
+    assert details(error) == "no topic 'x'. Detail: Failed"
+    assert dict(trailers(error)) == {
+        "grpc-status-details-bin": b"not_found",
+        "x-arrow-status": "5",
+        "x-arrow-status-detail-bin": b"Failed",
+        "x-arrow-status-message-bin": b"no topic 'x'",
+    }
 
 
 def test_internal_says_nothing_and_logs_all(caplog: pytest.LogCaptureFixture) -> None:

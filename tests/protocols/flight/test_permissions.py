@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
@@ -108,6 +110,22 @@ def exchanged(client: Any, path: bytes) -> None:
         except pa.ArrowException:
             pass  # the broker has ended the stream already; why, the reader knows
         reader.read_chunk()
+
+
+@pytest.mark.parametrize("method", ["DoAction", "DoGet", "DoExchange", "DoPut", "ListActions", "GetSchema"])
+def test_who_calls_is_asked_before_a_message_is_received(node: RunningNode, method: str) -> None:
+    """The client says who it is, and sends nothing. (A call with credentials waits for what it asks.)"""
+    never = threading.Event()
+    with grpc.insecure_channel(node.endpoint.removeprefix("grpc://")) as channel:
+        call = channel.stream_stream(f"/arrow.flight.protocol.FlightService/{method}")
+        answers = call(iter(never.wait, True), metadata=[("authorization", "Bearer shop:wrong")])
+        assert dict(answers.trailing_metadata())["grpc-status-details-bin"] == b"unauthorized"
+        if method in ("DoAction", "DoGet", "DoExchange"):
+            known = call(iter(never.wait, True), metadata=[("authorization", "Bearer shop:shop secret 1")])
+            with pytest.raises(grpc.FutureTimeoutError):
+                known.result(0.2)
+            known.cancel()
+        never.set()
 
 
 # ---- every verb ---------------------------------------------------------------------------------------------
@@ -252,7 +270,8 @@ def test_nor_is_it_moved(shop: Timeball, other: Timeball) -> None:
     )
 )
 def test_headers_of_any_kind_are_text_or_not_there(headers: dict[str, list[Any]]) -> None:
-    kept = permissions.HeadersKept().start_call(None, headers).headers
+    pairs = [(name, value) for name, values in headers.items() for value in values]
+    kept = permissions.headers_of(pairs)
     assert all(name == name.lower() and isinstance(value, str) for name, value in kept.items())
 
 
@@ -262,6 +281,6 @@ def test_headers_of_any_kind_are_text_or_not_there(headers: dict[str, list[Any]]
 def test_nobody_is_asked_where_there_is_no_access_file(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
         edge = node.node.edge
-        assert edge is not None and not edge._permissions.middleware
+        assert edge is not None and edge.caller(()) is None
         with Timeball(node.endpoint, access_key="any", secret_key="body") as ball:
             assert ball.send("orders", "x").seq == 1

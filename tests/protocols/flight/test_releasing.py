@@ -147,7 +147,7 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_BYTES_MAX", 3)
     with pytest.raises(InvalidMessage, match="more than 3 bytes"):
         columns.adopt(rows([1], 1))
-    monkeypatch.setattr(limits, "REQUEST_BYTES_MAX", 3)
+    monkeypatch.setattr(limits, "BATCH_BYTES_MAX", 3)
     with pytest.raises(OverLimit, match="smaller"):
         columns.adopt(rows([1], 1))
 

@@ -12,10 +12,11 @@ import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
-from timeball.errors import SetupError
+from timeball import Timeball
+from timeball.errors import OverLimit, SetupError
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec
-from timeball.protocols.flight.server import FlightEdge
+from timeball.protocols.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge
 
 
 def act(wire: flight.FlightClient, verb: str, body: bytes = b"{}", **options: Any) -> Any:
@@ -137,6 +138,32 @@ def test_more_calls_than_the_gate_lets_through_are_told_so(
         for entry in passes:
             entry.give_back()
     assert act(wire, "status")
+
+
+def test_an_action_longer_than_any_is_refused_by_its_length(
+    wire: flight.FlightClient, node: RunningNode
+) -> None:
+    with pytest.raises(pa.ArrowException, match="larger than max"):
+        act(wire, "status", bytes(MESSAGE_BYTES_MAX))
+    with Timeball(node.endpoint) as ball, pytest.raises(OverLimit, match="name less at once"):
+        ball.cancel(ids=["x" * 500] * 10_000)
+    with pytest.raises(flight.FlightServerError, match="at most 65536"):  # received, and refused by us
+        act(wire, "status", bytes(MESSAGE_BYTES_MAX - 100))
+
+
+def test_answers_that_wait_to_be_taken_are_bounded(node: RunningNode, wire: flight.FlightClient) -> None:
+    accepted = node.run(node.broker.send(pa.RecordBatch.from_pydict({"topic": ["taken"], "body": [b"x"]})))
+    ticket = {"read": "log", "from_seq": accepted.first_seq, "to_seq": accepted.first_seq + 1}
+    answers = edge_of(node)._answers
+    assert answers.take(ANSWERS_BYTES_MAX, 0)
+    try:
+        with pytest.raises(flight.FlightServerError, match="wait to be taken") as caught:
+            get(wire, **ticket)
+        assert caught.value.extra_info == b"over_limit"
+    finally:
+        answers.give(ANSWERS_BYTES_MAX)
+    assert get(wire, **ticket).num_rows == 1
+    eventually(lambda: answers.held_bytes == 0, "what was sent counts no more")
 
 
 def test_a_taken_port_is_a_setup_error(node: RunningNode) -> None:

@@ -29,7 +29,7 @@ ERROR_CHARACTERS_MAX = 2_000
 TICKET_BYTES_MAX = 64 * 1024  # a pull that names 1,024 queues needs about 30 KiB
 BODY_BYTES_MAX = 64 * 1024
 CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 ids of 255 bytes
-ATTACH_BODY_BYTES_MAX = 8 * 1024 * 1024  # 10,000 files of about 400 bytes
+ATTACH_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 files of about 400 bytes
 
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
 RELEASE_PATH = [b"release"]

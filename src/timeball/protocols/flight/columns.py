@@ -2,8 +2,9 @@
 
 Columns are found by name, in any order, and only `topic` and `body` must be there. A column we do not know is
 refused by its name: a producer that writes `delay` for `delay_ms` must not see its messages delivered at once.
-Types that mean the same (large strings, views, dictionaries, wider or narrower integers) are converted, and a
-value that does not fit refuses its batch.
+Types that mean the same (large strings, views, wider or narrower integers) are converted, and a value that does not
+fit refuses its batch. Dictionaries are refused, and so is a batch whose values take more room than a message may have:
+with views and shared buffers a few kilobytes can name one value a hundred thousand times.
 
 A batch from a socket is only a claim about buffers: `validate(full=True)` proves offsets, lengths and UTF-8
 before anything reads through them.
@@ -11,6 +12,7 @@ before anything reads through them.
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -66,6 +68,7 @@ class SendColumns:
             _refuse_rows(batch.num_rows)
         try:
             batch.validate(full=True)
+            check_bytes(sum(map(_value_bytes, batch.columns)))
             if not self._exact:
                 columns = [_convert(batch.column(i), field.type) for i, field in enumerate(self._target)]
                 batch = pa.RecordBatch.from_arrays(columns, schema=self._target)
@@ -86,8 +89,6 @@ def _refuse_rows(rows: int) -> None:
 def _check_type(field: pa.Field) -> None:
     wanted = SEND_SCHEMA.field(field.name).type
     given = field.type
-    if pa.types.is_dictionary(given):
-        given = given.value_type
     text = pa.types.is_string(given) or pa.types.is_large_string(given) or pa.types.is_string_view(given)
     raw = (
         pa.types.is_binary(given)
@@ -108,8 +109,22 @@ def _check_type(field: pa.Field) -> None:
 
 def _convert(column: pa.Array, wanted: pa.DataType) -> pa.Array:
     """Safe conversion: an integer that does not fit, or an offset beyond 32 bits, raises."""
-    if column.type == wanted:
-        return column
-    if pa.types.is_dictionary(column.type):
-        column = pc.cast(column, column.type.value_type)
     return column if column.type == wanted else pc.cast(column, wanted)
+
+
+def check_bytes(size_bytes: int) -> None:
+    """Raise OverLimit for a batch whose values take more than a message may have."""
+    if size_bytes > limits.BATCH_BYTES_MAX:
+        raise OverLimit(
+            f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: send smaller batches"
+        )
+
+
+def _value_bytes(column: pa.Array) -> int:
+    """Return how many bytes the values of a sound column take when each stands by itself."""
+    if not (pa.types.is_string_view(column.type) or pa.types.is_binary_view(column.type)):
+        return int(column.nbytes)
+    # A view is 16 bytes, of which the first four are the length of its value.
+    views = np.frombuffer(column.buffers()[1] or b"", np.int32).reshape(-1, 4)
+    lengths = views[column.offset : column.offset + len(column), 0]
+    return int(lengths[column.is_valid().to_numpy(zero_copy_only=False)].sum(dtype=np.int64))

@@ -1,31 +1,33 @@
 """One stream of an exchange: batches in without waiting, acknowledgements out in the same order.
 
-    RPC thread        read_chunk -> check -> window.enter -> inbox
+    reading thread    message -> decode and check -> window.enter -> inbox
     broker's loop     inbox -> slot.settle                                                   (inbox)
-    answering thread  window.take -> write_metadata
+    RPC thread        window.take -> acknowledgements
 
-The RPC thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
+The reading thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
 batch is answered and the stream goes on. When the client goes away, what it sent is still decided by the
 broker, and nobody waits for it: nothing is cancelled from here, because the commit that one batch waits for is
 the commit of others too.
+
+A stream holds one message: the one it receives, or the one it has and waits with. Streams decode one after the other
+(`decoding`), so that what a message becomes in between is there once and not once a stream.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.flight as flight
 
-from timeball import limits
-from timeball.errors import InvalidMessage, OverLimit, Unavailable
+from timeball.errors import InvalidMessage, TimeballError, Unavailable
+from timeball.protocols.flight import ipc
+from timeball.protocols.flight.columns import check_bytes
+from timeball.protocols.flight.failures import internal
 from timeball.protocols.flight.inbox import STOPPING, refusal
 from timeball.protocols.flight.window import Budget, Slot, Window
-
-log = logging.getLogger(__name__)
+from timeball.protocols.flight.wire import Data
 
 
 class Columns(Protocol):
@@ -45,73 +47,86 @@ class Taker(Protocol):
 class Stream:
     """The two threads of one stream, and the window between them."""
 
-    def __init__(self, inbox: Taker, budget: Budget, columns: Callable[[pa.Schema], Columns]) -> None:
+    def __init__(
+        self,
+        inbox: Taker,
+        budget: Budget,
+        columns: Callable[[pa.Schema], Columns],
+        decoding: threading.Lock,
+    ) -> None:
         """`columns` checks the schema once, and then each batch; `inbox` takes what has passed."""
-        self._inbox, self._columns = inbox, columns
+        self._inbox, self._columns, self._decoding = inbox, columns, decoding
         self.window = Window(budget)
         self._stopping = False
+        self._failure: TimeballError | None = None
 
     def stop(self) -> None:
         """Refuse further batches; those under way are still answered."""
         self._stopping = True
 
-    def run(self, reader: Any, writer: Any) -> None:
-        """Serve until the client ends or breaks the stream. Runs in the RPC thread; raises InvalidMessage."""
-        try:
-            columns = self._columns(reader.schema)
-        except pa.ArrowException as error:
-            raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
-        answering = threading.Thread(target=self._answer, args=(writer,), name="flight-answers", daemon=True)
-        answering.start()
-        try:
-            self._read(reader, columns)
-        finally:
-            # What was accepted is answered, also when the stream ended badly. Flight frees both ends when this
-            # function returns: the other thread must be gone by then.
-            self.window.finish()
-            answering.join()
+    def answers(self, messages: Iterator[Data]) -> Iterator[bytes]:
+        """Yield the answer to each batch until the client ends or breaks the stream.
 
-    def _read(self, reader: Any, columns: Columns) -> None:
-        while True:
-            try:
-                chunk = reader.read_chunk()
-            except (StopIteration, flight.FlightError):
-                return  # the client has finished, or is gone
-            except pa.ArrowException as error:
-                raise InvalidMessage(f"not an Arrow stream any more: {error}") from error
-            batch = chunk.data
-            if batch is None:
-                continue  # metadata alone: nothing to answer
-            size_bytes = (
-                batch.get_total_buffer_size()
-            )  # nbytes would trust offsets that nobody has checked yet
-            slot = self.window.enter(size_bytes)
-            if slot is None:
-                return
-            try:
-                if self._stopping:
-                    raise Unavailable(STOPPING)
-                _check_bytes(size_bytes)
-                batch = columns.adopt(batch)
-            except Exception as error:  # whatever it is, this batch gets an answer and the next one its turn
-                slot.settle(refusal(error))
-            else:
-                self._inbox.put(batch, slot)
-            del batch, chunk  # while it waits for the next one, this thread holds no memory of the last
-
-    def _answer(self, writer: Any) -> None:
+        `messages` raises TimeballError for what is no message. Raises what ended the stream, after the last answer.
+        """
+        reading = threading.Thread(target=self._run, args=(messages,), name="flight-reads", daemon=True)
+        reading.start()
         try:
             while answers := self.window.take():
-                for answer in answers:
-                    writer.write_metadata(answer)
-        except (pa.ArrowException, flight.FlightError):
-            log.debug("the client went away before all of its batches were answered")
+                yield from answers
         finally:
-            self.window.abort()
+            self.window.abort()  # also when nobody wants the rest of the answers
+        if self._failure is not None:
+            raise self._failure
 
+    def _run(self, messages: Iterator[Data]) -> None:
+        try:
+            self._read(messages)
+        except TimeballError as error:
+            self._failure = error
+        except Exception as error:  # a fault of ours must not leave the client waiting
+            self._failure = internal(error, "do_exchange")
+        finally:
+            self.window.finish()  # what was accepted is answered, also when the stream ended badly
 
-def _check_bytes(size_bytes: int) -> None:
-    if size_bytes > limits.FRAME_BYTES_MAX:
-        raise OverLimit(
-            f"a batch of {size_bytes} bytes; at most {limits.FRAME_BYTES_MAX}: send smaller batches"
-        )
+    def _read(self, messages: Iterator[Data]) -> None:
+        schema, columns = None, None
+        for message in messages:
+            if not message.header:
+                continue  # a descriptor, or metadata alone: nothing to answer
+            if schema is None or columns is None:
+                schema = ipc.schema(message.header)
+                columns = self._columns(schema)
+                continue
+            entry = self._decoded(message, schema, columns)
+            del message  # while this thread waits, it holds what the message has become and no more
+            if not self._enter(*entry):
+                return
+            del entry
+        if schema is None and not self.window.aborted:
+            raise InvalidMessage("the stream does not begin with an Arrow schema")
+
+    def _decoded(
+        self, message: Data, schema: pa.Schema, columns: Columns
+    ) -> tuple[pa.RecordBatch | bytes, int]:
+        """Return a sound batch and its bytes, or the refusal that answers it."""
+        try:
+            if self._stopping:
+                raise Unavailable(STOPPING)
+            with self._decoding:
+                batch = columns.adopt(ipc.batch(message.header, message.body, schema))
+                check_bytes(batch.nbytes)
+        except Exception as error:  # whatever it is, this batch gets an answer and the next one its turn
+            return refusal(error), 0
+        return batch, max(message.size_bytes, batch.nbytes)
+
+    def _enter(self, entry: pa.RecordBatch | bytes, size_bytes: int) -> bool:
+        """Hand a batch over, or give the refusal its turn; False when the stream was given up."""
+        slot = self.window.enter(size_bytes)
+        if slot is None:
+            return False
+        if isinstance(entry, bytes):
+            slot.settle(entry)
+        else:
+            self._inbox.put(entry, slot)
+        return True

@@ -12,7 +12,7 @@ from types import TracebackType
 from timeball.errors import OverLimit
 
 CALLS_MAX = 1_024  # actions, reads and long polls
-STREAMS_MAX = 256  # send streams: two threads and a window each
+STREAMS_MAX = 48  # each has two threads, a window, and one message of BATCH_BYTES_MAX half received
 
 
 class Pass:

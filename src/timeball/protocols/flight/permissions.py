@@ -1,6 +1,6 @@
 """Who calls, and whether they may: asked of each call before anything is done with it.
 
-A call's headers say who; Flight's middleware is only where they are to be had. What is asked is told from the decoded
+A call's headers say who, before any of its request has been received. What is asked is told from the decoded
 request, and of a send from the topics of each batch. A verb that has no line here is for administrators.
 
 A cancel names promises, and only they say which topics are meant: `cancellable` goes along to the broker, for which
@@ -9,40 +9,17 @@ promises of other topics are not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.flight as flight
 
 from timeball.access import Access, Principal, Verb
 from timeball.clock import Clock
 from timeball.errors import Forbidden
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.exchange import Columns
-
-MIDDLEWARE = "headers"
-
-
-class Headers(flight.ServerMiddleware):
-    """The headers of one call; a name that is there twice has the first value."""
-
-    def __init__(self, headers: Mapping[str, list[Any]]) -> None:
-        super().__init__()
-        self.headers = {
-            name.lower(): str(values[0])
-            for name, values in headers.items()
-            if values and isinstance(values[0], str)
-        }
-
-
-class HeadersKept(flight.ServerMiddlewareFactory):
-    """Has the headers of each call kept until its handler asks."""
-
-    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> Headers:
-        """See flight.ServerMiddlewareFactory. Decides nothing: what is raised here reaches no client as it is."""
-        return Headers(headers)
 
 
 class Permissions:
@@ -51,17 +28,20 @@ class Permissions:
     def __init__(self, access: Access | None, clock: Clock) -> None:
         self._access, self._clock = access, clock
 
-    @property
-    def middleware(self) -> dict[str, flight.ServerMiddlewareFactory]:
-        """What the server has to be built with."""
-        return {} if self._access is None else {MIDDLEWARE: HeadersKept()}
-
-    def caller(self, context: Any) -> Principal | None:
-        """Who makes this call; None where nobody asks. Raises Unauthorized."""
+    def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Principal | None:
+        """Return who makes a call with these headers; None where nobody asks. Raises Unauthorized."""
         if self._access is None:
             return None
-        kept = context.get_middleware(MIDDLEWARE)
-        return self._access.authenticate(kept.headers if kept else {}, self._clock.wall_ms())
+        return self._access.authenticate(headers_of(metadata), self._clock.wall_ms())
+
+
+def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """Return the headers that are text; a name that is there twice has the first value."""
+    headers: dict[str, str] = {}
+    for name, value in metadata:
+        if isinstance(value, str):
+            headers.setdefault(name.lower(), value)
+    return headers
 
 
 def check_action(caller: Principal | None, verb: str, request: codec.ActionRequest) -> None:

@@ -17,6 +17,7 @@ from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit, Unavailable
 from timeball.message import TABLE_SCHEMA
 from timeball.protocols.flight import codec
+from timeball.protocols.flight.columns import check_bytes
 from timeball.protocols.flight.inbox import STOPPING, refusal
 from timeball.protocols.flight.window import Slot
 
@@ -46,10 +47,9 @@ class ReleaseColumns:
             raise OverLimit(
                 f"{batch.num_rows} rows: between 1 and {limits.ROWS_PER_REQUEST_MAX} in one batch"
             )
-        if batch.get_total_buffer_size() > limits.REQUEST_BYTES_MAX:
-            raise OverLimit(f"a batch of more than {limits.REQUEST_BYTES_MAX} bytes: bring smaller ones")
         try:
             batch.validate(full=True)
+            check_bytes(batch.nbytes)
         except (pa.ArrowException, ValueError) as error:
             raise InvalidMessage(f"not a sound record batch: {error}") from error
         batch = batch.select(TABLE_SCHEMA.names)

@@ -1,55 +1,76 @@
-"""FlightEdge: the broker's verbs over Arrow Flight.
+"""FlightEdge: the broker's verbs over Arrow Flight, carried by grpcio.
 
-gRPC calls every handler in a thread of its own; the broker lives on one asyncio loop. A handler decodes its
-request (codec), hands it to the loop, waits, and answers; a send stream is pipelined instead (exchange). The
-edge refuses whatever the codec refuses, more calls than its gates let through, and everything while it stops.
+pyarrow's own server takes a request of any length into memory, decompresses it and resolves its dictionaries before
+it says who calls. So grpcio carries the calls (as those of the edge `grpc`), `wire` reads Flight's few messages, and
+`ipc` the batches. Each call is a handler that reads when it wants to, so that the order is: who calls, how many are
+inside, then one message of bounded length, then what it says.
 
-A handler waits in short turns and looks whether its client is still there, so a client that went away frees
-its thread. Only a long poll is cancelled for it; a verb that changes something is left to finish, because what
-it waits for (one group commit) others wait for too.
+A handler runs in a thread of its own; the broker lives on one asyncio loop. It decodes its request (codec), hands it
+to the loop, waits, and answers; a send stream is pipelined instead (exchange). It waits in short turns and looks
+whether its client is still there, so a client that went away frees its thread. Only a long poll is cancelled for it; a
+verb that changes something is left to finish, because what it waits for (one group commit) others wait for too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
 import pyarrow as pa
-import pyarrow.flight as flight
 
+from timeball import limits
 from timeball.access import Principal
-from timeball.errors import NotFound, RequestError, SetupError, TimeballError, Unavailable
+from timeball.errors import NotFound, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.guard import OPEN, Guard
 from timeball.message import READ_SCHEMA
-from timeball.protocols.flight import codec, permissions, verbs
+from timeball.protocols.flight import codec, failures, ipc, permissions, verbs, wire
 from timeball.protocols.flight.columns import SendColumns
 from timeball.protocols.flight.exchange import Stream
-from timeball.protocols.flight.failures import answering, internal, to_flight
-from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate, Pass
+from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
 from timeball.protocols.flight.inbox import STOPPING, Inbox
+from timeball.protocols.flight.reading import RequestReads
 from timeball.protocols.flight.releasing import ReleaseColumns, Releases
-from timeball.protocols.flight.sockets import check_free, cut_connections
 from timeball.protocols.flight.window import Budget
 
 if TYPE_CHECKING:
     from timeball.broker.service import Broker
 
-log = logging.getLogger(__name__)
+SERVICE = "/arrow.flight.protocol.FlightService/"
+MESSAGE_BYTES_MAX = limits.BATCH_BYTES_MAX + 64 * 1024  # a batch with its header
+ANSWER_PART_BYTES = 4 * 1024 * 1024
+ANSWERS_BYTES_MAX = 192 * 1024 * 1024  # read and not yet taken, of all calls
+ANSWER_WAIT_S = 1.0
 
 LOOK_AGAIN_S = 0.25  # how soon a waiting thread sees that its client is gone
 DRAIN_S = 5.0  # how long streams get for their last answers when the broker stops
-CUT_S = 0.1
-CUT_ROUNDS = 100
+CUT_S = 0.5  # and then all calls
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", -1),
+    # What a client may send before a handler asks for it, of a stream; more comes when a message is waited for.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_metadata_size", 8 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", CALLS_MAX),
+    # A client whose machine is gone holds a stream until a ping finds that out.
+    ("grpc.keepalive_time_ms", limits.MINUTE_MS),
+    ("grpc.keepalive_timeout_ms", 20 * limits.SECOND_MS),
+    ("grpc.so_reuseport", 0),  # a port that another broker has is an error, not to be shared with it
+]
 
 T = TypeVar("T")
+Requests = Iterator[bytes]
+Handler = Callable[["Principal | None", Requests, Any], Iterator[bytes]]
 
 
-class FlightEdge(flight.FlightServerBase):
+class FlightEdge:
     """Serves from the moment it is built. Build and `close` it from any thread but the loop's."""
 
     def __init__(
@@ -70,92 +91,124 @@ class FlightEdge(flight.FlightServerBase):
         self._status = status or broker.status
         self._loop = loop
         self._inbox, self._releases = Inbox(broker, loop), Releases(broker, loop)
-        self._budget = Budget()
+        self._budget, self._answers = Budget(), Budget(ANSWERS_BYTES_MAX)
         self._calls = Gate("calls", CALLS_MAX)
         self._streams_gate = Gate("send streams", STREAMS_MAX)
         self._streams: set[Stream] = set()
+        self._decoding = threading.Lock()
         self._permissions = permissions.Permissions(guard.access, broker.parts.clock.clock)
         self._closing = threading.Event()
+        self._reads = RequestReads(broker.parts.clock.clock, self._closing)
         self._close_once = threading.Lock()
-        check_free(host, port)
-        address = f"[{host}]" if ":" in host else host
+        threads = CALLS_MAX + STREAMS_MAX
+        self._threads = concurrent.futures.ThreadPoolExecutor(threads, "flight")
+        self._server = grpc.server(
+            self._threads,
+            handlers=[_Methods(self)],
+            options=OPTIONS,
+            maximum_concurrent_rpcs=threads,
+        )
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            super().__init__(
-                f"grpc+{'tls' if guard.tls else 'tcp'}://{address}:{port}",
-                tls_certificates=[(guard.tls.certificate, guard.tls.key)] if guard.tls else None,
-                middleware=self._permissions.middleware,
-            )
-        except (pa.ArrowException, flight.FlightError) as error:
+            if guard.tls is None:
+                self.port = int(self._server.add_insecure_port(address))
+            else:
+                pair = (guard.tls.key, guard.tls.certificate)
+                self.port = int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+        except RuntimeError as error:
             raise SetupError(f"--port {port} on {host} cannot be used: {error}") from error
+        self._server.start()
 
     # ---- Flight's verbs ---------------------------------------------------------------------------------
 
-    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+    def handler(self, method: str) -> Handler | None:
+        """Return what serves this method; None for one that Flight has not."""
+        return {
+            "DoExchange": self._do_exchange,
+            "DoAction": self._do_action,
+            "DoGet": self._do_get,
+            "ListActions": self._list_actions,
+            "GetSchema": self._get_schema,
+            "DoPut": self._refuse,
+            "ListFlights": self._refuse,
+            "GetFlightInfo": self._refuse,
+            "PollFlightInfo": self._refuse,
+            "Handshake": self._refuse,
+        }.get(method)
+
+    def caller(self, metadata: Any) -> Principal | None:
+        """Return who makes a call with these headers; raises Unauthorized."""
+        return self._permissions.caller(metadata)
+
+    def _do_exchange(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
         """`send` and `release`: record batches in, one acknowledgement each out."""
-        with answering("do_exchange"), self._admit(self._streams_gate):
-            caller, path = self._permissions.caller(context), list(descriptor.path or [])
-            if path == codec.SEND_PATH:
-                columns = SendColumns if caller is None else partial(_permitted, caller)
-                stream = Stream(self._inbox, self._budget, columns)
-            elif path == codec.RELEASE_PATH:
-                permissions.check_release(caller)
-                stream = Stream(self._releases, self._budget, ReleaseColumns)
-            else:
-                raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
+        self._check_open()
+        with self._streams_gate.enter():
+            messages = map(wire.data, requests)
+            first = next(messages, None)
+            stream = self._stream(caller, first.path if first else None)
+            # When the call ends, however it does, who waits for the stream is woken.
+            if not context.add_callback(stream.window.abort):
+                return
             self._streams.add(stream)
             try:
                 if self._closing.is_set():  # close() may have looked through the streams just before
                     raise Unavailable(STOPPING)
-                stream.run(reader, writer)
+                assert first is not None
+                started = chain((first,), messages)
+                del first
+                for answer in stream.answers(started):
+                    yield wire.data_message(metadata=answer)
             finally:
                 self._streams.discard(stream)
 
-    def do_action(self, context: Any, action: Any) -> list[bytes]:
+    def _stream(self, caller: Principal | None, path: list[bytes] | None) -> Stream:
+        if path == codec.SEND_PATH:
+            columns = SendColumns if caller is None else partial(_permitted, caller)
+            return Stream(self._inbox, self._budget, columns, self._decoding)
+        if path == codec.RELEASE_PATH:
+            permissions.check_release(caller)
+            return Stream(self._releases, self._budget, ReleaseColumns, self._decoding)
+        raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
+
+    def _do_action(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
         """Everything small: a JSON body in, one JSON body out."""
-        with answering("do_action"), self._admit(self._calls):
-            caller, verb, body = self._permissions.caller(context), action.type, action.body
-            codec.check_size(f"the body of action {verb[:40]}", body.size, codec.body_bytes_max(verb))
-            request = codec.decode_action(verb, body.to_pybytes())
+        self._check_open()
+        with self._calls.enter():
+            verb, request = self._reads.read(requests, context, _action)
             permissions.check_action(caller, verb, request)
             may, broker = permissions.cancellable(caller), self._broker
             answer = self._on_loop(context, lambda: verbs.perform(broker, verb, request, self._status, may))
-            return [codec.encode(permissions.shown(caller, verb, answer))]
+            yield wire.result(codec.encode(permissions.shown(caller, verb, answer)))
 
-    def do_get(self, context: Any, ticket: Any) -> Any:
+    def _do_get(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
         """Rows in READ_SCHEMA: of the log, of a queue, or of a long poll."""
-        with answering("do_get"):
-            caller, data = self._permissions.caller(context), ticket.ticket
-            request = codec.decode_ticket(data)
+        self._check_open()
+        with self._calls.enter():
+            request = self._reads.read(requests, context, _ticket)
             permissions.check_ticket(caller, request)
-            entry = self._admit(self._calls)
+            schema = READ_SCHEMA
             if isinstance(request, codec.ReadLog):
-                names = request.columns or READ_SCHEMA.names
-                schema = pa.schema([READ_SCHEMA.field(name) for name in names])
-                return flight.GeneratorStream(schema, self._log_rows(request, entry))
-            with entry:
-                cancel = isinstance(request, codec.Pull)
-                batch = self._on_loop(context, lambda: verbs.rows(self._broker, request), cancel=cancel)
-                return flight.RecordBatchStream(pa.Table.from_batches([batch], READ_SCHEMA))
+                schema = pa.schema([READ_SCHEMA.field(name) for name in request.columns or READ_SCHEMA.names])
+                batches = self._log_rows(request)
+            else:
+                batches = self._queue_rows(request, context)
+            yield wire.data_message(ipc.schema_header(schema))
+            for batch in batches:
+                yield from self._parts(batch)
+                del batch  # not held while the next one is read
 
-    def list_actions(self, context: Any) -> list[tuple[str, str]]:
-        """The verbs of do_action."""
-        return [(verb, text) for verb, (_, _, text) in codec.ACTIONS.items()]
+    def _list_actions(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+        """The verbs of DoAction."""
+        for verb, (_, _, text) in codec.ACTIONS.items():
+            yield wire.action_type(verb, text)
 
-    def list_flights(self, context: Any, criteria: bytes) -> Any:
-        """Not offered."""
-        return self._refuse("list_flights")
+    def _get_schema(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+        """Every DoGet has message.READ_SCHEMA."""
+        yield wire.result(READ_SCHEMA.serialize().to_pybytes())
 
-    def get_flight_info(self, context: Any, descriptor: Any) -> Any:
-        """Not offered."""
-        return self._refuse("get_flight_info")
-
-    def get_schema(self, context: Any, descriptor: Any) -> Any:
-        """Every do_get has message.READ_SCHEMA. (Refusing is no choice: Flight would send a traceback along.)"""
-        return flight.SchemaResult(READ_SCHEMA)
-
-    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Not offered: a put has no answer per batch."""
-        self._refuse("do_put")
+    def _refuse(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+        raise RequestError("this method is not offered; use DoExchange, DoAction or DoGet")
 
     # ---- stopping ---------------------------------------------------------------------------------------
 
@@ -173,28 +226,15 @@ class FlightEdge(flight.FlightServerBase):
             stream.stop()
         for stream in streams:
             if not stream.window.wait_empty(DRAIN_S):
-                log.warning("a stream with %d unanswered batches is cut", len(stream.window))
-        # gRPC's shutdown ends when all calls have, and idle streams end when their connection does.
-        ending = threading.Thread(target=self.shutdown, name="flight-shutdown", daemon=True)
-        ending.start()
-        for _ in range(CUT_ROUNDS):
-            ending.join(CUT_S)
-            if not ending.is_alive():
-                return
-            cut_connections(self.port)
-            for stream in list(self._streams):
-                stream.window.abort()
-        log.error("the Flight server did not end; its threads are left to the end of the process")
+                failures.log.warning("a stream with %d unanswered batches is cut", len(stream.window))
+        self._server.stop(CUT_S).wait()
+        self._threads.shutdown(wait=False)
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    def _admit(self, gate: Gate) -> Pass:
+    def _check_open(self) -> None:
         if self._closing.is_set():
             raise Unavailable(STOPPING)
-        return gate.enter()
-
-    def _refuse(self, method: str) -> Any:
-        raise to_flight(RequestError(f"{method} is not offered; use do_exchange, do_action or do_get"))
 
     def _on_loop(
         self, context: Any, verb: Callable[[], Coroutine[Any, Any, T]], *, cancel: bool = False
@@ -214,44 +254,92 @@ class FlightEdge(flight.FlightServerBase):
             except TimeoutError:
                 if future.done():  # between the two lines, or the verb's own TimeoutError
                     return future.result()
-            if context.is_cancelled() or (self._closing.is_set() and (cancel or self._loop.is_closed())):
+            if not context.is_active() or (self._closing.is_set() and (cancel or self._loop.is_closed())):
                 if cancel:
                     future.cancel()
                 raise Unavailable(STOPPING)
 
-    def _log_rows(self, request: codec.ReadLog, entry: Pass) -> Iterator[pa.RecordBatch]:
-        return _LogRows(self._broker, request, entry, self._closing)
+    def _queue_rows(self, request: codec.ReadQueue | codec.Pull, context: Any) -> Iterator[pa.RecordBatch]:
+        cancel = isinstance(request, codec.Pull)
+        yield self._on_loop(context, lambda: verbs.rows(self._broker, request), cancel=cancel)
+
+    def _log_rows(self, request: codec.ReadLog) -> Iterator[pa.RecordBatch]:
+        rows = self._broker.read_log(
+            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns
+        )
+        for batch in rows:
+            self._check_open()
+            yield batch
+
+    def _parts(self, batch: pa.RecordBatch) -> Iterator[bytes]:
+        """Yield the messages of a batch; its bytes count among the answers until the last has been sent."""
+        size_bytes = batch.nbytes
+        if not self._answers.take(size_bytes, ANSWER_WAIT_S):
+            raise OverLimit(
+                f"{ANSWERS_BYTES_MAX} bytes of answers wait to be taken by those who asked; try again later"
+            )
+        try:
+            for header, body in ipc.parts(batch, ANSWER_PART_BYTES):
+                yield wire.data_message(header, body)
+        finally:
+            self._answers.give(size_bytes)
+
+
+class _Methods(grpc.GenericRpcHandler):
+    """What grpcio asks when the headers of a call are there. Every method is a stream, so that nothing is read."""
+
+    def __init__(self, edge: FlightEdge) -> None:
+        self._edge = edge
+
+    def service(self, details: Any) -> Any:
+        if not details.method.startswith(SERVICE):
+            return None
+        method = details.method.removeprefix(SERVICE)
+        handler = self._edge.handler(method)
+        if handler is None:
+            return None
+        try:
+            handler = partial(handler, self._edge.caller(details.invocation_metadata or ()))
+        except TimeballError as error:
+            handler = partial(_refused, error)
+        return grpc.stream_stream_rpc_method_handler(partial(_answered, method, handler))
+
+
+def _refused(error: TimeballError, requests: Requests, context: Any) -> Iterator[bytes]:
+    raise error
+
+
+def _answered(method: str, handler: Any, requests: Requests, context: Any) -> Iterator[bytes]:
+    """Yield what a handler yields, and end the call as it ended."""
+    try:
+        yield from handler(_until_gone(requests), context)
+        return
+    except TimeballError as caught:
+        error = caught
+    except Exception as caught:  # its text is for the log and not for the client
+        error = failures.internal(caught, method)
+    context.set_code(grpc.StatusCode.UNKNOWN)
+    context.set_details(failures.details(error))
+    context.set_trailing_metadata(failures.trailers(error))
+
+
+def _until_gone(requests: Requests) -> Iterator[bytes]:
+    """Yield the messages of a call until its client has finished, or is gone."""
+    try:
+        yield from requests
+    except grpc.RpcError:
+        return
+
+
+def _action(message: bytes) -> tuple[str, codec.ActionRequest]:
+    verb, body = wire.action(message)
+    codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
+    return verb, codec.decode_action(verb, bytes(body))
+
+
+def _ticket(message: bytes) -> codec.Ticket:
+    return codec.decode_ticket(wire.ticket(message))
 
 
 def _permitted(caller: Principal, schema: pa.Schema) -> permissions.PermittedColumns:
     return permissions.PermittedColumns(SendColumns(schema), caller)
-
-
-class _LogRows:
-    """Batches of a log read. The gate's pass goes back with the object: gRPC may drop it at any point."""
-
-    def __init__(self, broker: Broker, request: codec.ReadLog, entry: Pass, closing: threading.Event) -> None:
-        self._entry = entry
-        self._closing = closing
-        self._rows = broker.read_log(
-            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns
-        )
-
-    def __iter__(self) -> _LogRows:
-        return self
-
-    def __next__(self) -> pa.RecordBatch:
-        try:
-            if self._closing.is_set():
-                raise Unavailable(STOPPING)
-            return next(self._rows)
-        except StopIteration:
-            self._entry.give_back()
-            raise
-        except TimeballError as error:
-            raise to_flight(error) from None
-        except Exception as error:  # Flight would send its traceback to the client
-            raise to_flight(internal(error, "read_log")) from None
-
-    def __del__(self) -> None:
-        self._entry.give_back()

@@ -19,8 +19,8 @@ import threading
 from collections import deque
 
 BATCHES_MAX = 1_024
-BYTES_MAX = 64 * 1024 * 1024
-BYTES_ALL_STREAMS_MAX = 256 * 1024 * 1024
+BYTES_MAX = 16 * 1024 * 1024
+BYTES_ALL_STREAMS_MAX = 32 * 1024 * 1024
 _LOOK_AGAIN_S = 0.5  # how often a thread that waits for other streams looks whether its own was given up
 
 
@@ -90,6 +90,11 @@ class Window:
     def __len__(self) -> int:
         """Batches without an answer taken."""
         return len(self._slots)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the stream was given up."""
+        return self._aborted
 
     def enter(self, size_bytes: int) -> Slot | None:
         """A place for a batch of this size, waiting for room; None when the stream was given up."""

@@ -1,0 +1,115 @@
+"""Arrow IPC messages as Flight carries them: a header (a flatbuffer) and a body, apart. Does no I/O.
+
+A header of a few bytes may ask for gigabytes: a compressed body says itself how long it becomes, a dictionary gives
+each row a value of any length. Both are refused by what the header says, before Arrow decodes anything. What is left
+decodes to views of the body that came, so the bound on a message is a bound on the batch. A schema may name one field
+a thousand times, and is therefore bounded far below a message.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from timeball.errors import InvalidMessage, OverLimit
+
+SCHEMA_BYTES_MAX = 16 * 1024  # the widest schema of ours takes 3 KiB
+HEADER_BYTES_MAX = 64 * 1024
+
+# What Arrow raises for bytes that it cannot decode: some of its errors are Python's own.
+_DECODING = (pa.ArrowException, ValueError, TypeError, LookupError, OSError, MemoryError)
+_CONTINUATION = b"\xff\xff\xff\xff"
+_ALIGN = 8
+# Message.version, .header_type, .header and RecordBatch.compression: their places in Arrow's Message.fbs.
+_VERSION, _HEADER_TYPE, _HEADER, _COMPRESSION = 0, 1, 2, 3
+_VERSION_5 = 4
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
+
+
+def schema(header: memoryview) -> pa.Schema:
+    """Return the schema that a stream begins with; raises InvalidMessage, OverLimit."""
+    if len(header) > SCHEMA_BYTES_MAX:
+        raise OverLimit(
+            f"a schema of {len(header)} bytes; at most {SCHEMA_BYTES_MAX}: leave its metadata out"
+        )
+    if _kind(header)[0] != _SCHEMA:
+        raise InvalidMessage("the stream does not begin with an Arrow schema")
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(_encapsulated(header, b"")))
+    except _DECODING as error:
+        raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
+
+
+def batch(header: memoryview, body: memoryview, of: pa.Schema) -> pa.RecordBatch:
+    """Return a batch of the stream's schema, not yet proven sound; raises InvalidMessage, OverLimit.
+
+    Its columns are views of a copy of `body`.
+    """
+    if len(header) > HEADER_BYTES_MAX:
+        raise OverLimit(f"a record batch with a header of {len(header)} bytes; at most {HEADER_BYTES_MAX}")
+    kind, compressed = _kind(header)
+    if kind == _DICTIONARY:
+        raise InvalidMessage("a dictionary: send plain columns, each value as it is")
+    if kind != _BATCH:
+        raise InvalidMessage("not a record batch")
+    if compressed:
+        raise InvalidMessage("a compressed record batch: send it without compression")
+    try:
+        return pa.ipc.read_record_batch(pa.py_buffer(_encapsulated(header, body)), of)
+    except _DECODING as error:
+        raise InvalidMessage(f"not a record batch: {error}") from error
+
+
+def schema_header(of: pa.Schema) -> memoryview:
+    """Return the header that begins a stream of this schema."""
+    return _parts(of.serialize())[0]
+
+
+def parts(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield header and body of each part of a batch, so that a part has at most about so many bytes, or one row."""
+    rows = max(1, batch.num_rows * size_bytes_max // max(batch.nbytes, 1))
+    for start in range(0, max(batch.num_rows, 1), rows):
+        yield _parts(batch.slice(start, rows).serialize())
+
+
+def _encapsulated(header: memoryview, body: memoryview | bytes) -> bytes:
+    padding = -len(header) % _ALIGN
+    length = struct.pack("<i", len(header) + padding)
+    return b"".join((_CONTINUATION, length, header, bytes(padding), body))
+
+
+def _parts(message: pa.Buffer) -> tuple[memoryview, memoryview]:
+    view = memoryview(message).cast("B")
+    begin = 2 * len(_CONTINUATION)
+    end = begin + struct.unpack_from("<i", view, len(_CONTINUATION))[0]
+    return view[begin:end], view[end:]
+
+
+def _kind(header: memoryview) -> tuple[int, bool]:
+    """Return which kind of message this is, and whether its body is compressed; raises InvalidMessage."""
+    try:
+        root = struct.unpack_from("<I", header, 0)[0]
+        version, kind, inner = (_field(header, root, number) for number in (_VERSION, _HEADER_TYPE, _HEADER))
+        if version is None or kind is None or inner is None:
+            raise InvalidMessage("not an Arrow message: it has no header")
+        if struct.unpack_from("<h", header, version)[0] < _VERSION_5:
+            # Version 4 has another way to say that a body is compressed, which Arrow still reads.
+            raise InvalidMessage("an Arrow message of a version before 1.0; write it with a later one")
+        table = inner + struct.unpack_from("<I", header, inner)[0]
+        return header[kind], header[kind] == _BATCH and _field(header, table, _COMPRESSION) is not None
+    except (struct.error, IndexError) as error:
+        raise InvalidMessage("not an Arrow message: its header is cut off") from error
+
+
+def _field(buffer: memoryview, table: int, number: int) -> int | None:
+    """Return where a field of a flatbuffer's table stands; None for one that is not there."""
+    vtable = table - struct.unpack_from("<i", buffer, table)[0]
+    if vtable < 0:
+        raise IndexError(vtable)
+    entry = 4 + 2 * number
+    if entry + 2 > struct.unpack_from("<H", buffer, vtable)[0]:
+        return None
+    offset = struct.unpack_from("<H", buffer, vtable + entry)[0]
+    return table + offset if offset else None
