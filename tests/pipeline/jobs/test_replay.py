@@ -192,6 +192,21 @@ def test_many_rows_are_written_by_several_tasks_in_due_order(spark: SparkSession
     assert all(high < low for (_, high), (low, _) in itertools.pairwise(spans))
 
 
+@pytest.mark.spark
+@pytest.mark.parametrize("stretch", [1.0, 0.0])
+def test_what_passed_in_one_instant_passes_again_in_its_order(spark: SparkSession, stretch: float) -> None:
+    """However many tasks have read it: numbers are given in the order of the rows, task by task."""
+    bodies = [b"%d" % i for i in range(90)]
+    batch = log_rows(Kind.MESSAGE, 90, topic="t", store_ms=[1_000 + i // 30 for i in range(90)], body=bodies)
+    rows = [tuple(row.values()) for row in batch.to_pylist()]
+    log = spark.createDataFrame(rows[::-1], spark_schema(batch.schema)).repartition(4)
+    window = msgspec.structs.replace(WINDOW, stretch=stretch)
+    frame = replay.promises(replay.within(log, window), window, 90)
+    found = frame.withColumn("task", f.spark_partition_id()).collect()
+    assert len({row.task for row in found}) == 1
+    assert [bytes(row.body) for row in found] == bodies
+
+
 # ---- against a broker -------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,7 @@ _WIDTHS_MS = [
 ]
 _TRANSACTION_BITS = 0x4 | 0x8  # RocketMQ's sys_flag; a replay commits nothing
 _KEPT = ("topic", "queue_id", "tag", "keys", "unique_key", "body", "properties", "flag", "sys_flag")
-_READ = (*_KEPT, "kind", "store_ms", "due_ms")
+_READ = (*_KEPT, "kind", "seq", "store_ms", "due_ms")
 _DURABLE_TRIES = 100
 _DURABLE_PAUSE_S = 0.05
 
@@ -222,7 +222,10 @@ def due(window: Window) -> Column:
 
 
 def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
-    """What passed as rows for the data source's writer; with `count` rows known, in parts that a task can hold."""
+    """What passed as rows for the data source's writer; with `count` rows known, in parts that a task can hold.
+
+    What passes again in one instant lies in one part, in the order in which it passed.
+    """
     given = f.coalesce(f.col("properties"), f.lit(""))
     closed = (given == "") | given.endswith(PROPERTY_END)
     given = f.when(closed, given).otherwise(f.concat(given, f.lit(PROPERTY_END)))
@@ -241,9 +244,13 @@ def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataF
         "queue_id",
         "flag",
         flags.cast("int").alias("sys_flag"),
+        "at_ms",
+        "seq",
     )
     parts = 1 if count is None else -(-count // ROWS_PER_TASK)
-    return again if parts <= 1 else again.repartitionByRange(parts, "due_ms")
+    # Each task numbers its rows in their order, and numbers decide within an instant: no two tasks may share one.
+    ordered = again.repartitionByRange(parts, "due_ms").sortWithinPartitions("due_ms", "at_ms", "seq")
+    return ordered.drop("at_ms", "seq")
 
 
 def width_ms(span_ms: int) -> int:
