@@ -3,11 +3,14 @@
     TimeballError
     ├── RequestError        the caller asked for something that cannot be: change the request
     │   ├── InvalidMessage      a name, size or property that no broker of ours accepts
+    │   │   └── InvalidName         of a topic or a group
     │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
     │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
     │   ├── Unauthorized        no credentials, or wrong ones: send an access key of the access file
-    │   ├── Forbidden           the account is known and may not do this; its line in the access file says what it may
-    │   ├── NotFound            no such topic, group, promise or file
+    │   ├── Forbidden           the account may not do this (its line in the access file says what it may), or no client
+    │   │                       may: the topic's permission, the group's switch or a reserved name forbids it
+    │   ├── NotFound            no such topic, promise or file
+    │   │   └── GroupNotFound       no such consumer group
     │   └── OutOfRange          a position outside what is kept; carries the range that is
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
     ├── Unavailable         the broker is starting, stopping or stopped: retry elsewhere or later
@@ -43,6 +46,12 @@ class InvalidMessage(RequestError):
     code = "invalid_message"
 
 
+class InvalidName(InvalidMessage):
+    """A topic or a group may not be called so."""
+
+    code = "invalid_name"
+
+
 class InvalidDelay(RequestError):
     """The due instant is negative, not a number or beyond the maximum delay."""
 
@@ -66,7 +75,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The account may not do this."""
+    """The account may not do this, or no client may."""
 
     code = "forbidden"
 
@@ -75,6 +84,12 @@ class NotFound(RequestError):
     """The named thing does not exist here."""
 
     code = "not_found"
+
+
+class GroupNotFound(NotFound):
+    """The consumer group does not exist here."""
+
+    code = "group_not_found"
 
 
 class OutOfRange(RequestError):

@@ -26,7 +26,7 @@ KEYS_PER_MESSAGE_MAX = 1_024
 TAG_BYTES_MAX = 255
 TOPIC_BYTES_MAX = 127  # RocketMQ's TOPIC_MAX_LENGTH
 GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before
-RETRY_TOPIC_BYTES_MAX = 255  # %RETRY%<group>_<topic>: a name of ours, made of two that are each in bounds
+OWN_TOPIC_BYTES_MAX = 255  # RocketMQ's, for %RETRY%<group>_<topic>: made of two that are each in bounds
 UNIQUE_KEY_BYTES_MAX = 255
 NAME = re.compile(r"^[%|a-zA-Z0-9_-]+$")  # RocketMQ's own pattern; excludes separators and dots of paths
 

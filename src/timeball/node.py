@@ -162,9 +162,7 @@ class Node:
         check_documents(saved, files)
         opened = await self._open_log(saved)
         reader, catalog = LogReader(opened.segments), Catalog(files)
-        topics = Topics(
-            files, queues_per_topic=settings.queues_per_topic, auto_create=settings.auto_create_topics
-        )
+        topics = Topics(files, queues_per_topic=settings.queues_per_topic)
         ledger = Ledger(watermark=opened.segments.first_seq)
         kept = keepers.kept(settings, files, saved)
         found = await loop.run_in_executor(

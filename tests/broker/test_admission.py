@@ -222,12 +222,6 @@ def test_queues_are_bounded(queue_id: int) -> None:
         admitted(batch(2, queue_id=pa.array([None, queue_id], pa.int32())))
 
 
-@pytest.mark.parametrize("topic", ["", "a b", "a/b", "..", "é", "a\n", "x" * (limits.TOPIC_BYTES_MAX + 1)])
-def test_a_topic_has_a_name_that_stock_clients_know(topic: str) -> None:
-    with pytest.raises(InvalidMessage, match="topic"):
-        admitted(batch(2, topic=["orders", topic]))
-
-
 def test_a_request_has_between_one_row_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ROWS_PER_REQUEST_MAX", 5)
     admitted(batch(5))

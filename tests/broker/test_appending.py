@@ -7,7 +7,8 @@ import pytest
 from tests.broker.on_node import column, on_node
 from tests.crash.world import World
 
-from timeball.errors import NotFound
+from timeball import limits
+from timeball.errors import OverLimit
 from timeball.message import Kind, build_rows
 
 KINDS = [Kind.CANCEL, Kind.MESSAGE, Kind.PROMISE]
@@ -52,9 +53,12 @@ async def test_each_row_goes_where_its_kind_belongs(world: World) -> None:
 
 
 @on_node(auto_create_topics=False)
-async def test_what_refuses_does_so_before_anything_is_written(world: World) -> None:
+async def test_what_refuses_does_so_before_anything_is_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TOPICS_MAX", 0)
     before = world.broker.parts.writer.next_seq
-    with pytest.raises(NotFound, match="'now' does not exist"):
+    with pytest.raises(OverLimit, match="topics exist"):
         world.broker.appending.prepare(mixed(world.clock.wall), world.clock.wall)
     assert world.broker.parts.writer.next_seq == before
 

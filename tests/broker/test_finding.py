@@ -94,6 +94,8 @@ async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: W
 @on_node()
 async def test_what_is_on_its_way_back_to_a_consumer_is_nobodys_to_cancel(world: World) -> None:
     """It has the id and the keys of a message that was delivered: to cancel it would be to lose that."""
+    for group in ("billing", "billing_orders"):
+        world.broker.parts.groups.ensure(group)
     topics = ["orders", "%RETRY%billing", "%DLQ%billing", "%RETRY%billing_orders"]
     names = {"unique_key": ["x"] * 4, "keys": ["k"] * 4, "topic": topics}
     first = (await world.broker.send(batch(4, due_ms=[world.clock.wall + HOUR_MS] * 4, **names))).first_seq
@@ -107,6 +109,7 @@ async def test_what_is_on_its_way_back_to_a_consumer_is_nobodys_to_cancel(world:
 
 @on_node()
 async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
+    world.broker.parts.groups.ensure("billing")
     levels = {"topic": ["orders", "%RETRY%billing"], "unique_key": ["x", "x"]}
     await world.broker.send(batch(2, delay_level=np.array([5, 5], dtype=np.int32), **levels))
     assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]

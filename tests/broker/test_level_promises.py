@@ -10,7 +10,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import SECOND_MS, World
 
 from timeball.config import Settings
-from timeball.errors import DiskFailed, InvalidDelay, InvalidMessage, NotFound, SetupError
+from timeball.errors import DiskFailed, Forbidden, InvalidDelay, InvalidMessage, NotFound, SetupError
 from timeball.limits import DAY_MS
 from timeball.message import SCHEDULE_TOPIC, Kind, decode_properties
 from timeball.node import Node
@@ -100,7 +100,7 @@ async def test_what_is_refused(world: World) -> None:
         await world.broker.send(levels(1, -1))
     with pytest.raises(InvalidDelay, match="both"):
         await world.broker.send(levels(1, due_ms=[world.clock.wall]))
-    with pytest.raises(InvalidMessage, match="broker's own"):
+    with pytest.raises(Forbidden, match="is forbidden"):
         await world.broker.send(batch(topic=[SCHEDULE_TOPIC]))
     with pytest.raises(InvalidMessage, match="properties of row 1"):
         await world.broker.send(levels(1, 1, properties=["", "P\x01" + "x" * 32_750 + "\x02"]))

@@ -174,9 +174,25 @@ async def test_a_long_pull_ends_with_the_release(world: World) -> None:
 
 @on_node()
 async def test_a_pull_that_does_not_wait_says_that_there_is_nothing(world: World) -> None:
-    rows = await world.broker.pull("new", {0: 0}, 10, 0)
-    assert rows.num_rows == 0
-    assert "new" in world.broker.topics()
+    await world.broker.create_topic("new")
+    assert (await world.broker.pull("new", {0: 0}, 10, 0)).num_rows == 0
+
+
+@on_node()
+async def test_a_pull_makes_no_topic(world: World) -> None:
+    for wait_ms in (0, 1):
+        with pytest.raises(NotFound, match="'mistyped' does not exist"):
+            await world.broker.pull("mistyped", {0: 0}, 10, wait_ms)
+    assert "mistyped" not in world.broker.topics()
+
+
+@on_node()
+async def test_a_pull_that_comes_first_waits_for_the_message_that_makes_the_topic(world: World) -> None:
+    waiting = asyncio.ensure_future(world.broker.pull("new", {0: 0}, 10, 60_000))
+    await turns()
+    await world.broker.send(batch(1, topic=["new"], queue_id=pa.array([1], pa.int32())))
+    assert (await waiting).num_rows == 0, "told at once, so that it may ask for all queues"
+    assert (await world.broker.pull("new", {0: 0, 1: 0}, 10, 0)).num_rows == 1
 
 
 @on_node()

@@ -38,7 +38,7 @@ from timeball.broker import rescheduling
 from timeball.broker.cancelling import Verdict
 from timeball.clock import ManualClock
 from timeball.config import MIB
-from timeball.errors import InvalidDelay, NotFound, OutOfRange, OverLimit, RequestError
+from timeball.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
 from timeball.log import writer
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
@@ -355,13 +355,15 @@ async def test_too_many_at_once_move_nothing(world: World) -> None:
 
 
 @on_node()
-async def test_a_topic_that_is_gone_and_may_not_be_made(world: World) -> None:
+async def test_a_promise_for_a_topic_that_is_gone_is_moved_all_the_same(world: World) -> None:
+    """It has been accepted: whether a topic may be made is not asked again, its delivery brings it back."""
     [key] = await world.send("a", [FAR_MS])
     await world.restart(auto_create_topics=False)
-    world.broker.parts.topics.delete("a", 1 << 40)
-    with pytest.raises(NotFound):
-        await world.broker.reschedule(ids=[key], delay_ms=5)
-    assert await said(world, ids=[key]) == ["cancelled"]
+    world.broker.parts.topics.delete("a", world.broker.parts.writer.next_seq)
+    [verdict] = await world.broker.reschedule(ids=[key], delay_ms=5)
+    assert verdict.verdict == "rescheduled"
+    await world.advance(10)
+    assert sum(high for _, high in world.broker.queues("a").values()) == 1
 
 
 @on_node()

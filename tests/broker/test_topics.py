@@ -29,8 +29,8 @@ QUEUES = 3
 END_SEQ = 10_000  # behind every row of a test
 
 
-def fresh(files: Files | None = None, *, auto_create: bool = True, queues: int = QUEUES) -> Topics:
-    topics = Topics(files or CrashFiles(), queues_per_topic=queues, auto_create=auto_create)
+def fresh(files: Files | None = None, *, queues: int = QUEUES) -> Topics:
+    topics = Topics(files or CrashFiles(), queues_per_topic=queues)
     topics.load(empty_log(), {}, 1)
     return topics
 
@@ -101,7 +101,7 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
             save_queues(topics, next_seq)
             saved = (topics.lengths(), next_seq)
     assert entries(topics) == model
-    again = Topics(files, queues_per_topic=QUEUES, auto_create=False)
+    again = Topics(files, queues_per_topic=QUEUES)
     again.load(empty_log(), *(saved if known and len(replays) >= known else ({}, 1)))
     for placed, seqs in replays:  # those before the checkpoint too: they are skipped
         again.replay(placed, seqs)
@@ -121,11 +121,9 @@ def test_rows_of_a_batch_that_are_for_later_leave_gaps_in_the_log_not_in_the_que
     assert entries(topics) == {("a", 0): [11, 15]}
 
 
-def test_a_topic_is_made_when_it_is_named_unless_that_is_off() -> None:
+def test_a_topic_is_made_when_it_is_named() -> None:
     assert len(fresh().ensure("new").queues) == QUEUES
-    topics = fresh(auto_create=False)
-    with pytest.raises(NotFound, match="--auto-create-topics"):
-        topics.ensure("new")
+    topics = fresh()
     assert len(topics.ensure("new", 2).queues) == 2
     assert topics.ensure("new").name == topics.get("new").name == "new"
     with pytest.raises(NotFound, match="'other' does not exist"):
@@ -268,12 +266,10 @@ def test_a_size_is_that_of_the_stored_message() -> None:
 # ---- configuration and deletion -----------------------------------------------------------------------------
 
 
-def put(
-    topics: Topics, first_seq: int, name: str, rows: int = 1, *, promised: bool = False
-) -> pa.RecordBatch:
+def put(topics: Topics, first_seq: int, name: str, rows: int = 1) -> pa.RecordBatch:
     """Rows that are placed and durable; returned as they stand in the log."""
     batch = visible([name] * rows)
-    placement = topics.place(batch, promised=promised)
+    placement = topics.place(batch)
     placement.index(first_seq)
     return with_places(batch, placement)
 
@@ -286,7 +282,7 @@ def reopened(
     if data is not None:
         files.replace(topics_module.NAME, data)
     save_queues(topics)
-    again = Topics(files, queues_per_topic=1, auto_create=True)
+    again = Topics(files, queues_per_topic=1)
     again.load(
         empty_log(), topics.lengths() if lengths is None else lengths, END_SEQ if lengths is None else 1
     )
@@ -387,28 +383,16 @@ def test_a_deletion_that_was_not_saved_has_not_happened() -> None:
     save_queues(topics)
     lengths = topics.lengths()
     topics.delete("t", 35)
-    again = Topics(files, queues_per_topic=1, auto_create=True)
+    again = Topics(files, queues_per_topic=1)
     again.load(empty_log(), lengths, END_SEQ)
     assert entries(again) == {("t", 0): list(range(35))}
 
 
-def test_a_topic_that_may_not_be_made_by_itself_does_not_come_back_by_itself() -> None:
-    topics = fresh(queues=1, auto_create=False)
+def test_what_was_accepted_brings_its_topic_back() -> None:
+    topics = fresh(queues=1)
     topics.ensure("t", 1)
     topics.delete("t", 0)
-    with pytest.raises(NotFound, match="create it"):
-        topics.ensure("t")
-    with pytest.raises(NotFound, match="create it"):
-        put(topics, 0, "t")
-    assert topics.find("t") is None
-    assert topics.ensure("t", 2).write_queues == 2
-
-
-def test_a_promise_brings_its_topic_back() -> None:
-    topics = fresh(queues=1, auto_create=False)
-    topics.ensure("t", 1)
-    topics.delete("t", 0)
-    put(topics, 0, "t", promised=True)
+    put(topics, 0, "t")
     assert topics.get("t").queues[0].index.max_offset == 1
 
 

@@ -146,7 +146,9 @@ def test_a_consumer_may_come_before_the_topic(
 
     waiting = threading.Thread(target=consume)
     waiting.start()
-    eventually(lambda: topic in ball.topics(), "the waiting pull makes the topic")
+    waiters = node.broker.waiters
+    eventually(lambda: topic in waiters._by_topic, "it waits, and makes no topic")
+    assert topic not in ball.topics()
     bodies = send(ball, topic, 3)
     waiting.join(BOUND_S)
     assert sorted(message.body for message in got) == bodies

@@ -12,7 +12,7 @@ from timeball import Timeball
 from timeball.client.answers import SendAck
 from timeball.client.exchange import Lost
 from timeball.client.sender import outcome
-from timeball.errors import InvalidMessage, RequestError, Unavailable
+from timeball.errors import InvalidMessage, InvalidName, RequestError, Unavailable
 
 
 def test_threads_share_a_client(ball: Timeball) -> None:
@@ -55,7 +55,7 @@ def test_refused_batches_can_be_collected(ball: Timeball) -> None:
     summary = ball.send_many(rows_with_one_bad(), batch_rows=1, window=3, on_refused="collect")
     assert summary.rows == 10 and len(summary.ranges) == 9
     (refused,) = summary.refused
-    assert (refused.first_row, refused.rows, type(refused.error)) == (5, 1, InvalidMessage)
+    assert (refused.first_row, refused.rows, type(refused.error)) == (5, 1, InvalidName)
 
 
 def test_a_wrong_table_is_refused_by_column(ball: Timeball) -> None:

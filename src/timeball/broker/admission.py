@@ -1,8 +1,8 @@
 """Admission: validate a batch from outside, stamp it, and say of each row whether it is for now or for later.
 
-Refuses, with an error that names the field and the first row: anything a stock broker would refuse, and any
-instant that is negative, not a number or too far away. Such a message is never delivered "now" instead
-(RocketMQ #10872 did). A batch is taken whole or not at all.
+Refuses, with an error that names the field and the first row: anything a stock broker would refuse of a message, and
+any instant that is negative, not a number or too far away. Such a message is never delivered "now" instead
+(RocketMQ #10872 did). A batch is taken whole or not at all. Which topics it may be for is asked of policy.py.
 
 An instant in the past is allowed and due at once: the caller's clock may be slow, and a replay is legitimate.
 """
@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.broker.grouping import codes_of, filled
-from timeball.broker.topics import check_name
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, byte_lengths, int64
 from timeball.schedule.delay_levels.levels import LevelTable
@@ -175,11 +174,6 @@ def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
 
 
 def _check_texts(columns: dict[str, pa.Array]) -> None:
-    for name in codes_of(columns["topic"])[1]:
-        check_name(name, limits.TOPIC_BYTES_MAX, "topic")
-        if name == SCHEDULE_TOPIC:
-            # What stands in its queues is due when the entry says; a message of somebody's would say anything.
-            raise InvalidMessage(f"topic {name} is the broker's own: give a delay_level instead")
     for name, bytes_max in _BYTES_MAX.items():
         if name in columns and _may_exceed(columns[name], bytes_max):
             lengths = byte_lengths(columns[name])

@@ -53,7 +53,7 @@ class Appending:
         parts = self._parts
         kinds = rows.column("kind").to_numpy()
         if (kinds != Kind.MESSAGE).any():
-            # What is for later must find its topic then, whoever may create one. A CANCEL needs none.
+            # A promise has its topic from now on, so that tools see what it is for. A CANCEL needs none.
             wanted = kinds != Kind.CANCEL
             for name in admission.topic_names(rows if wanted.all() else rows.filter(pa.array(wanted))):
                 parts.topics.ensure(name)

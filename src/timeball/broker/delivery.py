@@ -45,7 +45,7 @@ class Delivery:
 
     def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
-        placement = parts.topics.place(promises, promised=True)
+        placement = parts.topics.place(promises)
         rows = release_rows(
             promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )

@@ -21,7 +21,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker.delivery import Delivery
 from timeball.broker.parts import Parts
-from timeball.broker.topics import check_name
+from timeball.broker.topics import check_topic
 from timeball.errors import OutOfRange
 from timeball.message import int64
 from timeball.schedule.hour_log.pending import as_promises
@@ -58,7 +58,7 @@ class Dispatching:
             raise OutOfRange(f"a row is due at {last_ms} and it is {now_ms} here: bring it then")
         for name in rows.column("topic").unique().to_pylist():
             if parts.topics.find(name) is None:
-                check_name(name, limits.TOPIC_BYTES_MAX, "topic")  # while nothing is in flight yet
+                check_topic(name)  # while nothing is in flight yet
         # No pause from here on: what is in flight stands in the log in the same order.
         promises = parts.hour_log.bring(as_promises(pa.Table.from_batches([rows])))
         if promises is None:

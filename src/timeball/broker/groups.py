@@ -16,7 +16,7 @@ import msgspec
 from timeball import documents, limits
 from timeball.broker import retry
 from timeball.broker.topics import check_name
-from timeball.errors import NotFound, OverLimit
+from timeball.errors import GroupNotFound, OverLimit
 from timeball.files import Files
 
 NAME = "groups.json"
@@ -78,10 +78,10 @@ class Groups:
         self._groups = {group.group_name: group for group in kept}
 
     def get(self, name: str) -> SubscriptionGroup:
-        """The group; raises NotFound."""
+        """The group; raises GroupNotFound."""
         group = self._groups.get(name)
         if group is None:
-            raise NotFound(f"consumer group {name!r} does not exist")
+            raise GroupNotFound(f"consumer group {name[: limits.GROUP_BYTES_MAX]!r} does not exist")
         return group
 
     def find(self, name: str) -> SubscriptionGroup | None:

@@ -31,13 +31,14 @@ from timeball.broker.dispatching import Dispatching
 from timeball.broker.finding import Names
 from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
+from timeball.broker.policy import Policy
 from timeball.broker.popping.popper import Popper
 from timeball.broker.range_cancel import RangesCancelled
 from timeball.broker.rates import Stat
 from timeball.broker.receiving import Receiving
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
-from timeball.errors import NotFound, OutOfRange
+from timeball.errors import OutOfRange
 from timeball.log.starts import Start, starts
 from timeball.message import READ_SCHEMA, Int64Array
 from timeball.schedule.strategy import Strategy
@@ -63,6 +64,7 @@ class Broker:
         self, parts: Parts, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
     ) -> None:
         self.parts = parts
+        self.policy = Policy(parts.topics, parts.groups, parts.settings)
         self._loop = asyncio.get_running_loop()
         self._host = parts.settings.host
         self.waiters = pulling.Waiters()
@@ -87,32 +89,40 @@ class Broker:
         await durable
         return accepted
 
-    def send_nowait(
-        self, batch: pa.RecordBatch, *, half_seqs: Int64Array | None = None
-    ) -> tuple[Accepted, asyncio.Future[int]]:
-        """As `send`, for an edge that pipelines: the order of calls is the order in the log.
-
-        `half_seqs`: the half messages that these rows publish.
-        """
+    def send_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
+        """As `send`, for an edge that pipelines: the order of calls is the order in the log."""
         rows, level, now_ms = self._admit(batch)
-        if half_seqs is not None:
-            rows = transactions.ending_rows(rows, half_seqs)
-        rows = self.appending.prepare(rows, now_ms, level)
-        then = None if half_seqs is None else partial(self.transactions.ended, half_seqs)
-        first_seq, rows, durable = self.appending.append(rows, then)
-        return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
+        self.policy.admit(admission.topic_names(rows))
+        return self._append(rows, level, now_ms)
+
+    async def send_again(self, batch: pa.RecordBatch) -> None:
+        """Append copies of accepted messages that go back to a group; no client has chosen their topics."""
+        _, durable = self._append(*self._admit(batch))
+        await durable
 
     def prepare_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
         """As `send_nowait`, but nobody sees the messages before `transactions.end`; their delays begin then."""
         rows, _, now_ms = self._admit(transactions.half_batch(batch))
-        for name in admission.topic_names(rows):
-            self.parts.topics.ensure(name)
+        self.policy.admit(admission.topic_names(rows))
         rows = transactions.half_rows(rows)
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def _publish(self, batch: pa.RecordBatch, half_seqs: Int64Array) -> asyncio.Future[int]:
-        return self.send_nowait(batch, half_seqs=half_seqs)[1]
+        rows, level, now_ms = self._admit(batch)
+        rows = transactions.ending_rows(rows, half_seqs)
+        return self._append(rows, level, now_ms, partial(self.transactions.ended, half_seqs))[1]
+
+    def _append(
+        self,
+        rows: pa.RecordBatch,
+        level: Int64Array | None,
+        now_ms: int,
+        then: Callable[[], None] | None = None,
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        rows = self.appending.prepare(rows, now_ms, level)
+        first_seq, rows, durable = self.appending.append(rows, then)
+        return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def _admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
         parts, now_ms = self.parts, self.parts.clock.now_ms()
@@ -174,12 +184,19 @@ class Broker:
     # -- consuming ---------------------------------------------------------------------------------------
 
     async def pull(self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
-        """Up to `rows` visible rows from these queues' offsets on; waits up to `wait_ms` for the first one."""
+        """Up to `rows` visible rows from these queues' offsets on; waits up to `wait_ms` for the first one.
+
+        Also for the first message of a topic that is not there yet, where a message may make it; a pull makes none.
+        """
         deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
-        self.parts.topics.ensure(topic)
+        if wait_ms > 0 and self.parts.topics.find(topic) is None and self.policy.may_be_made(topic):
+            await self.waiters.wait(topic, deadline - self._loop.time())
+            deadline = (
+                self._loop.time()
+            )  # its message may be in another queue: the client asks again, of all of them
         while True:
-            # Not `ensure` again: a topic that is deleted while we wait must not come back by our waiting.
-            seqs = pulling.locate(self.parts.topics.get(topic), offsets, rows)
+            # Asked again in each turn: the topic may have been deleted, or closed to readers, meanwhile.
+            seqs = pulling.locate(self.policy.readable(topic), offsets, rows)
             if len(seqs):
                 # No group is named here, so that only the broker's own rate knows of these.
                 self.parts.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
@@ -190,7 +207,6 @@ class Broker:
 
     async def read_queue(self, topic: str, queue_id: int, offset: int, rows: int) -> pa.RecordBatch:
         """Up to `rows` rows of one queue from `offset` on."""
-        self.parts.topics.get(topic)
         return await self.pull(topic, {queue_id: offset}, rows, 0)
 
     def read_log(
@@ -216,6 +232,7 @@ class Broker:
         """Create a topic, or give it more queues; durable on return."""
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
+        self.policy.check_managed(name)
         self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic)
         await self.save_topics()
 
@@ -226,12 +243,13 @@ class Broker:
 
     def offsets(self, group: str, topic: str) -> dict[int, int]:
         """A group's stored offsets."""
+        self.policy.check_group(group)
         return self.parts.offsets.get(group, topic)
 
     async def commit_offsets(self, group: str, topic: str, offsets: dict[int, int]) -> None:
         """Store a group's offsets; durable within about a second."""
-        if topic not in self.topics():
-            raise NotFound(f"topic {topic!r} does not exist")
+        self.policy.check_group(group)
+        self.parts.topics.get(topic)
         self.parts.offsets.commit(
             group, topic, offsets, {q: high for q, (_, high) in self.queues(topic).items()}
         )

@@ -25,7 +25,7 @@ from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.rates import Rates
 from timeball.broker.retry import RETRY_PREFIX
 from timeball.broker.topic_config import TopicConfig, at_least, check
-from timeball.errors import Corrupt, InvalidMessage, NotFound, OverLimit, RequestError
+from timeball.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import QueueIndex, QueueIndexes
 from timeball.log.reader import LogReader
@@ -117,9 +117,9 @@ class Placement:
 class Topics:
     """All topics. Belongs to the event loop."""
 
-    def __init__(self, files: Files, *, queues_per_topic: int, auto_create: bool) -> None:
+    def __init__(self, files: Files, *, queues_per_topic: int) -> None:
         self._files = files
-        self._queues_per_topic, self._auto_create = queues_per_topic, auto_create
+        self._queues_per_topic = queues_per_topic
         self._topics: dict[str, Topic] = {}
         self.indexes = QueueIndexes(files)
         self.dirty = False
@@ -201,7 +201,7 @@ class Topics:
         """The topic; raises NotFound."""
         topic = self.find(name)
         if topic is None:
-            raise NotFound(f"topic {name!r} does not exist")
+            raise NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist")
         return topic
 
     def find(self, name: str) -> Topic | None:
@@ -234,7 +234,7 @@ class Topics:
         return True
 
     def ensure(self, name: str, queues: int | None = None, *, filter_type: FilterType | None = None) -> Topic:
-        """The topic, created or widened when needed; raises NotFound when that is not allowed.
+        """The topic, created or widened when needed; raises InvalidName, OverLimit. Who may: broker/policy.py.
 
         `filter_type` None: as it is, SINGLE_TAG for a new one. Another one than a topic with messages has is refused
         (RequestError).
@@ -244,10 +244,6 @@ class Topics:
         topic = self._topics.get(name)
         if topic is None or topic.deleted:
             check_topic(name)
-            if queues is None and not self._auto_create:
-                raise NotFound(
-                    f"topic {name!r} does not exist; create it, or start with --auto-create-topics"
-                )
         if topic is None:
             if len(self._topics) >= limits.TOPICS_MAX:
                 raise OverLimit(
@@ -270,14 +266,14 @@ class Topics:
             self._show(topic, queues)
         return topic
 
-    def place(self, rows: pa.RecordBatch, *, promised: bool = False) -> Placement:
+    def place(self, rows: pa.RecordBatch) -> Placement:
         """Choose queues for rows of LOG_SCHEMA that are about to become visible, and give out their offsets.
 
-        `promised`: their topics are made when they are missing, whatever the settings say.
+        They have been accepted: a topic that is missing by now is made.
         """
         codes, names = codes_of(rows.column("topic"))
         queue_id = filled(rows.column("queue_id"), -1).to_numpy().astype(np.int64)
-        topics = [self._owed(name) if promised else self.ensure(name) for name in names]
+        topics = [self.find(name) or self.ensure(name) for name in names]
         for of_topic in alike(codes) if len(topics) > 1 else [None]:
             self._choose(topics[0 if of_topic is None else int(codes[of_topic[0]])], queue_id, of_topic)
         queue_offset = np.empty(len(queue_id), dtype=np.int64)
@@ -367,10 +363,6 @@ class Topics:
             topic.config = shown
             self._changed()
 
-    def _owed(self, name: str) -> Topic:
-        """The topic of a promise: it was there when the promise was made, and if it is not now, it comes back."""
-        return self.find(name) or self.ensure(name, self._queues_per_topic)
-
     def _changed(self) -> None:
         self.dirty = True
         self.version += 1
@@ -388,12 +380,12 @@ def _empty(topic: Topic) -> None:
 
 
 def check_topic(name: str) -> None:
-    """Raise InvalidMessage unless a topic may be called so; a retry topic of ours may be longer than a user's."""
-    ours = name.startswith(RETRY_PREFIX)
-    check_name(name, limits.RETRY_TOPIC_BYTES_MAX if ours else limits.TOPIC_BYTES_MAX, "topic")
+    """Raise InvalidName unless a topic may be called so; a retry topic may be longer than a user's."""
+    is_own = name.startswith(RETRY_PREFIX)
+    check_name(name, limits.OWN_TOPIC_BYTES_MAX if is_own else limits.TOPIC_BYTES_MAX, "topic")
 
 
 def check_name(name: str, bytes_max: int, what: str) -> None:
-    """Raise InvalidMessage unless `name` is one that RocketMQ's clients and our folders can live with."""
+    """Raise InvalidName unless `name` is one that RocketMQ's clients and our folders can live with."""
     if not name or len(name) > bytes_max or not limits.NAME.fullmatch(name):
-        raise InvalidMessage(f"{what} {name[:80]!r}: 1 to {bytes_max} of the characters % | a-z A-Z 0-9 _ -")
+        raise InvalidName(f"{what} {name[:80]!r}: 1 to {bytes_max} of the characters % | a-z A-Z 0-9 _ -")

@@ -63,7 +63,7 @@ def pull(
         except KeyboardInterrupt:
             pass
         except NotFound as error:
-            if wait_s:  # the client has asked for the topic to be made, and this broker makes none
+            if wait_s:  # it has been waited for
                 raise
             raise NotFound(f"{error}; to wait for its first message, say --wait 30s or --follow") from error
     if not as_json:

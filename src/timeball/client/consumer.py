@@ -48,6 +48,10 @@ class Positions:
             first = span.min if self._start == "earliest" else span.max
             self.next.setdefault(queue, self.committed.get(queue, first))
 
+    def came_first(self) -> None:
+        """The topic was made while we waited: all that is in it is new."""
+        self._start = "earliest"
+
     def move(self, batch: pa.RecordBatch) -> None:
         """Behind the last row of each queue in the batch."""
         queue_ids = batch.column("queue_id").to_numpy(zero_copy_only=False)
@@ -169,8 +173,9 @@ class Consumer:
         except NotFound:
             if wait_ms == 0:
                 raise
-            # Makes the topic, as its first message would; where topics are not made on use it says so.
-            self._pull(topic, {0: 0}, rows, 0)
+            # Waits for the message that makes the topic; where messages make none it says so.
+            self._pull(topic, {0: 0}, rows, wait_ms)
+            positions.came_first()
             positions.refresh()
 
     def _pull(self, topic: str, wanted: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:

@@ -255,8 +255,8 @@ class Timeball:
         """The next visible messages of a topic; waits up to `wait` (at most a minute) for the first one.
 
         Each pull goes on where the last one ended. `commit` or `ack` makes the broker remember that; a group
-        without a commit begins at the `start` of the queues. A topic that does not exist is made, and waited for;
-        with wait=0, or where topics are not made on use, it is NotFound. Raises OutOfRange as well.
+        without a commit begins at the `start` of the queues. A topic that does not exist is waited for, as
+        its first message may make it; if it is still missing then, that is NotFound. Raises OutOfRange as well.
 
         >>> with Timeball(endpoint) as ball:
         ...     _ = ball.send("mail", "now")

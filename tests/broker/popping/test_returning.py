@@ -10,6 +10,7 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 
 from timeball import limits
+from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping.popper import Ask, Popped, Popper
 from timeball.errors import OverLimit
 
@@ -131,3 +132,27 @@ async def test_a_message_of_which_there_can_be_no_copy_holds_nobody_up_and_is_no
     again = await popper(world).pop(ASK, 0)
     assert "A2" in column(again.rows, "unique_key")
     assert False not in popper(world).ack(again.receipts("g"))
+
+
+@pytest.mark.parametrize(
+    ("group", "topic"), [("g" * 60, "t" * 59), ("g" * 60, "t" * 60), ("g" * 120, "t" * 127)]
+)
+@on_node()
+async def test_every_attempt_is_counted_however_long_the_names_are(
+    world: World, group: str, topic: str
+) -> None:
+    """From 120 characters on the retry topic's name is longer than a user's may be."""
+    world.broker.parts.groups.update(SubscriptionGroup(group, retry_max_times=2))
+    await world.broker.create_topic(topic, 1)
+    await world.broker.send(batch(1, topic=[topic]))
+    for times in range(3):
+        rows = (await popper(world).pop(Ask(group, topic), 0)).rows
+        assert column(rows, "reconsume_times") == [times]
+        world.clock.advance(MINUTE_MS)
+        popper(world).wake()
+        await world.until(
+            lambda: all(window.idle for window in popper(world).windows.all()), "it has come back"
+        )
+    assert (await popper(world).pop(Ask(group, topic), 0)).rows.num_rows == 0
+    dead = await world.broker.read_queue(f"%DLQ%{group}", 0, 0, 9)
+    assert column(dead, "reconsume_times") == [3]

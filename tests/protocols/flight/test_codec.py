@@ -46,7 +46,7 @@ def test_unknown_verb_names_the_known_ones() -> None:
     ("verb", "fields", "named"),
     [
         ("create_topic", {"topic": "", "queues": 1}, "topic"),
-        ("create_topic", {"topic": "t" * 128, "queues": 1}, "topic"),
+        ("create_topic", {"topic": "t" * 256, "queues": 1}, "topic"),
         ("create_topic", {"topic": "t", "queues": 0}, "queues"),
         ("create_topic", {"topic": "t", "queues": 10**30}, "queues"),
         ("create_topic", {"topic": "t", "queues": 1.5}, "queues"),

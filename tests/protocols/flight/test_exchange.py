@@ -58,7 +58,7 @@ def test_a_refused_batch_is_refused_whole_and_the_stream_goes_on(
         writer.write_batch(one)
     writer.done_writing()
     before, refused, empty, after = answers(reader)
-    assert refused["error"] == empty["error"] == "invalid_message"
+    assert (refused["error"], empty["error"]) == ("invalid_name", "invalid_message")
     assert "a/b" in refused["text"] or "topic" in refused["text"]
     rows = [
         row

@@ -62,7 +62,7 @@ def test_each_batch_has_its_own_answer_though_one_is_refused(node: RunningNode) 
     node.run(put_all())
     eventually(lambda: all(slot.answer for _, slot in entries), "all are answered")
     first, second, refused, last = (json.loads(slot.answer or b"") for _, slot in entries)
-    assert refused["error"] == "invalid_message"
+    assert refused["error"] == "invalid_name"
     assert [answer["rows"] for answer in (first, second, last)] == [1, 2, 4]
     assert second["first_seq"] == first["first_seq"] + 1
     assert last["first_seq"] == second["first_seq"] + 2

@@ -38,7 +38,9 @@ class Consumer:
         return [each async for each in self.edge.dispatch.stream(name, self.call(remaining_s), request)]
 
     async def receive(self, group: str = GROUP, topic: str = TOPIC, **fields: Any) -> list[d.Message]:
-        """The messages; waits for none unless told so."""
+        """The messages; waits for none unless told so. The topic is made before, as an operator would."""
+        if self.world.broker.parts.topics.find(topic) is None:
+            await self.world.broker.create_topic(topic, 1 if topic.startswith("%") else 2)
         found = await self.responses(
             "ReceiveMessage", receive_request(group, topic, **{"wait_ms": 0, **fields})
         )

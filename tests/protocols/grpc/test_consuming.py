@@ -79,16 +79,18 @@ async def test_a_group_is_made_by_its_first_call(consumer: Consumer) -> None:
 @with_consumer()
 async def test_what_is_in_a_retry_topic_has_been_wanted_once(consumer: Consumer) -> None:
     consuming = Consuming(consumer.edge.site)
+    for name in ("orders", "%RETRY%g_orders"):
+        await consumer.world.broker.create_topic(name, 1)
     topic = consuming.topic(resource("%RETRY%g_orders"))
     expression = d.FilterExpression(type=d.FilterType.TAG, expression="red")
     assert consuming.wanted(expression, topic) is EVERYTHING
     assert consuming.wanted(expression, consuming.topic(resource("orders"))) is not EVERYTHING
-    assert len(topic.queues) == 1
 
 
 @with_consumer()
 async def test_a_filter_is_read_once(consumer: Consumer) -> None:
     consuming = Consuming(consumer.edge.site)
+    await consumer.world.broker.create_topic("orders", 1)
     topic = consuming.topic(resource("orders"))
     expression = d.FilterExpression(type=d.FilterType.SQL, expression="a > 1")
     assert consuming.wanted(expression, topic) is consuming.wanted(expression, topic)

@@ -115,7 +115,7 @@ async def test_a_topic_that_is_deleted_ends_those_who_wait_for_it(consumer: Cons
     parts.topics.delete(TOPIC, parts.writer.next_seq)
     consumer.world.broker.waiters.wake({TOPIC})
     (only,) = await waiting
-    assert only.status.code == Code.NOT_FOUND
+    assert only.status.code == Code.TOPIC_NOT_FOUND
 
 
 # ---- offsets -------------------------------------------------------------------------------------------------
@@ -175,6 +175,7 @@ async def test_calls_about_offsets_that_say_nothing_are_refused(consumer: Consum
     for name, request in [("GetOffset", s.GetOffsetRequest()), ("UpdateOffset", s.UpdateOffsetRequest())]:
         assert (await consumer.ask(name, request)).status.code == Code.ILLEGAL_CONSUMER_GROUP
     assert (await consumer.ask("QueryOffset", s.QueryOffsetRequest())).status.code == Code.ILLEGAL_TOPIC
+    await consumer.world.broker.create_topic(TOPIC, 2)
     nowhere = d.MessageQueue(topic=resource(TOPIC), id=77)
     assert (await consumer.ask("GetOffset", get(nowhere))).status.code == Code.BAD_REQUEST
 

@@ -185,6 +185,7 @@ def with_duration(name: str, seconds: int, nanos: int = 0) -> s.ReceiveMessageRe
 def test_what_cannot_be_is_refused_in_words(request_: s.ReceiveMessageRequest, code: int) -> None:
     @with_consumer()
     async def check(consumer: Consumer) -> None:
+        await consumer.world.broker.create_topic(TOPIC, 2)
         (only,) = await consumer.responses("ReceiveMessage", request_)
         assert only.status.code == code and only.status.message
 
@@ -193,6 +194,7 @@ def test_what_cannot_be_is_refused_in_words(request_: s.ReceiveMessageRequest, c
 
 @with_consumer()
 async def test_a_filter_of_no_kind_is_refused(consumer: Consumer) -> None:
+    await consumer.world.broker.create_topic(TOPIC, 2)
     request = changed()
     request.filter_expression.type = 77
     assert await consumer.refused(request) == Code.ILLEGAL_FILTER_EXPRESSION
@@ -214,18 +216,8 @@ async def test_who_may_not_consume_is_told_so(consumer: Consumer) -> None:
 
 
 @with_consumer()
-async def test_a_topic_is_made_by_whoever_listens_first(consumer: Consumer) -> None:
-    assert await consumer.receive() == []
-    assert TOPIC in consumer.world.broker.topics()
-    assert await consumer.receive(topic="%DLQ%g") == []
-    assert consumer.world.broker.topics()["%DLQ%g"] == {"queues": 1}
-    for name in ("rmq_sys_wheel_timer", "RMQ_SYS_TRANS_HALF_TOPIC", "TBW102"):
-        assert await consumer.refused(receive_request(GROUP, name)) == Code.TOPIC_NOT_FOUND
-
-
-@with_consumer(auto_create_topics=False)
-async def test_where_topics_are_made_by_operators_a_consumer_makes_none(consumer: Consumer) -> None:
-    for name in (TOPIC, "%DLQ%g"):
+async def test_a_consumer_makes_no_topic(consumer: Consumer) -> None:
+    for name in (TOPIC, "%DLQ%g", "rmq_sys_wheel_timer", "RMQ_SYS_TRANS_HALF_TOPIC", "TBW102"):
         assert await consumer.refused(receive_request(GROUP, name)) == Code.TOPIC_NOT_FOUND
     assert not consumer.world.broker.topics().keys() & {TOPIC, "%DLQ%g"}
 
@@ -309,6 +301,7 @@ def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     async def check(consumer: Consumer) -> None:
         other = Consumer(consumer.world, consumer.edge, "client-2", "10.0.0.2")
         await consumer.send(body=[bytes(10_000)])
+        await consumer.world.broker.create_topic("later", 1)
         waiting = asyncio.create_task(
             consumer.responses("ReceiveMessage", receive_request(GROUP, "later", wait_ms=20_000))
         )
@@ -383,6 +376,7 @@ def test_one_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
 
 
 def test_many_who_wait_do_not_hold_up_one_who_sends_and_receives(node: RunningNode, wire: Wire) -> None:
+    node.run(node.broker.create_topic("elsewhere"))
     with Wire.to(node, "patient") as patient:
         waiting = [
             patient.stream("ReceiveMessage", receive_request(f"g{n}", "elsewhere", wait_ms=20_000))
@@ -398,6 +392,7 @@ def test_many_who_wait_do_not_hold_up_one_who_sends_and_receives(node: RunningNo
 
 def test_a_stop_ends_those_who_wait(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node:
+        node.run(node.broker.create_topic(TOPIC))
         wire = Wire.to(node)
         waiting = wire.stream("ReceiveMessage", receive_request(GROUP, TOPIC, wait_ms=20_000))
         eventually(lambda: node.broker.waiters._count, "it waits")

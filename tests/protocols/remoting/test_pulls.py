@@ -121,7 +121,7 @@ def test_offsets_outside(wire: Wire) -> None:
         ({"queueId": -1}, ResponseCode.INVALID_PARAMETER),
         ({"subscription": "||"}, ResponseCode.SUBSCRIPTION_PARSE_FAILED),
         ({"sysFlag": 0}, ResponseCode.SUBSCRIPTION_NOT_EXIST),
-        ({"consumerGroup": "no/such"}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"consumerGroup": "no/such"}, ResponseCode.INVALID_PARAMETER),
     ],
 )
 def test_refusals(wire: Wire, more: dict[str, object], code: int) -> None:

@@ -14,8 +14,8 @@ from tests.protocols.remoting.wire import Wire
 
 from timeball import limits
 from timeball.broker.groups import SubscriptionGroup
+from timeball.errors import GroupNotFound
 from timeball.message import decode_properties, encode_properties
-from timeball.protocols.remoting.calls import Refused
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.retries import Retries
 
@@ -152,7 +152,7 @@ async def test_an_unknown_group(world: World) -> None:
     code, remark = await back(room(world), offset=seq, group="writers")
     assert (code, remark) == (
         ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
-        "subscription group not exist, writers",
+        "consumer group 'writers' does not exist",
     )
     assert "%RETRY%writers" not in world.broker.topics()
 
@@ -275,7 +275,7 @@ async def test_nonsense_in_the_properties_counts_as_nothing(world: World) -> Non
 
 @on_node()
 async def test_a_retry_topic_of_nobody_is_refused(world: World) -> None:
-    with pytest.raises(Refused, match="subscription group not exist, writers"):
+    with pytest.raises(GroupNotFound, match="'writers' does not exist"):
         room(world).redirect("%RETRY%writers", {}, 1, 16, 409)
     assert "%RETRY%writers" not in world.broker.topics()
 

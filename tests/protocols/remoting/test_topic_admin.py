@@ -12,7 +12,7 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball import documents
+from timeball import documents, limits
 from timeball.broker.reserved_topics import SCHEDULE_TOPIC
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.topic_admin import TopicAdmin
@@ -111,6 +111,15 @@ async def test_a_promise_outlives_its_topic(world: World) -> None:
     await world.advance(6_000)
     assert sum(high - low for low, high in world.broker.queues("orders").values()) == 1
     pair.close()
+
+
+def test_the_longest_retry_topic_can_be_managed_as_any_other(node: RunningNode, wire: Wire) -> None:
+    name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
+    node.run(node.broker.create_topic(name, 1))
+    assert json_body(wire.ask_ok(ONE, topic=name))["topicName"] == name
+    wire.ask_ok(DELETE, topic=name)
+    assert name not in node.broker.topics()
+    assert wire.ask(DELETE, topic=name + "x").code == ResponseCode.INVALID_PARAMETER
 
 
 def test_deleting_nothing_is_fine_and_deleting_ours_is_not(wire: Wire) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from timeball import documents, limits
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.topics import check_name
+from timeball.broker.topics import check_name, check_topic
 from timeball.errors import OverLimit
 
 NAME = "request_modes.json"
@@ -42,7 +42,7 @@ class RequestModes:
 
     async def set(self, mode: RequestMode) -> None:
         """Durable on return; raises InvalidMessage, OverLimit."""
-        check_name(mode.topic, limits.TOPIC_BYTES_MAX, "topic")
+        check_topic(mode.topic)
         check_name(mode.consumer_group, limits.GROUP_BYTES_MAX, "group")
         key = (mode.topic, mode.consumer_group)
         if key not in self._modes and len(self._modes) >= limits.GROUPS_MAX:

@@ -108,9 +108,15 @@ class Popper:
 
     # -- handing out -------------------------------------------------------------------------------------------
 
+    def check(self, ask: Ask) -> None:
+        """Raise OutOfRange, InvalidName, NotFound, Forbidden for what this consumer may not ask for."""
+        check(ask)
+        self._broker.policy.check_group(ask.group)
+        self._broker.policy.readable(ask.topic)
+
     async def pop(self, ask: Ask, wait_ms: int) -> Popped:
         """Up to `ask.rows` rows; waits up to `wait_ms` for the first. Raises NotFound, OutOfRange, OverLimit."""
-        check(ask)
+        self.check(ask)
         deadline_s = until_s(wait_ms)
         popped = await self._look(ask)
         if popped.rows.num_rows or wait_ms <= 0:
@@ -136,7 +142,7 @@ class Popper:
 
     async def wait_for_some(self, ask: Ask, wait_ms: int) -> bool:
         """Whether a pop would find rows, filters aside; waits up to `wait_ms` for that and takes nothing."""
-        check(ask)
+        self.check(ask)
         deadline_s = until_s(wait_ms)
         while True:
             for window, topic in self._open_windows(ask):
@@ -375,7 +381,7 @@ def left_ms(deadline_s: float) -> int:
 
 
 def check(ask: Ask) -> None:
-    """Raise OutOfRange, InvalidMessage for what cannot be asked."""
+    """Raise OutOfRange, InvalidName for what cannot be asked."""
     check_name(ask.group, limits.GROUP_BYTES_MAX, "group")
     if not 1 <= ask.rows <= limits.POP_ROWS_MAX:
         raise OutOfRange(f"rows {ask.rows}: between 1 and {limits.POP_ROWS_MAX}")
@@ -383,8 +389,7 @@ def check(ask: Ask) -> None:
         raise OutOfRange(f"queue {ask.queue_id}: -1 (any) or one that the topic has")
     check_invisible(ask.invisible_ms, 1)
     # Where the copies go must be a topic's name, and this is the time to say so.
-    check_name(ask.topic, limits.TOPIC_BYTES_MAX, "topic")
-    for name in (*_topics_of(ask), retry.dead_letter_topic(ask.group)):
+    for name in (ask.topic, *_topics_of(ask), retry.dead_letter_topic(ask.group)):
         check_topic(name)
 
 

@@ -191,7 +191,7 @@ class Returning:
         )
         for name in set(batch.column("topic").to_pylist()):
             parts.topics.ensure(name, 1)
-        await self._broker.send(batch)
+        await self._broker.send_again(batch)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -78,7 +78,7 @@ class Receiving:
 
     async def receive(self, ask: Ask, wait_ms: int) -> Received:
         """Up to `ask.rows` rows; waits up to `wait_ms` for the first. Raises NotFound, OutOfRange, OverLimit."""
-        popping.check(ask)
+        self._popper.check(ask)
         until_s = popping.until_s(wait_ms)
         if ask.in_order:
             return await self._receive_in_order(ask, until_s)

@@ -1,6 +1,6 @@
 """What every consumer's call says: its group, a topic, what of it is wanted, and how long it waits.
 
-A group is made by its first call, and so is a topic while topics are made on first use. The answer to a call that waits
+A group is made by its first call; a topic is not, only a message makes one. The answer to a call that waits
 comes a little before the client's deadline: one that comes behind it is lost, with all the messages in it.
 """
 
@@ -17,10 +17,8 @@ from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiling import SQL92
 from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.reserved_topics import DLQ_PREFIX, RETRY_PREFIX, conflict
-from timeball.broker.topic_config import READ
+from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.topics import Topic
-from timeball.errors import NotFound
 from timeball.protocols.grpc._generated.definition_pb2 import Code, FilterExpression, FilterType, Resource
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.codec.names import group_name, topic_name
@@ -46,27 +44,17 @@ class Consuming:
     """See the module. Belongs to the event loop."""
 
     def __init__(self, site: Site) -> None:
-        self._parts = site.broker.parts
+        self._policy = site.broker.policy
         self._filters = FiltersKept()
         self._waits: Counter[str] = Counter()  # by address
 
     def group(self, resource: Resource) -> SubscriptionGroup:
-        """The group, which may consume; raises Refused, OverLimit."""
-        group = self._parts.groups.ensure(group_name(resource))
-        if not group.consume_enable:
-            raise Refused(
-                Code.FORBIDDEN,
-                f"consumer group {group.group_name!r} is switched off; switch consume_enable on",
-            )
-        return group
+        """The group, which may consume; raises Refused, Forbidden, OverLimit."""
+        return self._policy.joined(group_name(resource))
 
     def topic(self, resource: Resource) -> Topic:
-        """The topic, which may be read; raises Refused, OverLimit."""
-        name = topic_name(resource)
-        topic = self._parts.topics.find(name) or self._made(name)
-        if not topic.perm & READ:
-            raise Refused(Code.FORBIDDEN, f"topic {name!r} is not for reading; change its permission")
-        return topic
+        """The topic, which may be read; raises Refused, NotFound, Forbidden."""
+        return self._policy.readable(topic_name(resource))
 
     def wanted(self, expression: FilterExpression, topic: Topic) -> Filter:
         """The filter; raises Refused, InvalidFilter."""
@@ -95,20 +83,6 @@ class Consuming:
             self._waits[call.peer] -= 1
             if not self._waits[call.peer]:
                 del self._waits[call.peer]
-
-    def _made(self, name: str) -> Topic:
-        try:
-            if conflict(name) is None:
-                # What a group has given up, or is to get again, is never in more than one queue.
-                own = name.startswith((RETRY_PREFIX, DLQ_PREFIX))
-                return self._parts.topics.ensure(name, 1 if own and self._may_make else None)
-        except NotFound:
-            pass
-        raise Refused(Code.TOPIC_NOT_FOUND, f"topic {name!r} does not exist; make it first")
-
-    @property
-    def _may_make(self) -> bool:
-        return self._parts.settings.auto_create_topics
 
 
 def wait_ms(call: Call, asked: Duration | None) -> int:

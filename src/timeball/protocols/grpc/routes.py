@@ -8,6 +8,7 @@ Consumers that do not care for order read from any queue of a topic (queue -1); 
 from __future__ import annotations
 
 from timeball import limits
+from timeball.broker.policy import queues_to_read, queues_to_write
 from timeball.broker.topic_config import READ, WRITE
 from timeball.broker.topics import Topic
 from timeball.protocols.grpc._generated.definition_pb2 import (
@@ -57,10 +58,7 @@ class Routes:
         read = write = settings.queues_per_topic
         types = accepted_types(None)
         if topic is not None:
-            read, write = (
-                topic.read_queues if topic.perm & READ else 0,
-                topic.write_queues if topic.perm & WRITE else 0,
-            )
+            read, write = queues_to_read(topic), queues_to_write(topic)
             types = accepted_types(topic)
         queues = [
             self._queue(
@@ -77,11 +75,8 @@ class Routes:
     async def _assignment(self, call: Call, request: QueryAssignmentRequest) -> QueryAssignmentResponse:
         topic = self._find(topic_name(request.topic))
         group = self._site.broker.parts.groups.ensure(group_name(request.group))
-        ids = [ANY_QUEUE]
-        if group.consume_message_orderly:
-            ids = list(range(self._site.settings.queues_per_topic if topic is None else topic.read_queues))
-        if topic is not None and not topic.perm & READ:
-            ids = []
+        count = self._site.settings.queues_per_topic if topic is None else queues_to_read(topic)
+        ids = list(range(count)) if group.consume_message_orderly else [ANY_QUEUE] if count else []
         queues = [self._queue(request.topic, i, request.endpoints, READ, accepted_types(topic)) for i in ids]
         return QueryAssignmentResponse(
             status=ok(), assignments=[Assignment(message_queue=queue) for queue in queues]
@@ -89,7 +84,7 @@ class Routes:
 
     def _find(self, name: str) -> Topic | None:
         topic = self._site.broker.parts.topics.find(name)
-        if topic is None and not self._site.settings.auto_create_topics:
+        if topic is None and not self._site.broker.policy.may_be_made(name):
             raise Refused(
                 Code.TOPIC_NOT_FOUND,
                 f"No topic route info in name server for the topic: {name[: limits.TOPIC_BYTES_MAX]}; make it first",

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from timeball.broker import recall_handle
-from timeball.broker.reserved_topics import DLQ_PREFIX, RETRY_PREFIX, forbidden
+from timeball.broker.policy import queues_to_write
 from timeball.broker.send_rows import NAMES, Row
-from timeball.broker.topic_config import WRITE
 from timeball.broker.topics import Topic
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
 from timeball.protocols.grpc._generated.service_pb2 import (
@@ -90,7 +89,7 @@ class Sends:
                 check_type(to.topic, to.name, kind)
 
     def _destination(self, resource: Resource) -> Destination:
-        """Where messages of this topic go. Raises Refused."""
+        """Where messages of this topic go. Raises what the policy raises."""
         if self._topics.version != self._version:
             self._destinations.clear()
         key = (resource.resource_namespace, resource.name)
@@ -103,21 +102,12 @@ class Sends:
         return found
 
     def _look_up(self, name: str) -> Destination:
-        if forbidden(name) is not None or name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
-            raise Refused(Code.FORBIDDEN, f"topic {name!r} is the broker's own; choose another name")
         settings = self._site.settings
-        topic = self._topics.find(name)
+        topic = self._site.broker.policy.destination(name)
         if topic is None:
-            if not settings.auto_create_topics:
-                raise Refused(
-                    Code.TOPIC_NOT_FOUND,
-                    f"topic {name!r} does not exist; make it first, with mqadmin or the client",
-                )
             return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
-        if not topic.perm & WRITE or not topic.write_queues:
-            raise Refused(Code.FORBIDDEN, f"topic {name!r} is not to be written to: its permissions say so")
         types = accepted_types(topic if settings.check_message_types else None)
-        return Destination(name, topic, topic.write_queues, frozenset(types))
+        return Destination(name, topic, queues_to_write(topic), frozenset(types))
 
     def _answer(
         self, to: Destination, rows: list[Row], placed: Placed, *, is_transaction: bool

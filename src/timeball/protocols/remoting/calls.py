@@ -15,9 +15,11 @@ import msgspec
 from timeball.access import Principal, Verb
 from timeball.errors import (
     Forbidden,
+    GroupNotFound,
     InvalidDelay,
     InvalidFilter,
     InvalidMessage,
+    InvalidName,
     NotFound,
     OutOfRange,
     OverLimit,
@@ -113,9 +115,11 @@ Handlers = dict[int, Handler]
 _CODES: list[tuple[type[TimeballError], ResponseCode]] = [
     (Unauthorized, ResponseCode.NO_PERMISSION),
     (Forbidden, ResponseCode.NO_PERMISSION),
+    (InvalidName, ResponseCode.INVALID_PARAMETER),
     (InvalidMessage, ResponseCode.MESSAGE_ILLEGAL),
     (InvalidDelay, ResponseCode.MESSAGE_ILLEGAL),
     (InvalidFilter, ResponseCode.SUBSCRIPTION_PARSE_FAILED),
+    (GroupNotFound, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST),
     (NotFound, ResponseCode.TOPIC_NOT_EXIST),
     (OutOfRange, ResponseCode.INVALID_PARAMETER),
     (OverLimit, ResponseCode.SYSTEM_BUSY),

@@ -18,7 +18,6 @@ import msgspec
 from timeball import limits
 from timeball.access import Verb
 from timeball.broker.filters import compile_filter
-from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.topics import check_name
 from timeball.errors import InvalidFilter
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
@@ -148,16 +147,9 @@ class HeartBeats:
         if is_new:
             connection.on_close.append(lambda: self._gone(connection))
         for how in consumes:
-            self._ensure(how.group)
+            self._site.broker.policy.register(how.group)
         self._tell(changed)
         return call.answer()
-
-    def _ensure(self, name: str) -> None:
-        """The group and its retry topic exist from the first member on."""
-        parts = self._site.broker.parts
-        group = parts.groups.ensure(name)
-        if parts.topics.find(RETRY_PREFIX + name) is None:
-            parts.topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums))
 
     def _check_client(self, call: Call) -> Reply:
         """Asked before the first heartbeat by a client that filters by SQL: can its expression be read?"""

@@ -23,7 +23,6 @@ from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.popping.modes import RequestMode, RequestModes
 from timeball.broker.popping.popper import Ask, Popped, Receipt
 from timeball.broker.reserved_topics import RETRY_PREFIX
-from timeball.broker.topic_config import READ
 from timeball.broker.topics import Topic
 from timeball.errors import InvalidFilter, OutOfRange, OverLimit
 from timeball.message import decode_properties, encode_properties
@@ -177,26 +176,10 @@ class Pops:
         return call.answer(ext={"hasMsg": _bool(found), "pollingFull": _bool(full)})
 
     def _readable(self, fields: _Queue) -> Topic:
-        group = self._parts.groups.ensure(fields.consumer_group)
-        if not group.consume_enable:
-            raise Refused(
-                ResponseCode.NO_PERMISSION, f"subscription group no permission, {fields.consumer_group}"
-            )
-        topic = self._topic(fields)
-        if not topic.perm & READ:
-            raise Refused(
-                ResponseCode.NO_PERMISSION, f"the topic[{fields.topic}] peeking message is forbidden"
-            )
+        self._broker.policy.joined(fields.consumer_group)
+        topic = self._broker.policy.readable(fields.topic)
         if fields.queue_id >= topic.read_queues:
             raise _illegal_queue(ResponseCode.INVALID_PARAMETER, fields, topic)
-        return topic
-
-    def _topic(self, fields: _Queue) -> Topic:
-        topic = self._parts.topics.find(fields.topic)
-        if topic is None:
-            raise Refused(
-                ResponseCode.TOPIC_NOT_EXIST, f"topic[{fields.topic}] not exist, apply first please!"
-            )
         return topic
 
     # -- receipts ----------------------------------------------------------------------------------------------
@@ -243,7 +226,7 @@ class Pops:
         )
 
     def _receipt(self, fields: _Ack) -> tuple[Receipt, CheckPoint]:
-        topic = self._topic(fields)
+        topic = self._parts.topics.get(fields.topic)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise _illegal_queue(ResponseCode.MESSAGE_ILLEGAL, fields, topic)
         point = check_points.parse(fields.extra_info)

@@ -26,7 +26,6 @@ from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.parts import in_thread
 from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.selecting import Selection
-from timeball.broker.topic_config import READ
 from timeball.broker.topics import Queue, Topic
 from timeball.errors import InvalidFilter, OutOfRange
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
@@ -90,28 +89,10 @@ class Pulls:
         return self._found(call, fields, queue, chosen, records)
 
     def _queue(self, fields: PullFields) -> tuple[Topic, Queue]:
-        group = self._broker.parts.groups.ensure(fields.consumer_group)
-        if not group.consume_enable:
-            raise Refused(
-                ResponseCode.NO_PERMISSION, f"subscription group no permission, {fields.consumer_group}"
-            )
-        members = self._site.clients.consumers(group.group_name)
-        if (
-            members is not None
-            and not group.consume_broadcast_enable
-            and members.how.message_model == BROADCASTING
-        ):
-            raise Refused(
-                ResponseCode.NO_PERMISSION,
-                f"the consumer group[{group.group_name}] can not consume by broadcast way",
-            )
-        topic = self._broker.parts.topics.find(fields.topic)
-        if topic is None:
-            raise _no_such_topic(fields.topic)
-        if not topic.perm & READ:
-            raise Refused(
-                ResponseCode.NO_PERMISSION, f"the topic[{fields.topic}] pulling message is forbidden"
-            )
+        members = self._site.clients.consumers(fields.consumer_group)
+        broadcasting = members is not None and members.how.message_model == BROADCASTING
+        self._broker.policy.joined(fields.consumer_group, broadcasting=broadcasting)
+        topic = self._broker.policy.readable(fields.topic)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise Refused(
                 ResponseCode.INVALID_PARAMETER,
@@ -176,8 +157,7 @@ class Pulls:
                 return _empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
             with call.connection.waits():
                 await self._broker.waiters.wait(topic.name, left_s, fields.queue_id)
-            if self._broker.parts.topics.find(topic.name) is None:
-                raise _no_such_topic(topic.name)
+            self._broker.policy.readable(topic.name)  # it may have been deleted, or closed, meanwhile
             while fields.queue_offset < queue.index.max_offset:
                 answer = await self._look(call, fields, queue, wanted)
                 assert answer is not None
@@ -198,10 +178,6 @@ class Pulls:
         body = b"".join(records)
         self._broker.parts.rates.got(fields.topic, fields.consumer_group, len(records), len(body))
         return call.answer(ext=_ext(queue, next_offset), body=body)
-
-
-def _no_such_topic(name: str) -> Refused:
-    return Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist, apply first please!")
 
 
 def _rows(fields: PullFields) -> int:

@@ -20,7 +20,6 @@ from timeball.broker import retry
 from timeball.broker.admission import SEND_COLUMNS
 from timeball.broker.parts import in_thread
 from timeball.broker.rates import Stat, of_group
-from timeball.broker.topic_config import WRITE
 from timeball.broker.turns import Turns
 from timeball.errors import OutOfRange, TimeballError
 from timeball.message import Kind, decode_properties, encode_properties
@@ -92,14 +91,14 @@ class Retries:
             try:
                 # The number may be any row's: nobody gets what they may not read by handing it back.
                 each.call.check(Verb.RECEIVE, topic=row["topic"])
-                self._make_topic(then, each.queues)
+                self._site.broker.policy.returning(then.topic, 1 if then.is_dead_letter else each.queues)
             except TimeballError as error:
                 outcomes[at] = error
             else:
                 thens.append(then)
         if thens:
             good = rows.filter(pa.array([outcome is None for outcome in outcomes]))
-            await self._site.broker.send(_copies(good, thens))
+            await self._site.broker.send_again(_copies(good, thens))
             self._count(good, [each for each, o in zip(returned, outcomes, strict=True) if o is None])
         return outcomes
 
@@ -116,7 +115,7 @@ class Retries:
         max_reconsume_times: int | None,
         version: int,
     ) -> retry.Next:
-        """Where a client's own message to `topic`, a %RETRY%…, really goes; raises Refused.
+        """Where a client's own message to `topic`, a %RETRY%…, really goes; raises GroupNotFound, Forbidden.
 
         The numbers are those of the send's header; where it has none, the properties may have them.
         """
@@ -132,24 +131,14 @@ class Retries:
             times_max=most,
             in_order=self._is_orderly(group),
         )
-        self._make_topic(then, max(1, queues))
+        self._site.broker.policy.returning(then.topic, 1 if then.is_dead_letter else queues)
         return then
 
     def _group(self, name: str, version: int, of_client: int | None) -> tuple[int, int]:
-        """A group's number of retry queues, and how often it tries; raises Refused."""
-        config = self._site.broker.parts.groups.find(name)
-        if config is None:
-            raise Refused(
-                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
-                f"subscription group not exist, {name[: limits.GROUP_BYTES_MAX]}",
-            )
+        """A group's number of retry queues, and how often it tries; raises GroupNotFound."""
+        config = self._site.broker.parts.groups.get(name)
         given = of_client if version >= HAS_TIMES_MAX_VERSION else None
         return config.retry_queue_nums, retry.times_max(config.retry_max_times, given)
-
-    def _make_topic(self, then: retry.Next, queues: int) -> None:
-        topic = self._site.broker.parts.topics.ensure(then.topic, 1 if then.is_dead_letter else queues)
-        if not topic.perm & WRITE:
-            raise Refused(ResponseCode.NO_PERMISSION, f"the topic[{then.topic}] sending message is forbidden")
 
     async def _read(self, seqs: list[int]) -> pa.RecordBatch:
         """The rows with these numbers, a row each; raises Refused when one of them is not there."""

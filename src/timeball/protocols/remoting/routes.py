@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.reserved_topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from timeball.broker.topic_config import INHERIT, READ, WRITE
-from timeball.broker.topics import check_name
-from timeball.errors import InvalidMessage
+from timeball.broker.topics import check_topic
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.connection import Connection
@@ -58,20 +56,20 @@ class Routes:
         site, settings = self._site, self._site.broker.parts.settings
         read = write = settings.queues_per_topic
         perm, sys_flag = READ | WRITE, 0
-        known, standing = site.broker.parts.topics.find(topic), site.standing_queues(topic)
+        known, standing = site.broker.parts.topics.find(topic), site.broker.policy.standing_queues(topic)
         if known is not None:
             read, write, perm = known.read_queues, known.write_queues, known.perm
             sys_flag = known.config.sys_flag
         elif topic.startswith(RETRY_PREFIX):
             # A consumer asks before its first heartbeat makes it; an honest "no" would be its answer for 20 to 30 s.
-            _check(topic)
+            check_topic(topic)
             read = write = 1
-        elif topic == AUTO_CREATE_TOPIC and settings.auto_create_topics:
+        elif topic == AUTO_CREATE_TOPIC and site.broker.policy.has_template:
             perm |= INHERIT  # what tells a producer that a topic may be made from it
         elif standing is not None:
             read = write = standing
         else:
-            _check(topic)
+            check_topic(topic)
             raise Refused(
                 ResponseCode.TOPIC_NOT_EXIST, f"No topic route info in name server for the topic: {topic}"
             )
@@ -106,10 +104,3 @@ class Routes:
         site = self._site
         names = {topic.name for topic in site.broker.parts.topics.all()}
         return call.answer_json({"topicList": sorted(names | {site.cluster_name, site.broker_name})})
-
-
-def _check(topic: str) -> None:
-    try:
-        check_name(topic, limits.TOPIC_BYTES_MAX, "topic")
-    except InvalidMessage as error:
-        raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error

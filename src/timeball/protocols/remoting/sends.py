@@ -12,10 +12,7 @@ import os
 
 import msgspec
 
-from timeball import limits
-from timeball.broker.reserved_topics import RETRY_PREFIX, forbidden
-from timeball.broker.topic_config import WRITE
-from timeball.broker.topics import Topic, check_name
+from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.errors import InvalidMessage, TimeballError
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.calls import Refused
@@ -46,14 +43,10 @@ class Sends:
 
     def __init__(self, site: Site, retries: Retries) -> None:
         self._site, self._retries = site, retries
-        self._broker, self._topics = site.broker, site.broker.parts.topics
+        self._broker, self._policy = site.broker, site.broker.policy
         keys = UniqueKeys(b"", os.getpid(), site.broker.parts.clock.now_ms())
         self._plain = Gathering(site, keys, self._broker.send_nowait)
         self._halves = Gathering(site, keys, self._broker.prepare_nowait, recallable=False)
-        self._writable: dict[
-            str, int
-        ] = {}  # queues of the topics that may be sent to, at this version of the topics
-        self._version = -1
         self._turn = itertools.count()
 
     def take(self, connection: Connection, header: SendHeader, frame: Frame, now_ms: int) -> None:
@@ -63,9 +56,7 @@ class Sends:
             if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
                 gathering = self._directed(header)
                 fields = header.fields
-            queues = self._writable.get(fields.topic)
-            if queues is None or self._topics.version != self._version:
-                queues = self._queues(fields)
+            queues = self._queues(fields)
             queue_id = -1 if fields.queue_id is None or fields.queue_id < 0 else fields.queue_id
             if queue_id >= queues:
                 raise _no_such_queue(fields.topic, queue_id, queues)
@@ -114,36 +105,12 @@ class Sends:
         )
 
     def _queues(self, fields: SendFields) -> int:
-        """How many queues the topic has to send to; it is made when that is allowed. Raises Refused.
-
-        Remembered until any topic changes: the answer is asked for with every message.
-        """
-        if self._topics.version != self._version:
-            self._writable.clear()
-        topic = self._topics.find(fields.topic) or self._make_topic(fields.topic, fields.default_queues)
-        self._version = self._topics.version
-        remark = forbidden(fields.topic)
-        if remark is None and not topic.perm & WRITE:
-            remark = f"the broker[{self._site.broker_name}] sending message is forbidden"
-        if remark is not None:
-            raise Refused(ResponseCode.NO_PERMISSION, remark)
-        queues = self._writable[fields.topic] = max(topic.read_queues, topic.write_queues)
-        return queues
-
-    def _make_topic(self, name: str, wanted_queues: int | None) -> Topic:
-        remark = forbidden(name)
-        if remark is not None:
-            raise Refused(ResponseCode.NO_PERMISSION, remark)
-        try:
-            check_name(name, limits.TOPIC_BYTES_MAX, "topic")
-        except InvalidMessage as error:
-            raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
-        settings, queues = self._broker.parts.settings, self._site.standing_queues(name)
-        if queues is None:
-            if not settings.auto_create_topics:
-                raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist, apply first please!")
-            queues = min(wanted_queues or settings.queues_per_topic, settings.queues_per_topic)
-        return self._broker.parts.topics.ensure(name, max(1, queues))
+        """How many queues the topic has to name; it is made when that is allowed. Raises what the policy raises."""
+        topic = self._policy.destination(fields.topic)
+        if topic is None:
+            self._policy.admit([fields.topic], fields.default_queues)
+            topic = self._broker.parts.topics.get(fields.topic)
+        return max(topic.read_queues, topic.write_queues)
 
 
 def _no_such_queue(topic: str, queue_id: int, queues: int) -> Refused:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from timeball.broker.reserved_topics import TRACE_TOPIC
 from timeball.broker.service import Broker
 from timeball.errors import SetupError
 from timeball.protocols.remoting.codec.records import Host
@@ -62,16 +61,6 @@ class Site:
                 raise SetupError(
                     f"--advertise {self.advertise}: {host!r} cannot be resolved: {error}"
                 ) from error
-
-    def standing_queues(self, topic: str) -> int | None:
-        """Return how many queues a topic has that stands without anybody's making it; None for other topics.
-
-        Tools send to the topics that are called like the cluster and the broker, and clients to the traces' topic. The
-        route says this number before there is such a topic, and the first send makes it with as many.
-        """
-        if topic in (self.cluster_name, self.broker_name):
-            return self.broker.parts.settings.queues_per_topic
-        return 1 if topic == TRACE_TOPIC else None
 
     def _host_port(self, connection: Connection) -> tuple[str, int]:
         host, port = self._advertised()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball import limits
 from timeball.broker import reserved_topics as reserved
 from timeball.broker import topic_config
 from timeball.broker.topic_config import TopicConfig
-from timeball.broker.topics import FilterType, Topic, check_name
+from timeball.broker.topics import FilterType, Topic
 from timeball.errors import RequestError
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -109,7 +108,7 @@ class TopicAdmin:
 
     def _config(self, said: _Create) -> TopicConfig:
         """Return what a topic is to be like; raises RequestError when no topic can."""
-        _check(said.topic)
+        self._broker.policy.check_managed(said.topic)
         known = self._topics.find(said.topic)
         config = TopicConfig(
             read_queues=said.read_queue_nums,
@@ -135,10 +134,7 @@ class TopicAdmin:
 
     async def _delete(self, call: Call) -> Reply:
         name = call.fields(_Topic).topic
-        try:
-            _check(name)
-        except RequestError as error:
-            raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
+        self._broker.policy.check_managed(name)
         if self._topics.delete(name, self._broker.parts.writer.next_seq):
             self._broker.parts.offsets.forget_topic(name)
             self._broker.waiters.wake([name])  # who waits for its messages is told that it is gone
@@ -162,13 +158,6 @@ class TopicAdmin:
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
         return topic
-
-
-def _check(name: str) -> None:
-    check_name(name, limits.TOPIC_BYTES_MAX, "topic")
-    conflict = reserved.conflict(name)
-    if conflict is not None:
-        raise RequestError(conflict)
 
 
 def _words(topic: Topic) -> dict[str, object]:

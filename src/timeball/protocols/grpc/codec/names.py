@@ -7,6 +7,7 @@ that says whose name was bad.
 from __future__ import annotations
 
 from timeball import limits
+from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Resource
 from timeball.protocols.grpc.codec.statuses import Refused
 
@@ -15,12 +16,17 @@ BETWEEN = "%"
 
 def topic_name(resource: Resource) -> str:
     """The topic's name in the broker; raises Refused."""
-    return _checked(resource, "topic", limits.TOPIC_BYTES_MAX, Code.ILLEGAL_TOPIC)
+    name = _name(resource)
+    is_own = name.startswith(RETRY_PREFIX)  # it may be longer: what is sent to it is checked by the broker
+    most = limits.OWN_TOPIC_BYTES_MAX if is_own else limits.TOPIC_BYTES_MAX
+    return _checked(resource, name, "topic", most, Code.ILLEGAL_TOPIC)
 
 
 def group_name(resource: Resource) -> str:
     """The consumer group's name in the broker; raises Refused."""
-    return _checked(resource, "consumer group", limits.GROUP_BYTES_MAX, Code.ILLEGAL_CONSUMER_GROUP)
+    return _checked(
+        resource, _name(resource), "consumer group", limits.GROUP_BYTES_MAX, Code.ILLEGAL_CONSUMER_GROUP
+    )
 
 
 def resource(name: str, namespace: str = "") -> Resource:
@@ -30,9 +36,12 @@ def resource(name: str, namespace: str = "") -> Resource:
     )
 
 
-def _checked(resource: Resource, what: str, most: int, code: Code) -> str:
+def _name(resource: Resource) -> str:
     space = resource.resource_namespace
-    name = f"{space}{BETWEEN}{resource.name}" if space else resource.name
+    return f"{space}{BETWEEN}{resource.name}" if space else resource.name
+
+
+def _checked(resource: Resource, name: str, what: str, most: int, code: Code) -> str:
     if not resource.name or len(name) > most or not limits.NAME.fullmatch(name):
         raise Refused(code, f"{what} {name[:80]!r}: 1 to {most} of the characters % | a-z A-Z 0-9 _ -")
     return name

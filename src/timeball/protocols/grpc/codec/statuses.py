@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from timeball.errors import (
     Forbidden,
+    GroupNotFound,
     InvalidDelay,
     InvalidFilter,
     InvalidMessage,
+    InvalidName,
     NotFound,
     OutOfRange,
     OverLimit,
@@ -27,8 +29,10 @@ SENTENCE_CHARACTERS_MAX = 1_024  # it may quote what a client has sent
 _CODES: list[tuple[type[TimeballError], Code]] = [
     (InvalidDelay, Code.ILLEGAL_DELIVERY_TIME),
     (InvalidFilter, Code.ILLEGAL_FILTER_EXPRESSION),
+    (InvalidName, Code.ILLEGAL_TOPIC),  # names of groups are checked where they are read (names.py)
     (InvalidMessage, Code.BAD_REQUEST),
-    (NotFound, Code.NOT_FOUND),
+    (GroupNotFound, Code.CONSUMER_GROUP_NOT_FOUND),
+    (NotFound, Code.TOPIC_NOT_FOUND),
     (OutOfRange, Code.BAD_REQUEST),
     (Unauthorized, Code.UNAUTHORIZED),
     (Forbidden, Code.FORBIDDEN),

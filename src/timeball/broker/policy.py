@@ -1,0 +1,187 @@
+"""Policy: what clients may do to a topic or a group, decided here for every edge.
+
+    a client                    asks
+    sends, now or for later     `destination`, then `admit`: a name that is not the broker's own, write permission, a
+                                queue to write to; a topic that is missing is made where that is allowed
+    hands a message back        `returning`: the group's own topic, made when it is missing
+    pulls, receives, pops       `readable`: read permission. Reading never makes a topic
+    consumes as a group         `joined`, `check_group`: consume_enable, and whether it may broadcast
+    creates, deletes a topic    `check_managed`: no name of the broker's own
+
+Admission asks, delivery does not: a message that was accepted is delivered when it is due, also into a topic that has
+been closed to writers or deleted since. Edges translate the errors into their protocol's codes and add no rule.
+
+A client may write to %DLQ%<group> as to any topic, and to %RETRY%<group> while the group exists: that is how RocketMQ's
+consumers hand messages back when they cannot do it by the request for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from timeball import limits
+from timeball.broker import reserved_topics as reserved
+from timeball.broker.groups import Groups, SubscriptionGroup
+from timeball.broker.reserved_topics import RETRY_PREFIX
+from timeball.broker.topic_config import READ, WRITE
+from timeball.broker.topics import Topic, Topics, check_name, check_topic
+from timeball.config import Settings
+from timeball.errors import Forbidden, InvalidName, NotFound
+
+
+class Policy:
+    """The rules, over the topics and groups there are. Belongs to the event loop."""
+
+    def __init__(self, topics: Topics, groups: Groups, settings: Settings) -> None:
+        self._topics, self._groups, self._settings = topics, groups, settings
+        # Topics that may be sent to, at this version of the topics: asked for with every message.
+        self._destinations: dict[str, Topic] = {}
+        self._version = -1
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def destination(self, name: str) -> Topic | None:
+        """Return the topic a client may send to, None for one that its first message makes.
+
+        Raises InvalidName, Forbidden and NotFound; makes nothing.
+        """
+        if self._version != self._topics.version:
+            self._destinations.clear()
+            self._version = self._topics.version
+        topic = self._destinations.get(name)
+        if topic is None:
+            topic = self._checked(name)
+            if topic is not None and not name.startswith(RETRY_PREFIX):  # of which the group may go
+                self._destinations[name] = topic
+        return topic
+
+    def admit(self, names: Iterable[str], queues: int | None = None) -> None:
+        """Make those of these topics that are missing, once a client may send to all of them.
+
+        `queues`: as many as the client would like of a new topic; it gets at most what the settings say.
+        Raises InvalidName, Forbidden, NotFound and OverLimit.
+        """
+        missing = [name for name in names if self.destination(name) is None]
+        for name in missing:
+            self._topics.ensure(name, self._queues_of_new(name, queues))
+
+    def returning(self, name: str, queues: int = 1) -> Topic:
+        """Return a group's retry or dead letter topic that a client's message goes back to; raises Forbidden."""
+        topic = self._topics.ensure(name, max(1, queues))
+        _check_writable(topic)
+        return topic
+
+    def _checked(self, name: str) -> Topic | None:
+        """`destination`, asked for the first time."""
+        check_name(name, limits.TOPIC_BYTES_MAX, "topic")
+        reason = reserved.forbidden(name)
+        if reason is not None:
+            raise Forbidden(reason)
+        topic = self._topics.find(name)
+        if name.startswith(RETRY_PREFIX):
+            self._groups.get(name.removeprefix(RETRY_PREFIX))
+        elif topic is None and not self._settings.auto_create_topics and self.standing_queues(name) is None:
+            raise self._missing(name)
+        if topic is not None:
+            _check_writable(topic)
+        return topic
+
+    def _missing(self, name: str) -> NotFound:
+        then = "; create it, or start with --auto-create-topics"
+        if self._settings.auto_create_topics:
+            then = "; its first message makes it"
+        if reserved.conflict(name) is not None or name.startswith(RETRY_PREFIX):
+            then = ""
+        return NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist{then}")
+
+    def _queues_of_new(self, name: str, wanted: int | None) -> int:
+        if name.startswith(RETRY_PREFIX):
+            return max(1, self._groups.get(name.removeprefix(RETRY_PREFIX)).retry_queue_nums)
+        most = self._settings.queues_per_topic
+        return self.standing_queues(name) or max(1, min(wanted or most, most))
+
+    # -- consuming -------------------------------------------------------------------------------------------
+
+    def readable(self, name: str) -> Topic:
+        """Return the topic a client may read; raises NotFound, Forbidden. Never makes one."""
+        topic = self._topics.find(name)
+        if topic is None:
+            raise self._missing(name)
+        if not topic.perm & READ:
+            raise Forbidden(
+                f"topic {name!r} is not for reading: its permission is {topic.perm}, give it 4 or 6"
+            )
+        return topic
+
+    def joined(self, name: str, *, broadcasting: bool = False) -> SubscriptionGroup:
+        """Return the group a client consumes as, made by its first member; raises Forbidden, InvalidName, OverLimit."""
+        group = self._groups.ensure(name)
+        self.check_group(name)
+        if broadcasting and not group.consume_broadcast_enable:
+            raise Forbidden(
+                f"consumer group {name!r} may not broadcast: switch consumeBroadcastEnable on, or share its queues out"
+            )
+        return group
+
+    def check_group(self, name: str) -> None:
+        """Raise Forbidden when this group exists and is switched off."""
+        group = self._groups.find(name)
+        if group is not None and not group.consume_enable:
+            raise Forbidden(f"consumer group {name!r} is switched off: switch its consumeEnable on")
+
+    def register(self, name: str) -> None:
+        """Make a consumer group and its retry topic: its clients ask for that topic's route next."""
+        group = self._groups.ensure(name)
+        if self._topics.find(RETRY_PREFIX + name) is None:
+            self._topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums))
+
+    # -- routes, and topics as operators manage them ------------------------------------------------------------
+
+    def standing_queues(self, name: str) -> int | None:
+        """Return how many queues a topic has that no operator has to make; None for other topics.
+
+        Tools send to the topics that are called like the cluster and the broker, and clients to the traces' topic. The
+        route says this number before there is such a topic, and the first send makes it with as many.
+        """
+        if name in (self._settings.cluster_name, self._settings.broker_name):
+            return self._settings.queues_per_topic
+        return 1 if name == reserved.TRACE_TOPIC else None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether producers are shown RocketMQ's template topic, by which they know that a message makes its topic."""
+        return self._settings.auto_create_topics
+
+    def may_be_made(self, name: str) -> bool:
+        """Return whether any client's first message would make this topic, if it is missing; raises InvalidName."""
+        check_topic(name)
+        if self.standing_queues(name) is not None:
+            return True
+        is_users = reserved.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
+        return is_users and self._settings.auto_create_topics
+
+    def check_managed(self, name: str) -> None:
+        """Raise InvalidName unless an operator may create, change or delete a topic of this name."""
+        check_topic(name)
+        reason = reserved.conflict(name)
+        if reason is not None:
+            raise InvalidName(reason)
+
+
+def queues_to_read(topic: Topic) -> int:
+    """Return how many of its queues clients may read."""
+    return topic.read_queues if topic.perm & READ else 0
+
+
+def queues_to_write(topic: Topic) -> int:
+    """Return how many of its queues clients may write to."""
+    return topic.write_queues if topic.perm & WRITE else 0
+
+
+def _check_writable(topic: Topic) -> None:
+    if not topic.perm & WRITE:
+        raise Forbidden(
+            f"topic {topic.name!r} is not to be written to: its permission is {topic.perm}, give it 2 or 6"
+        )
+    if not topic.write_queues:
+        raise Forbidden(f"topic {topic.name!r} is not to be written to: its writeQueueNums is 0")
