@@ -13,7 +13,7 @@
     │   │   └── GroupNotFound       no such consumer group
     │   └── OutOfRange          a position outside what is kept; carries the range that is
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
-    ├── Unavailable         the broker is starting, stopping or stopped: retry elsewhere or later
+    ├── Unavailable         the broker is starting, stopping or stopped, or Spark was lost: retry elsewhere or later
     ├── SetupError          the operator must act: port, folder, Java, a setting
     └── StorageError        the disk must be looked at; the log has stopped
         ├── Corrupt             bytes that do not match their checksum; never delivered, never dropped
@@ -105,7 +105,7 @@ class OverLimit(TimeballError):
 
 
 class Unavailable(TimeballError):
-    """The broker cannot serve now."""
+    """The broker, or Spark, cannot serve now."""
 
     code = "unavailable"
 

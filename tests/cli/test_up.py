@@ -105,17 +105,48 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
     assert not psutil.wait_procs(family, timeout=BOUND_S)[1]
 
 
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.timeout(600)  # Spark starts twice
+def test_after_a_kill_of_the_jvm_the_ledger_goes_on(tmp_path: Path) -> None:
+    """In a new process; meanwhile the job says that it failed, and why."""
+    options = ["--compact-rows", "10", "--compact-rows-min", "10", "--compact-interval-ms", "1s"]
+    with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as up:
+        uri = up.wait_line(event="ready")["endpoint"]
+        for life in (1, 2):
+            with Timeball(uri) as ball:
+                ball.send_many([{"body": "x", "after": 3_600} for _ in range(50)], topic="orders")
+                _await_ledger(uri, ball.status()["log"]["durable_seq"])
+            if life == 1:
+                [jvm] = [p for p in psutil.Process(up.pid).children(recursive=True) if "java" in p.name()]
+                jvm.kill()
+                said = up.wait_line(event="pipeline", state="ended")
+                assert "next start in 1 s" in said["text"]
+        states = [line["state"] for line in up.lines if line["event"] == "pipeline"]
+        assert states == ["started", "ended", "started"]
+        assert up.end(signal.SIGINT) == 0
+
+
+def _await_ledger(uri: str, seq: int) -> None:
+    def reached() -> bool:
+        told = timeball("pipeline", "status", "--json", "--endpoint", uri)
+        jobs = [json.loads(line) for line in told.stdout.splitlines()]
+        return any(job["job"] == "ledger" and (job["position"] or {}).get("seq", 0) >= seq for job in jobs)
+
+    eventually(reached, f"the ledger has come to row {seq}")
+
+
 def _await_table(ball: Timeball, rows: int) -> None:
     eventually(lambda: ball.status()["schedule"]["table_rows"] == rows, "Spark compacts")
 
 
 @pytest.mark.slow
-def test_a_pipeline_whose_account_may_not_do_its_work_gives_up_and_says_why(tmp_path: Path) -> None:
+def test_a_pipeline_whose_account_may_not_do_its_work_says_why_and_tries_again(tmp_path: Path) -> None:
     options = ["--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(access_file(tmp_path))]
     shop = {"TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": SECRETS["shop"]}
     for known, told in (({}, "access key"), (shop, "account 'shop' may not")):
         with running("up", "--json", *options, **known) as up:
             up.wait_line(event="ready")
-            up.wait_line(event="pipeline", state="given_up")
+            up.wait_line(event="pipeline", state="ended")
             assert up.end() == 0
             assert [line for line in up.errors if told in line]

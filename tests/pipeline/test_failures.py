@@ -6,7 +6,7 @@ import pytest
 from py4j.protocol import Py4JError
 from pyspark.errors import AnalysisException, PySparkException
 
-from timeball.errors import InvalidMessage, OutOfRange, SetupError, StorageError, TimeballError
+from timeball.errors import InvalidMessage, OutOfRange, SetupError, StorageError, TimeballError, Unavailable
 from timeball.pipeline.failures import plain, spark_errors
 
 PAGE = """An error occurred while calling o12.save.
@@ -29,11 +29,21 @@ timeball.errors.OutOfRange: compact from seq 3: the watermark is 7
         ("[DATA_SOURCE_NOT_FOUND] Failed to find the data source: timeball", SetupError, "session.register"),
         (
             "Traceback\n  File x\nValueError: seven\n\tat java",
-            SetupError,
+            Unavailable,
             "in a Python worker: ValueError: seven",
         ),
-        ("something new\n\tat java.lang", SetupError, "^Spark failed: something new$"),
-        ("timeball.errors.NotAnError: x", SetupError, "Spark failed"),
+        ("something new\n\tat java.lang", Unavailable, "^Spark failed: something new$"),
+        ("timeball.errors.NotAnError: x", Unavailable, "Spark failed"),
+        (
+            "org.apache.spark.SparkException: Python worker failed to connect back.",
+            Unavailable,
+            "connect back",
+        ),
+        (
+            "[JAVA_GATEWAY_EXITED] Java gateway process exited before",
+            Unavailable,
+            "is JAVA_HOME a full Java 17",
+        ),
     ],
 )
 def test_the_sentence_in_a_page_of_stack_traces(text: str, kind: type[TimeballError], said: str) -> None:
@@ -53,10 +63,10 @@ def test_our_own_errors_stay_as_they_are() -> None:
 
 
 def test_the_cause_is_kept() -> None:
-    cause = Py4JError("gateway gone")
-    with pytest.raises(SetupError, match="gateway gone") as caught, spark_errors():
-        raise cause
-    assert caught.value.__cause__ is cause
+    for cause in (Py4JError("gateway gone"), ConnectionRefusedError("gateway gone")):
+        with pytest.raises(Unavailable, match="gateway gone") as caught, spark_errors():
+            raise cause
+        assert caught.value.__cause__ is cause
 
 
 def test_other_errors_pass() -> None:

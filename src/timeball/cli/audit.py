@@ -46,7 +46,7 @@ def audit(
       timeball audit --master spark://head:7077 --endpoint grpc://broker:7400
     """
     from timeball.cli.connection import connect
-    from timeball.cli.spark import open_session
+    from timeball.cli.spark import close_session, open_session
 
     with connect(endpoint) as ball:
         ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
@@ -56,7 +56,7 @@ def audit(
 
         report = job.run(spark, endpoint, ledger_uri=ledger)
     finally:
-        spark.stop()
+        close_session(spark)
     if as_json:
         print_json(report)
     else:

@@ -151,7 +151,7 @@ def bulk(
     where = {"campaign": name, "dry_run": dry_run, "rejects_uri": rejects, "table_uri": table_uri}
     settings = dict(pair("--conf", each) for each in conf or [])
     from timeball.cli.connection import connect
-    from timeball.cli.spark import open_session
+    from timeball.cli.spark import close_session, open_session
 
     with connect(endpoint) as ball:
         ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
@@ -161,7 +161,7 @@ def bulk(
     try:
         report = _run(spark, source, endpoint, meaning, where, quiet=as_json)
     finally:
-        spark.stop()
+        close_session(spark)
     if as_json:
         print_json(document(report))
     else:

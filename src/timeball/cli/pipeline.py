@@ -87,7 +87,7 @@ def run(
         raise RequestError(f"{' '.join(jobs)}: name each job once")
     chosen = parse_job_options(jobs, options or [])
     log_lines.configure(log_level, log_format)
-    from timeball.cli.spark import load_runner, open_session
+    from timeball.cli.spark import close_session, load_runner, open_session
 
     runner = load_runner()
     if stop_on_eof:
@@ -97,7 +97,7 @@ def run(
     try:
         runner.run(names, spark=session, endpoint=endpoint, once=once, checkpoint=checkpoint, options=chosen)
     finally:
-        session.stop()
+        close_session(session)
 
 
 def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, str]]:

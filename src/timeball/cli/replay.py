@@ -105,7 +105,7 @@ def replay(
           --stretch 0.1 --to-topic load-test
     """
     start_ms = beginning(from_ms, at_ms, shift_ms)
-    from timeball.cli.spark import open_session
+    from timeball.cli.spark import close_session, open_session
     from timeball.pipeline.campaigns import check_id
 
     if job_id is not None:
@@ -128,7 +128,7 @@ def replay(
         )
         carry_out(spark, endpoint, window, Wish(archive, table_uri, job_id, dry_run, yes, late, as_json))
     finally:
-        spark.stop()
+        close_session(spark)
 
 
 @dataclass(frozen=True)

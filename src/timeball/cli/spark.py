@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from timeball.cli.children import no_child_left_behind
-from timeball.errors import SetupError
+from timeball.errors import SetupError, TimeballError, Unavailable
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,6 +49,13 @@ def open_session(
         return build_session(master, name, conf)
 
 
+def close_session(spark: SparkSession) -> None:
+    """Stop a session of `open_session`."""
+    from timeball.pipeline.session import close
+
+    close(spark)
+
+
 @contextmanager
 def _children_write_to(log: Path | None) -> Iterator[None]:
     """Processes started in this block inherit a file as their stderr; this process keeps its own after it."""
@@ -60,14 +67,14 @@ def _children_write_to(log: Path | None) -> Iterator[None]:
         os.dup2(file.fileno(), STDERR)
         try:
             yield
-        except SetupError as error:
-            raise SetupError(_with_reason(error, file.fileno())) from error
+        except (SetupError, Unavailable) as error:
+            raise type(error)(_with_reason(error, file.fileno())) from error
         finally:
             os.dup2(own, STDERR)
             os.close(own)
 
 
-def _with_reason(error: SetupError, descriptor: int) -> str:
+def _with_reason(error: TimeballError, descriptor: int) -> str:
     """The error's text and the last line that was written to the file, if there is one."""
     size = os.fstat(descriptor).st_size
     lines = os.pread(descriptor, 4_096, max(0, size - 4_096)).decode(errors="replace").split("\n")

@@ -1,8 +1,8 @@
 """The pipeline beside the broker: a child process that may die as often as it likes.
 
 Spark is never in the way of a promise. So it runs in a process of its own, is started once the broker serves,
-is started again with a growing pause when it ends, and is never a reason for the broker to end. What a new
-start cannot mend (no Java, no pyspark) is said once, and the broker goes on alone. The child
+is started again with a growing pause when it ends, and is never a reason for the broker to end. Only what a new
+start cannot mend (no Java, no pyspark: exit code 4) is said once, and the broker goes on alone. The child
 holds the read end of a pipe whose other end is ours: should this process be killed, it ends as well.
 """
 
@@ -46,7 +46,7 @@ class Supervisor:
             code = await self._run_once()
             if self._stopping.is_set():
                 break
-            if code in (ExitCode.SETUP, ExitCode.USAGE):
+            if code == ExitCode.SETUP:
                 self._say("given_up", f"the pipeline cannot run here; the broker {self._alone}")
                 return
             if self._clock.monotonic_ns() - begun_ns >= STEADY_S * 1e9:

@@ -2,6 +2,9 @@
 
 A failure inside Spark arrives as a page of two languages' stack traces, with our own error somewhere in it. This
 module finds it. The whole page stays chained as the cause, for the log; it is not the first thing a user sees.
+
+A failure that is not known to need the operator is Unavailable: a JVM or a worker that was killed, a connection that
+broke. A new start may mend it, and who runs Spark for long tries.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import AnalysisException, PySparkException
 
 from timeball import errors
-from timeball.errors import SetupError, StorageError, TimeballError
+from timeball.errors import SetupError, StorageError, TimeballError, Unavailable
 
 _OURS = re.compile(r"timeball\.errors\.(\w+): (.+)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -22,7 +25,7 @@ _RAISED = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILIN
 _KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
     (
         re.compile(r"JAVA_GATEWAY_EXITED|Java gateway process exited"),
-        SetupError,
+        Unavailable,
         "Java started but Spark did not: see the lines above; is JAVA_HOME a full Java 17 or later?",
     ),
     (
@@ -70,11 +73,11 @@ def plain(error: BaseException) -> TimeballError:
     # The last line of a Python traceback from a worker says more than Spark's first.
     raised = _RAISED.findall(text)
     if raised:
-        return SetupError(f"Spark failed in a Python worker: {raised[-1]}")
+        return Unavailable(f"Spark failed in a Python worker: {raised[-1]}")
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, AnalysisException):
         return SetupError(f"Spark cannot run this: {first}")
-    return SetupError(f"Spark failed: {first}")
+    return Unavailable(f"Spark failed: {first}")
 
 
 @contextmanager
@@ -82,5 +85,5 @@ def spark_errors() -> Iterator[None]:
     """Raise Spark's failures as ours, with Spark's own as the cause."""
     try:
         yield
-    except (PySparkException, Py4JError) as error:
+    except (PySparkException, Py4JError, ConnectionError) as error:  # the last one, when the JVM has gone
         raise plain(error) from error

@@ -8,6 +8,7 @@ must stay so on a session built by this module. None of it is set for a cluster 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -18,12 +19,14 @@ from pathlib import Path
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
+from timeball.errors import TimeballError
 from timeball.pipeline.delta_sink import DeltaDataSource
 from timeball.pipeline.due_stream import DueDataSource
 from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.java import cached_file, java_home
 from timeball.pipeline.source import TimeballDataSource
 
+LOG = logging.getLogger("timeball.pipeline")
 LOCAL_MASTER = "local[2]"
 COMMON = {
     # Without it Spark refuses a reader that can take filters.
@@ -84,6 +87,15 @@ def build_session(
         spark = builder.getOrCreate()
         register(spark)
     return spark
+
+
+def close(spark: SparkSession) -> None:
+    """Stop a session. One whose JVM is lost is no failure of its own: what has lost it has been told already."""
+    try:
+        with spark_errors():
+            spark.stop()
+    except TimeballError as error:
+        LOG.warning("Spark did not end well: %s", error)
 
 
 def register(spark: SparkSession) -> None:

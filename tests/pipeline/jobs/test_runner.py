@@ -17,7 +17,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import attached_seqs, send
 
 from timeball.clock import SystemClock
-from timeball.errors import InvalidMessage, RequestError, SetupError, StorageError, Unavailable
+from timeball.errors import InvalidMessage, RequestError, SetupError, StorageError, TimeballError, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.job_status import Board, read_statuses
 from timeball.pipeline.jobs import runner
@@ -68,9 +68,26 @@ def test_what_passes_is_tried_again_with_growing_pauses() -> None:
     assert job.failures == failures
 
 
-def test_what_does_not_pass_is_raised_at_once() -> None:
-    with pytest.raises(StorageError, match="broken"):
-        failing(StorageError("broken")).tick(0, once=False)
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("broken"), SetupError("another log"), RequestError("not here"), Unavailable("away")],
+)
+def test_every_failure_of_a_job_is_followed_by_another_start(error: TimeballError) -> None:
+    """Or the ledger stops, and nobody notices. With `once` the command ends, and says why."""
+    job = failing(error)
+    job.tick(0, once=False)
+    assert (job.state, job.error, job.wake_ns) == ("waiting", str(error), SECOND_NS)
+    if not isinstance(error, Unavailable):
+        with pytest.raises(type(error), match=str(error)):
+            failing(error).tick(0, once=True)
+
+
+def test_a_job_gives_up_when_spark_is_lost() -> None:
+    """A query cannot be started again in a JVM that has gone; a new process can."""
+    job = failing(Unavailable("Spark failed: Connection refused"))
+    job.spark_lives = lambda: False
+    with pytest.raises(Unavailable, match="Connection refused"):
+        job.tick(0, once=False)
 
 
 def test_what_a_job_says_of_itself() -> None:
@@ -87,10 +104,23 @@ def test_the_job_that_failed_says_so_and_the_others_that_they_were_stopped(tmp_p
     jobs[0].name = "ledger"
     with pytest.raises(StorageError):
         runner._watch(
-            jobs[:], "grpc://127.0.0.1:1", threading.Event(), False, SystemClock(), Board(str(tmp_path))
+            jobs[:], "grpc://127.0.0.1:1", threading.Event(), True, SystemClock(), Board(str(tmp_path))
         )
     left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
     assert left == {"ledger": ("stopped", "away"), "compact": ("failed", "broken")}
+
+
+def test_when_spark_is_lost_every_job_says_so(tmp_path: Path) -> None:
+    jobs = [failing(Unavailable("o109.lastProgress")) for _ in range(2)]
+    for name, job in zip(("ledger", "compact"), jobs, strict=True):
+        job.name, job.spark_lives = name, lambda: False
+    with pytest.raises(Unavailable, match="JVM has ended or was killed"):
+        runner._watch(
+            jobs, "grpc://127.0.0.1:1", threading.Event(), False, SystemClock(), Board(str(tmp_path))
+        )
+    left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
+    told = ("failed", "Spark's JVM has ended or was killed: it needs a new process")
+    assert left == {"ledger": told, "compact": told}
 
 
 def test_once_gives_up_in_the_end() -> None:
@@ -119,7 +149,7 @@ def test_a_refusal_ends_a_job_only_where_it_has_nothing_to_do(error: RequestErro
     job.tick(0, once=False)
     assert job.done and not job.running
     with pytest.raises(type(error), match=str(error)):
-        refused(error).tick(0, once=False)
+        refused(error).tick(0, once=True)
 
 
 def test_a_broker_that_cannot_be_asked_does_not_end_a_job_that_was_refused() -> None:
@@ -128,9 +158,8 @@ def test_a_broker_that_cannot_be_asked_does_not_end_a_job_that_was_refused() -> 
 
     job = refused(RequestError("not here"))
     job.superfluous = ask
-    with pytest.raises(RequestError, match="not here"):
-        job.tick(0, once=False)
-    assert not job.done
+    job.tick(0, once=False)
+    assert (job.state, job.error) == ("waiting", "not here")
 
 
 @pytest.mark.smoke

@@ -2,9 +2,10 @@
 
     start     each job from its checkpoint; its sink's own mark decides what is still to do
     watch     one log line an epoch: rows of the log, rows/s, how far it lags behind the log's end; a status file
-    restart   after a failure that may pass (broker away, epoch to be planned again), with growing pauses
+    restart   after every failure, with growing pauses; the other jobs go on
     end       a job that has nothing to do for this broker, before it starts or when the broker refuses its work
-    give up   on anything else: the disk, the set-up, an unknown failure; all jobs are stopped first
+    give up   when Spark itself is lost, as after a kill of its JVM: `timeball up` starts a new process.
+              With `once` also on what will not pass by itself, and after TRIES_ONCE tries
     stop      on SIGTERM or SIGINT; queries end after the epoch at hand, or after 20 s in the midst of it: both are safe
 
 Spark lagging or dying delays no message: the broker serves from its own tail, and compacts by itself once the
@@ -23,6 +24,7 @@ from functools import partial
 from operator import attrgetter
 from types import FrameType
 
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -32,12 +34,12 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.failures import plain, spark_errors
 from timeball.pipeline.job_status import Board, Epoch, JobStatus, State, epoch_of
 from timeball.pipeline.jobs import archive, compact, dispatch, ledger
-from timeball.pipeline.session import LOCAL_MASTER, build_session, make_active
+from timeball.pipeline.session import LOCAL_MASTER, build_session, close, make_active
 from timeball.pipeline.store import sibling
 
 LOG = logging.getLogger("timeball.pipeline")
 
-# These pass: the broker comes back, the epoch is planned again from the new watermark, the disk is given room.
+# These pass: the broker or Spark comes back, the epoch is planned again from the new watermark, the disk is given room.
 PASSING = (Unavailable, OutOfRange, OverLimit)
 PAUSE_S = (1.0, 30.0)
 HEALTHY_S = 60.0  # a query that lived so long starts again with the shortest pause
@@ -72,6 +74,7 @@ class Job:
     done: bool = False
     report: Callable[[str], None] = field(default=LOG.info)
     superfluous: Callable[[], str | None] = lambda: None
+    spark_lives: Callable[[], bool] = lambda: True
     last: Epoch | None = None
     last_ms: int | None = None
     epochs: int = 0
@@ -85,7 +88,7 @@ class Job:
         return self.query is not None and bool(self.query.isActive)
 
     def tick(self, now_ns: int, *, once: bool) -> None:
-        """Look after the query: start, report, restart. Raises what does not pass."""
+        """Look after the query: start, report, restart. Raises when Spark is lost; with `once`, what does not pass."""
         if self.done:
             return
         if self.query is None:
@@ -110,7 +113,7 @@ class Job:
             with spark_errors():
                 if not self._end_if_superfluous():
                     self.query = self.start()
-        except PASSING as error:
+        except TimeballError as error:
             self._failed(error, error, now_ns, once)
 
     def _failed(self, error: TimeballError, cause: Exception | None, now_ns: int, once: bool) -> None:
@@ -123,7 +126,8 @@ class Job:
             with contextlib.suppress(TimeballError):
                 if self._end_if_superfluous():
                     return
-        if not isinstance(error, PASSING) or (once and self.failures >= TRIES_ONCE):
+        gives_up = once and (not isinstance(error, PASSING) or self.failures >= TRIES_ONCE)
+        if gives_up or not self.spark_lives():
             raise error from cause
         pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
         self.wake_ns = now_ns + int(pause_s * 1e9)
@@ -211,7 +215,7 @@ def run(
             _watch(running, endpoint, stop, once, clock or SystemClock(), Board(folder))
     finally:
         if spark is None:
-            session.stop()
+            close(session)
 
 
 def check_names(jobs: Sequence[str]) -> None:
@@ -239,7 +243,26 @@ def _job(
         name,
         lambda: JOBS[name](spark, endpoint, place, once=once, options=dict(options or {})),
         superfluous=lambda: reason(endpoint),
+        spark_lives=partial(_lives, spark),
     )
+
+
+def _lives(spark: SparkSession) -> bool:
+    """Whether the JVM is there and its context was not stopped; queries cannot be started again in one that was."""
+    try:
+        return not spark.sparkContext._jsc.sc().isStopped()
+    except (Py4JError, OSError, AttributeError):  # the last one, when this side has noticed the stop
+        return False
+
+
+def _finish(job: Job, query: StreamingQuery) -> None:
+    """End a query; one that is lost with its JVM is no failure of its own."""
+    try:
+        with spark_errors():
+            finish(query)
+        LOG.info("job=%s stopped", job.name)
+    except TimeballError as error:
+        LOG.warning("job=%s not stopped: %s", job.name, error)
 
 
 def _watch(
@@ -253,23 +276,30 @@ def _watch(
         try:
             while not stop.is_set() and not all(job.done for job in jobs):
                 for job in jobs:
-                    job.tick(clock.monotonic_ns(), once=once)
+                    with spark_errors():
+                        job.tick(clock.monotonic_ns(), once=once)
                     board.tell(job.status(started_ms), clock.monotonic_ns())
                 stop.wait(WATCH_EVERY_S)
         except TimeballError as error:
-            job.ended, job.error = "failed", str(error)
-            raise
+            lost = not job.spark_lives()
+            told = (
+                Unavailable("Spark's JVM has ended or was killed: it needs a new process") if lost else error
+            )
+            for each in jobs if lost else [job]:
+                each.ended, each.error = "failed", str(told)
+            raise told from error
         finally:
             for job in jobs:
-                if job.query is not None and job.query.isActive:
-                    finish(job.query)
-                    LOG.info("job=%s stopped", job.name)
+                if job.query is not None:
+                    _finish(job, job.query)
                 job.ended = job.ended or ("done" if job.done else "stopped")
                 board.tell(job.status(started_ms), clock.monotonic_ns())
 
 
 def finish(query: StreamingQuery, patience_s: float = STOP_PATIENCE_S) -> None:
     """Stop a query between two epochs; after `patience_s` in the midst of one, which is safe but loud."""
+    if not query.isActive:
+        return
     pause = threading.Event()
     for _ in range(int(patience_s / STOP_LOOK_S)):
         if not query.isActive or not query.status["isTriggerActive"]:
