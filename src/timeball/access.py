@@ -23,6 +23,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Annotated, Literal
@@ -47,6 +48,9 @@ _SIGNED = re.compile(
     r"Credential=(?P<key>[^,/\s]*)(?:/[^,]*)?, *SignedHeaders=x-mq-date-time, *Signature=(?P<hex>[0-9A-Fa-f]{40})"
 )
 _DATE = re.compile(r"([0-9]{4})([0-9]{2})([0-9]{2})T([0-9]{2})([0-9]{2})([0-9]{2})Z")
+
+# Whose request this task or thread works on: set where it is authenticated, "" while access is not controlled.
+ACCOUNT: ContextVar[str] = ContextVar("account", default="")
 
 Right = Literal["DENY", "PUB", "SUB", "PUB|SUB", "SUB|PUB", "ANY"]
 PUB, SUB = 1, 2
@@ -220,6 +224,7 @@ class Access:
     def _let_in(self, account: Account | None, proven: bool) -> Principal:
         if account is None or not proven:
             raise self.refusal(_WRONG)
+        ACCOUNT.set(account.access_key)
         return Principal(self, account)
 
 

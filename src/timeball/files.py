@@ -9,8 +9,8 @@ flight and loses directory entries nobody synced. What a caller may rely on is t
     * `replace()` leaves either the old or the new content, whole, and has synced both file and name;
     * a mapping shows what was written through the same Files object at once.
 
-Errors of the operating system become typed ones here: ENOSPC and EDQUOT are OverLimit (the caller may free
-space and go on), a missing name is NotFound, everything else is DiskFailed.
+Errors of the operating system become typed ones here: ENOSPC, EDQUOT, EMFILE and ENFILE are OverLimit (the caller may
+free space or descriptors and go on), a missing name is NotFound, everything else is DiskFailed.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def _typed(doing: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             text = f"disk full while {doing}: free some space on this file system, then go on"
             raise OverLimit(text) from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise OverLimit(f"too many open files while {doing}: raise the limit (ulimit -n)") from error
         raise DiskFailed(f"{doing} failed: {error.strerror} (errno {error.errno})") from error
 
 

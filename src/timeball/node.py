@@ -22,6 +22,7 @@ import psutil
 from timeball import __version__
 from timeball.broker.attaching import Ledger
 from timeball.broker.groups import Groups
+from timeball.broker.new_topics import NewTopics
 from timeball.broker.offsets import Offsets
 from timeball.broker.parts import Parts
 from timeball.broker.recovery import Recovered, check_documents, recover
@@ -184,6 +185,7 @@ class Node:
             reader=reader,
             key_index=KeyIndex(files, opened.segments, reader),
             topics=topics,
+            new_topics=NewTopics(topics, self.clock),
             offsets=Offsets(files),
             groups=Groups(files),
             schedule=keeper or hour_log,

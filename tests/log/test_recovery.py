@@ -269,7 +269,7 @@ def test_data_behind_a_damaged_header_is_refused() -> None:
 def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
     files = CrashFiles()
     fill(files, 1)
-    begin(files, prepare(files, 2, SEGMENT_BYTES), 2, 4, 0)
+    begin(prepare(files, 2, SEGMENT_BYTES), 2, 4, 0)
     flip(files, segment_name(2), 20)
     segments = reopened(files, known_durable=4).segments
     assert [s.ordinal for s in segments.all] == [1] and segments.next_seq == 4
@@ -278,7 +278,7 @@ def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
 def test_a_segment_begun_and_not_written_is_where_the_log_goes_on() -> None:
     files = CrashFiles()
     expected = fill(files, 1)
-    begin(files, prepare(files, 2, SEGMENT_BYTES), 2, 4, 0)
+    begin(prepare(files, 2, SEGMENT_BYTES), 2, 4, 0)
     segments = reopened(files).segments
     assert (segments.last.ordinal, segments.next_seq) == (2, 4)
     assert goes_on(files.crash(survival="nothing")) == []

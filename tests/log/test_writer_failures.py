@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from pathlib import Path
 
 import pytest
 from tests.crash_files import CrashFiles
@@ -22,9 +23,11 @@ from tests.log.small_log import (
     syncs,
     turns,
 )
+from tests.starving import no_descriptors
 
 from timeball import limits
 from timeball.errors import DiskFailed, OverLimit, StorageError
+from timeball.files import RealFiles
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
 
@@ -188,6 +191,28 @@ def test_a_disk_that_stays_full_stops_the_log_when_the_segment_is_full() -> None
             assert len(log.failures) == 1
         files.heal()
         assert sorted(read_all(reopened(files).segments)) == list(range(1, acknowledged + 1))
+
+    run(work())
+
+
+def test_without_descriptors_the_log_rolls_into_the_segment_that_was_prepared(tmp_path: Path) -> None:
+    """And closes admission until the one after that can be prepared."""
+
+    async def work() -> None:
+        files = RealFiles(tmp_path)
+        async with opened(files, disk=AtOnce()) as log:
+            while log.writer._spare is None:
+                await log.append(batch(1))
+                await turns()
+            with no_descriptors():
+                while not log.writer.statistics.rolls:
+                    await log.append(batch(1))
+                while log.segments.last.end < SEGMENT_BYTES * 3 // 4:
+                    await log.append(batch(1))
+                await turns()
+                with pytest.raises(OverLimit, match="too many open files"):
+                    log.writer.check_room()
+            assert log.failures == []
 
     run(work())
 

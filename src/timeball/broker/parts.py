@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from timeball.broker.attaching import Ledger
 from timeball.broker.groups import Groups
+from timeball.broker.new_topics import NewTopics
 from timeball.broker.offsets import Offsets
 from timeball.broker.rates import Rates
 from timeball.broker.topics import Topics
@@ -42,6 +43,7 @@ class Parts:
     reader: LogReader
     key_index: KeyIndex
     topics: Topics
+    new_topics: NewTopics
     offsets: Offsets
     groups: Groups
     schedule: Strategy  # for any instant: the keeper, or the hour log itself

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from timeball import limits
 from timeball.broker import reserved_topics as reserved
 from timeball.broker.groups import Groups, SubscriptionGroup
+from timeball.broker.new_topics import NewTopics
 from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.broker.topic_config import READ, WRITE
 from timeball.broker.topics import Topic, Topics, check_name, check_topic
@@ -32,8 +33,8 @@ from timeball.errors import Forbidden, InvalidName, NotFound
 class Policy:
     """The rules, over the topics and groups there are. Belongs to the event loop."""
 
-    def __init__(self, topics: Topics, groups: Groups, settings: Settings) -> None:
-        self._topics, self._groups, self._settings = topics, groups, settings
+    def __init__(self, topics: Topics, new: NewTopics, groups: Groups, settings: Settings) -> None:
+        self._topics, self._new, self._groups, self._settings = topics, new, groups, settings
         # Topics that may be sent to, at this version of the topics: asked for with every message.
         self._destinations: dict[str, Topic] = {}
         self._version = -1
@@ -62,6 +63,7 @@ class Policy:
         Raises InvalidName, Forbidden, NotFound and OverLimit.
         """
         missing = [name for name in names if self.destination(name) is None]
+        self._new.admit(missing)
         for name in missing:
             self._topics.ensure(name, self._queues_of_new(name, queues))
 
@@ -131,6 +133,7 @@ class Policy:
 
     def register(self, name: str) -> None:
         """Make a consumer group and its retry topic: its clients ask for that topic's route next."""
+        self._new.admit([RETRY_PREFIX + name])
         group = self._groups.ensure(name)
         if self._topics.find(RETRY_PREFIX + name) is None:
             self._topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums))

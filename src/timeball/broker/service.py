@@ -64,7 +64,7 @@ class Broker:
         self, parts: Parts, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
     ) -> None:
         self.parts = parts
-        self.policy = Policy(parts.topics, parts.groups, parts.settings)
+        self.policy = Policy(parts.topics, parts.new_topics, parts.groups, parts.settings)
         self._loop = asyncio.get_running_loop()
         self._host = parts.settings.host
         self.waiters = pulling.Waiters()
@@ -233,6 +233,7 @@ class Broker:
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
         self.policy.check_managed(name)
+        self.parts.new_topics.admit([name])
         self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic)
         await self.save_topics()
 

@@ -12,80 +12,32 @@ A topic costs no file and no descriptor: the entries of all queues share their f
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import get_args
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
 from timeball import documents, limits
+from timeball.access import ACCOUNT
 from timeball.broker import queue_entries
 from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.rates import Rates
 from timeball.broker.retry import RETRY_PREFIX
+from timeball.broker.topic import FilterType, Queue, Queues, Topic, TopicFacts
 from timeball.broker.topic_config import TopicConfig, at_least, check
 from timeball.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestError
 from timeball.files import Files
-from timeball.log.queue_index import QueueIndex, QueueIndexes
+from timeball.log.queue_index import QueueIndexes
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 
 logger = logging.getLogger(__name__)
 
+__all__ = ["FilterType", "Placement", "Queue", "Topic", "Topics", "check_name", "check_topic"]
+
 NAME = "topics.json"
 Lengths = dict[str, dict[int, tuple[int, int]]]  # topic -> queue -> (min_offset, max_offset)
-FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
-
-
-class TopicFacts(msgspec.Struct, frozen=True):
-    """What is saved of a topic."""
-
-    queues: int
-    filter_type: FilterType = "SINGLE_TAG"  # files of before have none
-    config: TopicConfig = TopicConfig()
-    deleted: bool = False
-    emptied_before_seq: int = 0
-
-
-@dataclass(slots=True)
-class Queue:
-    """One queue: its index, and the offset the next appended row will have."""
-
-    index: QueueIndex
-    next_offset: int
-
-
-@dataclass(slots=True)
-class Topic:
-    """One topic; `turn` goes round its queues for rows that leave the choice to us.
-
-    A deleted one is kept, for its number and its offsets: were they given out again, a checkpoint or a consumer
-    from before would take the new topic's messages for the old one's. Rows before `emptied_before_seq` went with it.
-    """
-
-    name: str
-    filter_type: FilterType = "SINGLE_TAG"
-    config: TopicConfig = field(default_factory=TopicConfig)
-    deleted: bool = False
-    emptied_before_seq: int = 0
-    queues: list[Queue] = field(default_factory=list)
-    turn: int = 0
-
-    @property
-    def read_queues(self) -> int:
-        """How many of its queues consumers read."""
-        return len(self.queues) if self.config.read_queues is None else self.config.read_queues
-
-    @property
-    def write_queues(self) -> int:
-        """How many of its queues producers write to."""
-        return len(self.queues) if self.config.write_queues is None else self.config.write_queues
-
-    @property
-    def perm(self) -> int:
-        """RocketMQ's permission bits: read 4, write 2."""
-        return self.config.perm
 
 
 @dataclass(slots=True)
@@ -122,6 +74,7 @@ class Topics:
         self._queues_per_topic = queues_per_topic
         self._topics: dict[str, Topic] = {}
         self.indexes = QueueIndexes(files)
+        self.made_by: dict[str, int] = {}  # account -> topics it has made, deleted ones too
         self.dirty = False
         self.version = 0  # counts changes since the start, for tools that ask whether anything is new
 
@@ -173,7 +126,7 @@ class Topics:
     def _known(self, name: str, queue_id: int) -> Queue:
         """Return a queue that has had messages, whose topic may be missing in a list that was lost."""
         topic = self._topics.get(name) or self.ensure(name, self._queues_per_topic)
-        self._widen(topic, queue_id + 1)
+        topic.queues.widen(queue_id + 1)
         topic.queues[queue_id].next_offset = topic.queues[queue_id].index.max_offset
         return topic.queues[queue_id]
 
@@ -186,12 +139,7 @@ class Topics:
         if not self.dirty:
             return None
         self.dirty = False
-        return documents.encode(
-            {
-                t.name: TopicFacts(len(t.queues), t.filter_type, t.config, t.deleted, t.emptied_before_seq)
-                for t in self._topics.values()
-            }
-        )
+        return documents.encode({t.name: t.facts() for t in self._topics.values()})
 
     def unsaved(self) -> None:
         """What `save` gave out was not written."""
@@ -249,7 +197,8 @@ class Topics:
                 raise OverLimit(
                     f"{limits.TOPICS_MAX} topics exist or have existed; start with another folder"
                 )
-            facts = TopicFacts(queues or self._queues_per_topic, filter_type or "SINGLE_TAG")
+            kind = filter_type or "SINGLE_TAG"
+            facts = TopicFacts(queues or self._queues_per_topic, kind, made_by=ACCOUNT.get())
             topic = self._add(name, facts)
             self._changed()
             return topic
@@ -297,7 +246,7 @@ class Topics:
             topic = topics[int(codes[of_topic[0]])]
             if topic.deleted and int(seqs[of_topic].max()) >= topic.emptied_before_seq:
                 self._revive(topic, self._queues_per_topic)  # by a message; the list was not saved any more
-            self._widen(topic, int(queue_id[of_topic].max()) + 1)
+            topic.queues.widen(int(queue_id[of_topic].max()) + 1)
         for code, at, mine in queue_entries.by_queue(codes, queue_id):
             queue = topics[code].queues[at]
             index = queue.index
@@ -342,35 +291,29 @@ class Topics:
         queue_id[slice(None) if rows is None else rows] = mine
 
     def _add(self, name: str, facts: TopicFacts) -> Topic:
-        topic = self._topics[name] = Topic(
-            name, facts.filter_type, facts.config, facts.deleted, facts.emptied_before_seq
-        )
-        self._widen(topic, facts.queues)
+        queues = Queues(self.indexes, name, facts.queues)
+        topic = self._topics[name] = Topic(name, queues, facts)
+        self.made_by[facts.made_by] = self.made_by.get(facts.made_by, 0) + 1
         return topic
 
     def _revive(self, topic: Topic, queues: int) -> None:
         """A new topic of a deleted one's name: nothing of before shows, and offsets go on from where they were."""
         topic.deleted, topic.config = False, TopicConfig(queues, queues)
         _empty(topic)
-        self._widen(topic, queues)
+        topic.queues.widen(queues)
         self._changed()
 
     def _show(self, topic: Topic, queues: int) -> None:
         """At least so many queues are there and used, whatever has been hidden before."""
         shown = at_least(topic.config, queues)
         if queues > len(topic.queues) or shown != topic.config:
-            self._widen(topic, queues)
+            topic.queues.widen(queues)
             topic.config = shown
             self._changed()
 
     def _changed(self) -> None:
         self.dirty = True
         self.version += 1
-
-    def _widen(self, topic: Topic, queues: int) -> None:
-        for at in range(len(topic.queues), queues):
-            index = self.indexes.queue(topic.name, at)
-            topic.queues.append(Queue(index, index.max_offset))
 
 
 def _empty(topic: Topic) -> None:

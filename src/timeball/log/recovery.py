@@ -57,8 +57,8 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
     if not begun:
         if known_durable:
             raise Corrupt(f"the log is gone, but a checkpoint knows of seq {known_durable - 1}")
-        file = prepare(files, 1, segment_bytes)
-        return Opened(Segments([begin(files, file, 1, 1, now_ms)]), file, 0)
+        spare = prepare(files, 1, segment_bytes)
+        return Opened(Segments([begin(spare, 1, 1, now_ms)]), spare.file, 0)
     for segment, following in itertools.pairwise(begun):
         is_needed = following.first_seq > known_durable
         if is_needed or not frame_index.load(files, segment, following.first_seq):

@@ -16,6 +16,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -151,27 +152,37 @@ class Segments:
         return segments[low]
 
 
-def prepare(files: Files, ordinal: int, size_bytes: int) -> File:
-    """A spare segment: allocated, named, durable, all zeros. Raises OverLimit when the disk is full."""
+class Spare(NamedTuple):
+    """A file that is to be the next segment, and its mapping: to begin it then needs no descriptor."""
+
+    file: File
+    mapped: pa.Buffer
+
+
+def prepare(files: Files, ordinal: int, size_bytes: int) -> Spare:
+    """A spare segment: allocated, named, durable, all zeros.
+
+    Raises OverLimit when the disk is full, or no descriptor is left.
+    """
     file = files.create(segment_name(ordinal))
     try:
         file.allocate(size_bytes)
         file.sync()
         files.sync_dir(FOLDER)
+        return Spare(file, files.map_readonly(segment_name(ordinal)))
     except BaseException:
         # Half a spare would look like a short segment to recovery; without the name it never was.
         file.close()
         files.remove(segment_name(ordinal))
         raise
-    return file
 
 
-def begin(files: Files, file: File, ordinal: int, first_seq: int, now_ms: int) -> Segment:
+def begin(spare: Spare, ordinal: int, first_seq: int, now_ms: int) -> Segment:
     """Turn a spare into the segment being written; durable before its first frame.
 
     The header has a sync of its own: frames in a segment without a valid header are then always damage, and
     never an interrupted roll.
     """
-    file.write_at(0, fmt.encode_segment_header(first_seq, now_ms))
-    file.sync()
-    return Segment(ordinal, first_seq, files.map_readonly(segment_name(ordinal)))
+    spare.file.write_at(0, fmt.encode_segment_header(first_seq, now_ms))
+    spare.file.sync()
+    return Segment(ordinal, first_seq, spare.mapped)

@@ -28,7 +28,7 @@ from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import File, Files
 from timeball.log import format as fmt
-from timeball.log.segment import Segment, Segments, begin, prepare, segment_name
+from timeball.log.segment import Segment, Segments, Spare, begin, prepare, segment_name
 from timeball.log.starts import last_epoch
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class LogWriter:
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._spare: File | None = None  # set and taken by the disk thread only, or a roll may miss it
+        self._spare: Spare | None = None  # set and taken by the disk thread only, or a roll may miss it
         self._broken = False  # disk thread only: a write or sync has failed, so none is tried again
         self._spare_task: asyncio.Task[None] | None = None
         self._room_error: TimeballError | None = None
@@ -239,13 +239,14 @@ class LogWriter:
         spare, self._spare = self._spare, None
         size = max(self._segment_bytes, needed + fmt.ALIGN)
         if spare is not None and size > self._segment_bytes:
-            spare.allocate(size)
+            spare.file.allocate(size)
+            spare = Spare(spare.file, self._files.map_readonly(segment_name(ordinal)))
         elif spare is None:
             spare = prepare(self._files, ordinal, size)
-        old, self._file = self._file, spare
+        old, self._file = self._file, spare.file
         old.close()
         self._synced_to = fmt.ALIGN
-        return begin(self._files, spare, ordinal, first_seq, self._clock.wall_ms())
+        return begin(spare, ordinal, first_seq, self._clock.wall_ms())
 
     def _finish_commit(self, entries: list[_Entry], done: asyncio.Future[_Commit]) -> None:
         error = done.exception() or self.failed
@@ -362,7 +363,7 @@ class LogWriter:
             self._file.sync()
         self._file.close()
         if self._spare is not None:
-            self._spare.close()
+            self._spare.file.close()
 
 
 def _group(entries: list[_Entry]) -> list[tuple[pa.RecordBatch, int, int]]:

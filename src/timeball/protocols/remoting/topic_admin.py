@@ -87,7 +87,9 @@ class TopicAdmin:
     async def _update(self, call: Call) -> Reply:
         said = call.fields(_Create)
         try:
-            self._topics.configure(said.topic, self._config(said), filter_type=said.topic_filter_type)
+            config = self._config(said)
+            self._broker.parts.new_topics.admit([said.topic])
+            self._topics.configure(said.topic, config, filter_type=said.topic_filter_type)
         except RequestError as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
         await self._broker.save_topics()
@@ -98,6 +100,7 @@ class TopicAdmin:
         wanted = [one.as_header() for one in call.body(_Configs).topic_config_list]
         try:
             configs = [self._config(said) for said in wanted]
+            self._broker.parts.new_topics.admit({said.topic for said in wanted})
             for said, config in zip(wanted, configs, strict=True):
                 self._topics.configure(said.topic, config, filter_type=said.topic_filter_type)
         except RequestError as error:
