@@ -1,7 +1,7 @@
 """JSON files of the data folder with a checksum in their first line: small state that the log does not repeat.
 
-    {"document": 1, "crc32c": "1c291ca3", "bytes": 37}
-    {"orders": {"number": 1, "queues": 8}}
+    {"document": 1, "crc32c": "c6852935", "bytes": 25}
+    {"orders": {"queues": 8}}
 
 Two lines of JSON, so that `jq` and a person read it. The first line follows from the second: a file whose first line is
 not exactly the one that its content gives has changed since it was written, and is Corrupt. A changed offset or
