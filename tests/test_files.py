@@ -21,7 +21,7 @@ from tests.crash_files import CrashFiles
 
 from timeball import files as module
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError, TimeballError
-from timeball.files import OPEN_FILES_MAX, Files, RealFiles, allow_many, read_secret
+from timeball.files import Files, RealFiles, read_secret
 
 
 @pytest.fixture(params=["real", "crash"])
@@ -373,18 +373,6 @@ def test_a_secret_that_cannot_be_read_names_the_option(tmp_path: Path) -> None:
         read_secret(str(tmp_path / "gone"), "--secret", forbidden_mode=0)
     with pytest.raises(SetupError, match=r"--secret .*directory"):
         read_secret(str(tmp_path), "--secret", forbidden_mode=0)
-
-
-def test_a_process_that_is_a_broker_may_open_many_files() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
-        allow_many()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert soft >= before[0] - 1 and hard == before[1]
-        assert soft == min(hard, OPEN_FILES_MAX)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_mapped_file_costs_no_descriptor_and_lasts_as_long_as_any_part_of_it(tmp_path: Path) -> None:

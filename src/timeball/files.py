@@ -20,20 +20,17 @@ import errno
 import fcntl
 import mmap
 import os
-import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
 
+from timeball import descriptors
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError
 
-OPEN_FILES_MAX = (
-    1 << 20
-)  # some systems allow a billion, and programs that a child may start close each number
 _CLOSED = (1 << 31) - 1  # a descriptor that no process has: every call on it is EBADF
 
 
@@ -127,6 +124,18 @@ def _typed(doing: str) -> Iterator[None]:
         raise DiskFailed(f"{doing} failed: {error.strerror} (errno {error.errno})") from error
 
 
+def _open(path: Path, flags: int) -> int:
+    """A descriptor, from the reserve when strangers have all others."""
+    for count in (0, *descriptors.RESERVE_STEPS):
+        try:
+            with descriptors.lent(count) if count else nullcontext():
+                return os.open(path, flags, 0o640)
+        except OSError as error:
+            if error.errno != errno.EMFILE or count == descriptors.RESERVE:
+                raise
+    raise AssertionError("the last step returns or raises")
+
+
 class RealFile:
     """A file of the operating system."""
 
@@ -134,7 +143,7 @@ class RealFile:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
         self.path = path
         with _typed(f"opening {path.name}"):
-            self._fd = os.open(path, flags, 0o640)
+            self._fd = _open(path, flags)
 
     def write_at(self, offset: int, data: bytes | memoryview | pa.Buffer) -> None:
         """See File."""
@@ -211,7 +220,7 @@ class RealFiles:
     def lock(self) -> None:
         """Claim the folder for this process, or raise SetupError."""
         self.make_dir(".")
-        fd = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        fd = _open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -267,10 +276,14 @@ class RealFiles:
 
     def map_readonly(self, name: str) -> pa.Buffer:
         """See Files."""
-        with _typed(f"mapping {name}"), (self.root / name).open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:  # mmap takes no empty range
-                return pa.py_buffer(b"")
-            return _Mapping(file.fileno(), os.fstat(file.fileno()).st_size).buffer()
+        with _typed(f"mapping {name}"):
+            fd = _open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                size_bytes = os.fstat(fd).st_size
+                # mmap takes no empty range.
+                return _Mapping(fd, size_bytes).buffer() if size_bytes else pa.py_buffer(b"")
+            finally:
+                os.close(fd)
 
     def replace(self, name: str, data: bytes) -> None:
         """See Files."""
@@ -312,25 +325,13 @@ class RealFiles:
 
 def _sync_directory(path: Path) -> None:
     with _typed(f"opening folder {path.name}"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
         raise DiskFailed(f"fsync of folder {path} failed: {error.strerror}") from error
     finally:
         os.close(fd)
-
-
-def allow_many() -> None:
-    """Have this process open as many files as the system lets it; for processes that are a broker.
-
-    The usual 1,024 are fewer than the connections an edge takes, and a log that gets no file for its next segment
-    has failed for good: strangers who only connect could stop it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:

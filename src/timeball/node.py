@@ -12,8 +12,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from timeball.broker.topics import Topics
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
+from timeball.descriptors import open_files_max
 from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
 from timeball.guard import OPEN, Guard
@@ -45,6 +47,7 @@ from timeball.message import SCHEDULE_TOPIC
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.remoting.edge import RemotingEdge
+from timeball.protocols.strangers import Strangers
 from timeball.schedule import keepers
 from timeball.schedule.delay_levels.fifo import DelayLevels
 from timeball.schedule.delay_levels.levels import LevelTable
@@ -87,7 +90,6 @@ class Node:
         ]
         self._level_table = LevelTable.parse(settings.delay_levels)
         self._ticker_tasks: list[asyncio.Task[None]] = []
-        self._checks: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
 
     @property
@@ -129,10 +131,13 @@ class Node:
                 self._real_files.unlock()
             raise
         for ticker in {self.broker.ticker, self.broker.table_ticker, self.broker.level_ticker}:
-            task = asyncio.create_task(ticker.run())
-            task.add_done_callback(self._ticker_ended)
-            self._ticker_tasks.append(task)
+            self._run_until_stop(ticker.run())
         self.upkeep.start()
+
+    def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ticker_ended)
+        self._ticker_tasks.append(task)
 
     async def _listen(self) -> None:
         self.edge = FlightEdge(
@@ -152,7 +157,9 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
             raise
         self.remoting, self.grpc = remoting, grpc
-        self._checks = asyncio.create_task(self.broker.transaction_checks.run())
+        self._run_until_stop(self.broker.transaction_checks.run())
+        ports = {self.port, self.name_server_port, self.remoting_port, self.grpc_port}
+        self._run_until_stop(Strangers(open_files_max(), ports).run())
 
     async def _build(self) -> None:
         settings, files = self.settings, self.files
@@ -273,9 +280,6 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
-        if self._checks is not None:
-            self._checks.cancel()
-            await asyncio.gather(self._checks, return_exceptions=True)
         for rocketmq in (self.grpc, self.remoting):
             if rocketmq is not None:
                 await rocketmq.close()
@@ -327,7 +331,7 @@ class Node:
 
     def status(self) -> dict[str, object]:
         """The broker's figures and the process's."""
-        memory = psutil.Process().memory_info()
+        memory, real = psutil.Process().memory_info(), self._real_files
         return {
             "version": __version__,
             "format": FORMAT_VERSION,
@@ -335,7 +339,10 @@ class Node:
             "rss_bytes": memory.rss,
             # Without the mapped log, which is page cache that the system takes back when it needs it.
             "anon_bytes": memory.rss - memory.shared,
-            "disk": {"free_bytes": self.files.free_bytes(), "no_room": self.broker.parts.writer.no_room},
+            "disk": {
+                "free_bytes": real.free_bytes() if real else 0,
+                "no_room": self.broker.parts.writer.no_room,
+            },
             "access": self.guard.status(),
             **self.broker.status(),
         }

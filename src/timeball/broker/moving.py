@@ -182,7 +182,10 @@ class Mover:
                     settled_before_ms=settled_before_ms, now_ms=now_ms, epoch=parts.reader.next_seq,
                 ),
             )  # fmt: skip
-            return await self.attach(attachment)
+            try:
+                return await self.attach(attachment)
+            finally:
+                await in_thread(parts.background, give_back)
 
     def lease(self, lease_ms: int) -> None:
         """Somebody outside moves the tail; the broker does not until the lease runs out."""

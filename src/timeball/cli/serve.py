@@ -39,7 +39,7 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
 async def _serve(settings: Settings, as_json: bool) -> None:
     from timeball.broker.memory import use_system_pool
-    from timeball.files import allow_many
+    from timeball.descriptors import allow_many
     from timeball.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)

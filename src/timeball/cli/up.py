@@ -48,7 +48,7 @@ def up(
 
 async def _up(settings: Settings, master: str, as_json: bool) -> None:
     from timeball.broker.memory import use_system_pool
-    from timeball.files import allow_many
+    from timeball.descriptors import allow_many
     from timeball.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)

@@ -29,7 +29,8 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Tr
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
-from timeball import limits
+from timeball import descriptors, limits
+from timeball.descriptors import RESERVE_OF_LIBRARIES
 from timeball.errors import Corrupt, DiskFailed
 from timeball.files import Files
 from timeball.message import TABLE_SCHEMA
@@ -195,7 +196,7 @@ class Catalog:
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """Steps 3 and 4; returns the table's new version. Does nothing when the table has this ATTACH row already."""
-        with _failing(f"committing the ATTACH row {attach_seq}"):
+        with _failing(f"committing the ATTACH row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
             return self._commit(attachment, attach_seq, removed, now_ms)
 
     def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:

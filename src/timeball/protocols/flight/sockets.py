@@ -7,9 +7,11 @@ stopping. Both are answered by the sockets themselves.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
+from timeball import descriptors
 from timeball.errors import SetupError
 
 
@@ -34,10 +36,12 @@ def cut_connections(port: int) -> int:
     Works on duplicates, so that a descriptor closed and used again by another thread is not hit.
     """
     cut = 0
-    for name in os.listdir("/proc/self/fd"):
+    for descriptor in descriptors.in_use():
         try:
-            copy = os.dup(int(name))
-        except OSError:
+            copy = os.dup(descriptor)
+        except OSError as error:
+            if error.errno == errno.EMFILE:  # there is none for a copy
+                cut += _cut(descriptor, port)
             continue  # gone meanwhile
         try:
             cut += _cut(copy, port)

@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
         self._opaques = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Command]] = {}
         self._frame_since_s: float | None = None
-        self._since_s = self._heard_s = loop.time()
+        self._since_s = self.heard_s = loop.time()
         self._closed_s: float | None = None
         self.on_close: list[Callable[[], None]] = []
         self.closed: asyncio.Future[None] = loop.create_future()
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._heard_s = self._loop.time()
+        self.heard_s = self._loop.time()
         try:
             frames = self._splitter.feed(data)
             if frames:
@@ -112,7 +112,7 @@ class Connection(asyncio.Protocol):
         if not self._splitter.held_bytes:
             self._frame_since_s = None
         elif frames or self._frame_since_s is None:
-            self._frame_since_s = self._heard_s
+            self._frame_since_s = self.heard_s
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol: the client has many answers to take."""
@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
         """
         self.flow.has_written()
         if self.flow.waits:  # it is us who do not read
-            self._heard_s = now_s
+            self.heard_s = now_s
             self._frame_since_s = None if self._frame_since_s is None else now_s
         if self._closed_s is not None:
             if now_s - self._closed_s > GOODBYE_S and self._transport is not None:
@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
         elif must_sign and self.principal is None and now_s - self._since_s > UNSIGNED_S:
             logger.warning("%s: nothing signed within %s s; closed", self.name, UNSIGNED_S)
             self.close()
-        elif now_s - self._heard_s > IDLE_S and not self.calls:
+        elif now_s - self.heard_s > IDLE_S and not self.calls:
             logger.info("%s: silent for %s s; closed", self.name, IDLE_S)
             self.close()
 

@@ -9,6 +9,7 @@ is what is handled: two readers of one header might read two things in it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 
 from timeball.access import Access
@@ -20,7 +21,7 @@ from timeball.protocols.remoting.admin import Admin
 from timeball.protocols.remoting.clients import Clients
 from timeball.protocols.remoting.codec.frame import BadHeader, Frame, decode
 from timeball.protocols.remoting.codec.send_header import from_command, read_send
-from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.connection import CONNECTIONS_MAX, Connection
 from timeball.protocols.remoting.dispatch import Dispatch
 from timeball.protocols.remoting.flow import Room
 from timeball.protocols.remoting.heartbeats import HeartBeats
@@ -35,6 +36,8 @@ from timeball.protocols.remoting.routes import Routes
 from timeball.protocols.remoting.sends import Sends
 from timeball.protocols.remoting.site import Site
 from timeball.protocols.remoting.transactions import Transactions
+
+logger = logging.getLogger(__name__)
 
 DEADLINES_LOOK_S = 1.0
 BACKLOG = 1_024
@@ -157,6 +160,20 @@ class RemotingEdge:
             self._admin.sample()
             for connection in list(self._connections):
                 connection.check_deadlines(loop.time(), must_sign=self._guard.access is not None)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """When nearly all connections are taken, close those that have been silent the longest: clients beat."""
+        crowd = len(self._connections) - (CONNECTIONS_MAX - CONNECTIONS_MAX // 32)
+        if crowd > 0:
+            idle = sorted(
+                (each for each in self._connections if not each.calls), key=lambda each: each.heard_s
+            )
+            logger.warning(
+                "%d clients are connected: the most silent ones are closed", len(self._connections)
+            )
+            for connection in idle[:crowd]:
+                connection.close()
 
     def _ended(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled() and (error := watch.exception()) is not None:

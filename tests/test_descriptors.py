@@ -1,0 +1,91 @@
+"""Descriptors: as many as the system gives, refused when they are too few, and some held back for our own files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from timeball.descriptors import OPEN_FILES_MAX, OPEN_FILES_MIN, RESERVE, allow_many, lent, open_files_max
+from timeball.errors import SetupError
+from timeball.files import RealFiles
+
+
+@pytest.fixture
+def limits() -> Iterator[tuple[int, int]]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def used() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_process_that_is_a_broker_may_open_many_files(limits: tuple[int, int]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
+    allow_many()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == limits[1]
+    assert soft == max(min(hard, OPEN_FILES_MAX), limits[0] - 1) - RESERVE == open_files_max()
+
+
+def test_too_few_files_for_a_broker_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, OPEN_FILES_MIN - 1))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(SetupError, match="may open 255 files and a broker needs 256: raise the limit"):
+        allow_many()
+
+
+def test_what_is_lent_is_there_as_long_as_somebody_needs_it(limits: tuple[int, int]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
+    with lent(10):
+        assert open_files_max() == 510
+        with lent(30):
+            assert open_files_max() == 530
+        assert open_files_max() == 510
+    assert open_files_max() == 500
+
+
+def test_the_brokers_own_files_are_opened_when_strangers_have_all_descriptors(
+    tmp_path: Path, limits: tuple[int, int]
+) -> None:
+    """The negative control is a plain open beside it."""
+    files = RealFiles(tmp_path)
+    files.replace("a", b"0123456789")
+    stop, taken = threading.Event(), list[int]()
+
+    def strangers() -> None:
+        while not stop.is_set():
+            try:
+                taken.append(os.dup(0))
+            except OSError:
+                stop.wait(0.001)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used() + 200, limits[1]))
+    thread = threading.Thread(target=strangers)
+    thread.start()
+    try:
+        while len(taken) < 150:
+            stop.wait(0.01)
+        with pytest.raises(OSError, match="Too many open files"):
+            for _ in range(50):
+                (tmp_path / "a").open("rb").close()
+                stop.wait(0.002)
+        for number in range(20):
+            file = files.create(f"segment-{number}")
+            file.write_at(0, b"x")
+            file.sync()
+            files.sync_dir(".")
+            file.close()
+            files.replace("state", b"y")
+            assert bytes(files.map_readonly("a")) == b"0123456789"
+    finally:
+        stop.set()
+        thread.join()
+        for fd in taken:
+            os.close(fd)
