@@ -1,5 +1,6 @@
 """Calls: typed answers, repeated only where that is safe, and clear when nobody is there."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,23 @@ def test_nobody_there_is_unavailable_after_some_attempts(verb: str, attempts: in
     with pytest.raises(Unavailable, match=NOBODY):
         there.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
     assert max(1, len(made)) == attempts
+    there.close()
+
+
+def test_a_call_that_is_tried_again_does_not_outlive_its_time() -> None:
+    tried = []
+
+    class Counted(Calls):
+        def attempts(self) -> Iterator[bool]:
+            for more in super().attempts():
+                tried.append(more)
+                yield more
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
+        there = Counted(f"grpc://127.0.0.1:{silent.getsockname()[1]}", 100)
+        with pytest.raises(Unavailable):
+            there.action("status", {}, dict[str, Any])
+    assert len(tried) <= 2, "the second attempt has no time left"
     there.close()
 
 

@@ -1,7 +1,8 @@
 """One call, one answer: actions and reads over a Flight connection, with our errors.
 
-A call that changes nothing, or that the broker recognises when it is repeated, is tried again a few times when
-no broker answers (it may be restarting); any other is tried once, because nobody can tell whether it was done.
+A call ends within its time limit, however often it is tried. One that changes nothing, or that the broker recognises
+when it is repeated, is tried again a few times when no broker answers (it may be restarting); any other is tried once,
+because nobody can tell whether it was done.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball.client.dialing import Credentials, dial
+from timeball.client.dialing import Credentials, check_process, dial, is_inherited
 from timeball.client.failures import translated
+from timeball.clock import SystemClock
 from timeball.errors import RequestError, Unavailable
 from timeball.message import READ_SCHEMA
 
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 
 class Calls:
-    """A connection to one broker. Connects with the first call. Thread safe."""
+    """A connection to one broker. Dials with the first call. Thread safe."""
 
     def __init__(self, endpoint: str, timeout_ms: int, who: Credentials | None = None) -> None:
         """`endpoint` as in grpc://host:port. RequestError if it is not of that form. `who`: else the environment's."""
@@ -44,19 +46,36 @@ class Calls:
         self._closed = threading.Event()
         if not endpoint.startswith(("grpc://", "grpc+tcp://", "grpc+tls://", "grpc+unix://")):
             raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port")
-        try:
-            self.flight: Any = dial(endpoint, who, generic_options=_CHANNEL)
-        except (pa.ArrowException, flight.FlightError) as error:
-            raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port ({error})") from error
+        self._who, self._clock = who, SystemClock()
+        self._dialling = threading.Lock()
+        self._flight: Any = None
+
+    @property
+    def flight(self) -> Any:
+        """The Flight client of this process; raises RequestError for an endpoint that is none, and after a fork."""
+        check_process()
+        with self._dialling:
+            if self._flight is None:
+                try:
+                    self._flight = dial(self.endpoint, self._who, generic_options=_CHANNEL)
+                except (pa.ArrowException, flight.FlightError) as error:
+                    raise RequestError(
+                        f"endpoint {self.endpoint!r}: write it as grpc://host:port ({error})"
+                    ) from error
+            return self._flight
 
     def close(self) -> None:
         """Let go of the connection; calls that wait for another attempt give up."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self.flight.close()
+        if self._closed.is_set() or is_inherited():
+            return
+        self._closed.set()
+        with self._dialling:
+            if self._flight is not None:
+                self._flight.close()
 
     def attempts(self) -> Iterator[bool]:
-        """For each attempt, after its pause: whether another may follow."""
+        """For each attempt, after its pause: whether another may follow. Raises RequestError after a fork."""
+        check_process()
         yield True
         for number, pause_s in enumerate(RETRY_PAUSES_S, 1):
             if self._closed.wait(pause_s):
@@ -68,26 +87,24 @@ class Calls:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         call = flight.Action(verb, data)
 
-        def once() -> T:
-            self._check_open()
-            options = flight.FlightCallOptions(timeout=self.timeout_ms / 1000)
+        def once(left_s: float) -> T:
+            options = flight.FlightCallOptions(timeout=left_s)
             results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
             return msgspec.json.decode(results[0], type=answer)
 
-        return self._repeat(once) if verb in REPEATABLE else self._once(once)
+        return self._repeat(once) if verb in REPEATABLE else self._once(once, self.timeout_ms / 1000)
 
     def rows(self, ticket: dict[str, Any], wait_ms: int = 0) -> pa.RecordBatch:
         """The one batch a ticket names, in READ_SCHEMA; `wait_ms` is how long the broker may take besides."""
         data = flight.Ticket(msgspec.json.encode(ticket))
 
-        def once() -> pa.RecordBatch:
-            self._check_open()
-            options = flight.FlightCallOptions(timeout=(self.timeout_ms + wait_ms) / 1000)
+        def once(left_s: float) -> pa.RecordBatch:
+            options = flight.FlightCallOptions(timeout=left_s)
             table = self.flight.do_get(data, options).read_all()
             batches = table.combine_chunks().to_batches()
             return batches[0] if batches else pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
-        return self._repeat(once)
+        return self._repeat(once, wait_ms)
 
     def stream(self, ticket: dict[str, Any]) -> pa.RecordBatchReader:
         """The batches a ticket names, as they come; without a time limit, because a log may be long."""
@@ -103,19 +120,28 @@ class Calls:
             schema = reader.schema
         return pa.RecordBatchReader.from_batches(schema, batches())
 
-    def _once(self, call: Callable[[], T]) -> T:
+    def _once(self, call: Callable[[float], T], left_s: float) -> T:
+        self._check_open()
         with translated(self.endpoint):
-            return call()
+            return call(left_s)
 
-    def _repeat(self, call: Callable[[], T]) -> T:
+    def _repeat(self, call: Callable[[float], T], wait_ms: int = 0) -> T:
+        end_ns = self._clock.monotonic_ns() + (self.timeout_ms + wait_ms) * 1_000_000
+        left_s, failure = (self.timeout_ms + wait_ms) / 1000, None
         for more in self.attempts():
+            if failure is not None:
+                left_s = (end_ns - self._clock.monotonic_ns()) / 1e9
+                if left_s <= 0:
+                    raise failure
             try:
-                return self._once(call)
-            except Unavailable:
+                return self._once(call, left_s)
+            except Unavailable as error:
                 if not more:
                     raise
+                failure = error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _check_open(self) -> None:
+        check_process()
         if self._closed.is_set():
             raise RequestError("this Timeball client is closed")

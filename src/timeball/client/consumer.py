@@ -18,6 +18,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.client.answers import QueueRange
 from timeball.client.calls import Calls
+from timeball.client.dialing import check_process
 from timeball.client.instants import After, delay_ms
 from timeball.client.messages import Message, view
 from timeball.clock import Clock
@@ -159,6 +160,7 @@ class Consumer:
             positions.next.clear()
 
     def _position(self, topic: str, group: str, start: Start) -> tuple[threading.Lock, Positions]:
+        check_process()
         with self._lock:
             found = self._positions.get((topic, group))
             if found is None:

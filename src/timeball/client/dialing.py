@@ -6,11 +6,18 @@ others can see, or in a Spark job's options. It goes along with every call, and 
     TIMEBALL_ACCESS_KEY, TIMEBALL_SECRET_KEY    for a broker with an access file; both or none
     TIMEBALL_TLS_ROOTS                          a PEM file: whose certificates to believe, for a broker at grpc+tls://
     TIMEBALL_TLS_NAME                           the name in its certificate, when it is dialled by another
+
+gRPC does not survive a fork: in a child of a process that has dialled, its calls hang beyond every time limit, those
+of a client made there as well (also with GRPC_ENABLE_FORK_SUPPORT; tried with pyarrow 26). So such a child is told
+what to do by each call; and because a client dials with its first call, one that was only made before the fork works
+behind it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +27,41 @@ from timeball.errors import RequestError
 
 ACCESS_KEY, SECRET_KEY = "TIMEBALL_ACCESS_KEY", "TIMEBALL_SECRET_KEY"
 TLS_ROOTS, TLS_NAME = "TIMEBALL_TLS_ROOTS", "TIMEBALL_TLS_NAME"
+
+
+FORKED = (
+    "this process was forked from one that had used a Timeball client, which gRPC does not survive: "
+    "make the first call after the fork, or start processes by spawn"
+)
+
+
+class _Process:
+    """What this process, or one that it was forked from, has dialled."""
+
+    def __init__(self) -> None:
+        self.dialled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.has_dialled = self.inherited = False
+
+    def after_fork(self) -> None:
+        """In a child: its parent's connections are never freed here, because freeing them hangs as well."""
+        self.inherited = self.has_dialled
+        for client in list(self.dialled):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+_PROCESS = _Process()
+os.register_at_fork(after_in_child=_PROCESS.after_fork)
+
+
+def check_process() -> None:
+    """Raise RequestError in a child of a process that had dialled. To be asked before any lock is waited for."""
+    if _PROCESS.inherited:
+        raise RequestError(FORKED)
+
+
+def is_inherited() -> bool:
+    """Return whether what was dialled, was dialled by a process that this one was forked from."""
+    return _PROCESS.inherited
 
 
 class Credentials(NamedTuple):
@@ -61,6 +103,7 @@ def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
 
     It connects with its first call. Raises RequestError, and Flight's errors for an address that is none.
     """
+    check_process()
     who = credentials() if who is None else who
     if who.access_key:
         options["middleware"] = [_Introduced(who)]
@@ -68,7 +111,10 @@ def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
         options["tls_root_certs"] = who.tls_roots
     if who.tls_name:
         options["override_hostname"] = who.tls_name
-    return flight.FlightClient(endpoint.replace("grpc://", "grpc+tcp://", 1), **options)
+    _PROCESS.has_dialled = True  # before: a fork may happen in between
+    client = flight.FlightClient(endpoint.replace("grpc://", "grpc+tcp://", 1), **options)
+    _PROCESS.dialled.add(client)
+    return client
 
 
 class _Introduced(flight.ClientMiddlewareFactory):

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from timeball.client.answers import RefusedRows, SendAck, SendSummary
 from timeball.client.calls import Calls
+from timeball.client.dialing import is_inherited
 from timeball.client.exchange import Lost, NotSent, SendExchange
 from timeball.client.outgoing import ONE_SCHEMA, Rows, batches
 from timeball.clock import Clock
@@ -34,6 +35,8 @@ class Sender:
 
     def close(self) -> None:
         """Finish the open stream; answers under way are waited for, a little."""
+        if is_inherited():
+            return  # the stream, and perhaps the lock, are the parent's
         with self._opening:
             self._closed = True
             exchange, self._exchange = self._exchange, None

@@ -6,8 +6,9 @@
         ball.send("orders", "close order 17 if unpaid", after="30m")
 
 One object serves any number of threads. It connects with its first call and again when the broker has been
-away. When a method returns, what it says is on the broker's disk; when it raises, the error's class says who
-must act (`timeball.errors`), and its sentence says what to do.
+away. A process that forks makes its first call behind the fork: a child of a process that has called is told so by
+each call of its own, and waits for nothing. When a method returns, what it says is on the broker's disk; when it
+raises, the error's class says who must act (`timeball.errors`), and its sentence says what to do.
 
 In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
 """

@@ -18,7 +18,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball.client.dialing import dial
+from timeball.client.dialing import check_process, dial
 from timeball.client.failures import TOO_LONG
 from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, OverLimit, TimeballError, Unavailable, from_code
@@ -152,6 +152,7 @@ class Endpoint:
 
     def release(self, batches: Iterable[pa.RecordBatch]) -> list[ReleaseAnswer]:
         """Bring batches of TABLE_SCHEMA rows that are due; one answer each. The batches may be slow to come."""
+        check_process()
         answers: list[ReleaseAnswer] = []
         try:
             writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_path(b"release"))
@@ -207,6 +208,7 @@ class Endpoint:
             begin += count
 
     def _get(self, ticket: dict[str, object]) -> Iterator[pa.RecordBatch]:
+        check_process()
         try:
             reader = self._client.do_get(flight.Ticket(msgspec.json.encode(ticket)))
             for chunk in reader:
@@ -231,6 +233,7 @@ class Endpoint:
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
     def _call_once(self, verb: str, data: bytes, answer: type[T], timeout_s: float) -> T:
+        check_process()
         options = flight.FlightCallOptions(timeout=timeout_s)
         try:
             results = list(self._client.do_action(flight.Action(verb, data), options))

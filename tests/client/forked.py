@@ -1,0 +1,88 @@
+"""A client and a fork, in processes of their own: `python forked.py ENDPOINT CASE`; a line for each call of the child.
+
+made      the parent makes a client, the child uses it
+used      the parent uses it, the child as well, and makes a new one
+pool      the same with multiprocessing's own way to fork
+polling   while a thread of the parent waits in a pull
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from timeball import Timeball
+from timeball.pipeline.endpoint import Endpoint
+
+TIMEOUT_MS = 2_000
+
+
+def calls(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
+    """Every call of a client."""
+    return {
+        "status": ball.status,
+        "topics": ball.topics,
+        "create_topic": lambda: ball.create_topic("forked"),
+        "queues": lambda: ball.queues("forked"),
+        "send": lambda: ball.send("forked", "x"),
+        "send_many": lambda: ball.send_many([{"topic": "forked", "body": "x"}]),
+        "cancel": lambda: ball.cancel("nobody"),
+        "reschedule": lambda: ball.reschedule("nobody", after=1),
+        "pull": lambda: ball.pull("forked", "g", wait=0),
+        "pull_batch": lambda: ball.pull_batch("forked", "g", wait=0),
+        "commit": lambda: ball.commit("forked", "g"),
+        "ack": lambda: ball.ack(ball.pull("forked", "h", wait=0), "h"),
+        "consume": lambda: list(ball.consume("forked", "i", until_idle=0.01)),
+        "offsets": lambda: ball.offsets("g", "forked"),
+        "read_log": lambda: ball.read_log(1, 2).read_all(),
+        "read_queue": lambda: ball.read_queue("forked", 0, 0, 1).read_all(),
+        "reserve": lambda: ball.reserve(1),
+        "compact": ball.compact,
+        "a new client": lambda: Timeball(endpoint, timeout_ms=TIMEOUT_MS).status(),
+        "a new endpoint": lambda: Endpoint(endpoint, patience_s=1).status(),
+        "close": ball.close,
+    }
+
+
+def child(ball: Timeball, endpoint: str) -> None:
+    """Make every call; how each ended, and whether in time."""
+    for name, call in calls(ball, endpoint).items():
+        begun = time.monotonic()
+        try:
+            call()
+            outcome = "done"
+        except Exception as error:  # that is the outcome
+            outcome = f"{type(error).__name__}: {error}"
+        late = "" if time.monotonic() - begun < 4 * TIMEOUT_MS / 1000 else " (too late)"
+        print(f"{name}: {outcome}{late}", flush=True)
+
+
+def main(endpoint: str, case: str) -> None:
+    """Fork as the case says."""
+    ball = Timeball(endpoint, timeout_ms=TIMEOUT_MS)
+    if case != "made":
+        ball.send("forked", "of the parent")
+    if case == "polling":
+        threading.Thread(target=lambda: ball.pull("forked", "p", wait=30), daemon=True).start()
+        ball.pull("forked", "g", wait=0)
+    if case == "pool":
+        process = multiprocessing.get_context("fork").Process(target=child, args=(ball, endpoint))
+        process.start()
+        process.join()
+        print(f"ended: {process.exitcode}", flush=True)
+    elif pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        print(f"ended: {os.waitstatus_to_exitcode(status)}", flush=True)
+    else:
+        child(ball, endpoint)
+        sys.exit()  # as a worker of gunicorn ends: all objects are freed
+    print(f"parent: {ball.send('forked', 'still').seq > 0}", flush=True)
+    os._exit(0)  # a thread may still wait in its pull
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
