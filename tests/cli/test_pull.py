@@ -48,6 +48,8 @@ def test_a_topic_that_is_not_there_is_named_unless_it_is_waited_for(endpoint: st
     waited = run_here("pull", "not-yet", "--wait", "10ms", "--endpoint", endpoint)
     assert waited.returncode == 0
     assert "0 messages" in waited.stderr
+    again = run_here("pull", "not-yet", "--endpoint", endpoint)
+    assert again.returncode == 2, "reading makes no topic"
 
 
 def test_following_goes_on_until_told_to_stop(endpoint: str) -> None:

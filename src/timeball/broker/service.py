@@ -186,14 +186,13 @@ class Broker:
     async def pull(self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
         """Up to `rows` visible rows from these queues' offsets on; waits up to `wait_ms` for the first one.
 
-        Also for the first message of a topic that is not there yet, where a message may make it; a pull makes none.
+        Also for the message that may make a topic that is not there yet: a pull makes none, and is then answered with
+        nothing, so that the client asks again, of all queues.
         """
         deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         if wait_ms > 0 and self.parts.topics.find(topic) is None and self.policy.may_be_made(topic):
             await self.waiters.wait(topic, deadline - self._loop.time())
-            deadline = (
-                self._loop.time()
-            )  # its message may be in another queue: the client asks again, of all of them
+            return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         while True:
             # Asked again in each turn: the topic may have been deleted, or closed to readers, meanwhile.
             seqs = pulling.locate(self.policy.readable(topic), offsets, rows)

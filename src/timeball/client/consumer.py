@@ -85,7 +85,9 @@ class Consumer:
         lock, positions = self._position(topic, group, start)
         with lock:
             if not positions.next:
-                self._begin(topic, positions, rows, wait_ms)
+                nothing = self._begin(topic, positions, rows, wait_ms)
+                if nothing is not None:
+                    return nothing
             batch = self._pull(topic, positions.next, rows, wait_ms)
             if batch.num_rows:
                 positions.move(batch)
@@ -168,17 +170,24 @@ class Consumer:
                 self._positions[topic, group] = found
             return found
 
-    def _begin(self, topic: str, positions: Positions, rows: int, wait_ms: int) -> None:
-        """Learn the queues. Who is ready to wait may come before the first message, and so before its topic."""
+    def _begin(self, topic: str, positions: Positions, rows: int, wait_ms: int) -> pa.RecordBatch | None:
+        """Learn the queues; return no rows when the topic is still missing.
+
+        A consumer that is ready to wait may come before the first message, and so before its topic.
+        """
         try:
             positions.refresh()
         except NotFound:
             if wait_ms == 0:
                 raise
             # Waits for the message that makes the topic; where messages make none it says so.
-            self._pull(topic, {0: 0}, rows, wait_ms)
+            nothing = self._pull(topic, {0: 0}, rows, wait_ms)
             positions.came_first()
-            positions.refresh()
+            try:
+                positions.refresh()
+            except NotFound:
+                return nothing
+        return None
 
     def _pull(self, topic: str, wanted: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
         ticket: dict[str, Any] = {

@@ -257,7 +257,8 @@ class Timeball:
 
         Each pull goes on where the last one ended. `commit` or `ack` makes the broker remember that; a group
         without a commit begins at the `start` of the queues. A topic that does not exist is waited for, as
-        its first message may make it; if it is still missing then, that is NotFound. Raises OutOfRange as well.
+        its first message may make it; with wait=0, or where messages make none, it is NotFound. Raises OutOfRange
+        as well.
 
         >>> with Timeball(endpoint) as ball:
         ...     _ = ball.send("mail", "now")
