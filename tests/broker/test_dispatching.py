@@ -168,3 +168,21 @@ async def test_a_lease_ends_by_a_word(world: World) -> None:
     await world.advance(SECOND_MS)
     assert await delivered(world) == keys
     assert world.broker.schedule_statistics()["fetched_rows"] == 1
+
+
+@on_node()
+async def test_what_comes_back_to_a_group_is_brought_however_long_its_names_are(world: World) -> None:
+    """What a group has received waits for its retry topic, whose name may be longer than a user's."""
+    _, rows = await near(world, [0])
+    await pass_by(world, SECOND_MS)
+    name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
+    for topic, allowed in ((name + "x", False), (name, True)):
+        renamed = rows.set_column(
+            rows.schema.get_field_index("topic"), "topic", pa.array([topic], rows.schema.field("topic").type)
+        )
+        if allowed:
+            assert await world.broker.dispatching.release(renamed) == Brought(1, 0)
+        else:
+            with pytest.raises(InvalidMessage, match="topic"):
+                await world.broker.dispatching.release(renamed)
+    assert name in world.broker.topics()
