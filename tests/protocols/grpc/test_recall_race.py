@@ -161,7 +161,7 @@ def recorded() -> Race:
     """A race without a fault: A was recalled, B was not."""
     sentence = "too late, the message was delivered at 7"
     return Race(
-        {"A": (OK, "ok"), "B": (TOO_LATE, sentence)}, Counter({"B": 1}), {"B": 7}, {"A"}, Counter({"B": 1})
+        {"A": (OK, "OK"), "B": (TOO_LATE, sentence)}, Counter({"B": 1}), {"B": 7}, {"A"}, Counter({"B": 1})
     )
 
 
@@ -175,7 +175,7 @@ def recorded() -> Race:
         lambda race: race.cancelled.add("B"),
         lambda race: race.released_ms.update(B=8),
         lambda race: race.answers.update(A=(TOO_LATE, "too late, the message was delivered at 7")),
-        lambda race: race.answers.update(B=(OK, "ok")),
+        lambda race: race.answers.update(B=(OK, "OK")),
         lambda race: race.received.update(["B"]),
         lambda race: race.received.update(["A"]),
         lambda race: race.received.clear(),

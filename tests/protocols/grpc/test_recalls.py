@@ -46,7 +46,7 @@ def recall(wire: Wire, handle: str, topic: str = "orders") -> tuple[int, str, st
 def test_what_is_recalled_is_never_delivered(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
     entry, other = delayed(wire, clock), delayed(wire, clock)
     for _ in range(2):  # to recall twice is to succeed twice
-        assert recall(wire, entry.recall_handle) == (Code.OK, "ok", entry.message_id)
+        assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
     clock.advance(DELAY_MS)
     eventually(lambda: rows(node), "the other's release")
     assert [row["unique_key"] for row in rows(node)] == [other.message_id]
@@ -94,7 +94,7 @@ def test_as_a_stock_broker_answers(tmp_path: Path, clock: ManualClock) -> None:
         entry, late = delayed(wire, clock), delayed(wire, clock)
         due_ms = clock.wall_ms() + DELAY_MS
         unknown = encode_handle("orders", node.settings.broker_name, due_ms, "unknown")
-        assert recall(wire, entry.recall_handle) == (Code.OK, "ok", entry.message_id)
+        assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
         assert recall(wire, unknown)[0] == Code.OK
         clock.advance(DELAY_MS)
         eventually(lambda: rows(node), "the release")
@@ -109,7 +109,7 @@ def test_a_message_that_was_moved_since_is_found(node: RunningNode, wire: Wire, 
     assert verdict.verdict == "rescheduled"
     clock.advance(DELAY_MS)
     eventually(lambda: rows(node), "the other's release")
-    assert recall(wire, moved.recall_handle) == (Code.OK, "ok", moved.message_id)
+    assert recall(wire, moved.recall_handle) == (Code.OK, "OK", moved.message_id)
     clock.advance(DELAY_MS)
     eventually(lambda: node.broker.status()["settled_before_ms"] > due_ms, "its new instant")  # type: ignore[operator]
     assert [row["unique_key"] for row in rows(node)] == [other.message_id]

@@ -32,7 +32,7 @@ def test_a_message_is_kept_as_sent_and_named_in_the_answer(node: RunningNode, wi
     [entry] = sent(wire, given)
     [row] = rows(node)
     assert entry.message_id == given.system_properties.message_id == row["unique_key"]
-    assert (entry.offset, entry.transaction_id, entry.recall_handle) == (0, "", "")
+    assert (entry.offset, entry.transaction_id, entry.recall_handle) == (0, entry.message_id, "")
     assert (row["tag"], row["keys"], row["body"], row["sys_flag"]) == ("A", "k1 k2", b"body", 0)
     assert (row["born_ms"], row["born_host"], row["due_ms"]) == (BORN_MS, "10.1.2.3", None)
     assert decode_properties(row["properties"]) == {
@@ -124,8 +124,15 @@ def test_a_fraction_of_a_millisecond_is_not_early(node: RunningNode, wire: Wire)
 @pytest.mark.parametrize("due_ms", [0, 1, -62_135_596_800_000, 1_500_000_000_000])
 def test_what_is_due_already_is_delivered_at_once(node: RunningNode, wire: Wire, due_ms: int) -> None:
     [entry] = sent(wire, message(due_ms=due_ms))
-    assert entry.recall_handle == ""
-    assert len(rows(node)) == 1
+    assert (entry.recall_handle == "") == (due_ms <= 0)
+    eventually(lambda: len(rows(node)) == 1, "it is delivered")
+
+
+def test_the_answer_has_what_clients_of_rocketmqs_proxy_read(wire: Wire) -> None:
+    response = wire.ask("SendMessage", send_request(message(message_id="id-1")))
+    assert (response.status.code, response.status.message) == (Code.OK, "OK")
+    [entry] = response.entries
+    assert (entry.status.message, entry.message_id, entry.transaction_id) == ("OK", "id-1", "id-1")
 
 
 def test_delays_reach_ten_years_and_no_further(tmp_path: Path) -> None:

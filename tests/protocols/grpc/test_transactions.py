@@ -47,7 +47,7 @@ def test_commit_rollback_and_neither(node: RunningNode, wire: Wire) -> None:
     assert rows(node) == []
     assert len({entry.transaction_id for entry in entries}) == 3
     for entry, how in zip(entries, (COMMIT, ROLLBACK, UNKNOWN), strict=True):
-        assert end(wire, entry, how) == (Code.OK, "ok")
+        assert end(wire, entry, how) == (Code.OK, "OK")
     [row] = rows(node)
     assert (row["body"], row["unique_key"], row["sys_flag"] & 12) == (
         b"%d" % COMMIT, entries[0].message_id, 8,
@@ -57,8 +57,8 @@ def test_commit_rollback_and_neither(node: RunningNode, wire: Wire) -> None:
 
 def test_a_commit_is_repeated_and_not_reversed(node: RunningNode, wire: Wire) -> None:
     first, second = half(wire), half(wire)
-    assert end(wire, first, COMMIT) == end(wire, first, COMMIT) == (Code.OK, "ok")
-    assert end(wire, second, ROLLBACK) == end(wire, second, ROLLBACK) == (Code.OK, "ok")
+    assert end(wire, first, COMMIT) == end(wire, first, COMMIT) == (Code.OK, "OK")
+    assert end(wire, second, ROLLBACK) == end(wire, second, ROLLBACK) == (Code.OK, "OK")
     code, sentence = end(wire, first, ROLLBACK)
     assert code == Code.INVALID_TRANSACTION_ID and "it was committed before" in sentence
     code, sentence = end(wire, second, COMMIT)
@@ -109,7 +109,7 @@ def test_an_open_transaction_outlives_the_broker(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
         entry = half(wire)
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
-        assert end(wire, entry, COMMIT) == (Code.OK, "ok")
+        assert end(wire, entry, COMMIT) == (Code.OK, "OK")
         assert [row["body"] for row in rows(node)] == [b"pay"]
 
 
@@ -128,10 +128,14 @@ def test_a_producer_is_asked_and_its_answer_ends_it(tmp_path: Path, namespace: s
         asked = next(stream).recover_orphaned_transaction_command
         assert asked.transaction_id == entry.transaction_id
         found = asked.message
-        assert (found.topic, found.body, dict(found.user_properties)) == (resource, b"pay", {"who": "Ada"})
+        assert (found.topic, found.body, dict(found.user_properties)) == (
+            resource,
+            b"pay",
+            {"who": "Ada", "__transactionId__": entry.message_id},
+        )
         assert found.system_properties.message_id == entry.message_id
         assert found.system_properties.message_type == d.MessageType.TRANSACTION
-        assert end(wire, entry, COMMIT, namespace=namespace) == (Code.OK, "ok")
+        assert end(wire, entry, COMMIT, namespace=namespace) == (Code.OK, "OK")
         stream.cut()
         topic = "shop%orders" if namespace else "orders"
         assert [row["body"] for row in rows(node, topic)] == [b"pay"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from tests.node_fixture import RunningNode
+from tests.node_fixture import RunningNode, eventually
 from tests.protocols.remoting.wire import Wire
 
 from timeball import limits
@@ -201,7 +201,14 @@ def test_a_time_of_day_waits_for_its_next_instant(
     assert f"TIMING\x01{text}\x02" in promise["properties"]
 
 
-def test_an_instant_that_has_passed_is_an_ordinary_message(node: RunningNode, wire: Wire) -> None:
+def test_an_instant_that_has_passed_is_now(node: RunningNode, wire: Wire) -> None:
     answer = sent(wire, properties={"TIMER_DELIVER_MS": "1000"})
-    assert (answer.code, "recallHandle" in answer.ext) == (0, False)
-    assert len(rows(node)) == 1
+    assert (answer.code, "recallHandle" in answer.ext) == (0, True)
+    eventually(lambda: len(rows(node)) == 1, "it is delivered")
+
+
+def test_in_a_batch_an_instant_that_has_passed_is_none(node: RunningNode, wire: Wire) -> None:
+    """Its answer names a place in a queue for all."""
+    late = BatchRecord(0, b"late", encode_properties({"TIMER_DELIVER_MS": "1000", "UNIQ_KEY": "A1"}))
+    assert sent(wire, encode_batch([late, late]), code=BATCH).code == 0
+    assert len(rows(node)) == 2

@@ -130,7 +130,8 @@ async def test_a_header_without_its_fields(world: World) -> None:
 
 def test_a_half_message_says_who_may_be_asked() -> None:
     whole = encode_properties(USERS)
-    assert prepared(whole, "others") == whole
+    assert decode_properties(prepared(whole, "others")) == {**USERS, "__transactionId__": USERS["UNIQ_KEY"]}
+    assert prepared(prepared(whole, "others"), "others") == prepared(whole, "others")
     assert decode_properties(prepared("", "payers")) == {"TRAN_MSG": "true", "PGROUP": "payers"}
     assert decode_properties(prepared("", None))["PGROUP"] == ""
 

@@ -118,7 +118,9 @@ class Sends:
             entry = SendResultEntry(status=_OK, message_id=message_id, offset=offset or 0)
             if is_transaction:
                 entry.transaction_id = transaction_id(placed.first_seq + at, to.name, message_id)
-            elif due_ms is not None:
+            else:
+                entry.transaction_id = message_id  # as RocketMQ's proxy has it; it names no transaction
+            if due_ms is not None:
                 broker_name = self._site.settings.broker_name
                 entry.recall_handle = recall_handle.encode_handle(to.name, broker_name, due_ms, message_id)
             entries.append(entry)

@@ -32,7 +32,7 @@ from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.site import Site
 
 PREPARED, GROUP = "TRAN_MSG", core.GROUP
-TRANSACTION_ID = "__transactionId__"
+TRANSACTION_ID, UNIQUE_KEY = "__transactionId__", "UNIQ_KEY"
 CHECK_TIMES = "TRANSACTION_CHECK_TIMES"
 
 
@@ -54,9 +54,12 @@ def prepared(properties: str, group: str | None) -> str:
         raise InvalidMessage(
             f"the producer group has {len(owner)} characters; at most {limits.GROUP_BYTES_MAX}"
         )
-    if found.get(PREPARED) == "true" and found.get(GROUP):
+    marks = {PREPARED: "true", GROUP: owner}
+    if found.get(UNIQUE_KEY):
+        marks[TRANSACTION_ID] = found[UNIQUE_KEY]  # consumers look for it
+    if marks.items() <= found.items():
         return properties
-    return encode_properties({**found, PREPARED: "true", GROUP: owner})
+    return encode_properties({**found, **marks})
 
 
 class Transactions:
@@ -151,7 +154,7 @@ def _asked(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:
     properties = decode_properties(row.column("properties")[0].as_py() or "")
     properties[CHECK_TIMES] = str(half.checks + 1)
     if half.unique_key is not None:
-        properties.setdefault("UNIQ_KEY", half.unique_key)
+        properties.setdefault(UNIQUE_KEY, half.unique_key)
         properties[TRANSACTION_ID] = half.unique_key
     at = READ_SCHEMA.get_field_index("properties")
     return row.set_column(at, READ_SCHEMA.field(at), pa.array([encode_properties(properties)]))

@@ -142,14 +142,17 @@ def test_any_message_is_a_row_or_refused(message: d.Message) -> None:
     assert properties.pop("UNIQ_KEY") == row["unique_key"] == system.message_id
     assert properties.pop("TAGS", "") == (row["tag"] or "") == system.tag
     assert properties.pop("KEYS", "") == (row["keys"] or "") == " ".join(key for key in system.keys if key)
-    assert properties.pop("__SHARDINGKEY", "") == system.message_group
+    if kind == d.MessageType.FIFO:
+        assert properties.pop("__SHARDINGKEY") == system.message_group
+    if kind == d.MessageType.TRANSACTION:
+        assert properties.pop("__transactionId__") == system.message_id
     assert properties.pop("TRACE_CONTEXT", "") == system.trace_context
     assert (properties.pop("TRAN_MSG", "") == "true") == (kind == d.MessageType.TRANSACTION)
     assert ("TIMER_DELIVER_MS" in properties) == (kind == d.MessageType.DELAY)
     assert {name: value for name, value in properties.items() if name not in RESERVED} == dict(
         message.user_properties
     )
-    assert row["due_ms"] is None or NOW_MS < row["due_ms"] <= NOW_MS + limits.DELAY_MS_MAX
+    assert row["due_ms"] is None or 0 < row["due_ms"] <= NOW_MS + limits.DELAY_MS_MAX
     assert (row["queue_id"] >= 0) == (kind == d.MessageType.FIFO) and row["queue_id"] < QUEUES
 
 
@@ -166,7 +169,12 @@ def test_what_comes_out_is_what_went_in(message: d.Message) -> None:
     )  # fmt: skip
     asked = d.Resource(name="orders")
     [found] = messages_out.messages(with_seq(rows, 1), asked, "orders", "store")
-    assert (found.topic, found.body, found.user_properties) == (asked, message.body, message.user_properties)
+    assert (found.topic, found.body) == (asked, message.body)
+    marks = {
+        d.MessageType.FIFO: {"__SHARDINGKEY": given.message_group},
+        d.MessageType.TRANSACTION: {"__transactionId__": given.message_id},
+    }
+    assert found.user_properties == {**message.user_properties, **marks.get(kind, {})}
     system = found.system_properties
     for name in ("tag", "message_id", "message_group", "trace_context"):
         assert getattr(system, name) == getattr(given, name), name
@@ -217,7 +225,8 @@ def test_messages_of_each_type_do_become_rows() -> None:
         (1_800_000_001, 1, 1_800_000_001_001),
         (1_800_000_001, 1_000_000, 1_800_000_001_001),
         (1_800_000_001, 999_999_999, 1_800_000_002_000),
-        (1_800_000_000, 0, None),
+        (1_800_000_000, 0, 1_800_000_000_000),
+        (1, 0, 1_000),
         (-1, 999_999_999, None),
     ],
 )
@@ -258,3 +267,23 @@ def test_when_a_producer_is_asked_first(seconds: int, text: str | None) -> None:
 def test_the_clock_of_a_client_that_has_none_is_ours() -> None:
     assert read(plain())["born_ms"] == NOW_MS
     assert read(plain(born_host="h" * 256))["born_host"] == "peer"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "field"),
+    [
+        (d.MessageType.FIFO, "__SHARDINGKEY", {"message_group": "g2"}),
+        (d.MessageType.TRANSACTION, "__transactionId__", {"message_id": "g2"}),
+    ],
+)
+def test_a_message_that_was_received_may_be_sent_on_with_all_its_properties(
+    kind: int, name: str, field: dict[str, str]
+) -> None:
+    message = plain(message_type=kind, **field)
+    message.user_properties.update({name: "g1", "mine": "v"})
+    properties = read(message)["properties"]
+    assert properties.count(name) == 1
+    assert decode_properties(properties)[name] == "g2" and decode_properties(properties)["mine"] == "v"
+    other = plain()
+    other.user_properties.update({name: "g1"})
+    assert decode_properties(read(other)["properties"])[name] == "g1"

@@ -129,7 +129,7 @@ def test_group_and_trace_have_fields_of_their_own() -> None:
         "t",
         ["a", "b"],
     )
-    assert not found.user_properties
+    assert found.user_properties == {"__SHARDINGKEY": "g1"}, "RocketMQ shows it here too"
 
 
 @given(

@@ -43,7 +43,10 @@ MIDNIGHT = 1_700_006_400_000  # the next in UTC; NOW is 22:13:20
         ({"TIMING": "01:00:00+01:00", "TIMING-LIST": "1"}, Plan(0, MIDNIGHT)),
         ({"TIMING-LIST": "1"}, AT_ONCE),
         ({"TIMING": "00:00:00", "TIMER_OUT_MS": ""}, AT_ONCE),
-        ({"TIMER_DELIVER_MS": str(NOW)}, AT_ONCE),
+        ({"TIMER_DELIVER_MS": str(NOW)}, Plan(0, NOW)),
+        ({"TIMER_DELIVER_MS": "1"}, Plan(0, 1)),
+        ({"__STARTDELIVERTIME": str(NOW - 7)}, Plan(0, NOW - 7)),
+        ({"TIMER_DELIVER_MS": "-1"}, AT_ONCE),
         ({"TIMER_DELIVER_MS": "0"}, AT_ONCE),
         ({"TIMER_DELAY_SEC": "0"}, AT_ONCE),
         ({"TIMER_DELAY_MS": "-5"}, AT_ONCE),
@@ -130,4 +133,4 @@ def test_any_text_gives_a_plan_in_range_or_a_refusal(properties: dict[str, str])
     except InvalidDelay:
         return
     assert found.delay_level >= 0
-    assert found.due_ms is None or (found.delay_level == 0 and NOW < found.due_ms <= NOW + MAX)
+    assert found.due_ms is None or (found.delay_level == 0 and 0 < found.due_ms <= NOW + MAX)

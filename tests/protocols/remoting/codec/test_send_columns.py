@@ -55,8 +55,8 @@ def test_a_level_and_an_instant() -> None:
     feed(made, properties={"TIMER_DELIVER_MS": "5"})
     batch, tickets = made.take()
     assert batch.column("delay_level").to_pylist() == [3, None, None]
-    assert batch.column("due_ms").to_pylist() == [None, NOW_MS + 5, None]
-    assert [ticket.due_ms for ticket in tickets] == [None, NOW_MS + 5, None]
+    assert batch.column("due_ms").to_pylist() == [None, NOW_MS + 5, 5]
+    assert [ticket.due_ms for ticket in tickets] == [None, NOW_MS + 5, 5]
 
 
 @pytest.mark.parametrize(

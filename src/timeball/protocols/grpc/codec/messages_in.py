@@ -54,6 +54,8 @@ _FIELDS = {
     DELAY: (False, True),
     TRANSACTION: (False, False),
 }
+# A property that a field of the message says, by its type.
+_OF_FIELD = {FIFO: names.MESSAGE_GROUP, TRANSACTION: names.TRANSACTION_ID}
 
 
 def type_of(system: SystemProperties) -> MessageType:
@@ -88,7 +90,7 @@ def row_of(
     sys_flag = _check_body(body, system)
     message_id = _checked(system.message_id, ILLEGAL_ID, "message_id", limits.UNIQUE_KEY_BYTES_MAX)
     tag, keys = _tag(system.tag), _keys(system)
-    properties, queue_id, due_ms = _user_properties(message, tag, keys), -1, None
+    properties, queue_id, due_ms = _user_properties(message, kind, tag, keys), -1, None
     properties.append(f"{names.UNIQ_KEY}\x01{message_id}\x02")
     if kind == FIFO:
         group = _message_group(system.message_group)
@@ -97,10 +99,11 @@ def row_of(
     elif kind == DELAY:
         instant_ms = _delivery_ms(system, now_ms, delay_ms_max)
         properties.append(f"{names.DELIVER_MS}\x01{instant_ms}\x02")
-        due_ms = instant_ms if instant_ms > now_ms else None
+        # One that has passed on its way is a delayed message all the same, and told of as one: due at once.
+        due_ms = instant_ms if instant_ms > 0 else None
     elif kind == TRANSACTION:
         sys_flag |= PREPARED_BIT
-        properties.append(_transaction_properties(system, topic))
+        properties.append(_transaction_properties(system, topic, message_id))
     if system.trace_context:
         context = _checked(
             system.trace_context,
@@ -210,8 +213,8 @@ def _too_many_keys() -> Refused:
     )
 
 
-def _user_properties(message: Message, tag: str, keys: str) -> list[str]:
-    """The properties' texts, those of tag and keys behind the user's own."""
+def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -> list[str]:
+    """The properties' texts, those of tag and keys behind the user's own; without one that a field says."""
     given = message.user_properties
     if len(given) > USER_PROPERTIES_MAX:
         raise Refused(
@@ -228,6 +231,8 @@ def _user_properties(message: Message, tag: str, keys: str) -> list[str]:
                 Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
                 f"property {name[:80]!r}: a name or value has a control character; encode it, say in base64",
             )
+        if name == _OF_FIELD.get(kind):
+            continue  # a message that was received and is sent on has it from before
         size += _size(name) + _size(value)
         texts.append(f"{name}\x01{value}\x02")
     if size > USER_PROPERTIES_BYTES_MAX:
@@ -274,9 +279,10 @@ def _born_ms(system: SystemProperties, now_ms: int) -> int:
     return now_ms
 
 
-def _transaction_properties(system: SystemProperties, topic: str) -> str:
+def _transaction_properties(system: SystemProperties, topic: str, message_id: str) -> str:
     """The producers of the topic may be asked about it: over gRPC they have no group."""
     text = f"{names.PREPARED}\x01true\x02{names.PRODUCER_GROUP}\x01{topic}\x02"
+    text += f"{names.TRANSACTION_ID}\x01{message_id}\x02"
     if system.HasField("orphaned_transaction_recovery_duration"):
         after = system.orphaned_transaction_recovery_duration
         if not 0 <= after.seconds * limits.SECOND_MS <= limits.DAY_MS:

@@ -54,7 +54,7 @@ class Refused(RequestError):
 
 def ok() -> Status:
     """Done as asked."""
-    return Status(code=Code.OK, message="ok")
+    return Status(code=Code.OK, message=Code.Name(Code.OK))
 
 
 def status(code: Code, sentence: str) -> Status:

@@ -9,8 +9,8 @@
     weakest    __STARTDELIVERTIME  an instant; Aliyun's clients send it, open-source RocketMQ does not act on it
 
 Numbers are Java's: an optional sign and ASCII digits within the type's range, no blanks. What is no number is
-refused, never taken for "now"; so is an instant beyond the maximum delay. An instant that has passed makes an
-ordinary message.
+refused, never taken for "now"; so is an instant beyond the maximum delay. An instant that has passed on the message's
+way is due at once, and told of as a delayed message; no delay, or less, makes an ordinary one.
 """
 
 from __future__ import annotations
@@ -71,11 +71,16 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone
             if due_ms <= now_ms
             else f"the property {TIMER_DELETES} is not taken from clients; recall the message by its handle"
         )
-    if due_ms <= now_ms:
+    if due_ms <= 0 or (due_ms <= now_ms and not _is_instant(properties)):
         return AT_ONCE
     if due_ms - now_ms > delay_ms_max:
         raise InvalidDelay(_illegal(delay_ms_max))
     return Plan(0, due_ms)
+
+
+def _is_instant(properties: dict[str, str]) -> bool:
+    """Whether an instant is meant, and not a time from now on."""
+    return TIMER_SECONDS not in properties and TIMER_MS not in properties
 
 
 def _level(text: str | None) -> int:

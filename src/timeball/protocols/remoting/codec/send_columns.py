@@ -137,8 +137,10 @@ class SendColumns:
         if not records:
             raise InvalidMessage("a batch without messages")
         rows = [self._row(fields, r.flag, r.body, r.properties, born_host, queue_id, now_ms) for r in records]
-        if any(row[_DUE_MS] is not None or row[_DELAY_LEVEL] is not None for row in rows):
+        if any((row[_DUE_MS] or 0) > now_ms or row[_DELAY_LEVEL] is not None for row in rows):
             raise InvalidDelay("a batch takes no delayed messages; send them one by one")
+        # The answer names one place for all, so an instant that has passed is none here.
+        rows = [(*row[:_DUE_MS], None, *row[_DUE_MS + 1 :]) for row in rows]
         return rows, ",".join(row[_UNIQUE_KEY] for row in rows)
 
 
