@@ -11,6 +11,7 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
 from timeball.broker.queue_entries import rebuild
+from timeball.log.queue_file import QueueFile, encode
 from timeball.message import Kind
 
 Read = dict[tuple[str, int], list[tuple[int, str]]]  # by topic and queue: offset and key
@@ -136,6 +137,23 @@ async def test_an_index_of_another_log_is_not_believed(world: World) -> None:
         files.remove(name)
     (name,) = names_below(other.files, "queues")
     files.replace(name, other.files.content(name))
+    assert await everything(world, files) == expected
+
+
+@on_node()
+async def test_an_index_of_another_time_with_queues_as_long_is_not_believed(world: World) -> None:
+    """As long as the checkpoint says, and each file whole: only the rows themselves tell."""
+    await world.send("a", [None] * 6)
+    await world.stop()
+    expected = await everything(world, copy_of(world))
+    (name,) = names_below(world.files, "queues")
+    parts = QueueFile(name, world.files.content(name)).parts()
+    parts[0].entries["seq"], parts[1].entries["seq"] = (
+        parts[1].entries["seq"].copy(),
+        parts[0].entries["seq"].copy(),
+    )
+    files = copy_of(world)
+    files.replace(name, encode(1, 7, parts))
     assert await everything(world, files) == expected
 
 

@@ -20,6 +20,7 @@ from timeball.broker.topic_config import TopicConfig
 from timeball.broker.topics import Placement, Topics, check_name
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
+from timeball.log.queue_index import Lengths
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.message import Kind, build_rows
@@ -39,10 +40,11 @@ def empty_log() -> LogReader:
     return LogReader(open_log(CrashFiles(), segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
 
 
-def save_queues(topics: Topics, next_seq: int = END_SEQ) -> None:
+def save_queues(topics: Topics, next_seq: int = END_SEQ) -> Lengths:
     flush = topics.indexes.flush(next_seq)
     flush.write()
     topics.indexes.finish(flush)
+    return flush.lengths()
 
 
 def visible(names: list[str], queue_ids: list[int] | None = None, **columns: Any) -> pa.RecordBatch:
@@ -98,8 +100,7 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
         next_seq += len(batch)
         if len(replays) == known:
             files.replace(topics_module.NAME, topics.save() or documents.encode({}))
-            save_queues(topics, next_seq)
-            saved = (topics.lengths(), next_seq)
+            saved = (save_queues(topics, next_seq), next_seq)
     assert entries(topics) == model
     again = Topics(files, queues_per_topic=QUEUES)
     again.load(empty_log(), *(saved if known and len(replays) >= known else ({}, 1)))
@@ -281,11 +282,9 @@ def reopened(
     data = topics.save()
     if data is not None:
         files.replace(topics_module.NAME, data)
-    save_queues(topics)
+    saved = save_queues(topics)
     again = Topics(files, queues_per_topic=1)
-    again.load(
-        empty_log(), topics.lengths() if lengths is None else lengths, END_SEQ if lengths is None else 1
-    )
+    again.load(empty_log(), saved if lengths is None else lengths, END_SEQ if lengths is None else 1)
     return again
 
 
@@ -380,8 +379,7 @@ def test_a_deletion_that_was_not_saved_has_not_happened() -> None:
     topics = fresh(files, queues=1)
     put(topics, 0, "t", rows=35)
     files.replace(topics_module.NAME, topics.save() or b"")
-    save_queues(topics)
-    lengths = topics.lengths()
+    lengths = save_queues(topics)
     topics.delete("t", 35)
     again = Topics(files, queues_per_topic=1)
     again.load(empty_log(), lengths, END_SEQ)

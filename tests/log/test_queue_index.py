@@ -228,6 +228,20 @@ def test_what_is_appended_while_a_file_is_written_stays_in_memory() -> None:
     assert (indexes.unsealed, seqs_of(queue)) == (0, list(range(1, 9)))
 
 
+def test_what_a_checkpoint_says_is_as_of_the_flush_whatever_has_come_since() -> None:
+    indexes, sealed = three_stretches(CrashFiles())
+    fresh = indexes.queue("u", 3)
+    append(fresh, numbers(901, 2))
+    save(indexes, 903, seals=True)
+    append(fresh, numbers(903, 1))
+    flush = indexes.flush(904)
+    for queue in (sealed, fresh):
+        append(queue, numbers(1_000, 40))
+    append(indexes.queue("v", 0), numbers(2_000, 1))
+    assert flush.lengths() == {"t": {0: (0, 900)}, "u": {3: (0, 3)}}
+    assert [part.entries["seq"].tolist() for part in flush.parts] == [[903]]
+
+
 def test_a_queue_whose_beginning_is_gone_starts_where_its_rows_say() -> None:
     queue = QueueIndexes(CrashFiles()).queue("t", 0)
     queue.start_at(25)

@@ -13,7 +13,9 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.grouping import alike, codes_of, filled
+from timeball.errors import Corrupt, OutOfRange
 from timeball.log.queue_file import ENTRY, Part
+from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind, byte_lengths
 
@@ -22,6 +24,7 @@ BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost
 COLUMNS = ("seq", "kind", "topic", "queue_id", "queue_offset", "tag", "body", "properties", "due_ms")
 # RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
 STORED_OVERHEAD_BYTES = 91
+CHECKED_QUEUES = 64  # of an index that is loaded: some milliseconds
 
 
 def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
@@ -59,6 +62,30 @@ def by_queue(codes: Int64Array, queue_id: Int64Array) -> Iterator[tuple[int, int
     """Yield a topic's code, a queue and its rows, in order."""
     for rows in alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
         yield int(codes[rows[0]]), int(queue_id[rows[0]]), rows
+
+
+def check(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
+    """Raise Corrupt when the oldest and newest entries of some queues do not name the rows that stand there.
+
+    Files that are whole may still be of another log, or of this one at another time: put back from a copy, say.
+    """
+    step = -(-len(indexes) // CHECKED_QUEUES) or 1
+    for index in indexes[::step] if reader.next_seq > reader.first_seq else ():
+        for offset in {index.min_offset, index.max_offset - 1} if index.max_offset > index.min_offset else ():
+            seqs = index.read(offset, 1)["seq"].astype(np.int64)
+            if seqs[0] >= reader.first_seq:  # others have been let go since
+                _check_row(reader, index, offset, seqs)
+
+
+def _check_row(reader: LogReader, index: QueueIndex, offset: int, seqs: Int64Array) -> None:
+    what = f"queue {index.queue_id} of {index.topic!r}, offset {offset}"
+    try:
+        rows = reader.take(seqs).select(["kind", "topic", "queue_id", "queue_offset"]).to_pylist()
+    except OutOfRange as error:
+        raise Corrupt(f"{what}: {error}") from error
+    asked = {"topic": index.topic, "queue_id": index.queue_id, "queue_offset": offset}
+    if rows[0].pop("kind") not in HAVE_PLACES or rows[0] != asked:
+        raise Corrupt(f"{what} names seq {seqs[0]}, which is another row")
 
 
 def rebuild(

@@ -28,7 +28,7 @@ from timeball.broker.topic import FilterType, Queue, Queues, Topic, TopicFacts
 from timeball.broker.topic_config import TopicConfig, at_least, check
 from timeball.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestError
 from timeball.files import Files
-from timeball.log.queue_index import QueueIndexes
+from timeball.log.queue_index import Lengths, QueueIndexes
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 __all__ = ["FilterType", "Placement", "Queue", "Topic", "Topics", "check_name", "check_topic"]
 
 NAME = "topics.json"
-Lengths = dict[str, dict[int, tuple[int, int]]]  # topic -> queue -> (min_offset, max_offset)
 
 
 @dataclass(slots=True)
@@ -96,6 +95,7 @@ class Topics:
         )
         try:
             covered_seq = self.indexes.load(reader.first_seq, next_seq)
+            queue_entries.check(reader, list(self.indexes.used()))
             self._load_list()
             self._fill(reader, covered_seq, lengths, next_seq)
         except Corrupt as error:
@@ -263,14 +263,6 @@ class Topics:
         for topic in topics:
             _empty(topic)
         self.indexes.seal_if_large(int(seqs[-1]) + 1)
-
-    def lengths(self) -> Lengths:
-        """(min_offset, max_offset) of every queue that has entries, for the checkpoint."""
-        found: Lengths = {}
-        for index in self.indexes.used():
-            if index.max_offset:
-                found.setdefault(index.topic, {})[index.queue_id] = (index.min_offset, index.max_offset)
-        return found
 
     def forget(self, first_seq: int) -> None:
         """Forget entries of rows before `first_seq`, which retention has let go. Blocking."""

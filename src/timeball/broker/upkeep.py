@@ -114,7 +114,6 @@ class Upkeep:
                 epochs=dict(parts.ledger.epochs),
                 jobs=dict(parts.ledger.jobs),
                 reserved=list(parts.ledger.reserved.items()),
-                queues=parts.topics.lengths(),
                 halves=self._broker.transactions.open(),
                 levels=parts.levels.state(),
                 tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
@@ -138,7 +137,8 @@ class Upkeep:
                         file.sync()
                     if files:
                         parts.files.sync_dir(folder)
-                checkpoint.save(parts.files, checkpoint.Checkpoint(facts, settled.due_ms, settled.seq))
+                known = msgspec.structs.replace(facts, queues=queues.lengths())
+                checkpoint.save(parts.files, checkpoint.Checkpoint(known, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
             with undone(parts.topics.unsaved, *kept_unsynced):

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 SEAL_ENTRIES = 524_288  # 10 MB: what a checkpoint writes again at most, and what stays in memory
 FIRST_ALLOCATION = 8  # entries; a queue that is hardly used costs 160 bytes
 
+Lengths = dict[str, dict[int, tuple[int, int]]]  # topic -> queue -> (min_offset, max_offset)
 Rebuild = Callable[[int, int], list[Part]]  # what the log's rows of [first_seq, next_seq) put into the queues
 
 
@@ -169,10 +170,15 @@ class QueueIndex:
 
     # -- for QueueIndexes, with `changing` held ------------------------------------------------------------
 
-    def tail_part(self) -> Part:
-        """Return the entries in memory."""
+    @property
+    def tail_first(self) -> int:
+        """The offset of the first entry in memory, or the next one."""
+        return self._state.tail_first
+
+    def tail_part(self, end: int) -> Part:
+        """Return the entries in memory up to an offset."""
         _, first, tail = self._state
-        return Part(self.topic, self.queue_id, first, tail[: self.max_offset - first])
+        return Part(self.topic, self.queue_id, first, tail[: end - first])
 
     def seal(self, run: _Run) -> bool:
         """Read the entries of `run` from its file from now on; false when none are left in memory."""
@@ -222,10 +228,27 @@ class Flush:
     files: Files
     first_seq: int
     next_seq: int
-    indexes: list[QueueIndex]
-    parts: list[Part]
+    indexes: list[QueueIndex]  # that have entries in memory
+    ends: list[int]  # where each of them ended then
+    used: list[QueueIndex]  # all that have, or have had, entries
     seals: bool
     written: QueueFile | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """The entries in memory as they were then (any thread)."""
+        return [index.tail_part(end) for index, end in zip(self.indexes, self.ends, strict=True)]
+
+    def lengths(self) -> Lengths:
+        """Return where every queue began and ended then, for the checkpoint (any thread)."""
+        found: Lengths = {}
+        ends = dict(zip(self.indexes, self.ends, strict=True))
+        for index in self.used:
+            # One that had nothing in memory then ended where its files end, whatever has come since.
+            end = ends.get(index, index.tail_first)
+            if end:
+                found.setdefault(index.topic, {})[index.queue_id] = (min(index.min_offset, end), end)
+        return found
 
     def write(self) -> None:
         """Write and sync the file (any thread)."""
@@ -301,25 +324,20 @@ class QueueIndexes:
     def flush(self, next_seq: int) -> Flush:
         """Return what is to be written so that a checkpoint can vouch for the rows below `next_seq`."""
         seals = self.unsealed >= SEAL_ENTRIES
-        return Flush(
-            self._files,
-            self._first_seq,
-            next_seq,
-            list(self._open),
-            [i.tail_part() for i in self._open],
-            seals,
-        )
+        ends = [index.max_offset for index in self._open]
+        used = list(self._used.values())
+        return Flush(self._files, self._first_seq, next_seq, list(self._open), ends, used, seals)
 
     def finish(self, flush: Flush) -> None:
         """Take note that it has been written; one that seals frees the memory."""
         if flush.written is None or flush.first_seq != self._first_seq:
             return
         with self.changing:
-            for number, (index, part) in enumerate(zip(flush.indexes, flush.parts, strict=True)):
-                end = part.first_offset + len(part.entries)
-                if not index.seal(_Run(part.first_offset, end, flush.written, number)):
+            for number, (index, end) in enumerate(zip(flush.indexes, flush.ends, strict=True)):
+                run = _Run(index.tail_first, end, flush.written, number)
+                if not index.seal(run):
                     self._open.pop(index, None)
-                self.unsealed -= len(part.entries)
+                self.unsealed -= run.end - run.first
             self._sealed.append(flush.written)
             self._first_seq = flush.next_seq
 
