@@ -26,7 +26,7 @@ def spark() -> Iterator[SparkSession]:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
     """A broker that leaves compaction to the test."""
-    with running_node(tmp_path / "data", compact_self=False) as running:
+    with running_node(tmp_path / "data", compact_self=False, grpc_port=-1) as running:
         yield running
 
 

@@ -109,6 +109,7 @@ class Race:
         return self.recorder.faults(log)
 
 
+@pytest.mark.slow
 def test_a_thousand_races_around_the_due_instant(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node:
         race = Race(node, seed=6)
@@ -127,8 +128,11 @@ def test_a_thousand_races_around_the_due_instant(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
-def test_some_races_where_another_strategy_keeps_them(tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    ["hour_log", *(pytest.param(name, marks=pytest.mark.slow) for name in ("timer_wheel", "level_cascade"))],
+)
+def test_some_races_of_each_strategy(tmp_path: Path, schedule: str) -> None:
     with running_node(tmp_path / "data", schedule=schedule) as node:
         race = Race(node, seed=8)
         race.round(0)

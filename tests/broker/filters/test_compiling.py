@@ -49,7 +49,7 @@ def _lenient(*args: object) -> bool | None:
         return False
 
 
-@pytest.mark.parametrize("defect", ["null is false", "error is false"])
+@pytest.mark.parametrize("defect", ["null is false", pytest.param("error is false", marks=pytest.mark.slow)])
 def test_a_wrong_evaluator_is_noticed(defect: str) -> None:
     def disagree(case: tuple[Tree, list[Message]]) -> bool:
         tree, messages = case

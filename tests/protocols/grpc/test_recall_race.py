@@ -129,6 +129,7 @@ def consume(wire: Wire, received: Counter[str], over: threading.Event) -> None:
         wire.ask_ok("AckMessage", s.AckMessageRequest(group=group, topic=topic, entries=entries))
 
 
+@pytest.mark.slow
 def test_a_thousand_recalls_race_their_instants(tmp_path: Path) -> None:
     race, aim, over = Race(), random.Random(6), threading.Event()
     with running_node(tmp_path / "data") as node:

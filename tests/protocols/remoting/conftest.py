@@ -12,7 +12,7 @@ from tests.protocols.remoting.wire import Wire
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
-    with running_node(tmp_path / "data") as running:
+    with running_node(tmp_path / "data", grpc_port=-1) as running:
         yield running
 
 
