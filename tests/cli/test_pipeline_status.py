@@ -41,13 +41,25 @@ def test_where_jobs_stand_against_the_log_of_now(tmp_path: Path) -> None:
         asked = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
     assert shown.returncode == asked.returncode == 0, shown.stderr
     compact, ledger = (line.split() for line in shown.stdout.splitlines()[1:3])
-    assert compact == ["compact", "failed", "0"]
+    assert compact == ["compact", "failed", "1", "100", "rows", "0"]
     assert "compact: the disk is full" in shown.stdout.splitlines()
     assert ledger == ["ledger", "running", "41", "60", "rows", "160", "3", "250", "ms", "0"]
     assert "the log ends at row 101" in shown.stdout
     documents = [json.loads(line) for line in asked.stdout.splitlines()]
-    assert [(each["job"], each["behind_rows"]) for each in documents] == [("compact", None), ("ledger", 60)]
+    assert [(each["job"], each["behind_rows"]) for each in documents] == [("compact", 100), ("ledger", 60)]
     assert documents[1]["position"] == {"seq": 41} and documents[1]["watermark"] == 1
+
+
+def test_compact_stands_where_the_watermark_does(tmp_path: Path) -> None:
+    """The broker moves the tail too; it was said to be millions of rows behind while thirty were."""
+    with running_node(tmp_path / "data") as node:
+        leave(tmp_path / "data/pipeline", job="compact")
+        send(node.endpoint, 100)
+        node.run(node.broker.compact())
+        asked = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
+    document = json.loads(asked.stdout)
+    assert document["position"] == {"seq": document["watermark"]} == {"seq": 101}
+    assert document["behind_rows"] == 1
 
 
 def test_without_the_broker_the_folder_must_be_named(tmp_path: Path) -> None:

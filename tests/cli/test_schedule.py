@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 
 from timeball import Timeball
+from timeball.cli.schedule import timing
+from timeball.errors import RequestError
 
 DAY_MS = 86_400_000
 
@@ -61,6 +64,7 @@ def test_every_line_of_a_file_waits(endpoint: str, tmp_path: Path) -> None:
         (["--after", "1s", "--at", "2035-01-01T00:00:00Z"], "exactly one of --after"),
         (["--after", "30"], "--after 30: add a unit"),
         (["--after", "soon"], "--after 'soon'"),
+        (["--after", "tomorrow"], "or an instant with --at"),
         (["--after", "1.5ms"], "--after '1.5ms'"),
         (["--at", "soon"], "--at 'soon'"),
         (["--at", "2035-01-01T00:00:00"], "time zone"),
@@ -77,6 +81,15 @@ def test_what_cannot_be_is_refused_by_name(endpoint: str, options: list[str], na
     assert named in refused.stderr and len(refused.stderr.splitlines()) == 1
     with Timeball(endpoint) as ball:
         assert "refused" not in ball.topics()
+
+
+def test_what_is_advised_is_taken() -> None:
+    """`--after tomorrow` was told to write 500, and `--after 500` to add a unit."""
+    with pytest.raises(RequestError) as refused:
+        timing("tomorrow", None)
+    advised = re.findall(r"\b\d\w*", str(refused.value))
+    assert len(advised) == 4
+    assert all(timing(each, None)["delay_ms"] for each in advised)
 
 
 @pytest.mark.parametrize("command", ["schedule", "send"])

@@ -95,3 +95,13 @@ def test_an_id(good: str) -> None:
 def test_what_is_no_id(bad: str) -> None:
     with pytest.raises(InvalidMessage, match="campaign"):
         check_id(bad)
+
+
+def test_what_paused_campaigns_hold() -> None:
+    spring = [event("attached", 1, rows=9), event("pausing", 2, 1), event("paused", 3, 1, rows=7)]
+    other = [event("attached", 1, campaign="autumn", rows=5)]
+    assert campaigns.held(other) == campaigns.held(spring[:2]) == {}
+    assert campaigns.held([*other, *spring]) == {"spring": 7}
+    assert campaigns.held([*spring, event("resuming", 4, 1)]) == {"spring": 7}
+    assert campaigns.held([*spring, event("resumed", 5, 1, rows=7)]) == {}
+    assert campaigns.held([*spring, event("cancelled", 6)]) == {}

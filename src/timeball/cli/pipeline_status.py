@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from timeball.pipeline.job_status import JobStatus
 
 
+COMPACT = "compact"  # jobs/compact.py's name, which only Spark's side can import
+
+
 def status(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     checkpoint: Annotated[
@@ -79,13 +82,18 @@ def _ask(endpoint: str, *, needed: bool) -> dict[str, Any]:
 
 def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, Any]:
     last = job.last
-    behind = None
-    if last is not None and last.unit == "seq":
-        behind = max(0, broker["log"]["durable_seq"] - last.position) if broker else last.lag
+    stands = last.position if last is not None and last.unit == "seq" else None
+    if job.job == COMPACT and broker:
+        # The watermark says how far the tail is moved, and the broker moves it too while the job does not.
+        stands = max(stands or 0, broker["watermark"])
+    behind = None if stands is None else last.lag if last is not None else None
+    if stands is not None and broker:
+        behind = max(0, broker["log"]["durable_seq"] - stands)
+    position = None if last is None else {last.unit: last.position}
     return {
         "job": job.job,
         "state": job.shown(now_ms),
-        "position": None if last is None else {last.unit: last.position},
+        "position": position if stands is None else {"seq": stands},
         "behind_rows": behind,
         "behind_ms": last.lag if last is not None and last.unit == "due_ms" else None,
         "watermark": broker.get("watermark"),

@@ -41,14 +41,14 @@ def parse_size_bytes(text: str) -> int:
     return int(size)
 
 
-def parse_duration_ms(text: str) -> int:
+def parse_duration_ms(text: str, advice: str = "write 500 (milliseconds), 250ms, 90s, 1h30m or 7d") -> int:
     """Milliseconds in `text`: a whole number, or parts of ms, s, m, h, d, w such as 72h or 1h30m."""
     stripped = text.strip()
     if stripped.isdecimal():
         return int(stripped)
     parts = _DURATION_PART.findall(stripped)
     if not parts or _DURATION_PART.sub("", stripped).strip():
-        raise RequestError(f"{text!r} is no duration: write 500 (milliseconds), 250ms, 90s, 1h30m or 7d")
+        raise RequestError(f"{text!r} is no duration: {advice}")
     total = sum(float(number) * _TIME_UNITS_MS[unit.lower()] for number, unit in parts)
     if total != int(total):
         raise RequestError(f"{text!r} is not a whole number of milliseconds")

@@ -79,6 +79,10 @@ def schedule(
         report(receipt, as_json=as_json)
 
 
+# A bare number is refused here, since it could be meant as seconds; so it is not advised either.
+AFTER_ADVICE = "write 250ms, 90s, 1h30m or 7d, or an instant with --at"
+
+
 def timing(after: str | None, at: str | None) -> dict[str, int | None]:
     """The instant or the delay as columns, of which one is null; InvalidDelay unless exactly one is given."""
     if (after is None) == (at is None):
@@ -92,4 +96,4 @@ def timing(after: str | None, at: str | None) -> dict[str, int | None]:
     if after.strip().isdecimal():
         raise InvalidDelay(f"--after {after}: add a unit, such as {after}s or {after}ms")
     with naming("--after"):
-        return {"due_ms": None, "delay_ms": parse_duration_ms(after)}
+        return {"due_ms": None, "delay_ms": parse_duration_ms(after, AFTER_ADVICE)}

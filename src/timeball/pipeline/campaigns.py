@@ -172,3 +172,14 @@ def last(events: Sequence[Event], *names: str, number: int | None = None) -> Eve
     """The newest event with one of these names (and this number)."""
     found = [e for e in events if e.event in names and number in (None, e.number)]
     return found[-1] if found else None
+
+
+def held(events: Sequence[Event]) -> dict[str, int]:
+    """Return how many promises each paused campaign holds; these wait nowhere until it is resumed."""
+    found: dict[str, int] = {}
+    for campaign in sorted({event.campaign for event in events}):
+        own = [event for event in events if event.campaign == campaign]
+        newest, paused = last(own, "pausing", "paused", "resuming", "resumed"), last(own, "paused")
+        if newest and paused and newest.event in ("paused", "resuming") and not last(own, "cancelled"):
+            found[campaign] = paused.rows
+    return found

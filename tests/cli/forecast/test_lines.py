@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.cli.forecast.days import EXTRA, answered, asked, counted
 from tests.cli.forecast.days import NO_EXTRA as NONE
@@ -71,6 +73,16 @@ def test_what_is_not_in_it_is_said() -> None:
     assert "3 extra rows lie outside of this time, and are not in it" in shown
     whole = list(describe(answer(counted(), asked(), NONE).document))
     assert not any("no longer" in line or "outside" in line for line in whole)
+
+
+def test_what_paused_campaigns_hold_is_said() -> None:
+    """While a campaign was paused the forecast showed nothing of it, as if nothing were to come."""
+    found = replace(counted(), held={"autumn": 1_000, "spring": 20})
+    document = answer(found, asked(), NONE).document
+    assert document.held == found.held
+    told = "1,020 more are held by paused campaigns, and are not in it: autumn, spring"
+    assert told in list(describe(document))
+    assert not any("paused" in line for line in lines())
 
 
 def test_an_older_forecast_and_what_came() -> None:

@@ -22,7 +22,8 @@ class Forecast(msgspec.Struct, kw_only=True, frozen=True):
     """What --json prints. Instants in milliseconds since 1970; `from_ms` is included, `until_ms` is not.
 
     `waiting` and `extra` are rows within the window; the report holds both. `extra_outside`: extra rows that are not
-    within it. `is_whole` is False when the log no longer has all of what stood in its tail at an older version.
+    within it. `held`: by paused campaign, promises that wait for its resume, and are in nothing else here. `is_whole`
+    is False when the log no longer has all of what stood in its tail at an older version.
     """
 
     now_ms: int
@@ -33,6 +34,7 @@ class Forecast(msgspec.Struct, kw_only=True, frozen=True):
     waiting: int
     extra: int
     extra_outside: int
+    held: dict[str, int]
     load: Report
     what_if: WhatIf | None
     what_if_extra: WhatIf | None
@@ -86,6 +88,7 @@ def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
         waiting=load.total,
         extra=0 if more is None else more.total,
         extra_outside=0 if wished is None or more is None else wished.total - more.total,
+        held=counted.held,
         load=report(both, Unit(asked.by), peaks=asked.peaks, by_topic=asked.by_topic),
         what_if=what_if(load),
         what_if_extra=None if more is None else what_if(both),

@@ -7,11 +7,12 @@ that is larger than one machine should read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from timeball.cli.connection import connect
 from timeball.cli.forecast.wishes import Window
 from timeball.cli.output import progress_bar
+from timeball.pipeline.campaigns import Campaigns, held
 from timeball.pipeline.due_load import Load
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.forecast import gather, released_since, version_at
@@ -28,6 +29,9 @@ class Counted:
     due: Due
     load: Load
     came: tuple[Load, int] | None = None  # what came since, and until when
+    held: dict[str, int] = field(
+        default_factory=dict
+    )  # by paused campaign: what would wait if it were resumed
 
 
 def count(
@@ -47,7 +51,11 @@ def count(
         else:
             load = _count_on(master, endpoint, shot, due, by_topic)
         came = released_since(broker, shot, by_topic=by_topic) if window.is_checked else None
-    return Counted(shot.now_ms, shot.version, shot.is_whole, due, load, came)
+        now = (
+            window.version is None and window.timestamp_ms is None
+        )  # an older one may be of before the pause
+        paused = held(Campaigns(broker.status().table.uri).events()) if now else {}
+    return Counted(shot.now_ms, shot.version, shot.is_whole, due, load, came, paused)
 
 
 def _count_here(shot: Snapshot, due: Due, by_topic: bool, quiet: bool) -> Load:
@@ -58,7 +66,7 @@ def _count_here(shot: Snapshot, due: Due, by_topic: bool, quiet: bool) -> Load:
 
 
 def _count_on(master: str, endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
-    from timeball.cli.spark import open_session
+    from timeball.cli.spark import close_session, open_session
 
     spark = open_session(master, "timeball-forecast")
     try:
@@ -66,4 +74,4 @@ def _count_on(master: str, endpoint: str, shot: Snapshot, due: Due, by_topic: bo
 
         return job.gather(spark, endpoint, shot, by_topic=by_topic, due=due)
     finally:
-        spark.stop()
+        close_session(spark)

@@ -25,6 +25,9 @@ def describe(found: Forecast) -> Iterator[str]:
         yield "the log no longer has all of its tail of then: this is what the table alone held, and what is left"
     if found.extra_outside:
         yield f"{found.extra_outside:,} extra rows lie outside of this time, and are not in it"
+    if found.held:
+        held, names = sum(found.held.values()), ", ".join(found.held)
+        yield f"{held:,} more are held by paused campaigns, and are not in it: {names}"
     if found.load.peaks:
         yield "peaks:"
         yield from (f"  {_peak(peak, found.load.resolution_ms)}" for peak in found.load.peaks)
