@@ -63,6 +63,16 @@ def test_a_wrong_row_is_noticed() -> None:
 
 
 @pytest.mark.spark
+def test_the_block_in_the_readme_runs(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    """As it stands, with nothing before it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page("README.md"), re.MULTILINE | re.DOTALL)
+    [code] = [block for block in blocks if 'format("timeball")' in block]
+    assert "session.register(spark)" in code
+    exec(compile(code.replace(DEFAULT_ENDPOINT, node.endpoint), "README.md", "exec"), {})
+    assert len(attached_seqs(broker)) == 1
+
+
+@pytest.mark.spark
 def test_the_examples_run(
     spark: SparkSession,
     node: RunningNode,

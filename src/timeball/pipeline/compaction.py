@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import WriterCommitMessage
 
 from timeball.errors import OutOfRange
 from timeball.message import TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.options import WriteOptions
 from timeball.pipeline.runs import runs
+from timeball.pipeline.spark_api import DataSourceStreamArrowWriter
 from timeball.pipeline.store import Store
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import sort_rows

@@ -20,13 +20,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceStreamArrowWriter,
-    DataSourceStreamReader,
-    InputPartition,
-)
-from pyspark.sql.streaming.datasource import ReadLimit, SupportsTriggerAvailableNow
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from timeball import limits
@@ -36,6 +30,7 @@ from timeball.pipeline.due_files import POINTER_SCHEMA, DueFiles, Span, end_of, 
 from timeball.pipeline.endpoint import Endpoint, Status
 from timeball.pipeline.options import DEFAULT_ENDPOINT, SPARK_OPTIONS
 from timeball.pipeline.schema import spark_schema
+from timeball.pipeline.spark_api import DataSourceStreamArrowWriter, ReadLimit, SupportsTriggerAvailableNow
 
 NAME = "timeball_due"
 LEAD_MS = 1_000

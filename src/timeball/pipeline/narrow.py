@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.datasource import (
+
+from timeball.pipeline.spark_api import (
     EqualTo,
     Filter,
     GreaterThan,

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit
 
 from timeball.clock import Clock
 from timeball.errors import SetupError
@@ -26,6 +25,7 @@ from timeball.pipeline.read_queue import (
     queue_parts,
     read_queue_part,
 )
+from timeball.pipeline.spark_api import ReadLimit
 from timeball.pipeline.stream import BrokerStream, Offset
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.errors import OutOfRange
 from timeball.message import READ_SCHEMA
@@ -25,6 +25,7 @@ from timeball.pipeline.endpoint import Endpoint, Status
 from timeball.pipeline.narrow import OPEN, Wanted, bounds, kinds, wanted
 from timeball.pipeline.options import ReadOptions
 from timeball.pipeline.resuming import behind_last_seq, resuming
+from timeball.pipeline.spark_api import Filter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

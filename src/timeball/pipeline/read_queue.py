@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.errors import NotFound, OutOfRange
 from timeball.pipeline.endpoint import Endpoint
@@ -20,6 +20,7 @@ from timeball.pipeline.option_values import Offsets
 from timeball.pipeline.options import ReadOptions
 from timeball.pipeline.read_log import piece_rows, shape, split_range
 from timeball.pipeline.resuming import behind_rows, resuming
+from timeball.pipeline.spark_api import Filter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.errors import NotFound, StorageError
 from timeball.pipeline.endpoint import Endpoint
@@ -29,6 +29,7 @@ from timeball.pipeline.narrow import Bounds, Wanted, wanted
 from timeball.pipeline.options import ReadOptions
 from timeball.pipeline.read_log import piece_rows
 from timeball.pipeline.schema import arrow_schema
+from timeball.pipeline.spark_api import Filter
 from timeball.pipeline.store import open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 

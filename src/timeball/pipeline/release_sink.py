@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import WriterCommitMessage
 
 from timeball.client.outgoing import halves
 from timeball.clock import Clock, SystemClock
@@ -28,6 +28,7 @@ from timeball.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.pipeline.due_files import read_rows
 from timeball.pipeline.due_stream import DueOptions
 from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.spark_api import DataSourceStreamArrowWriter
 
 LOG = logging.getLogger("timeball.pipeline")
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from timeball import limits
@@ -35,6 +35,7 @@ from timeball.pipeline.compaction import CompactWriter
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.options import RANGE_COLUMNS, WriteOptions
 from timeball.pipeline.runs import runs
+from timeball.pipeline.spark_api import DataSourceStreamArrowWriter
 from timeball.pipeline.store import Store
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 

@@ -20,13 +20,7 @@ This module only chooses who reads and who writes; each way has a module of its 
 
 from __future__ import annotations
 
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceArrowWriter,
-    DataSourceReader,
-    DataSourceStreamArrowWriter,
-    DataSourceStreamReader,
-)
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
 from timeball.errors import SetupError
@@ -36,6 +30,7 @@ from timeball.pipeline.read_log import LogReader
 from timeball.pipeline.read_queue import QueueReader
 from timeball.pipeline.read_table import TableReader
 from timeball.pipeline.schema import arrow_schema, spark_schema
+from timeball.pipeline.spark_api import DataSourceStreamArrowWriter, check_streams
 from timeball.pipeline.stream import LogStream
 
 READERS: dict[str, type[LogReader | QueueReader | TableReader]] = {
@@ -68,6 +63,7 @@ class TimeballDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """See DataSource."""
+        check_streams()
         options = read_options(self.options)
         expect_schema(schema, options)
         return QueueStream(options) if options.read == "queue" else LogStream(options)
@@ -86,6 +82,7 @@ class TimeballDataSource(DataSource):
         """See DataSource; a stream of ranges is compacted, any other becomes promises."""
         from timeball.pipeline.sink import stream_writer
 
+        check_streams()
         return stream_writer(schema, write_options(self.options))
 
 

@@ -16,12 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
 
 from timeball.clock import Clock, SystemClock
 from timeball.errors import SetupError
@@ -29,6 +23,7 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.narrow import Wanted, wanted
 from timeball.pipeline.options import ReadOptions, check_stream
 from timeball.pipeline.read_log import LogPart, check_kept, log_parts, read_part, start_seq
+from timeball.pipeline.spark_api import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 Offset = dict[str, Any]
 
