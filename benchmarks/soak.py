@@ -54,7 +54,7 @@ OPTIONS = [
     "--compact-rows-min", "1000",
 ]  # fmt: skip
 LAST_S = 600.0  # for what is due when the senders stop
-GROWTH_MAX = {"held": 16.0, "descriptors": 16.0, "files": 64.0, "gone but mapped": 64.0}
+GROWTH_MAX = {"held": 16.0, "descriptors": 16.0, "files": 256.0, "gone but mapped": 64.0}
 
 
 @dataclass(frozen=True)

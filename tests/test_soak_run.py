@@ -63,12 +63,14 @@ def test_what_fills_in_the_first_quarter_is_no_growth() -> None:
     assert growth([1.0]) == 0
 
 
-@pytest.mark.parametrize("name", ["held_mb", "descriptors", "files", "gone_mb"])
-def test_a_broker_that_grows_misses_the_bar(name: str) -> None:
-    """Of 60 minutes, by a twelfth of what one minute of the fault brought that this benchmark was made for."""
+@pytest.mark.parametrize(
+    ("name", "step"), [("held_mb", 2), ("descriptors", 2), ("files", 20), ("gone_mb", 6)]
+)
+def test_a_broker_that_grows_misses_the_bar(name: str, step: int) -> None:
+    """Of 60 minutes, by a tenth or less of what a minute of the faults brought that this benchmark was made for."""
     level, grows = SoakReport("soak", False), SoakReport("soak", False)
     level.minutes = [minute(n) for n in range(1, 61)]
-    grows.minutes = [minute(n, **{name: 150.0 + 6 * n}) for n in range(1, 61)]
+    grows.minutes = [minute(n, **{name: 150.0 + step * n}) for n in range(1, 61)]
     for report in (level, grows):
         add_growth(report)
     missed = [figure.name for figure in grows.figures if figure.ratio is not None and figure.ratio < 1]
