@@ -107,3 +107,15 @@ def test_an_empty_index_answers() -> None:
     assert listed(index.pop_before(10, 0)) == []
     assert index.contains(*columns([(1, 1)])).tolist() == [False]
     assert index.contains(*columns([])).tolist() == []
+
+
+def test_what_was_taken_out_is_not_held_by_what_is_left() -> None:
+    index, rows = DueIndex(), 100_000
+    index.add(np.arange(rows, dtype=np.int64), np.arange(rows, dtype=np.int64))
+    for due_ms in range(10_000, rows, 10_000):
+        index.pop_before(due_ms, 0)
+        for run in index._runs:
+            for part in (run.due, run.seq):
+                held = part if part.base is None else part.base
+                assert held.nbytes <= 2 * part.nbytes
+    assert len(index) == 10_000

@@ -40,7 +40,8 @@ class _Run:
     def after(self, cut: int) -> _Run:
         """Without its first pairs."""
         is_worth_keeping = 2 * (len(self) - cut) > len(self._numbers)
-        return _Run(self.due[cut:], self.seq[cut:], self._numbers if is_worth_keeping else _EMPTY)
+        numbers = self._numbers if is_worth_keeping else _EMPTY
+        return _Run(_own(self.due[cut:]), _own(self.seq[cut:]), numbers)
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Which of these pairs are in it, or were before a cut and are due no earlier than its first."""
@@ -145,6 +146,12 @@ class DueIndex:
         half = len(self._runs) - RUNS_MAX // 4
         merged = _Run(*_concat([(run.due, run.seq) for run in self._runs[:half]]))
         self._runs = [merged, *self._runs[half:]]
+
+
+def _own(part: Int64Array) -> Int64Array:
+    """The same numbers; as a copy when they are less than half of what they are a view of, and keep in memory."""
+    whole = part.base
+    return part.copy() if whole is not None and 2 * part.nbytes < whole.nbytes else part
 
 
 def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.popping.window import NO_RECEIPT, Count, Window
+from timeball.broker.popping.window import NO_RECEIPT, SWEEP_POSITIONS_MIN, Count, Window
 from timeball.log.queue_file import ENTRY, EntryArray
 
 
@@ -120,3 +120,15 @@ def test_after_a_crash_a_window_goes_on_behind_what_was_done(done: set[int], beg
     assert w.next_offset == w.first_open == left[0]
     assert w.done_ahead == {offset for offset in done if offset > left[0]}
     assert w.count.rows == len(w.done_ahead)
+
+
+def test_one_that_is_never_given_back_does_not_keep_the_places_of_all_behind_it() -> None:
+    w = window()
+    take(w, [0])
+    for offset in range(1, 5_000):
+        take(w, [offset])
+        w.done(offset)
+    assert (w.first_open, w.open_rows) == (0, 1)
+    assert len(w._order) <= SWEEP_POSITIONS_MIN + 4
+    w.done(0)
+    assert w.first_open == w.next_offset == 5_000

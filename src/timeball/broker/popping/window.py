@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from timeball.log.queue_file import EntryArray
 
 NO_RECEIPT = -1
+SWEEP_POSITIONS_MIN = 1_024
 
 
 @dataclass(slots=True)
@@ -115,6 +116,9 @@ class Window:
             self.held[offset] = Held(seq, size, pop_ms, deadline_ms, in_order)
             heapq.heappush(self._order, offset)
             self.count.rows += 1
+        if len(self._order) > SWEEP_POSITIONS_MIN + 2 * self.open_rows:
+            # One position that is never given back must not keep the places of all behind it.
+            self._order = sorted([*self.held, *self.again])
 
     def finish_ahead(self, offset: int) -> None:
         """A position at or behind `next_offset` is done: it was handed out before a restart."""
