@@ -32,7 +32,7 @@ from timeball.broker.topics import Topics
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
-from timeball.descriptors import open_files_max
+from timeball.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
 from timeball.guard import OPEN, Guard
@@ -285,8 +285,7 @@ class Node:
                 await rocketmq.close()
         if self.edge is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
-        for task in self._ticker_tasks:
-            task.cancel()
+        _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.receiving.close()
         await self.broker.popper.close()
@@ -331,7 +330,8 @@ class Node:
 
     def status(self) -> dict[str, object]:
         """The broker's figures and the process's."""
-        memory, real = psutil.Process().memory_info(), self._real_files
+        with lent(RESERVE_OF_LIBRARIES):
+            memory, real = psutil.Process().memory_info(), self._real_files
         return {
             "version": __version__,
             "format": FORMAT_VERSION,

@@ -16,6 +16,8 @@ from tests.cli.processes import COMMAND, running, serving
 from tests.node_fixture import eventually
 
 from timeball import Timeball, __version__
+from timeball.cli.exit_codes import ExitCode
+from timeball.errors import Unavailable
 
 
 def test_the_ready_line_is_there_when_a_client_can_connect(tmp_path: Path) -> None:
@@ -171,3 +173,46 @@ def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) ->
             assert ball.send("orders", "x").seq == 1
             assert ball.compact() is None
         assert server.end() == 0
+
+
+def limited(files: int, *arguments: str) -> list[str]:
+    """The command in a shell that allows so many open files."""
+    return ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *COMMAND, "serve", *arguments]
+
+
+def test_too_few_descriptors_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    with running(command=limited(64, "--port", "0", "--data", str(tmp_path / "d"))) as server:
+        eventually(lambda: server.code is not None, "it has ended")
+        assert server.code == ExitCode.SETUP
+    assert "may open 64 files and a broker needs 256: raise the limit" in " ".join(server.errors)
+    assert not (tmp_path / "d").exists()
+
+
+def gets_in(endpoint: str) -> bool:
+    try:
+        with Timeball(endpoint) as new:
+            new.send("orders", "last")
+    except Unavailable:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_strangers_who_only_connect_stop_neither_the_log_nor_those_who_come_later(tmp_path: Path) -> None:
+    """Three times as many as there are descriptors, at all edges, while segments fill and begin."""
+    options = ["--json", "--port", "0", "--data", str(tmp_path / "d"), "--segment-bytes", "1048576"]
+    with ExitStack() as stack:
+        server = stack.enter_context(running(command=limited(256, *options)))
+        ready = server.wait_line(event="ready")
+        ports = [ready["port"], *(int(ready[edge].rpartition(":")[2]) for edge in ("remoting", "grpc"))]
+        known = stack.enter_context(Timeball(ready["endpoint"]))
+        known.send("orders", "first")
+        for number in range(750):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", ports[number % 3]))
+            if number % 50 == 0:
+                known.send("orders", bytes(300_000))
+        assert known.status()["log"]["bytes"] > 3 * 1_048_576, "segments have begun meanwhile"
+        eventually(lambda: gets_in(ready["endpoint"]), "one who comes later stands in line, and gets in")
+        assert server.end(signal.SIGTERM) == 0
