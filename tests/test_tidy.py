@@ -203,6 +203,23 @@ def has_reason(source: Source, line: int) -> bool:
     return False
 
 
+LOGGERS = {"logger", "log", "LOG", "failures.log"}
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
+LOG_LINE = re.compile(r"[A-Za-z][^%=]*( [a-z_]+=(%[.\d]*[a-z]|\w+))*")
+
+
+def log_line(source: Source) -> Iterator[str]:
+    """What has happened, in words that can be searched for, then `name=value` for all that differs."""
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)):
+            continue
+        logger, _, level = (dotted_name(node.func) or "").rpartition(".")
+        if (logger in LOGGERS and level in LEVELS) or (not logger and level == "log" and node.args):
+            text = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            if not LOG_LINE.fullmatch(str(text)):
+                yield f"{node.lineno}: {text!r} should be as 'segment cut file=%s reason=%s'"
+
+
 def vague_name(source: Source) -> Iterator[str]:
     for part in source.path.with_suffix("").parts:
         if part.strip("_") in VAGUE_NAMES:
@@ -210,7 +227,7 @@ def vague_name(source: Source) -> Iterator[str]:
 
 
 RULES: list[Callable[[Source], Iterator[str]]] = [
-    too_long, function_too_long, undocumented, reads_clock, touches_disk, unsafe, broad_except, vague_name,
+    too_long, function_too_long, undocumented, reads_clock, touches_disk, unsafe, broad_except, vague_name, log_line,
 ]  # fmt: skip
 
 
@@ -326,6 +343,9 @@ CONTROLS = [
     (broad_except, "x.py", "try:\n    a()\nexcept Exception:  # noqa: BLE001\n    pass\n"),
     (broad_except, "x.py", "try:\n    a()\nexcept (OSError, Exception):\n    pass\n"),
     (vague_name, "log/utils.py", ""),
+    (log_line, "x.py", "logger.warning('%s: %s', name, error)"),
+    (log_line, "x.py", "logger.info('cut %d bytes', size)"),
+    (log_line, "x.py", "failures.log.error(f'cut {size} bytes')"),
     (vague_name, "helpers/format.py", ""),
 ]
 
@@ -339,6 +359,8 @@ def test_rule_flags_a_breach(rule: Callable[[Source], Iterator[str]], path: str,
     ("rule", "text"),
     [
         (function_too_long, "def f():\n    '''\n" + "    a\n" * 90 + "    '''\n" + "    # a\n\n" * 90),
+        (log_line, "logger.warning('segment cut file=%s size_s=%.1f reason=%s', name, size, error)"),
+        (log_line, "math.log(2)\nlogger.info('stopped')\n"),
         (reads_clock, "now = clock.time()\nself.time.time()\ntime.sleep(1)\n"),
         (touches_disk, "f = files.open('a')\nself.files.open(path)\n"),
         (

@@ -36,10 +36,10 @@ class Guard:
         try:
             accounts = self._read()
         except SetupError as error:
-            logger.error("%s; the accounts stay as they were", error)
+            logger.error("access file not reloaded reason=%s", error)
             return
         self.access.replace(accounts)
-        logger.info("--access-file %s was read again: %d accounts", self._path, len(accounts))
+        logger.info("access file reloaded file=%s accounts=%d", self._path, len(accounts))
 
     def status(self) -> dict[str, int]:
         """Figures for people: how many accounts there are, and how many requests came with none, or a wrong one."""

@@ -143,7 +143,7 @@ def test_one_that_cannot_be_trusted_is_none_and_that_is_said(caplog: pytest.LogC
     files.open(NAME).write_at(40, b"?")
     with caplog.at_level(logging.WARNING):
         assert load(files) is None
-    assert "the whole log will be replayed" in caplog.text
+    assert "the whole log is replayed" in caplog.text
     caplog.clear()
     save(files, numbered(7))
     assert same(load(files), numbered(7)), "and the next one is good again"

@@ -94,7 +94,7 @@ def test_a_repeated_epoch_changes_nothing(
     with caplog.at_level(logging.WARNING, "timeball.pipeline"):
         writer.commit([first], 0)  # Spark lost the answer
         writer.commit([task(writer, (1, end))], 0)  # and even the task's
-    assert "skipped up to watermark" in caplog.text
+    assert "epoch attached before, skipped" in caplog.text
     assert broker.status().table == status.table
     assert attached_seqs(broker) == list(range(1, 101))
     assert {Path(status.table.uri) / entry.path for entry in first.pieces[0].files} <= data_files(broker)

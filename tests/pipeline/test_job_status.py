@@ -33,16 +33,18 @@ def line(job: str, *offsets: object) -> str | None:
 
 def test_an_epoch_is_one_line() -> None:
     found = line("compact", '{"seq": 100}', {"seq": 1100}, '{"seq": 1150}')
-    assert found == "job=compact epoch=4 to_seq=1100 rows=1000 ms=500 rows_per_s=2000 lag_rows=50"
+    assert found == "epoch done job=compact epoch=4 to_seq=1100 rows=1000 ms=500 rows_per_s=2000 lag_rows=50"
 
 
 def test_an_epoch_of_the_clock_counts_no_rows() -> None:
     found = line("dispatch", {"due_ms": 1_000}, {"due_ms": 3_000}, {"due_ms": 3_200})
-    assert found == "job=dispatch epoch=4 to_due_ms=3000 ms=500 lag_ms=200"
+    assert found == "epoch done job=dispatch epoch=4 to_due_ms=3000 ms=500 lag_ms=200"
 
 
 def test_an_epoch_without_a_start_or_without_rows() -> None:
-    assert line("ledger", None, '{"seq": 7}', None) == "job=ledger epoch=4 to_seq=7 ms=500 lag_rows=0"
+    assert (
+        line("ledger", None, '{"seq": 7}', None) == "epoch done job=ledger epoch=4 to_seq=7 ms=500 lag_rows=0"
+    )
     assert line("ledger", '{"seq": 7}', '{"seq": 7}', '{"seq": 7}') is None
     assert line("ledger", None, None, None) is None
     assert line("other", {"0": 7}, {"0": 9}, None) is None  # offsets of queues: no job has them
@@ -108,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     for now_ns in range(3):
         board.tell(status(epochs=now_ns), now_ns * ALIVE_EVERY_NS)
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    assert "no status files will be written" in caplog.text
+    assert "status files not written" in caplog.text
 
 
 def test_what_is_no_status_is_refused_by_name(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_files_that_are_gone_are_left_to_the_broker(
     attach(broker, [broker.status().now_ms + HOUR_MS])
     (pointer,) = pointed(broker)
     assert read_all([{**pointer, "uri": f"{pointer['uri']}.not"}]) is None
-    assert "rewritten since" in caplog.text
+    assert "file rewritten meanwhile" in caplog.text
     both = read_all([pointer, {**pointer, "uri": "/nowhere/x.parquet"}])
     assert both is not None and both.num_rows == 1
 

@@ -244,7 +244,7 @@ def test_a_table_that_differs_from_the_log_is_made_anew(
     live = lived(files)
     damage(files)
     catalog = as_the_log_says(files, live)
-    assert "_delta_log is made anew" in caplog.text
+    assert "table made anew from the log folder=pending/_delta_log" in caplog.text
     for state in (catalog.state(), Catalog(files).open()):
         assert state.attach_seq == 9
         assert {entry.path: entry for entry in state.files} == {entry.path: entry for entry in live}

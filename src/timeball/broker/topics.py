@@ -99,7 +99,7 @@ class Topics:
             self._load_list()
             self._fill(reader, covered_seq, lengths, next_seq)
         except Corrupt as error:
-            logger.warning("%s; all queues are built again from the log", error)
+            logger.warning("all queues built again from the log reason=%s", error)
             self.indexes.clear(reader.first_seq)
             self._load_list()
             self._fill(reader, reader.first_seq, lengths, next_seq)

@@ -51,7 +51,7 @@ class TransactionChecks:
             try:
                 await self.look()
             except (RequestError, OverLimit) as error:
-                logger.warning("checks of transactions: %s; trying again later", error)
+                logger.warning("transactions not checked, trying again later reason=%s", error)
             except Exception as error:
                 # Nobody else would hear of it: the checks must not just stop.
                 self._parts.on_failure(error)
@@ -87,7 +87,8 @@ class TransactionChecks:
         except OutOfRange:
             return 0  # ended meanwhile, and let go
         except Corrupt as error:
-            logger.error("%s", error)  # one message that cannot be asked about; the others are
+            # One message that cannot be asked about; the others are.
+            logger.error("transaction not checked seq=%d reason=%s", half.seq, error)
             return 0
         for asker in self.askers:
             size_bytes = asker.ask(half, row) if asker.has_producer(half) else 0

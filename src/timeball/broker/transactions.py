@@ -228,7 +228,7 @@ class Transactions:
         """Roll a half back that its producer has not ended; durable on return."""
         if half.seq in self._open and half.seq not in self._ending:
             logger.warning(
-                "half message %d of group %r to topic %r (%s) is discarded: %s",
+                "half message rolled back seq=%d group=%s topic=%s unique_key=%s reason=%s",
                 half.seq, half.group, half.topic, half.unique_key, why,
             )  # fmt: skip
             await self._begin(half, asyncio.ensure_future(self._roll_back(half, why)))

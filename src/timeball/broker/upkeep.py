@@ -80,7 +80,7 @@ class Upkeep:
             try:
                 await duty()
             except (OverLimit, RequestError) as error:
-                logger.warning("%s: %s; trying again later", duty.__name__, error)
+                logger.warning("duty not done, trying again later duty=%s reason=%s", duty.__name__, error)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -170,7 +170,7 @@ class Upkeep:
                 await in_thread(self._parts.reader_thread, file.ensure_keys)
             except Corrupt as error:
                 # It may be due in a year: whoever looks it up is told, and the others go on.
-                logger.error("%s", error)
+                logger.error("keys not indexed file=%s reason=%s", file.entry.path, error)
         if fresh:
             await in_thread(self._parts.background, give_back)
 

@@ -123,5 +123,5 @@ def load(files: Files) -> Checkpoint | None:
             raise Corrupt("it does not say which data files live")
         return found
     except Corrupt as error:
-        logger.warning("ignoring the checkpoint (%s); the whole log will be replayed", error)
+        logger.warning("checkpoint not used, the whole log is replayed reason=%s", error)
         return None

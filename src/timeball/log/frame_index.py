@@ -74,7 +74,7 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
         if (first_seq, found_next_seq) != (segment.first_seq, next_seq) or end > segment.buffer.size:
             raise ValueError("it belongs to other rows")
     except (ValueError, struct.error, TimeballError) as error:
-        logger.warning("ignoring %s (%s); the segment is read instead", name, error)
+        logger.warning("frame index not used, the segment is read instead file=%s reason=%s", name, error)
         return False
     segment.use_index(
         np.frombuffer(data, dtype="<i8", count=count, offset=ARRAYS_AT),

@@ -68,7 +68,7 @@ def _whole(files: Files) -> list[QueueFile]:
         try:
             found.append(QueueFile(name, files.map_readonly(name)))
         except Corrupt as error:
-            logger.warning("%s; the queues are built from the log from there on", error)
+            logger.warning("queue index is built from the log from here on reason=%s", error)
     return sorted(found, key=lambda file: file.first_seq)
 
 
@@ -77,7 +77,7 @@ def _newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
     try:
         parts = usable[-1].parts() if usable else []
     except Corrupt as error:
-        logger.warning("%s; the queues are built from the log from there on", error)
+        logger.warning("queue index is built from the log from here on reason=%s", error)
         return None
     cut = [
         Part(p.topic, p.queue_id, p.first_offset, p.entries[: np.searchsorted(p.entries["seq"], to_seq)])

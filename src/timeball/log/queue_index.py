@@ -374,14 +374,14 @@ class QueueIndexes:
         with self._repairing:
             if damaged not in self._sealed:
                 return  # another reader has found the same
-            logger.warning("%s; it is built again from the log", error)
+            logger.warning("queue index file built again from the log reason=%s", error)
             data = encode(
                 damaged.first_seq, damaged.next_seq, self.rebuild(damaged.first_seq, damaged.next_seq)
             )
             try:
                 self._files.replace(damaged.name, data)
             except OverLimit as full:
-                logger.warning("%s is kept in memory alone: %s", damaged.name, full)
+                logger.warning("queue index file kept in memory alone file=%s reason=%s", damaged.name, full)
             fresh = QueueFile(damaged.name, data)
             runs = {
                 (topic, queue): _Run(first, end, fresh, n) for n, topic, queue, first, end in fresh.queues()

@@ -198,7 +198,7 @@ def _cut(file: File, segment: Segment) -> int:
     size = end - segment.end
     if size:
         logger.warning(
-            "%s: cutting %d bytes of a torn commit behind seq %d", segment.name, size, segment.next_seq - 1
+            "torn commit cut file=%s size_bytes=%d behind_seq=%d", segment.name, size, segment.next_seq - 1
         )
         step = 1 << 20
         for position in range(segment.end, end, step):

@@ -300,7 +300,7 @@ class LogWriter:
                     self._room_error = None
                     return
                 except OverLimit as error:
-                    logger.warning("no room for the next segment: %s", error)
+                    logger.warning("no room for the next segment reason=%s", error)
                     self._room_error = error
                     await asyncio.sleep(ROOM_RETRY_S)
         # Whatever it is: this task is nobody's, so nobody else would hear of it.
@@ -336,7 +336,7 @@ class LogWriter:
         is_first = self.failed is None
         if is_first:
             self.failed = error
-            logger.critical("the log has stopped: %s", error)
+            logger.critical("log stopped reason=%s", error)
         waiting, self._pending = [*entries, *self._pending], []
         typed = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
         for entry in waiting:

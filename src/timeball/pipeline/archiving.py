@@ -190,7 +190,7 @@ class ArchiveWriter(DataSourceArrowWriter):
         table = open_table(self.uri)
         mark = app_version(table, APP_ID) or 0
         if self.to_seq <= mark:
-            LOG.info("job=archive to_seq=%d mark=%d repeated=true", self.to_seq, mark)
+            LOG.info("epoch archived before job=archive to_seq=%d mark=%d", self.to_seq, mark)
             return
         try:
             if mark != self.from_seq:

@@ -125,7 +125,9 @@ class CompactWriter(DataSourceStreamArrowWriter):
                     if attempt == ATTACH_TRIES:
                         self._remove(endpoint, pieces)
                         raise
-                    LOG.warning("job=compact epoch=%d attach refused, looking again: %s", batchId, error)
+                    LOG.warning(
+                        "attach refused, looking again job=compact epoch=%d reason=%s", batchId, error
+                    )
 
     def _attach(self, endpoint: Endpoint, pieces: list[Piece], batch_id: int) -> None:
         watermark = endpoint.status().watermark
@@ -144,7 +146,7 @@ class CompactWriter(DataSourceStreamArrowWriter):
                 )
             )
             LOG.info(
-                "job=compact epoch=%d from_seq=%d to_seq=%d promises=%d files=%d version=%d",
+                "rows attached job=compact epoch=%d from_seq=%d to_seq=%d promises=%d files=%d version=%d",
                 *(
                     batch_id,
                     left[0].from_seq,
@@ -156,7 +158,7 @@ class CompactWriter(DataSourceStreamArrowWriter):
             )
         if dropped:
             LOG.warning(
-                "job=compact epoch=%d skipped up to watermark=%d: attached before", batch_id, watermark
+                "epoch attached before, skipped job=compact epoch=%d watermark=%d", batch_id, watermark
             )
             # Not deleted: after a reply that was lost, the files of a repeated epoch may be the table's own.
 

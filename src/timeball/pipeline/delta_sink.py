@@ -108,7 +108,9 @@ class DeltaWriter(DataSourceArrowWriter):
         table = open_table(self.uri)
         reached = app_version(table, self.app_id) or 0
         if reached >= self.app_version > 0:
-            LOG.info("table=%s app=%s version=%d repeated=true", self.uri, self.app_id, self.app_version)
+            LOG.info(
+                "version written before table=%s app=%s version=%d", self.uri, self.app_id, self.app_version
+            )
             return
         try:
             if self.app_since not in (None, reached):

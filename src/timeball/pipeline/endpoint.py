@@ -227,7 +227,13 @@ class Endpoint:
             except Unavailable as error:
                 if self._clock.monotonic_ns() >= give_up_ns:
                     raise
-                LOG.warning("broker=%s verb=%s retry_s=%.1f reason=%s", self.uri, verb, pause_s, error)
+                LOG.warning(
+                    "broker not reached, trying again broker=%s verb=%s retry_s=%.1f reason=%s",
+                    self.uri,
+                    verb,
+                    pause_s,
+                    error,
+                )
             # Jitter: after a restart the tasks of a whole cluster would otherwise knock at once.
             threading.Event().wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_S[1])

@@ -292,7 +292,7 @@ class Held:
         except FileNotFoundError:
             return
         except OSError as error:
-            LOG.info("folder=%s not removed: %s", self.uri, error)
+            LOG.info("folder not removed uri=%s reason=%s", self.uri, error)
 
 
 def again(rows: pa.Table, now_ms: int, shift_ms: int) -> pa.Table:

@@ -54,9 +54,8 @@ class Epoch(msgspec.Struct, frozen=True):
         rows = "" if self.rows is None else f" rows={self.rows}"
         rate = "" if self.rows_per_s is None else f" rows_per_s={self.rows_per_s}"
         lag = f"lag_{UNITS[self.unit]}={self.lag}"
-        return (
-            f"job={job} epoch={self.epoch} to_{self.unit}={self.position}{rows} ms={self.took_ms}{rate} {lag}"
-        )
+        place = f"to_{self.unit}={self.position}"
+        return f"epoch done job={job} epoch={self.epoch} {place}{rows} ms={self.took_ms}{rate} {lag}"
 
 
 def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
@@ -143,7 +142,7 @@ class Board:
 
     def _give_up(self, error: Exception) -> None:
         self._files = None
-        LOG.warning("no status files will be written: %s", error)
+        LOG.warning("status files not written reason=%s", error)
 
 
 def read_statuses(folder: str) -> Iterator[JobStatus]:

@@ -86,7 +86,7 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
         """See DataSourceStreamWriter. All is done: the broker has it on disk."""
         brought = [message for message in messages if isinstance(message, Brought)]
         LOG.info(
-            "job=dispatch epoch=%d released=%d left=%d",
+            "epoch done job=dispatch epoch=%d released=%d left=%d",
             *(batchId, sum(each.released for each in brought), sum(each.left for each in brought)),
         )
 
@@ -105,7 +105,7 @@ def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
                 )
             )
         except FileNotFoundError:
-            LOG.warning("file=%s is gone: rewritten since; the broker releases its rows", span["uri"])
+            LOG.warning("file rewritten meanwhile, the broker releases its rows file=%s", span["uri"])
     if not tables:
         return None
     rows = pa.concat_tables(tables).select(TABLE_SCHEMA.names).cast(TABLE_SCHEMA).combine_chunks()

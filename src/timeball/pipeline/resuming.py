@@ -37,7 +37,7 @@ def resuming(endpoint: Endpoint, read: Read, position: int, after: After) -> Ite
             if broken > TRIES:
                 raise
             LOG.warning(
-                "broker=%s read broke off at=%d try=%d reason=%s", endpoint.uri, position, broken, error
+                "read broke off broker=%s at_seq=%d try=%d reason=%s", endpoint.uri, position, broken, error
             )
             endpoint.status()  # returns once the broker is back
 

@@ -95,7 +95,7 @@ def close(spark: SparkSession) -> None:
         with spark_errors():
             spark.stop()
     except TimeballError as error:
-        LOG.warning("Spark did not end well: %s", error)
+        LOG.warning("session did not end well reason=%s", error)
 
 
 def register(spark: SparkSession) -> None:

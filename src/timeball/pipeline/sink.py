@@ -94,7 +94,7 @@ class PromiseTask:
         if bad:
             if self.options.on_invalid == "fail":
                 raise InvalidMessage(refusal(rows, broken))
-            LOG.warning("rows=%d dropped: %s", bad, refusal(rows, broken))
+            LOG.warning("rows dropped rows=%d reason=%s", bad, refusal(rows, broken))
             written.dropped += bad
             rows = rows.filter(pa.array(broken < 0)).combine_chunks()
         if rows.num_rows == 0:
@@ -137,7 +137,7 @@ def attach_all(
     files = [entry for part in parts for entry in part.files]
     rows, dropped = sum(part.rows for part in parts), sum(part.dropped for part in parts)
     if not files:
-        LOG.info("job=bulk id=%s rows=0 dropped=%d", job_id, dropped)
+        LOG.info("nothing to write job=bulk id=%s rows=0 dropped=%d", job_id, dropped)
         return
     with Endpoint(options.endpoint) as endpoint:
         if len(files) > limits.ATTACH_FILES_MAX:
@@ -158,7 +158,7 @@ def attach_all(
             )
         )
     LOG.info(
-        "job=bulk id=%s name=%s epoch=%d rows=%d dropped=%d files=%d version=%d repeated=%s",
+        "rows attached job=bulk id=%s name=%s epoch=%d rows=%d dropped=%d files=%d version=%d repeated=%s",
         *(
             job_id,
             options.job_id or "",

@@ -56,7 +56,7 @@ class Store:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                LOG.warning("file=%s not removed: %s", path, error)
+                LOG.warning("file not removed file=%s reason=%s", path, error)
 
     def put_rows(self, rows: pa.Table, now_ms: int) -> Iterator[FileEntry]:
         """Cut sorted rows of TABLE_SCHEMA into files and write each; yields its entry once it is written."""

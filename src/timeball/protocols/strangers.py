@@ -56,7 +56,7 @@ class Strangers:
             closed = await asyncio.to_thread(self.look)
             if closed:
                 logger.warning(
-                    "of %d descriptors too few are free: %d connections that were silent the longest are closed",
+                    "too few descriptors are free, the most idle connections are closed descriptors=%d closed=%d",
                     self._limit, closed,
                 )  # fmt: skip
 

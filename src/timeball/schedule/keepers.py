@@ -35,7 +35,7 @@ def kept(settings: Settings, files: Files, saved: Checkpoint | None) -> msgspec.
         return None
     state = _usable(settings, files, saved.facts.kept)
     if state is None:
-        logger.warning("what %s had saved is of no use; the whole log will be read", settings.schedule)
+        logger.warning("saved state not used, the whole log is read schedule=%s", settings.schedule)
     return state
 
 

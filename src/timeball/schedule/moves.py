@@ -211,7 +211,7 @@ class Moves:
             return
         error = task.exception()
         if error is not None:
-            logger.critical("reading what is to be written again failed: %s", error)
+            logger.critical("reading promises to write again failed reason=%s", error)
             self._on_failure(error)
             return
         assert movers is not None

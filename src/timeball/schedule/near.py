@@ -167,7 +167,7 @@ class Near:
             return
         error = task.exception()
         if error is not None:
-            logger.critical("gathering what is due next failed: %s", error)
+            logger.critical("gathering due promises failed reason=%s", error)
             self._on_failure(error)
             return
         self._on_change()

@@ -153,7 +153,7 @@ class Catalog:
             # A damaged entry makes delta-rs fail in any way. A disk that fails by itself fails the next step too.
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None:
-            logger.warning("%s is made anew from the log: %s", DELTA_LOG, wrong)
+            logger.warning("table made anew from the log folder=%s reason=%s", DELTA_LOG, wrong)
             with _failing("making the table anew"):
                 self._make_anew(live, attach_seq, watermark, now_ms)
 
@@ -296,9 +296,7 @@ class Catalog:
         commits = [n for n in names if n.endswith(".json") and n[0].isdigit()]
         gone = [n for n in names if n.endswith(".tmp")]
         if commits and not self._parses(commits[-1]):
-            logger.warning(
-                "the pending table's commit %s is torn; it will be made again from the log", commits[-1]
-            )
+            logger.warning("torn Delta commit removed, it is made again from the log file=%s", commits[-1])
             gone.append(commits[-1])
         if "_last_checkpoint" in names and not self._parses("_last_checkpoint"):
             gone.append("_last_checkpoint")

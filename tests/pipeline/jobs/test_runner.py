@@ -138,7 +138,7 @@ def test_a_job_that_has_nothing_to_do_ends_and_says_why(once: bool, caplog: pyte
     job.superfluous = lambda: "nothing to compact"
     job.tick(0, once=once)
     assert job.done and not job.running
-    assert caplog.messages == ["job=compact ended: nothing to compact"]
+    assert caplog.messages == ["job ended job=compact reason=nothing to compact"]
 
 
 @pytest.mark.parametrize("error", [RequestError("not here"), InvalidMessage("a row")])
@@ -174,7 +174,7 @@ def test_once_does_what_there_is(
     data = Path(broker.status().table.uri).parent
     assert (data / "ledger/_delta_log").is_dir()
     assert (data / "pipeline/compact/offsets").is_dir()
-    assert "job=ledger epoch=0" in caplog.text
+    assert "epoch done job=ledger epoch=0" in caplog.text
     compacted, written = read_statuses(str(data / "pipeline"))
     assert (compacted.job, written.job) == ("compact", "ledger")
     assert {each.state for each in (compacted, written)} == {"done"}
@@ -224,7 +224,7 @@ def test_where_nothing_is_compacted_the_other_jobs_work(
             jobs = ["compact", "ledger"] if once else ["compact"]
             runner.run(jobs, endpoint=node.endpoint, once=once, spark=spark)
         assert attached_seqs(broker) == []
-    ended = "job=compact ended: nothing to compact: with the schedule timer_wheel promises wait in the log"
+    ended = "job ended job=compact reason=nothing to compact: with the schedule timer_wheel promises wait in the log"
     assert caplog.messages.count(ended) == 2
     assert (tmp_path / "data/ledger/_delta_log").is_dir()
     assert not (tmp_path / "data/pipeline/compact").exists()
@@ -254,7 +254,7 @@ def test_a_broker_that_comes_back_with_another_schedule_ends_the_job(
         send(node.endpoint, 50)
         thread.join(BOUND_S)
         assert not thread.is_alive() and not failed
-        assert "job=compact ended: nothing to compact" in caplog.text
+        assert "job ended job=compact reason=nothing to compact" in caplog.text
         assert len(attached_seqs(broker)) == 50
 
 

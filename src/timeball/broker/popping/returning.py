@@ -126,7 +126,7 @@ class Returning:
             await self._apart(window, marked, later, error)
         except TimeballError as error:
             logger.warning(
-                "group %s, %s: %d messages come back later: %s",
+                "messages come back later group=%s topic=%s messages=%d reason=%s",
                 window.group,
                 window.topic,
                 len(marked),
@@ -136,7 +136,13 @@ class Returning:
     async def _apart(self, window: Window, marked: list[Marked], later: bool, error: RequestError) -> None:
         """The copy of one of these breaks a rule, as properties that have grown too long do: the others come back."""
         if len(marked) == 1:
-            logger.warning("group %s, %s: offset %d: %s", window.group, window.topic, marked[0].offset, error)
+            logger.warning(
+                "message not given back group=%s topic=%s offset=%d reason=%s",
+                window.group,
+                window.topic,
+                marked[0].offset,
+                error,
+            )
             if not later and _held(window, marked):
                 window.give_back(marked[0].offset)  # without a copy it comes again as it is, and is not lost
                 self._broker.waiters.wake([window.topic])

@@ -243,4 +243,4 @@ class Receiving:
             await asyncio.gather(*map(self._answers.change, changes))
         except TimeballError as error:
             # Their promises stand as they were: they come when their time is over.
-            logger.warning("%d messages are not given back early: %s", len(changes), error)
+            logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)

@@ -78,7 +78,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
         return open_table(uri)
     except NotFound:
         since, since_ms = beginning(endpoint)
-        LOG.info("job=archive uri=%s new: what passed from row %d on", uri, since)
+        LOG.info("new archive job=archive uri=%s since_seq=%d", uri, since)
         return DeltaTable.create(
             uri,
             archiving.TABLE_SCHEMA,
@@ -242,7 +242,7 @@ def tidy(uri: str, every: int = TIDY_EVERY) -> None:
         table.vacuum(dry_run=False, full=True)
         table.create_checkpoint()
     except DeltaError as error:  # somebody else has committed; the next time will do
-        LOG.warning("job=archive not tidied: %s", error)
+        LOG.warning("archive not tidied job=archive reason=%s", error)
 
 
 def join(table: DeltaTable) -> int:

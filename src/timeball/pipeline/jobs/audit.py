@@ -91,11 +91,11 @@ def run(
         except OutOfRange as error:
             if not tries_left:
                 raise
-            LOG.info("job=audit looking again: %s", error)
+            LOG.info("looking again job=audit reason=%s", error)
             continue
         if not report.lost or not tries_left or not _has_let_go(endpoint, report.scope):
             break
-        LOG.info("job=audit lost=%d, or let go by retention meanwhile: looking again", report.lost)
+        LOG.info("looking again, retention may have let them go job=audit lost=%d", report.lost)
     return report
 
 
@@ -140,7 +140,7 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
         scope = msgspec.structs.replace(scope, since=since, ledger_end=ledger_end)
         recorded = ledger.read_ledger(spark, table)
     except NotFound:
-        LOG.info("job=audit no ledger: the log alone is the witness, from row %d", scope.since)
+        LOG.info("no ledger, the log alone is the witness job=audit since_seq=%d", scope.since)
     if scope.ledger_end < end.log.first_seq:
         raise OutOfRange(
             f"the ledger ends at row {scope.ledger_end}, the log begins at {end.log.first_seq}: events are lost"

@@ -93,6 +93,6 @@ class Lease:
                         broker.lease_compactor(self._lease_ms)
                 except TimeballError as error:
                     # Harmless: the broker compacts by itself once the lease has run out.
-                    LOG.warning("job=compact lease not renewed: %s", error)
+                    LOG.warning("lease not renewed job=compact reason=%s", error)
             if self._stopped.wait(RENEW_EVERY_S):
                 return

@@ -77,6 +77,6 @@ class Lease:
                 broker.lease_dispatcher(lease_ms)
         except TimeballError as error:
             # Harmless: the broker takes everything back once the lease has run out.
-            LOG.warning("job=dispatch lease not renewed: %s", error)
+            LOG.warning("lease not renewed job=dispatch reason=%s", error)
             return False
         return True

@@ -62,6 +62,6 @@ def epoch_writer(name: str, extend: Extend, endpoint: str, uri: str) -> Callable
             except TimeballError as error:
                 # Spark wraps this once more, into text; the two stacks below it would bury the sentence.
                 raise type(error)(str(error)) from None
-            LOG.info("job=%s epoch=%d to_seq=%d log_rows=%d", name, batch_id, max(ends), rows)
+            LOG.info("epoch done job=%s epoch=%d to_seq=%d log_rows=%d", name, batch_id, max(ends), rows)
 
     return write

@@ -345,7 +345,7 @@ def run(
             raise OutOfRange(f"replay {name}: the log no longer has the record of its attach")
         if campaign.is_cancelled():  # while it was being written
             campaign.cancel_attached()
-    LOG.info("job=replay id=%s rows=%d", name, attached.rows)
+    LOG.info("window scheduled again job=replay id=%s rows=%d", name, attached.rows)
     return _report(attached)
 
 

@@ -131,13 +131,19 @@ class Job:
             raise error from cause
         pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
         self.wake_ns = now_ns + int(pause_s * 1e9)
-        LOG.warning("job=%s failed=%d restart_s=%.0f reason=%s", self.name, self.failures, pause_s, error)
+        LOG.warning(
+            "job failed, it is started again job=%s failed=%d restart_s=%.0f reason=%s",
+            self.name,
+            self.failures,
+            pause_s,
+            error,
+        )
 
     def _end_if_superfluous(self) -> bool:
         reason = self.superfluous()
         if reason is not None:
             self.done = True
-            LOG.warning("job=%s ended: %s", self.name, reason)
+            LOG.warning("job ended job=%s reason=%s", self.name, reason)
         return self.done
 
     def _tell(self) -> None:
@@ -260,9 +266,9 @@ def _finish(job: Job, query: StreamingQuery) -> None:
     try:
         with spark_errors():
             finish(query)
-        LOG.info("job=%s stopped", job.name)
+        LOG.info("job stopped job=%s", job.name)
     except TimeballError as error:
-        LOG.warning("job=%s not stopped: %s", job.name, error)
+        LOG.warning("job not stopped job=%s reason=%s", job.name, error)
 
 
 def _watch(

@@ -36,5 +36,5 @@ def trailers(error: TimeballError) -> tuple[tuple[str, str | bytes], ...]:
 
 def internal(error: BaseException, where: str) -> TimeballError:
     """Log what should not have happened; returns what may be said about it."""
-    log.error("%s failed", where, exc_info=error)
+    log.error("verb failed verb=%s", where, exc_info=error)
     return TimeballError(INTERNAL)

@@ -226,7 +226,7 @@ class FlightEdge:
             stream.stop()
         for stream in streams:
             if not stream.window.wait_empty(DRAIN_S):
-                failures.log.warning("a stream with %d unanswered batches is cut", len(stream.window))
+                failures.log.warning("stream cut unanswered_batches=%d", len(stream.window))
         self._server.stop(CUT_S).wait()
         self._threads.shutdown(wait=False)
 

@@ -97,5 +97,5 @@ class Dispatch:
 
     def _failed(self, name: str, error: Exception) -> Any:
         if not isinstance(error, TimeballError):
-            logger.error("%s: %s", name, error, exc_info=error)
+            logger.error("call failed call=%s reason=%s", name, error, exc_info=error)
         return METHODS[name].response(status=status_of(error))

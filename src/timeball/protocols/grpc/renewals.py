@@ -158,7 +158,7 @@ class Renewals:
             held.receipt, held.due_ms, held.times = changed, now_ms + step_ms, held.times + 1
             self.renewed += 1
         except TimeballError as error:
-            logger.warning("a message in a consumer's hand is not renewed now: %s", error)
+            logger.warning("message in flight not renewed reason=%s", error)
 
     def _expect(self, first: AnyReceipt, held: _Held) -> None:
         # Not in the second that is being looked at: what could not be renewed is tried in the next one.
@@ -210,4 +210,4 @@ class Renewals:
 
 def _tell(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("renewing what consumers have in hand: %s", error, exc_info=error)
+        logger.error("messages in flight not renewed reason=%s", error, exc_info=error)

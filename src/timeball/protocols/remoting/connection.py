@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
         self.local = tuple((transport.get_extra_info("sockname") or ("", 0))[:2])
         self.name = f"{self.peer[0]}:{self.peer[1]}"
         if len(self._opened) >= CONNECTIONS_MAX:
-            logger.warning("%s: %d clients are connected already; closed", self.name, CONNECTIONS_MAX)
+            logger.warning("connection refused peer=%s connections_max=%d", self.name, CONNECTIONS_MAX)
             self._transport.abort()
             return
         self._opened.add(self)
@@ -102,11 +102,11 @@ class Connection(asyncio.Protocol):
             if frames:
                 self._receiver(self, frames)
         except BadFrame as error:
-            logger.warning("%s: %s; the connection is closed", self.name, error)
+            logger.warning("connection closed peer=%s reason=%s", self.name, error)
             self.close()
             return
         if not self.flow.has_read(self._splitter.awaited_bytes):
-            logger.warning("%s: too many requests are on their way to this broker; closed", self.name)
+            logger.warning("connection closed, too many bytes of requests are under way peer=%s", self.name)
             self.abort()
             return
         if not self._splitter.held_bytes:
@@ -137,7 +137,11 @@ class Connection(asyncio.Protocol):
         transport.write(data)
         waiting_bytes = transport.get_write_buffer_size()
         if not self.flow.has_written() or waiting_bytes > OUTBOUND_BYTES_MAX:
-            logger.warning("%s takes no answers: %d bytes wait; closed", self.name, waiting_bytes)
+            logger.warning(
+                "connection closed, its answers are not read peer=%s waiting_bytes=%d",
+                self.name,
+                waiting_bytes,
+            )
             transport.abort()
             self.flow.has_written()  # nothing any more
 
@@ -194,13 +198,15 @@ class Connection(asyncio.Protocol):
             if now_s - self._closed_s > GOODBYE_S and self._transport is not None:
                 self._transport.abort()
         elif self._frame_since_s is not None and now_s - self._frame_since_s > HALF_FRAME_S:
-            logger.warning("%s: half a frame for %s s; closed", self.name, HALF_FRAME_S)
+            logger.warning(
+                "connection closed, its frame does not end peer=%s waited_s=%s", self.name, HALF_FRAME_S
+            )
             self.close()
         elif must_sign and self.principal is None and now_s - self._since_s > UNSIGNED_S:
-            logger.warning("%s: nothing signed within %s s; closed", self.name, UNSIGNED_S)
+            logger.warning("connection closed, nothing was signed peer=%s waited_s=%s", self.name, UNSIGNED_S)
             self.close()
         elif now_s - self.heard_s > IDLE_S and not self.calls:
-            logger.info("%s: silent for %s s; closed", self.name, IDLE_S)
+            logger.info("connection closed, it was idle peer=%s idle_s=%s", self.name, IDLE_S)
             self.close()
 
     def close(self) -> None:

@@ -104,7 +104,7 @@ def failure(call: Call, error: Exception) -> Command:
     """The answer to a request that could not be granted."""
     if not isinstance(error, RequestError):
         log = logger.warning if isinstance(error, TimeballError) else logger.exception
-        log("code %d of %s: %s", call.command.code, call.connection.name, error)
+        log("request failed code=%d peer=%s reason=%s", call.command.code, call.connection.name, error)
     text = str(error) if isinstance(error, TimeballError) else f"internal error: {type(error).__name__}"
     return call.answer(response_code(error), text)
 

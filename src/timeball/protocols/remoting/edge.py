@@ -170,7 +170,7 @@ class RemotingEdge:
                 (each for each in self._connections if not each.calls), key=lambda each: each.heard_s
             )
             logger.warning(
-                "%d clients are connected: the most silent ones are closed", len(self._connections)
+                "too many clients, the most idle ones are closed clients=%d", len(self._connections)
             )
             for connection in idle[:crowd]:
                 connection.close()

@@ -108,7 +108,7 @@ class Gathering:
                 self._answer(tickets, accepted)
             except Exception as error:
                 # Whatever it is: nothing has been written yet, and nobody may wait for ever.
-                logger.exception("answering %d sends: %s", len(tickets), error)
+                logger.exception("sends not answered sends=%d reason=%s", len(tickets), error)
                 self._refuse(tickets, error)
         _end(tickets)
         if len(self.columns) and not (self._committing or self._scheduled):

@@ -256,7 +256,7 @@ class DelayLevels:
     def _follow_clock(self, now_ms: int) -> None:
         if now_ms < self._now_ms:
             logger.warning(
-                "the clock was set back by %d ms; delay levels are looked through again",
+                "clock set back, delay levels are read again back_ms=%d",
                 self._now_ms - now_ms,
             )
             self._wheel, self._gathering, self._gathering_head = SecondWheel(), None, None
@@ -341,7 +341,7 @@ class DelayLevels:
             return
         error = task.exception()
         if error is not None:
-            logger.critical("gathering what is due next in the delay levels failed: %s", error)
+            logger.critical("gathering due messages of delay levels failed reason=%s", error)
             self._on_failure(error)
             return
         self._on_change()

@@ -294,9 +294,7 @@ class HourLog:
     def _step_back(self, horizon: Position) -> None:
         """The clock is far behind the horizon: move it back."""
         behind_ms = self._horizon[0] - horizon[0]
-        logger.warning(
-            "the clock is %d ms behind what has been sent; promises wait until it is there", behind_ms
-        )
+        logger.warning("clock set back, promises wait until it has caught up behind_ms=%d", behind_ms)
         self._parking.park(self._wheel, horizon, self._horizon)
         self.pending.passed(self._horizon[0])
         self._horizon = self._loaded = horizon
@@ -386,7 +384,7 @@ class HourLog:
             return
         error = task.exception()
         if error is not None:
-            logger.critical("gathering what is due next failed: %s", error)
+            logger.critical("gathering due promises failed reason=%s", error)
             self._on_failure(error)
             return
         self._on_change()

@@ -377,7 +377,7 @@ class TimerWheel:
             return
         error = task.exception()
         if error is not None:
-            logger.critical("opening a slot of the timer wheel failed: %s", error)
+            logger.critical("opening a slot of the timer wheel failed reason=%s", error)
             self._on_failure(error)
             return
         self._on_change()

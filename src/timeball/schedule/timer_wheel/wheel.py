@@ -249,9 +249,7 @@ class Wheel:
         suspects = self._ring.suspects(self._log.links.end)
         if len(suspects):
             self._push_again(suspects)
-            logger.info(
-                "the timer wheel: %d slots had come after the checkpoint and were revised", len(suspects)
-            )
+            logger.info("slots written after the checkpoint revised slots=%d", len(suspects))
 
     def _push_again(self, places: Int64Array | None) -> None:
         """Read all links, and push those that stand at these places of the ring, or all."""
