@@ -143,12 +143,14 @@ class Policy:
     def standing_queues(self, name: str) -> int | None:
         """Return how many queues a topic has that no operator has to make; None for other topics.
 
-        Tools send to the topics that are called like the cluster and the broker, and clients to the traces' topic. The
-        route says this number before there is such a topic, and the first send makes it with as many.
+        Tools send to the topics that are called like the cluster and the broker, clients to the traces' and replies'.
+        The route says this number before there is such a topic, and the first send makes it with as many.
         """
         if name in (self._settings.cluster_name, self._settings.broker_name):
             return self._settings.queues_per_topic
-        return 1 if name == reserved.TRACE_TOPIC else None
+        return (
+            1 if name in (reserved.TRACE_TOPIC, reserved.reply_topic(self._settings.cluster_name)) else None
+        )
 
     @property
     def has_template(self) -> bool:

@@ -31,6 +31,11 @@ _SYSTEM = _NOT_WRITABLE | {AUTO_CREATE_TOPIC, BENCHMARK_TOPIC, TRACE_TOPIC}
 SYSTEM_TOPICS = tuple(sorted(_SYSTEM))  # what tools leave out of lists
 
 
+def reply_topic(cluster_name: str) -> str:
+    """Return the topic that clients reply to requests in."""
+    return f"{cluster_name}_REPLY_TOPIC"
+
+
 def forbidden(topic: str) -> str | None:
     """Why no client may send to this topic; None when it may. The code to it is NO_PERMISSION."""
     if topic in _NOT_WRITABLE or topic.startswith(SYSTEM_PREFIX):

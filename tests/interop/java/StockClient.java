@@ -9,7 +9,9 @@ import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.TreeMap;
+import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.ConcurrentHashMap;
+import java.util.concurrent.ExecutionException;
 import java.util.concurrent.ExecutorService;
 import java.util.concurrent.Executors;
 import org.apache.rocketmq.acl.common.AclClientRPCHook;
@@ -29,9 +31,11 @@ import org.apache.rocketmq.client.exception.MQBrokerException;
 import org.apache.rocketmq.client.exception.MQClientException;
 import org.apache.rocketmq.client.producer.DefaultMQProducer;
 import org.apache.rocketmq.client.producer.LocalTransactionState;
+import org.apache.rocketmq.client.producer.RequestCallback;
 import org.apache.rocketmq.client.producer.SendResult;
 import org.apache.rocketmq.client.producer.TransactionListener;
 import org.apache.rocketmq.client.producer.TransactionMQProducer;
+import org.apache.rocketmq.client.utils.MessageUtil;
 import org.apache.rocketmq.common.consumer.ConsumeFromWhere;
 import org.apache.rocketmq.common.message.Message;
 import org.apache.rocketmq.common.message.MessageExt;
@@ -111,6 +115,7 @@ public final class StockClient {
         switch (r.getString("op")) {
             case "producer": return startProducer(r);
             case "send": return send(r);
+            case "request": return request(r);
             case "send_batch": return sendBatch(r);
             case "send_transaction": return sendTransaction(r);
             case "recall": return Version.recall(producer(r), r.getString("topic"), r.getString("handle"));
@@ -198,6 +203,29 @@ public final class StockClient {
         return told(producer(r).send(message));
     }
 
+    /** By the callback: the call that waits is broken in 5.3.1 to 5.3.3 (apache/rocketmq#9292), and always times out. */
+    private Object request(JSONObject r) throws Exception {
+        CompletableFuture<Message> reply = new CompletableFuture<>();
+        producer(r).request(message(r), new RequestCallback() {
+            @Override
+            public void onSuccess(Message message) {
+                if (message != null) { // null says that the request was sent
+                    reply.complete(message);
+                }
+            }
+
+            @Override
+            public void onException(Throwable error) {
+                reply.completeExceptionally(error);
+            }
+        }, r.getLongValue("timeout_ms"));
+        try {
+            return told((MessageExt) reply.get());
+        } catch (ExecutionException error) {
+            throw (Exception) error.getCause();
+        }
+    }
+
     private Object sendBatch(JSONObject r) throws Exception {
         List<Message> messages = new ArrayList<>();
         for (Object one : r.getJSONArray("messages")) {
@@ -250,10 +278,30 @@ public final class StockClient {
         } else {
             consumer.subscribe(r.getString("topic"), r.getString("expression"));
         }
-        listen(consumer, r.getString("name"), r.getIntValue("fail"), r.getBooleanValue("orderly"));
+        if (r.containsKey("reply_by")) {
+            replyWith(consumer, r.getString("name"), producers.get(r.getString("reply_by")));
+        } else {
+            listen(consumer, r.getString("name"), r.getIntValue("fail"), r.getBooleanValue("orderly"));
+        }
         consumer.start();
         stops.put(r.getString("name"), consumer::shutdown);
         return null;
+    }
+
+    /** Replies to each request with its body and "!", by this producer. */
+    private void replyWith(DefaultMQPushConsumer consumer, String name, DefaultMQProducer producer) {
+        consumer.setMessageListener((MessageListenerConcurrently) (messages, context) -> {
+            MessageExt request = messages.get(0);
+            try {
+                byte[] body = (new String(request.getBody(), StandardCharsets.UTF_8) + "!").getBytes(StandardCharsets.UTF_8);
+                producer.send(MessageUtil.createReplyMessage(request, body));
+            } catch (Exception error) {
+                emit(Map.of("event", "message", "consumer", name, "done", false, "message", told(error)));
+                return ConsumeConcurrentlyStatus.CONSUME_SUCCESS;
+            }
+            received(name, request, 0);
+            return ConsumeConcurrentlyStatus.CONSUME_SUCCESS;
+        });
     }
 
     private void listen(DefaultMQPushConsumer consumer, String name, int fail, boolean orderly) {

@@ -189,7 +189,7 @@ def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, o
 
 
 def test_codes_that_nobody_answers_are_not_called_forbidden(other: SignedWire) -> None:
-    assert other.ask(324).code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
+    assert other.ask(323).code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
 
 
 def test_an_administrator_may(root: SignedWire) -> None:

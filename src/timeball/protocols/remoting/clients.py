@@ -174,6 +174,13 @@ class Clients:
         """Consumer groups with members that subscribe to a topic."""
         return [name for name, group in self._consumers.items() if topic in group.subscriptions]
 
+    def producer(self, client_id: str) -> Member | None:
+        """The producer that calls itself so, and could still hear us."""
+        for member in self._members.values():
+            if member.client_id == client_id and member.produces and member.connection.is_open:
+                return member
+        return None
+
     def producers(self, group: str) -> list[Connection]:
         """Connections of a producer group that could still hear us."""
         return [connection for connection in self._producers.get(group, {}) if connection.is_open]

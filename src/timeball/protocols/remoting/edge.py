@@ -31,6 +31,7 @@ from timeball.protocols.remoting.pops import Pops
 from timeball.protocols.remoting.pulls import Pulls
 from timeball.protocols.remoting.queries import Queries
 from timeball.protocols.remoting.recalls import Recalls
+from timeball.protocols.remoting.replies import Replies
 from timeball.protocols.remoting.retries import Retries
 from timeball.protocols.remoting.routes import Routes
 from timeball.protocols.remoting.sends import Sends
@@ -72,6 +73,7 @@ class RemotingEdge:
                 Pops(site).handlers(),
                 Queries(site).handlers(),
                 Recalls(site).handlers(),
+                Replies(site).handlers(),
                 self._heartbeats.handlers(),
                 self._admin.handlers(),
                 locks.handlers(),

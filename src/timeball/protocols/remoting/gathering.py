@@ -45,7 +45,7 @@ class Gathering:
     def __init__(self, site: Site, keys: UniqueKeys, accept: Accept, *, recallable: bool = True) -> None:
         self._site, self._accept, self._recallable = site, accept, recallable
         settings = site.broker.parts.settings
-        self.columns = SendColumns(keys, settings.delay_ms_max, settings.timing_zone)
+        self.columns = SendColumns(keys, settings.delay_ms_max, settings.timing_zone, site.cluster_name)
         self._loop = asyncio.get_running_loop()
         self._committing = 0
         self._scheduled = False

@@ -44,6 +44,8 @@ NEEDS: dict[int, Need] = {
     RequestCode.SEND_MESSAGE: Need(Verb.SEND, "topic"),
     RequestCode.SEND_MESSAGE_V2: Need(Verb.SEND, "b"),
     RequestCode.SEND_BATCH_MESSAGE: Need(Verb.SEND, "b"),
+    RequestCode.SEND_REPLY_MESSAGE: Need(Verb.SEND, "topic"),
+    RequestCode.SEND_REPLY_MESSAGE_V2: Need(Verb.SEND, "b"),
     RequestCode.RECALL_MESSAGE: Need(Verb.CANCEL, "topic"),
     RequestCode.PULL_MESSAGE: _RECEIVE,
     RequestCode.LITE_PULL_MESSAGE: _RECEIVE,

@@ -21,7 +21,7 @@ NOW_MS = 1_800_000_000_000
 
 
 def columns() -> SendColumns:
-    return SendColumns(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC")
+    return SendColumns(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", "cluster")
 
 
 def feed(to: SendColumns, body: bytes = b"x", code: int = RequestCode.SEND_MESSAGE_V2, **fields: Any) -> None:

@@ -53,8 +53,9 @@ class Ticket(msgspec.Struct, gc=False):
 class SendColumns:
     """See the module."""
 
-    def __init__(self, keys: UniqueKeys, delay_ms_max: int, timing_zone: str) -> None:
+    def __init__(self, keys: UniqueKeys, delay_ms_max: int, timing_zone: str, cluster_name: str) -> None:
         self._keys, self._delay_ms_max, self._timing_zone = keys, delay_ms_max, timing_zone
+        self._cluster_name = cluster_name
         self._rows: list[Row] = []
         self.tickets: list[Ticket] = []
         self.size_bytes = 0
@@ -119,6 +120,9 @@ class SendColumns:
         if not unique_key:
             unique_key = self._keys.next(now_ms)
             properties = with_property(properties, "UNIQ_KEY", unique_key)
+        if "REPLY_TO_CLIENT" in found and "CLUSTER" not in found:
+            # A request: the consumer makes the name of the topic that it replies to from this (replies.py).
+            properties = with_property(properties, "CLUSTER", self._cluster_name)
         if keys is not None or len(unique_key) >= _SHORT or (tag is not None and len(tag) >= _SHORT):
             _check_lengths(tag, keys, unique_key)
         return (

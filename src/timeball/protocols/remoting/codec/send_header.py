@@ -67,8 +67,8 @@ class SendFields(msgspec.Struct, rename=_SHORT_NAMES, gc=False):
 
 
 # The same in words. A subclass would keep the letters: msgspec renames only what a class itself declares.
-_LongFields = msgspec.defstruct(
-    "_LongFields",
+LongFields = msgspec.defstruct(
+    "LongFields",
     [
         (field.name, field.type) if field.required else (field.name, field.type, field.default)
         for field in msgspec.structs.fields(SendFields)
@@ -89,7 +89,7 @@ class SendHeader(msgspec.Struct, gc=False):
 
 class _LongHeader(msgspec.Struct, gc=False):
     code: Int32
-    fields: _LongFields = msgspec.field(name="extFields")  # type: ignore[valid-type]
+    fields: LongFields = msgspec.field(name="extFields")  # type: ignore[valid-type]
     opaque: Int32 = 0
     flag: Int32 = 0
     version: Int32 = 0
@@ -154,7 +154,7 @@ def from_command(command: Command) -> SendHeader | None:
     """
     if command.code not in SEND_CODES or command.is_response:
         return None
-    kind = _LongFields if command.code == RequestCode.SEND_MESSAGE else SendFields
+    kind = LongFields if command.code == RequestCode.SEND_MESSAGE else SendFields
     try:
         fields = cast(SendFields, msgspec.convert(command.ext, kind, strict=False))
     except msgspec.ValidationError as error:
