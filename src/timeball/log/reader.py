@@ -162,10 +162,13 @@ class LogReader:
             if hit is not None:
                 self._cache.move_to_end(key)
                 return hit
-        frame = fmt.read_frame(segment.buffer, position)
-        if frame is None:
-            raise Corrupt(f"{segment.name}: the frame at byte {position} has become blank")
-        entry = (frame.first_seq, fmt.decode_rows(segment.buffer, frame))
+        try:
+            frame = fmt.read_frame(segment.buffer, position)
+            if frame is None:
+                raise Corrupt(f"the frame at byte {position} has become blank")
+            entry = (frame.first_seq, fmt.decode_rows(segment.buffer, frame))
+        except Corrupt as error:
+            raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
         if keep:
             self._keep(key, entry)
         return entry

@@ -56,7 +56,10 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
     files.sync_dir(FOLDER)  # also for names that a killed run has made or removed
     if not begun:
         if known_durable:
-            raise Corrupt(f"the log is gone, but a checkpoint knows of seq {known_durable - 1}")
+            raise Corrupt(
+                f"the log is gone, but a checkpoint knows of seq {known_durable - 1}: {FOLDER}/ holds no segment, "
+                "restore it from a copy"
+            )
         spare = prepare(files, 1, segment_bytes)
         return Opened(Segments([begin(spare, 1, 1, now_ms)]), spare.file, 0)
     for segment, following in itertools.pairwise(begun):

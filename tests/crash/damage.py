@@ -1,0 +1,149 @@
+"""Damage to one file of a data folder: a bit, a block, the end, the file, the folder. And what came of it.
+
+same       nothing that can be seen has changed: it was a cache, or nobody needs these bytes
+refused    the start, or a later step, ended with a storage error that names the file
+silent     a look at the folder shows something else, without a word: what must never happen
+fault      another error than that, or one that names no file
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from tests.crash.folder import Kept, Look, look
+from tests.crash_disk import Folder
+from tests.crash_files import CrashFiles
+
+from timeball.errors import StorageError
+
+# Files of these kinds must be there, or the folder is not one of every kind.
+KINDS = {
+    "checkpoint": r"checkpoint",
+    "document": r"[a-z_]+\.(json|key)",
+    "segment": r"log/\d+\.log",
+    "keys of a segment": r"log/\d+\.keys",
+    "frames of a segment": r"log/\d+\.frames",
+    "queue": r"queues/.*",
+    "data file": r"pending/bucket=.*",
+    "keys of a data file": r"pending/_keys/.*",
+    "delta entry": r"pending/_delta_log/\d+\.json",
+    "delta checkpoint": r"pending/_delta_log/(.*\.parquet|_last_checkpoint)",
+    "wheel": r"timer_wheel/.*",
+    "cascade": r"cascade/.*",
+}
+WAYS = ("bit", "byte", "block", "end", "file", "folder")
+NEVER_ALONE = {
+    "log"
+}  # a folder whose loss is asked for file by file only: without it the folder is another one
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One way to damage one file."""
+
+    name: str
+    way: str
+    at: int
+    bit: int
+
+    def do(self, files: CrashFiles) -> None:
+        """Damage it; names and bytes as durable as everything else is."""
+        if self.way == "file":
+            files.remove(self.name)
+        elif self.way == "folder":
+            folder = self.name.rpartition("/")[0]
+            for name in files.list_dir(folder):
+                if not is_folder(files, f"{folder}/{name}"):
+                    files.remove(f"{folder}/{name}")
+        elif self.way == "end":
+            files.open(self.name).allocate(self.at)
+        else:
+            here = bytearray(
+                files.content(self.name)[self.at : self.at + (512 if self.way == "block" else 1)]
+            )
+            here[0] ^= 1 << self.bit if self.way == "bit" else 0x5A
+            files.open(self.name).write_at(self.at, bytes(len(here)) if self.way == "block" else bytes(here))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of it, and how that was told."""
+
+    damage: Damage
+    outcome: str
+    text: str
+
+
+def is_folder(files: CrashFiles, name: str) -> bool:
+    return isinstance(files._find(name), Folder)
+
+
+def names(files: CrashFiles, folder: str = ".") -> Iterator[str]:
+    """All files, from the root on."""
+    for name in files.list_dir(folder):
+        path = name if folder == "." else f"{folder}/{name}"
+        if is_folder(files, path):
+            yield from names(files, path)
+        else:
+            yield path
+
+
+def kind_of(name: str) -> str | None:
+    return next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name)), None)
+
+
+def drawn(kept: Kept, count: int, seed: int) -> list[Damage]:
+    """So many damages, as many of each kind of file as of any other."""
+    rng = np.random.default_rng(seed)
+    by_kind: dict[str, list[str]] = {}
+    for name in names(kept.files):
+        kind = kind_of(name)
+        if kind is not None and written(kept.files, name):
+            by_kind.setdefault(kind, []).append(name)
+    found = []
+    for number in range(count):
+        of_kind = by_kind[sorted(by_kind)[number % len(by_kind)]]
+        name = str(rng.choice(of_kind))
+        ways = [way for way in WAYS if way != "folder" or name.partition("/")[0] not in {name, *NEVER_ALONE}]
+        at = int(rng.integers(written(kept.files, name)))
+        found.append(Damage(name, str(rng.choice(ways)), at, int(rng.integers(8))))
+    return found
+
+
+def written(files: CrashFiles, name: str) -> int:
+    """Bytes up to the last one that is not zero: behind it nobody has written."""
+    return len(files.content(name).rstrip(b"\0"))
+
+
+def difference(expected: object, found: object) -> str:
+    """What is gone and what is new, of lists; else both."""
+    if not isinstance(expected, list) or not isinstance(found, list):
+        return f"{expected} became {found}"[:600]
+    pairs = (expected, found), (found, expected)
+    gone, new = ([str(one)[:100] for one in some if one not in others] for some, others in pairs)
+    return f"{gone[:3]} are gone, {new[:3]} are new"
+
+
+def result(kept: Kept, expected: Look, damage: Damage) -> Result:
+    """Damage a copy, look at it, and compare."""
+    files = kept.copy()
+    damage.do(files)
+    try:
+        found = look(kept, files)
+    except StorageError as error:
+        short, folder = damage.name.rpartition("/")[2], damage.name.rpartition("/")[0]
+        # Where all files of a folder are gone, nobody can know their names.
+        told = (
+            short in str(error)
+            or f"{folder}/ " in str(error)
+            or (damage.way == "folder" and folder in str(error))
+        )
+        return Result(damage, "refused" if told else "fault", str(error))
+    except BaseException as error:  # whatever it is: a user would be told of a fault in Timeball
+        return Result(damage, "fault", repr(error))
+    wrong = [key for key in expected if found[key] != expected[key]]
+    text = ", ".join(f"{key}: {difference(expected[key], found[key])}" for key in wrong)
+    return Result(damage, "silent" if wrong else "same", text)

@@ -1,0 +1,171 @@
+"""A life with one failing call to the disk: what fails is refused or ends the broker, and a start loses nothing.
+
+A scenario runs until a step meets the error. If the node goes on, so does the scenario, as a client would whose request
+was refused; if it fails, it is stopped in order, as `serve` stops one. Then the disk is mended, the node started again,
+and all becomes due. Calls of the library that keeps the Delta table fail for real: descriptors or room run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+from tests.crash.checker import Fault
+from tests.crash.lives import end_of_days, run
+from tests.crash.scenarios import SCENARIOS, SETTINGS
+from tests.crash.world import CutFiles, Unheard, World
+from tests.starving import no_descriptors, no_room
+
+from timeball.cli.exit_codes import ExitCode, explain
+from timeball.clock import ManualClock
+from timeball.errors import DiskFailed, OverLimit, SetupError, TimeballError
+
+ERRORS: dict[str, Callable[[], TimeballError]] = {
+    "EIO": lambda: DiskFailed("the disk of this test failed: Input/output error (errno 5)"),
+    "EMFILE": lambda: DiskFailed("opening of this test failed: Too many open files (errno 24)"),
+    "ENOSPC": lambda: OverLimit("disk full while this test writes"),
+}
+STEP_S = 3  # many times what a step takes
+IN_DELTA: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "EMFILE in Delta": no_descriptors,
+    "EFBIG in Delta": no_room,
+}
+
+
+@dataclass(frozen=True)
+class Injected:
+    """Which call fails, how, and whether all later ones do, too."""
+
+    scenario: str
+    error: str
+    call: int
+    forever: bool
+
+
+class FailingFiles(CutFiles):
+    """Also the library's calls fail, from the n-th time it is let into the folder until the next call of ours."""
+
+    fails_in_delta: Callable[[], AbstractContextManager[None]] | None = None
+    external_calls = 0
+    fail_at_external = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starving = ExitStack()
+
+    def external(self, name: str) -> str:
+        path = super().external(name)
+        self.external_calls += 1
+        if self.fails_in_delta is not None and self.external_calls == self.fail_at_external:
+            self._starving.enter_context(self.fails_in_delta())
+        return path
+
+    def relieve(self) -> None:
+        """Let the library work again."""
+        self._starving.close()
+
+
+def calls_of(scenario: str) -> tuple[int, int]:
+    """How many calls a life makes, and how often the library is let in."""
+    files = FailingFiles()
+    _live(files, World(files, ManualClock(), **SETTINGS.get(scenario, {})), scenario)
+    return files.calls, files.external_calls
+
+
+def drawn(count: int, seed: int, scenarios: list[str]) -> list[Injected]:
+    """So many injections, over all scenarios, errors and calls."""
+    rng = np.random.default_rng(seed)
+    lengths = {name: calls_of(name) for name in scenarios}
+    found = []
+    for number in range(count):
+        scenario = scenarios[number % len(scenarios)]
+        error = str(rng.choice([*ERRORS, *IN_DELTA]))
+        calls = lengths[scenario][error in IN_DELTA]
+        found.append(Injected(scenario, error, 1 + int(rng.integers(calls)), bool(rng.integers(2))))
+    return found
+
+
+@dataclass(frozen=True)
+class Life:
+    """How a life with an error went: what ended it, and what is wrong after the next start."""
+
+    injected: Injected
+    ended_by: BaseException | None
+    faults: list[Fault]
+
+
+def lived(injected: Injected, spoil: Callable[[CutFiles], None] = lambda files: None) -> Life:
+    """Live with an error, start again, and look. `spoil` is for controls: what it does to the disk must be noticed."""
+    files, settings = FailingFiles(), SETTINGS.get(injected.scenario, {})
+    world = World(files, ManualClock(), **settings)
+    if injected.error in IN_DELTA:
+        files.fails_in_delta, files.fail_at_external = IN_DELTA[injected.error], injected.call
+    else:
+        files.fail_at(injected.call, ERRORS[injected.error](), forever=injected.forever)
+    ended_by = _live(files, world, injected.scenario)
+    files.heal()
+    spoil(files)
+    faults = run(end_of_days(World(files, world.clock, world.observed, **settings)))
+    no_room = isinstance(ended_by, SetupError) and "no room" in str(
+        ended_by
+    )  # a start that says which option to turn
+    if ended_by is not None and explain(ended_by)[1] != ExitCode.STORAGE and not no_room:
+        faults.append(Fault("code", f"{ended_by!r} ends the process with {explain(ended_by)[1]!r}"))
+    return Life(injected, ended_by, faults)
+
+
+def _live(files: FailingFiles, world: World, scenario: str) -> BaseException | None:
+    """What ended the node; None when it has lived to its end."""
+
+    async def main() -> BaseException | None:
+        try:
+            return await steps()
+        finally:
+            await world.abandon()
+            files.relieve()
+
+    async def steps() -> BaseException | None:
+        for step in SCENARIOS[scenario]:
+            try:
+                async with asyncio.timeout(STEP_S):
+                    await step(world)
+            except TimeoutError:  # all that is due is not settled as long as the disk is full
+                break
+            except Exception as error:
+                files.relieve()
+                ended_by = world.failure or (None if _is_up(world) else error)
+                if ended_by is not None or _is_ours(error):
+                    await _stopped(world)
+                    return ended_by or error
+        if world.node is not None:
+            failure = world.failure
+            await _stopped(world)
+            return failure
+        return None
+
+    return run(main())
+
+
+def _is_up(world: World) -> bool:
+    """Whether the node has started and not ended."""
+    return world.node is not None and hasattr(world.node, "upkeep") and bool(world.node.upkeep._tasks)
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this is a fault in Timeball: no error of its own, and not of a step that misses what was refused."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return not isinstance(error, TimeballError) and "/src/timeball/" in frames[-1].filename
+
+
+async def _stopped(world: World) -> None:
+    """As in order as the disk allows: `serve` ends with the first error, whatever the stop meets."""
+    if _is_up(world):
+        try:
+            await world.stop()
+        except Exception as error:
+            if not isinstance(error, TimeballError):
+                raise Unheard(repr(error)) from error

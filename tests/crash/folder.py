@@ -1,0 +1,182 @@
+"""A data folder with something of every kind in it, and one long look at what it holds: what damage is measured by.
+
+`lived` leaves messages, promises in tail and table, delay levels, receipts, half messages, groups, offsets, cancelled
+and moved promises, several segments, an older and a newer version of the table, behind a clean stop. `look` starts on
+such a folder, does with it what users do until all is due, and returns everything that could be seen on the way:
+two folders that hold the same give two equal looks.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from tests.broker.test_transactions import commit, prepare
+from tests.crash.checker import Observed, check
+from tests.crash.lives import AFTER_MS, run
+from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World
+from tests.crash_files import CrashFiles
+
+from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.popping import in_hand
+from timeball.broker.popping.modes import RequestMode, RequestModes
+from timeball.broker.popping.popper import Ask
+from timeball.broker.topic_config import TopicConfig
+from timeball.clock import ManualClock
+from timeball.table import catalog
+
+POPS, RECEIVES, AGAIN = "poppers", "receivers", "%RETRY%"
+MINUTE_MS = 60_000
+VARIANTS: dict[str, dict[str, Any]] = {
+    "hour_log": {},
+    "retained": {"retention_ms": 1},  # the log's beginning is gone
+    "timer_wheel": {"schedule": "timer_wheel"},
+    "level_cascade": {"schedule": "level_cascade"},
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A folder after a clean stop, and what the world outside knows of it."""
+
+    files: CrashFiles
+    clock: ManualClock
+    observed: Observed
+    settings: dict[str, Any]
+    keys: dict[str, list[str]]  # of promises to be cancelled, and to be moved, during the look
+    halves: list[int]
+
+    def world(self, files: CrashFiles) -> World:
+        """A machine with a disk like this one."""
+        world = World(files, replace(self.clock), deepcopy(self.observed), **self.settings)
+        world.keys = 1_000  # not those of the life before
+        return world
+
+    def copy(self) -> CrashFiles:
+        """The same disk, to be damaged."""
+        return self.files.crash(survival="everything")
+
+
+def lived(variant: str) -> Kept:
+    """Live until a clean stop."""
+    world = World(CutFiles(), ManualClock(), **VARIANTS[variant])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "CHECKPOINT_EVERY", 3)
+        keys, halves = run(_live(world))
+    return Kept(world.files, world.clock, world.observed, VARIANTS[variant], keys, halves)
+
+
+async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
+    await world.start()
+    broker, compacts = world.broker, world.settings.schedule == "hour_log"
+    await world.create_topic("a", 2)
+    broker.parts.topics.configure("c", TopicConfig(3, 3, attributes={"message.type": "DELAY"}))
+    broker.parts.groups.update(SubscriptionGroup("configured", retry_max_times=3))
+    await RequestModes(broker.parts).set(RequestMode("a", POPS, "POP"))
+    far = await world.send("a", [HOUR_MS, HOUR_MS + 1, 2 * HOUR_MS, 3 * HOUR_MS, 40 * MINUTE_MS])
+    await world.send("a", [None] * 6, 20_000)
+    table = await world.bulk("b", [HOUR_MS, 2 * HOUR_MS, 5 * HOUR_MS, SECOND_MS], 1)
+    for round_ in range(4):
+        if compacts:
+            await world.compact()
+        far += await world.send("c", [HOUR_MS + round_, 30 * MINUTE_MS, 4 * HOUR_MS], 60_000)
+        await world.send("b", [None, None, 500, None], 90_000)
+        await world.advance(2 * SECOND_MS)
+        await world.consume()
+        await world.cancel([far[-1]])
+        if compacts:
+            await world.compact()
+        await world.checkpoint()
+    # Behind the first segments, which may go in one of the variants: these keep the log from themselves on.
+    await world.send_levels("b", [1, 5, 9, 14, 18])
+    halves = [await prepare(world, topic=["half"]), await prepare(world, topic=["half"], unique_key=["B0"])]
+    await world.reschedule([far[1]], 90 * MINUTE_MS)
+    await world.save_offsets()
+    await world.let_go()
+    tail = await world.send("a", [HOUR_MS, 2 * HOUR_MS, 50 * MINUTE_MS])
+    await world.send_levels("b", [4, 10])
+    await world.send("a", [None] * 4)
+    await broker.popper.pop(Ask(POPS, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
+    await broker.receiving.receive(Ask(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
+    assert (broker.parts.reader.first_seq > 1) == (world.settings.retention_ms == 1)
+    await world.stop()
+    return {"cancel": [far[3], table[1], tail[1]], "move": [far[4], table[2], tail[2]]}, halves
+
+
+Look = dict[str, Any]
+
+
+def look(kept: Kept, files: CrashFiles) -> Look:
+    """Everything that can be seen of a folder from its start until all is due; raises what a user would be told."""
+
+    async def main() -> Look:
+        world = kept.world(files)
+        try:
+            return await _look(world, kept)
+        except Exception:
+            if world.failure is not None:
+                raise world.failure from None
+            raise
+        finally:
+            await world.abandon()
+
+    return run(main())
+
+
+async def _look(world: World, kept: Kept) -> Look:
+    await world.start()
+    await world.settled()
+    found = _known(world)
+    found["visible"] = [(row.place, row.key, row.body) for row in (await world.outcome()).rows]
+    await world.consume()
+    found["seen"] = [(row.place, row.key) for row in sorted(world.observed.seen.values())]
+    found["verdicts"] = [v.verdict for v in await world.broker.cancel(ids=kept.keys["cancel"])]
+    world.observed.cancel_asked.update(kept.keys["cancel"])
+    await world.reschedule(kept.keys["move"], 70 * MINUTE_MS)
+    found["committed"] = str(await commit(world, kept.halves[0]))
+    await world.send("a", [None, SECOND_MS])
+    await world.advance(11 * MINUTE_MS)
+    world.broker.popper.wake()
+    windows = world.broker.popper.windows.all()
+    await world.until(lambda: not any(window.held for window in windows), "what POP handed out is back")
+    await world.consume()
+    await world.advance(AFTER_MS)
+    await world.consume()
+    outcome = await world.outcome()
+    found["rows"] = sorted((r.place.topic, r.key, r.body, str(r.due_ms)) for r in outcome.rows)
+    found["waited"] = sorted((r.key, r.body) for r in outcome.waited)
+    # What comes back to a group stands in its retry topic besides, and half messages are not in the observer's book.
+    observed = world.observed
+    outcome.rows = [row for row in outcome.rows if not row.place.topic.startswith(AGAIN)]
+    outcome.ranges = {queue: ends for queue, ends in outcome.ranges.items() if not queue[0].startswith(AGAIN)}
+    outcome.offsets = {of: offsets for of, offsets in outcome.offsets.items() if not of[1].startswith(AGAIN)}
+    observed.seen = {place: row for place, row in observed.seen.items() if not place.topic.startswith(AGAIN)}
+    found["faults"] = [fault for fault in check(world.observed, outcome) if fault.kind != "unexpected"]
+    found["settled"] = sorted(outcome.settled)
+    if world.failure is not None:
+        raise world.failure  # it would have ended the process
+    await world.stop()
+    return found
+
+
+def _known(world: World) -> Look:
+    """What the broker says of itself after a start."""
+    parts, broker = world.broker.parts, world.broker
+    adds = DeltaTable(parts.catalog.uri).get_add_actions(flatten=True)
+    return {
+        "topics": [(t.name, t.config, t.filter_type, t.perm) for t in parts.topics.all()],
+        "queues": {topic: broker.queues(topic) for topic in broker.topics()},
+        "groups": parts.groups.all(),
+        "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
+        "modes": RequestModes(parts).get("a", POPS),
+        "secret": broker.receiving.seal,
+        "held": in_hand.encode(broker.popper.windows.all()),
+        "halves": sorted(broker.transactions.open()),
+        "ledger": (parts.ledger.epochs, parts.ledger.reserved, parts.ledger.attach_seq),
+        "files": sorted(str(entry) for entry in parts.hour_log.pending.live_entries()),
+        "delta": sorted(str({**a, "modification_time": 0}) for a in pa.table(adds).to_pylist()),
+    }  # fmt: skip

@@ -1,0 +1,63 @@
+"""300 lives with a failing call: 0 promises lost, early, twice or back again; what ends the broker has code 5."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+from tests.crash.disk_errors import IN_DELTA, SCENARIOS, Injected, Life, calls_of, drawn, lived
+from tests.crash.world import CutFiles
+
+from timeball.errors import DiskFailed
+from timeball.log import checkpoint
+
+SEED = int(os.environ.get("CUT_SEED", "1"))
+
+
+def wrong(lives: list[Life]) -> list[str]:
+    return [
+        f"{life.injected}, ended by {life.ended_by!r}: {life.faults[:3]}" for life in lives if life.faults
+    ]
+
+
+def test_some_errors_lose_nothing() -> None:
+    lives = [lived(injected) for injected in drawn(6, SEED, ["compact", "bulk", "roll"])]
+    assert wrong(lives) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_300_errors_lose_nothing() -> None:
+    lives = [lived(injected) for injected in drawn(300, SEED, list(SCENARIOS))]
+    assert wrong(lives) == []
+    assert sum(life.ended_by is not None for life in lives) > 100, "errors that nobody meets prove nothing"
+
+
+@pytest.mark.parametrize("error", IN_DELTA)
+def test_each_delta_commit_that_fails_ends_the_broker_with_the_folder_s_name(error: str) -> None:
+    _, library_calls = calls_of("compact")
+    ended = []
+    for call in range(3, library_calls + 1, 4):
+        life = lived(Injected("compact", error, call, forever=False))
+        assert life.faults == []
+        ended.append(life.ended_by)
+    named = [str(one) for one in ended if isinstance(one, DiskFailed)]
+    assert named and all("pending/_delta_log" in text for text in named)
+
+
+def forget_files(files: CutFiles) -> None:
+    """As if all that was attached had come to the table and were gone from it."""
+    known = checkpoint.load(files)
+    if known is not None and known.facts.files:
+        spoiled = msgspec.structs.replace(known.facts, files=known.facts.files[1:])
+        checkpoint.save(files, msgspec.structs.replace(known, facts=spoiled))
+
+
+def test_a_checkpoint_that_forgets_an_attach_is_noticed() -> None:
+    """The control: what a failed commit once left behind."""
+    calls, _ = calls_of("bulk")
+    lives = (
+        lived(Injected("bulk", "EIO", call, False), forget_files) for call in range(calls // 2, calls, 9)
+    )
+    assert any(fault.kind == "lost" for life in lives for fault in life.faults)
