@@ -15,7 +15,6 @@ Hands on: to the broker's loop; answers travel back in the order of the requests
     exchange   one send stream: a reading thread, an answering thread
     gate       how many calls may be inside at once
     reading    the one message of a request: how many at once, for how long
-    sockets    is a port free; cut the connections that will not go
     verbs      from a decoded request to the broker's verb
     server     FlightEdge: what grpcio calls
 """
