@@ -42,7 +42,6 @@ UNTIL_CAUGHT = hypothesis.settings(
     FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[hypothesis.Phase.generate],
 )  # fmt: skip
-SLOW_FACTOR = 8
 MANY = 2_000
 WORDS_MIN = 5  # of a reason
 
@@ -79,6 +78,7 @@ class Contract(Moves, Clocks, Cuts):
     exempt: ClassVar[dict[str, str]] = {}
     new_rig: ClassVar[Callable[[], Rig]]
     examples: ClassVar[int] = FAST.max_examples
+    slow_factor: ClassVar[int] = 8
 
     @pytest.fixture
     def world(self) -> Iterator[World]:
@@ -110,7 +110,8 @@ class Contract(Moves, Clocks, Cuts):
     @pytest.mark.slow
     @pytest.mark.timeout(1_200)
     def test_anything_in_any_order_for_long(self) -> None:
-        settings = hypothesis.settings(FAST, max_examples=SLOW_FACTOR * self.examples, stateful_step_count=60)
+        count = self.slow_factor * self.examples
+        settings = hypothesis.settings(FAST, max_examples=count, stateful_step_count=60)
         run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 
     # -- never early, never lost ---------------------------------------------------------------------------
@@ -412,9 +413,10 @@ class Contract(Moves, Clocks, Cuts):
 
 @pytest.mark.slow
 class Variant(Contract):
-    """A strategy under the contract once more, with less room, say: cut at every sixth call, at random for long."""
+    """A strategy under the contract once more, with less room, say: cut at every twelfth call, and for half as long."""
 
-    cuts_step = 6
+    cuts_step = 12
+    slow_factor = 4
     # The slow part of each of the two does the same, and more.
     test_anything_in_any_order = None  # type: ignore[assignment]
     test_a_spread_of_power_cuts = None  # type: ignore[assignment]

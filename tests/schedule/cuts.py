@@ -42,7 +42,7 @@ class Cuts:
     """See the module; a part of `contract.Contract`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
-    # In the slow part. A strategy under the contract for a second time, with less room, say, takes every sixth.
+    # In the slow part. A strategy under the contract for a second time, with less room, say, takes every twelfth.
     cuts_step: ClassVar[int] = 1
 
     def test_a_spread_of_power_cuts(self) -> None:
