@@ -47,7 +47,7 @@ def test_a_topic_that_is_not_there_is_named_unless_it_is_waited_for(endpoint: st
     assert "no-such-topic" in ended.stderr and "--wait" in ended.stderr
     waited = run_here("pull", "not-yet", "--wait", "10ms", "--endpoint", endpoint)
     assert waited.returncode == 0
-    assert "0 messages" in waited.stderr
+    assert "0 messages: there is no topic 'not-yet' yet" in waited.stderr
     again = run_here("pull", "not-yet", "--endpoint", endpoint)
     assert again.returncode == 2, "reading makes no topic"
 

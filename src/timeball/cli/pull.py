@@ -16,6 +16,7 @@ from timeball.errors import NotFound
 
 if TYPE_CHECKING:
     from timeball.client.messages import Message
+    from timeball.client.timeball import Timeball
 
 
 def pull(
@@ -66,10 +67,18 @@ def pull(
             if wait_s:  # it has been waited for
                 raise
             raise NotFound(f"{error}; to wait for its first message, say --wait 30s or --follow") from error
+        why = "" if count else f": {_why_nothing(ball, topic, group)}"
     if not as_json:
-        note(
-            f"{count:,} message{'s' if count != 1 else ''}{'' if count else ': nothing new for group ' + group}"
-        )
+        note(f"{count:,} message{'s' if count != 1 else ''}{why}")
+
+
+def _why_nothing(ball: Timeball, topic: str, group: str) -> str:
+    """Return what to tell a reader who got nothing: a slip of the pen must not look like an empty topic."""
+    try:
+        ball.queues(topic)
+    except NotFound:
+        return f"there is no topic {topic!r} yet"
+    return f"nothing new for group {group}"
 
 
 def _print(message: Message, as_json: bool) -> None:
