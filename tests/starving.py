@@ -7,14 +7,22 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from timeball.descriptors import RESERVE
+
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Have every open of this process fail with EMFILE."""
-    free = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
+    """Have every open of this process fail with EMFILE, those that may use the broker's reserve as well."""
+    # So many numbers are in use that the limit can lie the whole reserve below the lowest that is free.
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(RESERVE + 1)]
+    free = taken.pop()
     os.close(free)
-    with _limited(resource.RLIMIT_NOFILE, free):
-        yield
+    try:
+        with _limited(resource.RLIMIT_NOFILE, free - RESERVE):
+            yield
+    finally:
+        for number in taken:
+            os.close(number)
 
 
 @contextmanager
