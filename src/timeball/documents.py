@@ -31,11 +31,13 @@ def decode(name: str, data: bytes, kind: type[T]) -> T:
     """Return what `encode` was given; raise Corrupt with the file's name."""
     first, newline, content = data.partition(b"\n")
     if first + newline != _first_line(content):
-        raise Corrupt(f"{name} does not match its checksum: restore it from a copy of the same moment")
+        raise Corrupt(
+            f"{name} does not match its checksum: restore it from a copy of the same moment as the log"
+        )
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
-        raise Corrupt(f"{name}: {error}; restore it from a copy of the same moment") from error
+        raise Corrupt(f"{name}: {error}; restore it from a copy of the same moment as the log") from error
 
 
 def load(files: Files, name: str, kind: type[T]) -> T | None:

@@ -194,7 +194,7 @@ async def test_without_checkpoint_and_without_the_log_s_beginning_nobody_knows_w
     await world.stop()
     files = copy_of(world)
     files.remove(checkpoint.NAME)
-    with pytest.raises(Corrupt, match="restore 'checkpoint' from a copy"):
+    with pytest.raises(Corrupt, match=r"checkpoint is missing or damaged.*restore it from a copy"):
         await World(files, world.clock).start()
     await world.start()
     await world.advance(HOUR_MS)

@@ -1,9 +1,9 @@
 """Damage to one file of a data folder: a bit, a block, the end, the file, the folder. And what came of it.
 
 same       nothing that can be seen has changed: it was a cache, or nobody needs these bytes
-refused    the start, or a later step, ended with a storage error that names the file
+refused    the start, or a later step, ended with a storage error that names the file and says what to do
 silent     a look at the folder shows something else, without a word: what must never happen
-fault      another error than that, or one that names no file
+fault      another error than that, or one that names no file, or leaves the operator without advice
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def result(kept: Kept, expected: Look, damage: Damage) -> Result:
             or f"{folder}/ " in str(error)
             or (damage.way == "folder" and folder in str(error))
         )
-        return Result(damage, "refused" if told else "fault", str(error))
+        advised = "restore" in str(error) or "start the broker again" in str(error)
+        return Result(damage, "refused" if told and advised else "fault", str(error))
     except BaseException as error:  # whatever it is: a user would be told of a fault in Timeball
         return Result(damage, "fault", repr(error))
     wrong = [key for key in expected if found[key] != expected[key]]

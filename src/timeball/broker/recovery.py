@@ -109,7 +109,8 @@ def recover(
     known = checkpoint or cp.Checkpoint(cp.Facts(seq=reader.first_seq), _EMPTY, _EMPTY)
     if checkpoint is None and reader.first_seq > 1:
         raise Corrupt(
-            "the checkpoint is lost and the log's beginning has been let go: restore 'checkpoint' from a copy"
+            "checkpoint is missing or damaged, and retention has let go the log's beginning: restore it from a copy "
+            "of the same moment as the log"
         )
     facts = known.facts
     if reader.first_seq > facts.log_from_seq:

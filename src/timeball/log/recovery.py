@@ -92,7 +92,8 @@ def _find(files: Files) -> tuple[list[Segment], list[int]]:
             continue
         if spares or (begun and begun[-1].ordinal + 1 != ordinal):
             raise Corrupt(
-                f"{segment_name(ordinal - 1)} is missing or was never begun, but {segment_name(ordinal)} exists"
+                f"{segment_name(ordinal - 1)} is missing or was never begun, but {segment_name(ordinal)} exists: "
+                "restore the first from a copy"
             )
         begun.append(Segment(ordinal, first_seq, buffer))
     return begun, spares
@@ -104,9 +105,9 @@ def _first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
     except Corrupt as error:
         if is_last and last_written(buffer, 0) <= fmt.ALIGN:
             return None  # torn while it was being begun: its header is synced before any frame is written
-        raise Corrupt(f"{name}: {error}") from error
+        raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
     if first_seq is None and last_written(buffer, 0) > fmt.ALIGN:
-        raise Corrupt(f"{name} holds data but its header is blank")
+        raise Corrupt(f"{name} holds data but its header is blank: restore this file from a copy")
     return first_seq
 
 
