@@ -22,6 +22,8 @@ from timeball.log import format as fmt
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.columns import SEND_SCHEMA
+from timeball.schedule.level_cascade import queue
+from timeball.schedule.level_cascade.store import CascadeState
 from timeball.schedule.timer_wheel import ring, timer_log
 from timeball.schedule.timer_wheel.wheel import WheelState
 from timeball.table.attachment import Attachment, FileEntry
@@ -187,7 +189,8 @@ FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
     ("checkpoint", "Checkpoint", checkpoint.Facts.__struct_fields__),
     ("timer-wheel", "The ring", ring.RECORD.names or ()),
     ("timer-wheel", "Links and entries", (*(timer_log.LINK.names or ()), *(timer_log.ENTRY.names or ()))),
-    ("timer-wheel", "State", WheelState.__struct_fields__),
+    ("timer-wheel", "Entries of a cascade", queue.RECORD.names or ()),
+    ("timer-wheel", "State", (*WheelState.__struct_fields__, *CascadeState.__struct_fields__)),
 ]
 
 
@@ -212,6 +215,7 @@ DRAWN = [
     ("frame-index", frame_index),
     ("timer-wheel", ring),
     ("timer-wheel", timer_log),
+    ("timer-wheel", queue),
 ]
 
 

@@ -8,11 +8,12 @@ from functools import cache
 
 import msgspec
 import pytest
-from tests.crash.damage import KINDS, WAYS, Damage, Result, drawn, kind_of, names, result
+from tests.crash.damage import KINDS, WAYS, Damage, Result, drawn, kind_of, names, result, written
 from tests.crash.folder import VARIANTS, Kept, Look, lived, look
 
 from timeball import documents
 from timeball.log import checkpoint
+from timeball.schedule import mapped_log
 
 SEED = int(os.environ.get("CUT_SEED", "1"))
 BAD = ("silent", "fault")
@@ -59,6 +60,37 @@ def test_500_damages_are_never_silent(variant: str) -> None:
     )
 
 
+def of_own_files(kept: Kept, kind: str, count: int) -> list[Damage]:
+    """So many damages of the files that a strategy has for itself."""
+    return [one for one in drawn(kept, 16 * count, SEED) if kind_of(one.name) == kind][:count]
+
+
+KEPT = [("timer_wheel", "wheel"), ("level_cascade", "cascade")]
+
+
+@pytest.mark.parametrize(("variant", "kind"), KEPT)
+def test_a_flipped_bit_in_a_strategys_files_hides_no_promise(variant: str, kind: str) -> None:
+    """They are caches: a start reads the log instead, so that no look shows a difference."""
+    kept, expected = folder(variant)
+    damages = [one for one in of_own_files(kept, kind, 40) if one.way in ("bit", "byte", "block")][:4]
+    results = [result(kept, expected, damage) for damage in damages]
+    assert [one.outcome for one in results] == ["same"] * 4, wrong(results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize(("variant", "kind"), KEPT)
+def test_300_damages_of_a_folder_with_a_strategys_files_are_never_silent(variant: str, kind: str) -> None:
+    """Half of them in the files of the strategy, which are made anew."""
+    kept, expected = folder(variant)
+    own = [result(kept, expected, damage) for damage in of_own_files(kept, kind, 150)]
+    assert wrong(own) == []
+    assert {one.outcome for one in own} == {"same"}
+    others = [result(kept, expected, damage) for damage in drawn(kept, 150, SEED)]
+    assert wrong(others) == []
+    assert "refused" in {one.outcome for one in others}, "damage that nobody meets proves nothing"
+
+
 # ---- controls: what nobody could notice must be noticed by the harness --------------------------------------
 
 
@@ -82,3 +114,15 @@ class Silently(Damage):
 def test_a_change_under_the_right_checksum_is_noticed(name: str) -> None:
     kept, expected = folder("hour_log")
     assert result(kept, expected, Silently(name, "sealed", 0, 0)).outcome == "silent"
+
+
+def test_a_flipped_bit_that_no_checksum_meets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of those above: without the comparison a promise is lost in silence."""
+    kept, expected = folder("timer_wheel")
+    monkeypatch.setattr(mapped_log, "_verified", lambda found, *_: found["record"].copy())
+    name = next(name for name in names(kept.files) if "/entries/" in name)
+    found = {
+        result(kept, expected, Damage(name, "bit", at, 3)).outcome
+        for at in range(8, written(kept.files, name), 64)
+    }
+    assert found & {"silent", "fault"}

@@ -15,7 +15,7 @@ from tests.schedule.world import World
 from timeball.message import Int64Array, Kind
 from timeball.schedule.level_cascade.hops import FAR_MS, is_last
 from timeball.schedule.level_cascade.queue import HopQueue
-from timeball.schedule.level_cascade.store import CascadeState, LevelCascade, usable
+from timeball.schedule.level_cascade.store import CascadeState, LevelCascade, check
 from timeball.schedule.places import Placed
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled, Strategy
@@ -49,7 +49,7 @@ class CascadeRig:
         state = None
         if restart.state is not None:
             state = msgspec.convert(restart.state, CascadeState)
-            assert usable(world.files, state), "what a checkpoint vouches for is there"
+            check(world.files, state)  # what a checkpoint vouches for is there
         waiting = restart.waiting if state is None else restart.since
         strategy.restore(state, restart.settled, waiting, world.now_ms)
         return strategy
@@ -133,7 +133,7 @@ class StaysWhereItWas(LevelCascade):
 
     def restore(self, state: msgspec.Struct | None, settled: Settled, waiting: Placed, now_ms: int) -> None:
         if isinstance(state, CascadeState):  # what it knew already counts as new
-            state = CascadeState(0, state.queues)
+            state = CascadeState(state.generation, 0, state.queues)
         super().restore(state, settled, waiting, now_ms)
 
 

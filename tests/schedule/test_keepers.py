@@ -46,10 +46,11 @@ def build(world: World, settings: Settings) -> Keeper | None:
 
 
 def saved(world: World, settings: Settings) -> Checkpoint:
-    """A checkpoint of a broker that has just begun with these settings."""
+    """A checkpoint of a broker that has just begun with these settings, and one promise."""
     keeper = build(world, settings)
     assert keeper is not None
-    keeper.restore(None, Settling().settled(), Placed(NONE, NONE, NONE), world.now_ms)
+    waiting = Placed(np.array([world.now_ms + limits.HOUR_MS // 2]), np.array([1]), np.array([1]))
+    keeper.restore(None, Settling().settled(), waiting, world.now_ms)
     for _, files in keeper.take_dirty():
         for file in files:
             file.sync()
@@ -87,8 +88,18 @@ def test_nothing_saved_and_nonsense_are_no_state(world: World) -> None:
         assert keepers.kept(WHEEL, world.files, Checkpoint(facts, NONE, NONE)) is None
 
 
-def test_a_state_without_its_files_is_not(world: World) -> None:
-    checkpoint = saved(world, WHEEL)
-    folder = next(iter(world.files.list_dir("timer_wheel")))
-    world.files.remove(f"timer_wheel/{folder}/ring")
-    assert keepers.kept(WHEEL, world.files, checkpoint) is None
+@pytest.mark.parametrize("way", ["missing", "flipped"])
+@pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.schedule)
+def test_a_state_whose_files_are_damaged_is_not_used(
+    world: World, settings: Settings, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = saved(world, settings)
+    assert keepers.kept(settings, world.files, checkpoint) is not None
+    folder = "timer_wheel/00000001" if settings is WHEEL else "cascade/00000001"
+    name = f"{folder}/{world.files.list_dir(folder)[0]}/00000000.log"
+    if way == "missing":
+        world.files.remove(name)
+    else:
+        world.files.open(name).write_at(1, bytes([world.files.content(name)[1] ^ 1]))
+    assert keepers.kept(settings, world.files, checkpoint) is None
+    assert f"reason={name}" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.crash_files import CrashFiles
 
-from timeball.errors import OutOfRange, OverLimit
+from timeball.errors import Corrupt, OutOfRange, OverLimit
 from timeball.files import RealFiles
 from timeball.schedule import mapped_log
-from timeball.schedule.mapped_log import MappedLog, RecordArray, is_whole
+from timeball.schedule.mapped_log import MappedLog, RecordArray, check
 
 FOLDER = "some/log"
 RECORD = np.dtype([("value", "<i8"), ("twice", "<i4"), ("mark", "<i4")])
@@ -35,7 +36,17 @@ def records(values: list[int]) -> RecordArray:
 
 
 def open_log(files: CrashFiles | RealFiles, begin: int = 0, end: int = 0) -> MappedLog:
-    return MappedLog(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL)
+    return MappedLog(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL, marked="mark")
+
+
+def is_whole(files: CrashFiles, begin: int, end: int) -> bool:
+    """Whether a start would use these records; it names the file when it would not."""
+    try:
+        check(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL, marked="mark")
+    except Corrupt as error:
+        assert re.match(f"{FOLDER}/0000000[0-9].log (is|does)", str(error))
+        return False
+    return True
 
 
 def save(log: MappedLog, files: CrashFiles) -> tuple[int, int]:
@@ -114,7 +125,7 @@ class Machine(RuleBasedStateMachine):
         self.log.close()
         if seed is not None:
             self.files = self.files.crash(seed)
-        assert is_whole(self.files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL)
+        assert is_whole(self.files, begin, end)
         self.log = open_log(self.files, begin, end)
         self.values = list(self.kept)
 
@@ -228,43 +239,67 @@ def test_without_the_sync_a_power_cut_loses_it() -> None:
         log.append(records(list(range(1, 26))))
         begin, end = save(log, files)
         files = files.crash(seed)
-        whole = is_whole(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL)
+        whole = is_whole(files, begin, end)
         kept = whole and open_log(files, begin, end).read(begin, end)["value"].tolist() == list(range(1, 26))
         lost += not kept
     assert lost
 
 
-@pytest.mark.parametrize("damage", ["missing", "short"])
+@pytest.mark.parametrize("damage", ["missing", "short", "bit", "block"])
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_damaged_file_is_found(damage: str, number: int) -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
     save(log, files)
-    assert is_whole(files, FOLDER, RECORD, begin=0, end=25, file_records=SMALL)
+    assert is_whole(files, 0, 25)
     name = f"{FOLDER}/{number:08d}.log"
     if damage == "missing":
         files.remove(name)
-    else:
+    elif damage == "short":
         files.open(name).allocate(RECORD.itemsize)
-    assert not is_whole(files, FOLDER, RECORD, begin=0, end=25, file_records=SMALL)
+    else:
+        here = bytes(40) if damage == "block" else bytes([files.content(name)[30] ^ 4])
+        files.open(name).write_at(30, here)
+    assert not is_whole(files, 0, 25)
+    if damage in ("bit", "block"):
+        for read in (lambda: log.read(0, 25), lambda: log.at(np.arange(24, -1, -1))):
+            with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
+                read()
     after = (number + 1) * SMALL
     if after < 25:
-        assert is_whole(files, FOLDER, RECORD, begin=after, end=25, file_records=SMALL)
+        assert is_whole(files, after, 25)
+        assert log.read(after, 25)["value"].tolist() == list(range(after, 25))
+
+
+def test_each_flipped_bit_is_found() -> None:
+    """Of the record, of its checksum, and of a field that has been marked."""
+    files = CrashFiles()
+    log = open_log(files)
+    log.append(records([5, 6]))
+    log.mark(np.array([1]))
+    name, content = f"{FOLDER}/00000000.log", files.content(f"{FOLDER}/00000000.log")
+    for at in range(2 * (RECORD.itemsize + 8)):
+        for bit in range(8):
+            files.open(name).write_at(at, bytes([content[at] ^ 1 << bit]))
+            assert not is_whole(files, 0, 2), (at, bit)
+            files.open(name).write_at(at, content[at : at + 1])
+    assert is_whole(files, 0, 2)
 
 
 def test_nothing_is_whole_without_any_file() -> None:
-    assert is_whole(CrashFiles(), FOLDER, RECORD, begin=0, end=0, file_records=SMALL)
-    assert is_whole(CrashFiles(), FOLDER, RECORD, begin=10, end=10, file_records=SMALL)
+    assert is_whole(CrashFiles(), 0, 0)
+    assert is_whole(CrashFiles(), 10, 10)
 
 
-def test_one_field_is_set_in_place() -> None:
+def test_one_field_is_marked_in_place() -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
     save(log, files)
-    log.put(np.array([24, 3, 11]), "mark", 7)
-    assert np.flatnonzero(log.read(0, 25)["mark"] == 7).tolist() == [3, 11, 24]
+    for _ in range(2):
+        log.mark(np.array([24, 3, 11]))
+    assert np.flatnonzero(log.read(0, 25)["mark"] == ~0).tolist() == [3, 11, 24]
     assert values_of(log) == list(range(25))
     assert len(log.take_dirty()) == 3
 

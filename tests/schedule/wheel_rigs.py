@@ -11,6 +11,7 @@ from tests.schedule.stage import Restart
 from tests.schedule.world import World
 
 from timeball import limits
+from timeball.errors import SetupError
 from timeball.message import Int64Array, Kind
 from timeball.schedule.settling import Settling
 from timeball.schedule.strategy import Settled, Strategy
@@ -18,7 +19,7 @@ from timeball.schedule.timer_wheel.ring import Heads
 from timeball.schedule.timer_wheel.slots import Slots
 from timeball.schedule.timer_wheel.store import TimerWheel
 from timeball.schedule.timer_wheel.timer_log import Entries
-from timeball.schedule.timer_wheel.wheel import Wheel, WheelState, is_usable
+from timeball.schedule.timer_wheel.wheel import Wheel, WheelState, check
 from timeball.table.attachment import Attachment
 from timeball.table.data_file import DataFile
 
@@ -58,13 +59,13 @@ class WheelRig:
         )  # fmt: skip
         state = restart.state
         assert state is None or isinstance(state, WheelState)
-        usable = state is not None and is_usable(world.files, self._slots, state)
-        strategy.restore(
-            state if usable else None,
-            restart.settled,
-            restart.since if usable else restart.waiting,
-            world.now_ms,
-        )
+        try:
+            if state is not None:
+                check(world.files, self._slots, state)
+        except SetupError:
+            state = None
+        waiting = restart.waiting if state is None else restart.since
+        strategy.restore(state, restart.settled, waiting, world.now_ms)
         return strategy
 
     def dress(self, rows: pa.RecordBatch) -> pa.RecordBatch:
@@ -170,15 +171,15 @@ class OnlyTheLastBatch(TimerWheel):
     new_wheel = Unchained
 
 
-class Unrevised(Wheel):
-    def _revise(self) -> None:
-        self._ring.suspects(self._log.links.end)
+class Unpushed(Wheel):
+    def _push_links(self) -> None:
+        pass
 
 
-class NeverRevised(TimerWheel):
-    """Takes a slot whose chain ends behind the checkpoint for empty."""
+class BeginsWithAnEmptyRing(TimerWheel):
+    """Takes every slot for empty after a restart."""
 
-    new_wheel = Unrevised
+    new_wheel = Unpushed
 
 
 class OpensOnce(TimerWheel):
@@ -219,7 +220,7 @@ def replace_low(state: WheelState, low: int) -> WheelState:
 # Those that chance finds soon, in a ring where little is rolled away; and those that stand in the way of one test of
 # the contract, with its arguments, in a short one.
 WRONG_WHEELS: list[type[TimerWheel]] = [
-    RoundsUp, RoundsDown, SleepsThroughSlots, LooseLatch, OnlyTheLastBatch, NeverRevised, OpensOnce,
+    RoundsUp, RoundsDown, SleepsThroughSlots, LooseLatch, OnlyTheLastBatch, BeginsWithAnEmptyRing, OpensOnce,
     KeepsOnlyTheFar,
 ]  # fmt: skip
 WRONG_WHEELS_AT_AN_EDGE: list[tuple[type[TimerWheel], str, dict[str, Any]]] = [

@@ -1,8 +1,8 @@
 """Which strategy keeps promises for an instant: from the settings to the one they name, and to what it had saved.
 
 `hour_log` is none of these: it keeps the pending table whatever is chosen, and what is sent unless another does.
-A state saved by another strategy, or for another ring, is no use to the one that starts; then it is told of all
-that waits, and the log is read once from the oldest promise on.
+A state saved by another strategy, or for another ring, is no use to the one that starts, nor is one whose files do
+not match their checksums; then it is told of all that waits, and the log is read once from the oldest promise on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 import msgspec
 
 from timeball.config import Settings
+from timeball.errors import Corrupt, SetupError
 from timeball.files import Files
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
@@ -30,24 +31,29 @@ logger = logging.getLogger(__name__)
 
 
 def kept(settings: Settings, files: Files, saved: Checkpoint | None) -> msgspec.Struct | None:
-    """What the chosen strategy saved for itself and can begin with; None when there is nothing of the sort."""
+    """What the chosen strategy saved for itself and can begin with; None when there is nothing of the sort.
+
+    Reads all its files, which takes some 50 ns for each promise that waits.
+    """
     if saved is None or saved.facts.kept is None or saved.facts.schedule != settings.schedule:
         return None
-    state = _usable(settings, files, saved.facts.kept)
-    if state is None:
-        logger.warning("saved state not used, the whole log is read schedule=%s", settings.schedule)
-    return state
-
-
-def _usable(settings: Settings, files: Files, found: dict[str, object]) -> msgspec.Struct | None:
     try:
-        if settings.schedule == "timer_wheel":
-            wheel_state = msgspec.convert(found, WheelState)
-            return wheel_state if wheel.is_usable(files, slots_of(settings), wheel_state) else None
-        cascade_state = msgspec.convert(found, CascadeState)
-        return cascade_state if cascade.usable(files, cascade_state) else None
-    except msgspec.ValidationError:
+        return _checked(settings, files, saved.facts.kept)
+    except (Corrupt, SetupError, msgspec.ValidationError) as error:
+        logger.warning(
+            "saved state not used, the whole log is read schedule=%s reason=%s", settings.schedule, error
+        )
         return None
+
+
+def _checked(settings: Settings, files: Files, found: dict[str, object]) -> msgspec.Struct:
+    if settings.schedule == "timer_wheel":
+        wheel_state = msgspec.convert(found, WheelState)
+        wheel.check(files, slots_of(settings), wheel_state)
+        return wheel_state
+    cascade_state = msgspec.convert(found, CascadeState)
+    cascade.check(files, cascade_state)
+    return cascade_state
 
 
 def build(

@@ -10,11 +10,16 @@ A record never moves: index i stands in file i // n for ever, so a look-up is on
 has been let go, and files wholly before it are removed; what stands at or behind `end` is not there, whatever
 the bytes say.
 
+Each record is followed by its CRC-32C, in eight bytes. It is compared whenever records are read, and for all of them
+when a start asks (`check`): a flipped bit would otherwise hide a promise. A record is written once. What may become
+of it later is that one field, never negative, is *marked*: turned into its complement. The checksum is that of the
+field before, so that a mark which reached the disk alone leaves the record whole.
+
 A cache, and only as far as somebody else remembers how far it goes. Mapped pages reach the disk at any moment and
 in any order, so that after a restart nothing counts but the [begin, end) of a checkpoint saved after its files
 were synced: the owner keeps both numbers, gives them back when it opens the log, and everything behind is cut. To
 that end a file is not removed before a checkpoint that needs it no more has been saved (`take_dirty`); and one that
-is missing all the same, or too short, is found by `is_whole`, so that the owner can begin anew from the log.
+is missing all the same, too short or damaged is found by `check`, so that the owner can begin anew from the log.
 
 One thread appends; `read` and `at` may be called in any.
 """
@@ -27,15 +32,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from timeball.errors import OutOfRange
+from timeball.errors import Corrupt, OutOfRange
 from timeball.files import File, Files
 from timeball.message import Int64Array
+from timeball.schedule import checksums
 
 RecordArray = npt.NDArray[np.void]
 
 FILE_RECORDS = 1 << 20  # 24 to 40 MB a file: a hundred files for a hundred million promises
 FIRST_ALLOCATION = 4_096  # records; a log nobody uses much should not cost a whole file
 SUFFIX = ".log"
+CHECKED = 1 << 18  # records checked in one go: some megabytes
 
 
 @dataclass(slots=True)
@@ -43,7 +50,13 @@ class _Chunk:
     """One file and its mapping."""
 
     file: File
-    records: RecordArray
+    records: RecordArray  # of `checked_type`
+
+
+def checked_type(record: np.dtype[np.void]) -> np.dtype[np.void]:
+    """Return the type of a record and its checksum, as they stand in a file."""
+    # Eight bytes for four: so no field crosses a sector, and a power cut never leaves half a mark.
+    return np.dtype([("record", record), ("crc32c", "<u8")])
 
 
 class MappedLog:
@@ -58,12 +71,14 @@ class MappedLog:
         begin: int = 0,
         end: int = 0,
         file_records: int = FILE_RECORDS,
+        marked: str | None = None,
     ) -> None:
         """Open what is durable of the log in `folder`; whatever lies outside of [begin, end) is forgotten.
 
-        The folder is made with its first file.
+        The folder is made with its first file. `marked` is the field that `mark` may turn.
         """
         assert 0 <= begin <= end
+        self._marked, self._checked = marked, checked_type(record)
         self._files, self.folder, self._record, self._file_records = files, folder, record, file_records
         self.begin, self.end = begin, end
         self._vouched = self._offered = (
@@ -79,6 +94,8 @@ class MappedLog:
     def append(self, records: RecordArray) -> int:
         """Add records at `end`; returns the index of the first. On a full disk it adds none and raises OverLimit."""
         first, done = self.end, 0
+        fresh = np.empty(len(records), self._checked)
+        fresh["record"], fresh["crc32c"] = records, _sums(records, self._marked)
         views = []
         while done < len(records):
             number, at = divmod(first + done, self._file_records)
@@ -87,42 +104,45 @@ class MappedLog:
             done += count
         done = 0
         for number, view in views:
-            view[:] = records[done : done + len(view)]
+            view[:] = fresh[done : done + len(view)]
             self._dirty.add(number)
             done += len(view)
         self.end += done
         return first
 
     def read(self, begin: int, end: int) -> RecordArray:
-        """The records in [begin, end), copied; raises OutOfRange when some of them are not here."""
+        """The records in [begin, end), copied; raises OutOfRange when some are not here, Corrupt when damaged."""
         if not self.begin <= begin <= end <= self.end:
             raise OutOfRange(f"records {begin} to {end}: {self.folder} keeps {self.begin} to {self.end}")
         parts = []
         while begin < end:
             number, at = divmod(begin, self._file_records)
             stop = min(end - number * self._file_records, self._file_records)
-            parts.append(np.array(self._view(number, stop)[at:stop]))
+            parts.append(_verified(self._view(number, stop)[at:stop], self._marked, self._name(number)))
             begin = number * self._file_records + stop
-        return np.concatenate(parts) if parts else np.empty(0, self._record)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._record), *parts])
 
     def at(self, indexes: Int64Array) -> RecordArray:
-        """The records at these indexes, copied; raises OutOfRange when some of them are not here."""
+        """The records at these indexes, copied; raises as `read`."""
         if len(indexes) and not self.begin <= int(indexes.min()) <= int(indexes.max()) < self.end:
             raise OutOfRange(
                 f"records {indexes.min()} to {indexes.max()}: {self.folder} keeps {self.begin} to {self.end}"
             )
         found = np.empty(len(indexes), self._record)
         for number, here, low in self._by_file(indexes):
-            found[here] = self._view(number, int(low.max()) + 1)[low]
+            part = self._view(number, int(low.max()) + 1)[low]
+            found[here] = _verified(part, self._marked, self._name(number))
         return found
 
-    def put(self, indexes: Int64Array, field: str, value: int) -> None:
-        """Set one field of the records at these indexes, in place.
+    def mark(self, indexes: Int64Array) -> None:
+        """Turn the marked field of the records at these indexes, in place; those that are turned stay so.
 
         Only for what stays true whether or not the pages reach the disk: a restart may see it, or not.
         """
+        assert self._marked is not None
         for number, _, low in self._by_file(indexes):
-            self._view(number, int(low.max()) + 1)[field][low] = value
+            field = self._view(number, int(low.max()) + 1)["record"][self._marked]
+            field[low] = np.minimum(field[low], ~field[low])
             self._dirty.add(number)
 
     def drop_below(self, index: int) -> None:
@@ -190,19 +210,19 @@ class MappedLog:
                 file = self._files.create(name)
             else:
                 file = self._files.open(name)
-            chunk = self._chunks[number] = _Chunk(file, np.empty(0, self._record))
-        size = self._files.size(name) // self._record.itemsize
+            chunk = self._chunks[number] = _Chunk(file, np.empty(0, self._checked))
+        size = self._files.size(name) // self._checked.itemsize
         if size < records and grow:
             size = min(self._file_records, max(FIRST_ALLOCATION, records, 2 * size))
-            chunk.file.allocate(size * self._record.itemsize)
-        chunk.records = np.frombuffer(chunk.file.map(), dtype=self._record, count=size)
+            chunk.file.allocate(size * self._checked.itemsize)
+        chunk.records = np.frombuffer(chunk.file.map(), dtype=self._checked, count=size)
         return chunk.records
 
     def _name(self, number: int) -> str:
         return f"{self.folder}/{number:08d}{SUFFIX}"
 
 
-def is_whole(
+def check(
     files: Files,
     folder: str,
     record: np.dtype[np.void],
@@ -210,14 +230,40 @@ def is_whole(
     begin: int,
     end: int,
     file_records: int = FILE_RECORDS,
-) -> bool:
-    """Whether every file that holds a part of [begin, end) is there, and long enough."""
+    marked: str | None = None,
+) -> None:
+    """Read all records in [begin, end), and raise Corrupt with the file's name when one is missing or damaged."""
+    checked = checked_type(record)
     for number in range(begin // file_records, -(-end // file_records) if end > begin else 0):
         name = f"{folder}/{number:08d}{SUFFIX}"
-        needed = min(end - number * file_records, file_records) * record.itemsize
-        if not files.exists(name) or files.size(name) < needed:
-            return False
-    return True
+        first = max(0, begin - number * file_records)
+        needed = min(end - number * file_records, file_records)
+        if not files.exists(name):
+            raise Corrupt(f"{name} is missing")
+        if files.size(name) < needed * checked.itemsize:
+            raise Corrupt(f"{name} is too short")
+        records = np.frombuffer(files.map_readonly(name), checked, count=needed)
+        for at in range(first, needed, CHECKED):
+            _verified(records[at : min(at + CHECKED, needed)], marked, name)
+
+
+def _sums(records: RecordArray, marked: str | None) -> checksums.Uint32Array:
+    """Return the checksum of each record as it was before it was marked."""
+    records = np.ascontiguousarray(records)
+    if marked is not None and bool((records[marked] < 0).any()):
+        records = records.copy()
+        records[marked] = np.maximum(records[marked], ~records[marked])
+    return checksums.of_records(records)
+
+
+def _verified(found: RecordArray, marked: str | None, name: str) -> RecordArray:
+    """Return a copy of records without their checksums; raise Corrupt when one does not match."""
+    records = found["record"].copy()
+    if bool((_sums(records, marked) != found["crc32c"]).any()):
+        raise Corrupt(
+            f"{name} does not match its checksums: start the broker again, and what waits is read from the log"
+        )
+    return records
 
 
 def _numbers(files: Files, folder: str) -> list[int]:

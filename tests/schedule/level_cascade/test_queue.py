@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
+from timeball.errors import Corrupt
 from timeball.message import Int64Array
-from timeball.schedule.level_cascade.queue import RECORD, HopQueue, is_there
+from timeball.schedule.level_cascade.queue import RECORD, HopQueue, check_queue
 
+FOLDER = "cascade/00000001"
 NONE = np.empty(0, np.int64)
 FAR = 1 << 62
 
@@ -35,12 +38,12 @@ def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
     if state.end:
         files.sync_dir(queue.log.folder)
     fresh = files.crash(1)
-    assert is_there(fresh, state)
-    return HopQueue(fresh, queue.number, state)
+    check_queue(fresh, FOLDER, state)
+    return HopQueue(fresh, FOLDER, queue.number, state)
 
 
 def test_what_is_over_is_taken_in_order() -> None:
-    queue = HopQueue(CrashFiles(), 3)
+    queue = HopQueue(CrashFiles(), FOLDER, 3)
     assert queue.head_ms is None
     for hop_end_ms, seqs in ((100, [1, 2]), (100, [3]), (250, [4, 5, 6])):
         queue.append(records(hop_end_ms, seqs))
@@ -55,7 +58,7 @@ def test_what_is_over_is_taken_in_order() -> None:
 
 
 def test_thousands_are_taken_in_a_few_reads() -> None:
-    queue = HopQueue(CrashFiles(), 1)
+    queue = HopQueue(CrashFiles(), FOLDER, 1)
     for n in range(10):
         queue.append(records(n, list(range(1 + 10_000 * n, 10_001 + 10_000 * n))))
     assert len(queue.take(4, 1 << 20)) == 50_000
@@ -65,7 +68,7 @@ def test_thousands_are_taken_in_a_few_reads() -> None:
 
 
 def test_what_was_entered_by_another_clock_does_not_block() -> None:
-    queue = HopQueue(CrashFiles(), 1)
+    queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(9_000, [1, 2]))
     queue.append(records(500, [3]))
     queue.append(records(600, [4]))
@@ -77,7 +80,7 @@ def test_what_was_entered_by_another_clock_does_not_block() -> None:
 
 
 def test_what_lies_elsewhere_than_in_the_order_of_the_log_is_still_needed() -> None:
-    queue = HopQueue(CrashFiles(), 1)
+    queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [50, 60]))
     queue.append(records(100, [7, 8], at=[3, 4]))
     assert queue.first_at == 3
@@ -89,7 +92,7 @@ def test_what_lies_elsewhere_than_in_the_order_of_the_log_is_still_needed() -> N
 
 
 def test_low_waits_for_the_oldest() -> None:
-    queue = HopQueue(CrashFiles(), 1)
+    queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3, 4]))
     queue.hold(queue.take(100, 10))
     queue.advance(lambda due, seq: seq == 2, np.array([3]))
@@ -103,7 +106,7 @@ def test_low_waits_for_the_oldest() -> None:
 
 def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None:
     files = CrashFiles()
-    queue = HopQueue(files, 5)
+    queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1, 2, 3, 4]))
     queue.append(records(50, [5]))
     queue.hold(queue.take(100, 10))
@@ -117,7 +120,7 @@ def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None
 
 def test_what_was_not_saved_is_cut() -> None:
     files = CrashFiles()
-    queue = HopQueue(files, 5)
+    queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1]))
     again = save(files, queue)
     queue.append(records(100, [2]))
@@ -127,7 +130,7 @@ def test_what_was_not_saved_is_cut() -> None:
 
 
 def test_old_places_are_found_once() -> None:
-    queue = HopQueue(CrashFiles(), 1)
+    queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3, 4]))
     queue.hold(queue.take(100, 2))
     queue.advance(nothing, np.array([2]))
@@ -137,15 +140,22 @@ def test_old_places_are_found_once() -> None:
     assert queue.take(FAR, 10).seq.tolist() == [4]
 
 
-def test_a_missing_file_is_noticed() -> None:
+def test_missing_files_and_damaged_entries_are_noticed() -> None:
     files = CrashFiles()
-    queue = HopQueue(files, 5)
-    queue.append(records(100, [1]))
-    state = queue.state()
-    assert is_there(files, state)
-    files.remove(f"{queue.log.folder}/{files.list_dir(queue.log.folder)[0]}")
-    assert not is_there(files, state)
-    assert is_there(files, HopQueue(files, 6).state())
+    queue = HopQueue(files, FOLDER, 5)
+    queue.append(records(100, [1, 2]))
+    state, name = queue.state(), f"{FOLDER}/05/00000000.log"
+    check_queue(files, FOLDER, state)
+    content = files.content(name)
+    files.open(name).write_at(60, bytes([content[60] ^ 1]))
+    with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
+        check_queue(files, FOLDER, state)
+    with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
+        queue.take(FAR, 10)
+    files.remove(name)
+    with pytest.raises(Corrupt, match=f"{name} is missing"):
+        check_queue(files, FOLDER, state)
+    check_queue(files, FOLDER, HopQueue(files, FOLDER, 6).state())
 
 
 STEPS = st.one_of(
@@ -161,7 +171,7 @@ STEPS = st.one_of(
 def test_each_promise_is_taken_once_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
     """The model: who waits on disk, who is held, who is done; promises are moved by their places, 1000 + number."""
     files = CrashFiles()
-    queue = HopQueue(files, 2)
+    queue = HopQueue(files, FOLDER, 2)
     waiting: dict[int, int] = {}
     held: set[int] = set()
     settled: set[int] = set()

@@ -16,6 +16,7 @@ from timeball.schedule.level_cascade.queues import SCAN_MS, Queues, bound_ms
 
 NOW = 1_700_000_000_000
 LEAD_MS = 10_000
+FOLDER = "cascade/00000001"
 NONE = np.empty(0, np.int64)
 
 
@@ -31,7 +32,7 @@ def entered(queues: Queues, distances: list[int], now_ms: int = NOW, first_seq: 
 
 
 def test_each_level_has_a_queue_for_last_hops_and_one_for_others() -> None:
-    queues = Queues(CrashFiles(), [], LEAD_MS)
+    queues = Queues(CrashFiles(), FOLDER, [], LEAD_MS)
     near = entered(queues, [HOUR_MS, HOUR_MS + 9_000, HOUR_MS + 30_000, 5_000, -7, HOUR_MS])
     assert near == [False, False, False, True, True, False]
     assert {queue.number: queue.rows for queue in queues if queue.rows} == {0: 2, 33: 1, 34: 3}
@@ -39,7 +40,7 @@ def test_each_level_has_a_queue_for_last_hops_and_one_for_others() -> None:
 
 
 def test_when_queues_are_opened() -> None:
-    queues = Queues(CrashFiles(), [], LEAD_MS)
+    queues = Queues(CrashFiles(), FOLDER, [], LEAD_MS)
     assert queues.heads() == (FAR_MS, FAR_MS)
     entered(queues, [HOUR_MS + 30_000], NOW + 1)
     (more,) = (queue for queue in queues if queue.rows)
@@ -66,7 +67,7 @@ def test_when_queues_are_opened() -> None:
 )
 def test_the_heads_bound_all_that_waits(batches: list[tuple[list[int], int]], opened: int) -> None:
     """Whatever clock they were entered by, and however much has been opened."""
-    queues, seq, dues = Queues(CrashFiles(), [], LEAD_MS), 1, dict[int, int]()
+    queues, seq, dues = Queues(CrashFiles(), FOLDER, [], LEAD_MS), 1, dict[int, int]()
     for distances, step_ms in batches:
         now_ms = NOW + step_ms
         near = entered(queues, distances, now_ms, seq)
@@ -84,18 +85,18 @@ def test_the_heads_bound_all_that_waits(batches: list[tuple[list[int], int]], op
 
 def test_before_anybody_has_said_what_is_there_nothing_is_touched_and_nothing_settled() -> None:
     files = CrashFiles()
-    entered(Queues(files, [], LEAD_MS), [HOUR_MS])
-    (folder,) = files.list_dir("cascade")
-    queues = Queues(files, None, LEAD_MS)
+    entered(Queues(files, FOLDER, [], LEAD_MS), [HOUR_MS])
+    (folder,) = files.list_dir(FOLDER)
+    queues = Queues(files, FOLDER, None, LEAD_MS)
     assert queues.heads() == (FAR_MS, -FAR_MS)
     assert (queues.unopened_rows, queues.first_at, queues.state(), queues.take_dirty()) == (0, None, [], [])
-    assert files.list_dir(f"cascade/{folder}")
-    Queues(files, [], LEAD_MS)
-    assert not files.list_dir(f"cascade/{folder}")
+    assert files.list_dir(f"{FOLDER}/{folder}")
+    Queues(files, FOLDER, [], LEAD_MS)
+    assert not files.list_dir(f"{FOLDER}/{folder}")
 
 
 def test_what_moved_since_is_found_in_all_queues_and_once() -> None:
-    queues = Queues(CrashFiles(), [], LEAD_MS)
+    queues = Queues(CrashFiles(), FOLDER, [], LEAD_MS)
     entered(queues, [HOUR_MS + 30_000, 3 * HOUR_MS, 30 * MINUTE_MS, HOUR_MS + 30_000])
     assert queues.unopened_rows == 4
     queues.forget_old_places(np.array([2, 4]))
@@ -107,7 +108,7 @@ def test_what_moved_since_is_found_in_all_queues_and_once() -> None:
 
 def test_a_checkpoint_says_what_all_queues_need() -> None:
     files = CrashFiles()
-    queues = Queues(files, [], LEAD_MS)
+    queues = Queues(files, FOLDER, [], LEAD_MS)
     entered(queues, [SECOND_MS, MINUTE_MS, HOUR_MS, DAY_MS])
     queues.advance(nothing, [np.array([1])])
     assert queues.first_at == 2
@@ -119,5 +120,5 @@ def test_a_checkpoint_says_what_all_queues_need() -> None:
     queues.unsynced()
     assert sum(len(dirty) for _, dirty in queues.take_dirty()) == 4
     queues.close()
-    again = Queues(files.crash(3), state, LEAD_MS)
+    again = Queues(files.crash(3), FOLDER, state, LEAD_MS)
     assert (again.unopened_rows, again.first_at, len(again.state())) == (3, 2, 4)

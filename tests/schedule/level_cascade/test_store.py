@@ -15,13 +15,13 @@ from tests.schedule.moves import sleep_through, sleep_until_moving
 from tests.schedule.world import World
 
 from timeball import limits
+from timeball.errors import Corrupt
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.log.format import with_seq
 from timeball.message import Kind, build_rows, decode_properties, encode_properties
 from timeball.protocols.remoting.codec.timing import next_instant_ms
 from timeball.schedule.level_cascade.levels import NAMES
-from timeball.schedule.level_cascade.queue import FOLDER
-from timeball.schedule.level_cascade.store import CascadeState, LevelCascade, usable
+from timeball.schedule.level_cascade.store import FOLDER, CascadeState, LevelCascade, check
 
 TIMING = encode_properties({"TIMING": "08:00:00", "UNIQ_KEY": "k"})
 # 3h 50m 9m 50s 7s 1s, of which the last is near when the one before is over.
@@ -233,11 +233,13 @@ def test_what_is_known_of_old_places_outlives_restarts(strategy: type[LevelCasca
 def test_without_its_files_it_begins_from_all_that_waits(world: World) -> None:
     seqs = world.admit([world.now_ms + LONG_MS] * 3)
     state = cascade(world).state()
-    assert usable(world.files, state)
-    (folder,) = world.files.list_dir(FOLDER)
-    (name,) = world.files.list_dir(f"{FOLDER}/{folder}")
-    world.files.remove(f"{FOLDER}/{folder}/{name}")
-    assert not usable(world.files, state)
+    check(world.files, state)
+    folder = f"{FOLDER}/{state.generation:08d}"
+    (queue,) = world.files.list_dir(folder)
+    (name,) = world.files.list_dir(f"{folder}/{queue}")
+    world.files.remove(f"{folder}/{queue}/{name}")
+    with pytest.raises(Corrupt, match=rf"{folder}/{queue}/{name} is missing"):
+        check(world.files, state)
     world.restart()
     assert [seq for _, seq in sleep_through(world)] == seqs
 

@@ -1,4 +1,4 @@
-"""The ring beside a dictionary: ends of chains by slot, the next one in use, and what a restart may believe."""
+"""The ring beside a dictionary: ends of chains by slot, the next one in use, and a restart that makes it anew."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles
 from timeball.errors import OverLimit, SetupError
 from timeball.files import File, RealFiles
 from timeball.schedule.timer_wheel import ring as ring_module
-from timeball.schedule.timer_wheel.ring import RECORD, Heads, Ring, is_whole
+from timeball.schedule.timer_wheel.ring import RECORD, Heads, Ring
 from timeball.schedule.timer_wheel.slots import Slots
 
 SLOTS = Slots(1_000, reach=30, count=41)
@@ -42,14 +42,8 @@ def listed(heads: Heads) -> list[tuple[int, int]]:
     return list(zip(heads.slot.tolist(), heads.last.tolist(), strict=True))
 
 
-def sync(ring: Ring, files: CrashFiles) -> None:
-    for file in ring.take_dirty():
-        file.sync()
-    files.sync_dir(".")
-
-
 class Machine(RuleBasedStateMachine):
-    """Slots are pushed and opened; the disk is cut at will, and what came after the checkpoint is suspect."""
+    """Slots are pushed and opened; the disk is cut at will, and what is durable is pushed again."""
 
     @initialize()
     def begin(self) -> None:
@@ -87,25 +81,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        sync(self.ring, self.files)
         self.saved = (len(self.links), dict(self.ends), self.ring.bound)
 
     @precondition(lambda self: self.saved is not None)
     @rule(seed=st.none() | st.integers(0, 1_000))
     def crash(self, seed: int | None) -> None:
-        """With the links of the checkpoint, the suspects are revised; then it is as it was."""
+        """With the links of the checkpoint it is as it was."""
         assert self.saved is not None
         links_end, ends, bound = self.saved
         self.ring.close()
         if seed is not None:
             self.files = self.files.crash(seed)
-        assert is_whole(self.files, "ring", SLOTS)
         self.ring = open_ring(self.files, bound)
-        suspects = set(self.ring.suspects(links_end).tolist())
         del self.links[links_end:]
         for link, (slot, rows) in enumerate(self.links):
-            if slot % SLOTS.count in suspects:
-                push(self.ring, (slot, link, rows))
+            push(self.ring, (slot, link, rows))
         self.ends = dict(ends)
 
     @invariant()
@@ -174,35 +164,14 @@ def test_nothing_in_use_is_passed_at_once() -> None:
     assert ring.bound == START + 1_000_000, "never back"
 
 
-def test_what_points_behind_the_durable_links_is_suspect() -> None:
+def test_what_a_ring_of_before_says_is_forgotten() -> None:
     files = CrashFiles()
     ring = open_ring(files)
     push(ring, (START, 4, 2), (START + 3, 5, 2))
-    push(ring, (START + 3, 6, 1), (START + 7, 7, 1))
     ring.close()
     ring = open_ring(files)
-    assert ring.suspects(6).tolist() == sorted((START + n) % SLOTS.count for n in (3, 7))
-    assert ring.heads(np.array([START, START + 3, START + 7]))[0].tolist() == [4, -1, -1]
-    assert (ring.first_used(), ring.used, ring.rows) == (START, 1, 2)
-    assert open_ring(files).suspects(6).tolist() == [], "they are empty now"
-
-
-def test_a_ring_of_another_size_is_not_whole() -> None:
-    files = CrashFiles()
-    assert not is_whole(files, "ring", SLOTS)
-    open_ring(files)
-    assert is_whole(files, "ring", SLOTS)
-    assert not is_whole(files, "ring", Slots(1_000, 31, 42))
-
-
-def test_only_what_was_written_is_synced() -> None:
-    ring = open_ring(CrashFiles())
-    assert len(ring.take_dirty()) == 1, "it is new"
-    assert ring.take_dirty() == []
-    push(ring, (START, 1, 1))
-    assert len(ring.take_dirty()) == 1
-    ring.unsynced()
-    assert len(ring.take_dirty()) == 1
+    assert ring.heads(np.array([START, START + 3]))[0].tolist() == [-1, -1]
+    assert (ring.first_used(), ring.used, ring.rows) == (None, 0, 0)
 
 
 class FullFile:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.errors import Corrupt
+from timeball.schedule.mapped_log import MappedLog, checked_type
 from timeball.schedule.timer_wheel import timer_log
-from timeball.schedule.timer_wheel.timer_log import LINK, Entries, LogState, TimerLog, entries_of, is_whole
+from timeball.schedule.timer_wheel.timer_log import LINK, Entries, LogState, TimerLog, check, entries_of
 
 FOLDER = "wheel"
 REACH = 640  # a span ends after ten slots
@@ -140,7 +141,7 @@ def test_a_state_brings_back_what_there_was() -> None:
     chained.append([2, 4])
     assert state.spans[-1].last_slot == 3, "a state does not change any more"
     chained.files = chained.files.crash(1)
-    assert is_whole(chained.files, FOLDER, state)
+    check(chained.files, FOLDER, state)
     chained.log, chained.ends, chained.next_seq = TimerLog(chained.files, FOLDER, REACH, state), before, 5
     assert chained.log.state() == state
     assert pairs(chained.walk([1, 2, 3, 4])) == [(1, 1), (2, 2), (2, 3), (3, 4)]
@@ -149,14 +150,20 @@ def test_a_state_brings_back_what_there_was() -> None:
 
 
 @pytest.mark.parametrize("part", ["links", "entries"])
-def test_a_log_without_one_of_its_files_is_not_whole(part: str) -> None:
+def test_a_missing_file_and_a_flipped_bit_are_named(part: str) -> None:
     chained = Chained()
     chained.append([1])
-    state = chained.log.state()
-    assert is_whole(chained.files, FOLDER, state)
-    chained.files.remove(f"{FOLDER}/{part}/00000000.log")
-    assert not is_whole(chained.files, FOLDER, state)
-    assert is_whole(chained.files, FOLDER, LogState((0, 0), (0, 0), []))
+    state, name = chained.log.state(), f"{FOLDER}/{part}/00000000.log"
+    check(chained.files, FOLDER, state)
+    chained.files.open(name).write_at(8, bytes([chained.files.content(name)[8] ^ 0x10]))
+    with pytest.raises(Corrupt, match=f"{name} does not match its checksums: start the broker again"):
+        check(chained.files, FOLDER, state)
+    with pytest.raises(Corrupt, match=f"{name} does not match its checksums: start the broker again"):
+        chained.walk([1])
+    chained.files.remove(name)
+    with pytest.raises(Corrupt, match=f"{name} is missing"):
+        check(chained.files, FOLDER, state)
+    check(chained.files, FOLDER, LogState((0, 0), (0, 0), []))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +173,12 @@ def test_a_broken_chain_is_an_error_that_says_what_to_do(field: str, value: int)
     chained = Chained()
     for _ in range(3):
         chained.append([7])
-    chained.log.links.put(np.array([1]), field, value)
-    with pytest.raises(Corrupt, match=r"remove the folder and start it again"):
+    links = chained.log.links.read(1, 2)
+    links[field] = value
+    MappedLog(chained.files, chained.log.links.folder, LINK, end=1).append(links)
+    with pytest.raises(Corrupt, match=r"start the broker again, and the ring is made anew"):
         chained.walk([7])
 
 
 def test_the_drawing_says_how_large_records_are() -> None:
-    assert (LINK.itemsize, timer_log.ENTRY.itemsize) == (32, 24)
+    assert [checked_type(record).itemsize for record in (LINK, timer_log.ENTRY)] == [40, 32]

@@ -19,21 +19,12 @@ from hypothesis.stateful import (
 from tests.crash_files import CrashFiles
 from tests.schedule.contract import one_now
 
-from timeball import limits
-from timeball.errors import Corrupt, OutOfRange, OverLimit
+from timeball.errors import Corrupt, OutOfRange, OverLimit, SetupError
 from timeball.files import RealFiles
 from timeball.message import Int64Array
-from timeball.schedule.timer_wheel import wheel as wheel_module
 from timeball.schedule.timer_wheel.slots import Slots
-from timeball.schedule.timer_wheel.timer_log import Entries, LogState
-from timeball.schedule.timer_wheel.wheel import (
-    FOLDER,
-    Wheel,
-    WheelState,
-    folder_of,
-    is_made_anew,
-    is_usable,
-)
+from timeball.schedule.timer_wheel.timer_log import Entries
+from timeball.schedule.timer_wheel.wheel import FOLDER, RING, Wheel, WheelState, check
 
 SLOTS = Slots(10, reach=30, count=36)
 START = 1_000
@@ -150,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         self.wheel.close()
         if seed is not None:
             self.files = self.files.crash(seed)
-        assert is_usable(self.files, SLOTS, self.saved)
+        check(self.files, SLOTS, self.saved)
         self.wheel = self._open(self.saved)
         open_ = self.waiting | {seq: (due, at) for seq, (due, at, _) in self.near.items()}
         since = {seq: place for seq, place in open_.items() if place[1] >= self.saved_at}
@@ -213,25 +204,17 @@ def test_each_promise_is_found_once() -> None:
 
 
 @pytest.mark.slow
-def test_each_promise_is_found_once_when_the_ring_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Now and then: it depends on the state how it starts."""
-    monkeypatch.setattr(wheel_module, "SCANNED_SLOTS_MAX", 0)
-    monkeypatch.setattr(wheel_module, "SLOTS_A_LINK", 6)
-    run_state_machine_as_test(Machine, settings=FAST)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1_200)
 def test_each_promise_is_found_once_at_length() -> None:
     run_state_machine_as_test(Machine, settings=settings(FAST, max_examples=1_500))
 
 
-class NotRevised(Machine):
-    """The control: heads behind the checkpoint are believed."""
+class NotPushed(Machine):
+    """The control: the ring of before is missed."""
 
     def crash(self, seed: int | None, ahead: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Wheel, "_revise", lambda self: self._ring.suspects(ALL))
+            patch.setattr(Wheel, "_push_links", lambda self: None)
             super().crash(seed, ahead)
 
 
@@ -254,13 +237,13 @@ class NotReopened(Machine):
 
 
 # A rule is found by its name in the class: the overriding method must be one as well.
-for control in (NotRevised, NotMarked, NotReopened):
+for control in (NotPushed, NotMarked, NotReopened):
     control.crash = precondition(lambda self: self.saved is not None)(  # type: ignore[method-assign]
         rule(seed=st.none() | st.integers(0, 1_000), ahead=st.integers(0, 100))(control.crash)
     )
 
 
-@pytest.mark.parametrize("control", one_now([NotRevised, NotMarked, NotReopened]), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("control", one_now([NotPushed, NotMarked, NotReopened]), ids=lambda c: c.__name__)
 def test_a_wheel_that_believes_its_files_is_noticed(control: type[Machine]) -> None:
     # Whatever lies behind the durable links may be no link at all.
     with pytest.raises((AssertionError, OutOfRange, Corrupt)):
@@ -306,11 +289,21 @@ def test_a_state_and_the_files_of_another_shape_do_not_fit() -> None:
     wheel = Wheel(files, SLOTS, None, first_slot=START)
     wheel.keep(ints([START * 10]), ints([1]), ints([1]))
     state = wheel.state()
-    assert is_usable(files, SLOTS, state)
+    check(files, SLOTS, state)
     for other in (Slots(1, 30, 36), Slots(10, 31, 36), Slots(10, 30, 37)):
-        assert not is_usable(files, other, state)
-    files.remove(f"{folder_of(state.generation)}/ring")
-    assert not is_usable(files, SLOTS, state)
+        with pytest.raises(SetupError, match=r"--timer-wheel-ms .* has changed"):
+            check(files, other, state)
+
+
+def test_each_start_makes_the_ring() -> None:
+    """So whatever has become of it, it hides no promise."""
+    files = CrashFiles()
+    wheel = Wheel(files, SLOTS, None, first_slot=START)
+    wheel.keep(ints([START * 10, START * 10 + 50]), ints([1, 2]), ints([1, 2]))
+    sync(wheel, files)
+    files.open(RING).write_at(0, bytes(SLOTS.count * 16))
+    again = Wheel(files, SLOTS, wheel.state(), first_slot=START)
+    assert again.walk(again.open(START + 6, ALL)).seq.tolist() == [1, 2]
 
 
 def test_a_new_generation_removes_the_old_one_and_is_never_taken_for_it() -> None:
@@ -321,31 +314,17 @@ def test_a_new_generation_removes_the_old_one_and_is_never_taken_for_it() -> Non
     state = first.state()
     second = Wheel(files, SLOTS, None, first_slot=START)
     second.keep(ints([START * 10]), ints([2]), ints([2]))
-    assert not is_usable(files, SLOTS, state)
+    with pytest.raises(Corrupt, match=r"links/00000000\.log is missing"):
+        check(files, SLOTS, state)
     assert second.state().generation == state.generation + 1
-    assert files.list_dir(f"{folder_of(state.generation)}/links") == []
-
-
-def test_only_a_large_ring_of_few_links_is_made_anew() -> None:
-    log = LogState((0, 100), (0, 100_000), [])
-    day, three_days = limits.DAY_MS, 3 * limits.DAY_MS
-    for precision_ms, wheel_ms, anew in (
-        (1_000, three_days, False),
-        (100, three_days, False),
-        (1, day, True),
-    ):
-        slots = Slots.of(precision_ms, wheel_ms, 10_000)
-        state = WheelState(1, precision_ms, slots.reach, slots.count, START, START, log)
-        assert is_made_anew(slots, state) == anew
-    many = LogState((1_000_000, 2_000_000), (0, 1_000_000), [])
-    assert not is_made_anew(slots, WheelState(1, 1, slots.reach, slots.count, START, START, many))
+    assert files.list_dir(f"{FOLDER}/00000001/links") == []
 
 
 def test_strange_names_beside_it_are_left_alone(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     files.make_dir(f"{FOLDER}/lost+found")
     Wheel(files, SLOTS, None, first_slot=START).close()
-    assert files.list_dir(FOLDER) == ["00000001", "lost+found"]
+    assert files.list_dir(FOLDER) == ["00000001", "lost+found", "ring"]
 
 
 def test_a_slot_lost_to_a_later_one_is_found_without_the_ring() -> None:

@@ -3,10 +3,8 @@
     … done … | opened: near, or on the move | stretch: waits on disk | stretch: … |
              low                            next                                  end
 
-    entry   0          8        16       24       32       40
-            +----------+--------+--------+--------+--------+
-            | hop_end  | due_ms | seq    | at     | hops   |   little-endian int64
-            +----------+--------+--------+--------+--------+
+    entry   | hop_end_ms | due_ms    | seq       | at        | hops      | crc32c    |   48 bytes, little-endian
+            +------------+-----------+-----------+-----------+-----------+-----------+
 
 All wait equally long, so entries are sorted by the end of their hop as they come, and what is over is found by a
 search. A clock that is set back breaks that, once a step, and so do promises that lie elsewhere in the log than in
@@ -29,7 +27,7 @@ import numpy.typing as npt
 
 from timeball.files import Files
 from timeball.message import Int64Array
-from timeball.schedule.mapped_log import MappedLog, RecordArray, is_whole
+from timeball.schedule.mapped_log import MappedLog, RecordArray, check
 
 RECORD = np.dtype(
     [
@@ -43,7 +41,6 @@ RECORD = np.dtype(
 FILE_RECORDS = 1 << 17  # 5 MB, of 65 queues
 PROBE = 4_096  # entries looked at in one go
 CHUNK = 65_536
-FOLDER = "cascade"
 
 Mask = npt.NDArray[np.bool_]
 IsSettled = Callable[[Int64Array, Int64Array], Mask]
@@ -95,12 +92,12 @@ class Entries:
 class HopQueue:
     """See the module."""
 
-    def __init__(self, files: Files, number: int, state: QueueState | None = None) -> None:
-        """Open what a checkpoint vouches for; None: nothing."""
+    def __init__(self, files: Files, folder: str, number: int, state: QueueState | None = None) -> None:
+        """Open what a checkpoint vouches for of a queue below `folder`; None: nothing."""
         state = state or QueueState(number, 0, 0, [], [])
         self.number, self.low = number, state.low
         self.log = MappedLog(
-            files, _folder(number), RECORD, begin=state.low, end=state.end, file_records=FILE_RECORDS
+            files, _name(folder, number), RECORD, begin=state.low, end=state.end, file_records=FILE_RECORDS
         )
         self.head_ms: int | None = None  # the earliest end of a hop among those that wait on disk
         self._stretches = [
@@ -229,15 +226,14 @@ class HopQueue:
         self.head_ms = min((s.head_ms for s in self._stretches if s.next < s.end), default=None)
 
 
-def is_there(files: Files, state: QueueState) -> bool:
-    """Whether the files that a checkpoint vouches for are there."""
-    return is_whole(
-        files, _folder(state.number), RECORD, begin=state.low, end=state.end, file_records=FILE_RECORDS
-    )
+def check_queue(files: Files, folder: str, state: QueueState) -> None:
+    """Raise Corrupt with the file's name when an entry that a checkpoint vouches for is missing or damaged."""
+    name = _name(folder, state.number)
+    check(files, name, RECORD, begin=state.low, end=state.end, file_records=FILE_RECORDS)
 
 
-def _folder(number: int) -> str:
-    return f"{FOLDER}/{number:02d}"
+def _name(folder: str, number: int) -> str:
+    return f"{folder}/{number:02d}"
 
 
 def _entries(first: int, records: RecordArray) -> Entries:

@@ -37,14 +37,14 @@ class Heads(NamedTuple):
 class Queues:
     """See the module."""
 
-    def __init__(self, files: Files, saved: list[QueueState] | None, lead_ms: int) -> None:
-        """Open what a checkpoint vouches for, and forget the rest; None: nobody has said yet what that is.
+    def __init__(self, files: Files, folder: str, saved: list[QueueState] | None, lead_ms: int) -> None:
+        """Open what a checkpoint vouches for in `folder`, and forget the rest; None: nothing is known of it yet.
 
         `lead_ms` before its instant a promise is near.
         """
         states = {state.number: state for state in saved or ()}
         numbers = range(QUEUES if saved is not None else 0)
-        self._all = [HopQueue(files, number, states.get(number)) for number in numbers]
+        self._all = [HopQueue(files, folder, number, states.get(number)) for number in numbers]
         self._lead_ms = lead_ms
         self._heads: Heads | None = None
 

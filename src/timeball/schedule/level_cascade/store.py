@@ -29,10 +29,11 @@ import pyarrow as pa
 from timeball.files import File, Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, int64
+from timeball.schedule import generations
 from timeball.schedule.level_cascade import timing_list
 from timeball.schedule.level_cascade.hops import FAR_MS, following, is_last, lead_ms_of
 from timeball.schedule.level_cascade.levels import plan
-from timeball.schedule.level_cascade.queue import Entries, HopQueue, QueueState, is_there
+from timeball.schedule.level_cascade.queue import Entries, HopQueue, QueueState, check_queue
 from timeball.schedule.level_cascade.queues import Queues, bound_ms
 from timeball.schedule.moves import Moves
 from timeball.schedule.near import Near
@@ -42,19 +43,22 @@ from timeball.schedule.strategy import Settled
 
 SET_BACK_MS = 1_000  # less is no step of the clock: the scheduler's holds still
 MARK_EVERY_MS = 1_000
+FOLDER = "cascade"
 MOVES_SHARE = 8  # of the memory for bodies
 
 
 class CascadeState(msgspec.Struct):
     """What a restart needs besides the queues' files."""
 
+    generation: int  # the folder of the files
     known_seq: int  # every promise and place below it has its entry
     queues: list[QueueState]
 
 
-def usable(files: Files, state: CascadeState) -> bool:
-    """Whether the files a saved state vouches for are there; if not, begin from all that waits."""
-    return all(is_there(files, queue) for queue in state.queues)
+def check(files: Files, state: CascadeState) -> None:
+    """Raise Corrupt with the file's name when an entry that a saved state vouches for is missing or damaged."""
+    for queue in state.queues:
+        check_queue(files, generations.folder_of(FOLDER, state.generation), queue)
 
 
 class LevelCascade:
@@ -87,8 +91,8 @@ class LevelCascade:
             reader, reader_thread, settling, chunk_bytes=gather_bytes // MOVES_SHARE,
             on_change=on_change, on_failure=on_failure, dress=timing_list.moved_on,
         )  # fmt: skip
-        self._queues = Queues(files, None, self._lead_ms)
-        self._known_seq = 0
+        self._queues = Queues(files, FOLDER, None, self._lead_ms)
+        self._generation = self._known_seq = 0
         self._now_ms = self._entry_ms = -FAR_MS
         self._marked_ms = -FAR_MS
         self._moved_from: list[Int64Array] = []  # places left since queues were last asked to let go of them
@@ -202,7 +206,7 @@ class LevelCascade:
     def state(self) -> CascadeState:
         """See Keeper."""
         self._let_go()
-        return CascadeState(self._known_seq, self._queues.state())
+        return CascadeState(self._generation, self._known_seq, self._queues.state())
 
     def take_dirty(self) -> list[tuple[str, list[File]]]:
         """See Keeper."""
@@ -215,9 +219,11 @@ class LevelCascade:
     def restore(self, state: msgspec.Struct | None, settled: Settled, waiting: Placed, now_ms: int) -> None:
         """See Keeper. What stands in a row that the state does not know is entered anew, wherever it stood."""
         assert state is None or isinstance(state, CascadeState)
-        saved = CascadeState(0, []) if state is None else state
+        self._generation = generations.begin(self._files, FOLDER, None if state is None else state.generation)
+        saved = CascadeState(self._generation, 0, []) if state is None else state
         self._now_ms = self._entry_ms = now_ms
-        self._queues = Queues(self._files, saved.queues, self._lead_ms)
+        folder = generations.folder_of(FOLDER, self._generation)
+        self._queues = Queues(self._files, folder, saved.queues, self._lead_ms)
         self._known_seq = saved.known_seq
         waiting = waiting.part(waiting.at >= self._known_seq)
         self._queues.forget_old_places(waiting.seq[waiting.seq < self._known_seq])

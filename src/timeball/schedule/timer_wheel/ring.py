@@ -11,9 +11,9 @@ Slot n stands at byte (n mod count) * 16, and `lap` says which of the slots that
 revolution is never taken for another. A record never crosses a sector, so none is torn. At 1000 ms and three days
 it is 4 MB; at 1 ms 4 GB, reserved when the ring is made: a full disk shows at the start and not on a page fault.
 
-The file is a cache that the kernel writes back when it likes. After a restart a record counts only if its chain ends
-before what the checkpoint knows of the timer log. One that points behind is a *suspect*: `suspects` empties
-those and names them, and the owner pushes them again from the links that are durable.
+The file is memory that need not be in memory, and the kernel writes it back when it likes: it is never synced, and no
+start reads it. Each start makes an empty one, and the owner pushes the links that are durable, whose checksums
+vouch for what the ring says.
 
 Which slots are in use is kept in memory as a count a block, so that the next one is found without a walk.
 """
@@ -52,28 +52,26 @@ class Ring:
     """See the module. `bound` is the first slot that has not been opened; only those from there on are counted."""
 
     def __init__(self, files: Files, name: str, slots: Slots, *, bound: int) -> None:
-        """Open the ring `name`, or make an empty one; raises SetupError when the disk has no room for it."""
-        self._files, self._name, self._slots, self.bound = files, name, slots, bound
+        """Make an empty ring `name` in place of one that may be there; raises SetupError when it does not fit."""
+        self._slots, self.bound = slots, bound
         size_bytes = slots.count * RECORD.itemsize
         if files.exists(name):
-            self._file: File = files.open(name)
-        else:
-            self._file = files.create(name)
-            try:
-                self._file.allocate(size_bytes)
-            except OverLimit as error:
-                self._file.close()
-                files.remove(name)
-                raise SetupError(
-                    f"the timer wheel's ring takes {size_bytes} bytes, {slots.count} slots of {slots.precision_ms} ms "
-                    "each, and the disk has no room for it: free some space, raise --timer-precision-ms or lower "
-                    "--timer-wheel-ms"
-                ) from error
+            files.remove(name)
+        self._file: File = files.create(name)
+        try:
+            self._file.allocate(size_bytes)
+        except OverLimit as error:
+            self._file.close()
+            files.remove(name)
+            raise SetupError(
+                f"the timer wheel's ring takes {size_bytes} bytes, {slots.count} slots of {slots.precision_ms} ms "
+                "each, and the disk has no room for it: free some space, raise --timer-precision-ms or lower "
+                "--timer-wheel-ms"
+            ) from error
         # A slot is some sixteen bytes of a page: with what lies around it, a fine ring would fill the memory.
         self._records: Records = np.frombuffer(
             self._file.map(at_random=True), dtype=RECORD, count=slots.count
         )
-        self._dirty = True
         self._used = np.zeros(
             -(-slots.count // BLOCK), np.int64
         )  # slots from `bound` on, a block of the ring each
@@ -108,7 +106,6 @@ class Ring:
         fresh["rows"] = np.minimum(np.where(mine, old["rows"], 0) + rows, ROWS_MAX)
         # Whole records, so that what the kernel writes back meanwhile is either the old or the new one.
         self._records[index[ours]] = fresh[ours]
-        self._dirty = True
         ahead = slots >= self.bound
         self.rows += int(rows[ahead].sum())
         new = ahead & ~mine
@@ -146,40 +143,6 @@ class Ring:
         self._first = None
         return Heads(slots[in_use], last[in_use])
 
-    # -- restarts ------------------------------------------------------------------------------------------------
-
-    def suspects(self, links_end: int) -> Int64Array:
-        """Empty the records that point to links from `links_end` on, and return their places, sorted; count the rest.
-
-        For a ring that has just been opened. It reads the whole file.
-        """
-        found = []
-        count, bound = self._slots.count, self.bound
-        in_order = np.frombuffer(self._files.map_readonly(self._name), dtype=RECORD, count=count)
-        for begin in range(0, count, SCAN):
-            records = in_order[begin : begin + SCAN]
-            in_use = np.flatnonzero(records["rows"])
-            suspect = records["last"][in_use] >= links_end
-            found.append(begin + in_use[suspect])
-            good = in_use[~suspect]
-            slots = records["lap"][good].astype(np.int64) * count + begin + good
-            good = good[slots >= bound]
-            np.add.at(self._used, (begin + good) // BLOCK, 1)
-            self.rows += int(records["rows"][good].sum(dtype=np.int64))
-        places = np.concatenate(found)
-        if len(places):
-            self._records[places] = np.zeros(1, RECORD)
-        return places
-
-    def take_dirty(self) -> list[File]:
-        """The file, when it has been written since the last call; to be synced, as of a MappedLog."""
-        dirty, self._dirty = self._dirty, False
-        return [self._file] if dirty else []
-
-    def unsynced(self) -> None:
-        """What `take_dirty` gave out was not synced."""
-        self._dirty = True
-
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
@@ -202,8 +165,3 @@ class Ring:
         records = self._records[begin : begin + BLOCK]
         in_use = np.flatnonzero(records["rows"])
         return np.asarray(records["lap"][in_use].astype(np.int64) * self._slots.count + begin + in_use)
-
-
-def is_whole(files: Files, name: str, slots: Slots) -> bool:
-    """Whether the file of this ring is there, as long as it should be."""
-    return files.exists(name) and files.size(name) == slots.count * RECORD.itemsize

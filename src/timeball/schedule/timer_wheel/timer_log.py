@@ -1,20 +1,23 @@
 """The timer log: who waits in which slot, as chains of batches. Two mapped logs, links and entries.
 
-    link     | prev      | slot      | first     | rows      |   32 bytes: a batch of one slot
-             +-----------+-----------+-----------+-----------+
+    link     | prev      | slot      | first     | rows      | crc32c    |   40 bytes: a batch of one slot
+             +-----------+-----------+-----------+-----------+-----------+
                the slot's              entries first … first + rows
                link before
 
-    entry    | due_ms    | seq       | at        |               24 bytes: a promise
-             +-----------+-----------+-----------+
+    entry    | due_ms    | seq       | at        | crc32c    |               32 bytes: a promise
+             +-----------+-----------+-----------+-----------+
                its instant, its identity, and the row of the log that holds it
 
-All little-endian int64. As in RocketMQ the ring knows the end of each slot's chain, and the chain leads backwards; but
+All little-endian int64; the checksum is mapped_log.py's, of the fields before it.
+
+As in RocketMQ the ring knows the end of each slot's chain, and the chain leads backwards; but
 a link stands for all promises of one batch that share a slot, so that a slot is walked in batches and written in
 batches. `prev` is -1 in the first link of a slot.
 
-Nothing is ever changed but `at`, which becomes `GONE` once the promise stands elsewhere, durably. That is true
-whenever a restart may read it: either it sees the mark, or the log behind the checkpoint names the new place.
+Nothing is ever changed but `at`, which becomes negative, its
+complement, once the promise stands elsewhere, durably. That is true whenever a restart may read it: either it sees
+the mark, or the log behind the checkpoint names the new place.
 
 Space is given back by *spans*, stretches of the log that end after so many entries or so many slots: a span whose
 last slot is behind goes, and with it the claim on the rows of the commit log that it names.
@@ -36,9 +39,9 @@ from timeball.schedule.mapped_log import MappedLog, RecordArray
 
 LINK = np.dtype([("prev", "<i8"), ("slot", "<i8"), ("first", "<i8"), ("rows", "<i8")])
 ENTRY = np.dtype([("due_ms", "<i8"), ("seq", "<i8"), ("at", "<i8")])
-GONE = -1
+MARKED = "at"
 
-SCAN = 1 << 20  # records looked at in one go
+SCAN = 1 << 18  # records looked at in one go, some megabytes
 SPAN_ENTRIES = 1 << 16
 SPANS_A_REACH = 64  # a span ends after this part of the ring has passed: an hour of three days
 
@@ -90,7 +93,9 @@ class TimerLog:
         """`reach` is that of the ring, in slots; None: an empty log."""
         links, entries = ((0, 0), (0, 0)) if state is None else (state.links, state.entries)
         self.links = MappedLog(files, f"{folder}/links", LINK, begin=links[0], end=links[1])
-        self.entries = MappedLog(files, f"{folder}/entries", ENTRY, begin=entries[0], end=entries[1])
+        self.entries = MappedLog(
+            files, f"{folder}/entries", ENTRY, begin=entries[0], end=entries[1], marked=MARKED
+        )
         self._spans: list[Span] = [] if state is None else [msgspec.structs.replace(s) for s in state.spans]
         self._span_slots = max(1, reach // SPANS_A_REACH)
 
@@ -120,8 +125,8 @@ class TimerLog:
             links = self.links.at(last)
             if not bool(((links["slot"] == slots) & (links["prev"] < last) & (links["rows"] > 0)).all()):
                 raise Corrupt(
-                    f"{self.links.folder}: the chain of a slot is broken; stop the broker, remove the "
-                    "folder and start it again: the wheel is built anew from the log"
+                    f"{self.links.folder}: the chain of a slot is broken; start the broker again, and the "
+                    "ring is made anew from the links"
                 )
             found.append(links)
             more = links["prev"] >= 0
@@ -130,7 +135,7 @@ class TimerLog:
 
     def gone(self, index: Int64Array) -> None:
         """These entries' promises stand elsewhere now, durably."""
-        self.entries.put(index, "at", GONE)
+        self.entries.mark(index)
 
     def forget(self, low: int) -> None:
         """What waits in slots before `low` is settled, or gone."""
@@ -220,16 +225,17 @@ class TimerLog:
             np.ascontiguousarray(entries["seq"]),
             np.ascontiguousarray(entries["at"]),
         )
-        here = found.at != GONE
+        here = found.at >= 0
         return found if here.all() else found.part(here)
 
 
-def is_whole(files: Files, folder: str, state: LogState) -> bool:
-    """Whether all files of a log in this state are there."""
-    return all(
-        mapped_log.is_whole(files, f"{folder}/{name}", record, begin=bounds[0], end=bounds[1])
-        for name, record, bounds in (("links", LINK, state.links), ("entries", ENTRY, state.entries))
-    )
+def check(files: Files, folder: str, state: LogState) -> None:
+    """Raise Corrupt with the file's name when a record of a log in this state is missing or damaged."""
+    for name, record, bounds, marked in (
+        ("links", LINK, state.links, None),
+        ("entries", ENTRY, state.entries, MARKED),
+    ):
+        mapped_log.check(files, f"{folder}/{name}", record, begin=bounds[0], end=bounds[1], marked=marked)
 
 
 def entries_of(due_ms: Int64Array, seq: Int64Array, at: Int64Array) -> RecordArray:

@@ -10,33 +10,27 @@ are on disk no later than with the next checkpoint, and the log has those that c
 A promise whose slot has been opened already is kept too, in that slot or, when it is late, in the first one that is
 not wholly delivered: nobody looks there before the next restart, and that is when it is needed.
 
-A state belongs to one *generation*, a folder. Whoever begins without a state begins a new one, so that a state
-saved long ago never meets files that others have written since.
+A state belongs to one generation of files (generations.py). The ring belongs to none: each start makes it.
 """
 
 from __future__ import annotations
-
-import logging
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from timeball.errors import SetupError
 from timeball.files import File, Files
 from timeball.message import Int64Array
-from timeball.schedule.timer_wheel import ring, timer_log
+from timeball.schedule import generations
+from timeball.schedule.timer_wheel import timer_log
 from timeball.schedule.timer_wheel.ring import Heads, Ring
 from timeball.schedule.timer_wheel.slots import Slots
 from timeball.schedule.timer_wheel.timer_log import Entries, LogState, TimerLog, entries_of
 
-logger = logging.getLogger(__name__)
-
 FOLDER = "timer_wheel"
+RING = f"{FOLDER}/ring"
 ARRIVALS_MAX = 4_096  # some milliseconds of sorting; a hundred kilobytes
-# A ring up to this is read at a start: 64 MB. A larger one, of few links, is made anew from them: at a millisecond
-# it is 4 GB, which take some ten seconds, and a link costs some tens of microseconds.
-SCANNED_SLOTS_MAX = 1 << 22
-SLOTS_A_LINK = 1 << 10
 
 _NONE = np.empty(0, np.int64)
 
@@ -65,31 +59,20 @@ class Wheel:
         first_slot: int,
         arrivals_max: int = ARRIVALS_MAX,
     ) -> None:
-        """Open what `state` says, or begin anew with `first_slot`. Reads the ring, and what must be revised."""
+        """Open what `state` says, or begin anew with `first_slot`. The ring is made from all links."""
         self._arrivals_max = arrivals_max
-        generations = [int(name) for name in files.list_dir(FOLDER) if name.isdigit()]
-        self._generation = max(generations, default=0) + 1 if state is None else state.generation
-        for generation in generations:
-            if generation != self._generation:
-                _remove(files, generation)
-        self.slots, self._folder = slots, folder_of(self._generation)
-        files.make_dir(self._folder)
+        self._generation = generations.begin(files, FOLDER, None if state is None else state.generation)
+        self.slots, folder = slots, generations.folder_of(FOLDER, self._generation)
         # Slots before it may have lost their records to later ones, placed when `bound` stood where it had ever been.
         bound = first_slot if state is None else max(state.low, state.bound - slots.margin)
         self._furthest = bound if state is None else state.bound
-        self._log = TimerLog(files, self._folder, slots.reach, None if state is None else state.log)
-        anew = state is not None and is_made_anew(slots, state)
-        if anew and files.exists(f"{self._folder}/ring"):
-            files.remove(f"{self._folder}/ring")
-        self._ring = Ring(files, f"{self._folder}/ring", slots, bound=bound)
+        self._log = TimerLog(files, folder, slots.reach, None if state is None else state.log)
+        self._ring = Ring(files, RING, slots, bound=bound)
         self._low = bound - 1 if state is None else state.low
         self._arrivals: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._arrival_rows = self._far_rows = 0
         self._arrivals_first: int | None = None  # the first slot from `bound` on for which one has arrived
-        if anew:
-            self._push_again(None)
-        elif state is not None:
-            self._revise()
+        self._push_links()
 
     @property
     def bound(self) -> int:
@@ -230,76 +213,33 @@ class Wheel:
         return self._log.gone_by_seq(seq)
 
     def take_dirty(self) -> list[tuple[str, list[File]]]:
-        """As of a MappedLog, for all files."""
+        """As of a MappedLog, for both logs; the ring is never synced."""
         self.flush()
-        return [*self._log.take_dirty(), (self._folder, self._ring.take_dirty())]
+        return self._log.take_dirty()
 
     def unsynced(self) -> None:
-        """As of a MappedLog, for all files."""
+        """As of a MappedLog, for both logs; the ring is never synced."""
         self._log.unsynced()
-        self._ring.unsynced()
 
     def close(self) -> None:
         """Let go of the files."""
         self._log.close()
         self._ring.close()
 
-    def _revise(self) -> None:
-        """Records of the ring that point behind the durable links get the ends that these have."""
-        suspects = self._ring.suspects(self._log.links.end)
-        if len(suspects):
-            self._push_again(suspects)
-            logger.info("slots written after the checkpoint revised slots=%d", len(suspects))
-
-    def _push_again(self, places: Int64Array | None) -> None:
-        """Read all links, and push those that stand at these places of the ring, or all."""
+    def _push_links(self) -> None:
+        """Read all durable links, and push them to the ring, which is empty."""
         for begin, end in self._log.link_parts():
             links = self._log.links.read(begin, end)
-            mine = np.arange(len(links))
-            if places is not None:
-                found = self.slots.index(links["slot"])
-                mine = np.flatnonzero(
-                    places[np.minimum(np.searchsorted(places, found), len(places) - 1)] == found
-                )
-            if not len(mine):
-                continue
-            order = mine[np.argsort(links["slot"][mine], kind="stable")]
-            slots, rows = links["slot"][order], links["rows"][order]
+            slots = np.ascontiguousarray(links["slot"])  # a column is sorted several times as fast
+            order = np.argsort(slots, kind="stable")
+            slots, rows = slots[order], links["rows"][order]
             begins = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
             last = begin + order[np.append(begins[1:], len(slots)) - 1]
             self._ring.push(slots[begins], last, np.add.reduceat(rows, begins))
 
 
-def is_made_anew(slots: Slots, state: WheelState) -> bool:
-    """Whether the ring is not read at a start from this state, but made anew.
-
-    It must follow from the state alone: a start that is cut off leaves a ring that is not whole, and the next one, from
-    the same state, must not believe it.
-    """
-    begin, end = state.log.links
-    return slots.count > SCANNED_SLOTS_MAX and (end - begin) * SLOTS_A_LINK < slots.count
-
-
-def is_usable(files: Files, slots: Slots, state: WheelState) -> bool:
-    """Whether a wheel of these slots can begin with `state`: it is one of the same shape, and its files are there."""
-    folder = folder_of(state.generation)
-    same = (state.precision_ms, state.reach, state.count) == (slots.precision_ms, slots.reach, slots.count)
-    return (
-        same
-        and (is_made_anew(slots, state) or ring.is_whole(files, f"{folder}/ring", slots))
-        and timer_log.is_whole(files, folder, state.log)
-    )
-
-
-def folder_of(generation: int) -> str:
-    """Where the files of a generation are."""
-    return f"{FOLDER}/{generation:08d}"
-
-
-def _remove(files: Files, generation: int) -> None:
-    folder = folder_of(generation)
-    for part in ("links", "entries"):
-        for name in files.list_dir(f"{folder}/{part}"):
-            files.remove(f"{folder}/{part}/{name}")
-    if files.exists(f"{folder}/ring"):
-        files.remove(f"{folder}/ring")
+def check(files: Files, slots: Slots, state: WheelState) -> None:
+    """Raise SetupError when `state` is that of a wheel with other slots, Corrupt when a file of it is damaged."""
+    if (state.precision_ms, state.reach, state.count) != (slots.precision_ms, slots.reach, slots.count):
+        raise SetupError("--timer-precision-ms, --timer-wheel-ms or --gather-ahead-ms has changed")
+    timer_log.check(files, generations.folder_of(FOLDER, state.generation), state.log)
