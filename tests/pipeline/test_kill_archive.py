@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEED = int(os.environ.get("KILL_SEED", "1"))
 WHOLE_COMMAND_S = 300  # from its start to its last step, beside other work
-TOPICS = ["orders", "news", "%RETRY%billing", "audit"]
+TOPICS = ["orders", "news", "%DLQ%billing", "audit"]
 # Epochs of many small files, so that there is time to die between the first one and the commit.
 ARCHIVE = """
 import sys
