@@ -47,7 +47,7 @@ def measure(report: Report, small: bool) -> None:
 @contextmanager
 def _dispatching(server: Server) -> Iterator[None]:
     """The job at work, with its lease, until the block ends."""
-    command = [sys.executable, "-m", "timeball", "pipeline", "run", "dispatch", "--quiet"]
+    command = [sys.executable, "-m", "timeball", "pipeline", "run", "dispatch", "--log-level=warning"]
     job = subprocess.Popen([*command, "--endpoint", server.endpoint, "--master", "local[2]"])
     folder = str(server.data / "pipeline")
     try:
