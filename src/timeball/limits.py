@@ -43,7 +43,7 @@ TOPICS_MAX = 100_000
 # Topics that clients make by naming them. RocketMQ has no bound; a key put in the place of a topic ends its brokers.
 NEW_TOPICS_PER_REQUEST_MAX = 100  # a batch for more of them is a mistake
 NEW_TOPICS_PER_SECOND = (
-    100  # of one account: the 50,000 below take it eight minutes, in which somebody sees it
+    100  # of one account: the 50,000 below take it eight minutes, in which an operator sees it
 )
 NEW_TOPICS_BURST = 1_000  # an application that starts may name all its topics at once
 NEW_TOPICS_PER_ACCOUNT_MAX = TOPICS_MAX // 2  # one account leaves room for the others

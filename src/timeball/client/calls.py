@@ -2,7 +2,7 @@
 
 A call ends within its time limit, however often it is tried. One that changes nothing, or that the broker recognises
 when it is repeated, is tried again a few times when no broker answers (it may be restarting); any other is tried once,
-because nobody can tell whether it was done.
+because the client cannot tell whether it was done.
 """
 
 from __future__ import annotations

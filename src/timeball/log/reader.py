@@ -22,7 +22,7 @@ from timeball.log.segment import Segment, Segments
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array
 
 CACHE_BYTES_MAX = 32 * 1024 * 1024
-# What a decoded frame holds, whatever its rows: the arrays and buffers of twenty columns, all views of the mapping.
+# What a decoded frame holds, however many its rows: the arrays and buffers of twenty columns, all views of the mapping.
 # Measured 11.9 KB; a test weighs it again.
 FRAME_BYTES = 12 * 1024
 CACHE_FRAMES_MAX = CACHE_BYTES_MAX // FRAME_BYTES

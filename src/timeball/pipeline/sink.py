@@ -68,7 +68,7 @@ class PromiseTask:
 
     def __init__(self, options: WriteOptions, *, summed: bool = True) -> None:
         self.options = options
-        self.summed = summed  # whether somebody may repeat this write under its name
+        self.summed = summed  # whether Spark may repeat this write under its name
 
     def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
         """Write all rows of one partition; on failure its own files are removed again."""

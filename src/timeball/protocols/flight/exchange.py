@@ -75,7 +75,7 @@ class Stream:
             while answers := self.window.take():
                 yield from answers
         finally:
-            self.window.abort()  # also when nobody wants the rest of the answers
+            self.window.abort()  # also when the client does not read the rest of the answers
         if self._failure is not None:
             raise self._failure
 
