@@ -53,7 +53,16 @@ def _by_spark(report: Report, server: Server, ball: Timeball, step_rows: int) ->
     rows = 5 * step_rows
     _fill(ball, rows)
     cpu_s, begun = server.cpu_s(), time.perf_counter()
-    command = [sys.executable, "-m", "timeball", "pipeline", "run", "compact", "--once", "--log-level=warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "timeball",
+        "pipeline",
+        "run",
+        "compact",
+        "--once",
+        "--log-level=warning",
+    ]
     command += ["--endpoint", server.endpoint, "--master", "local[2]"]
     command += ["--option", f"compact.max_rows_per_batch={step_rows}"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL)
