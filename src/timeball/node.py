@@ -22,13 +22,13 @@ import psutil
 
 from timeball import __version__
 from timeball.broker.attaching import Ledger
-from timeball.broker.groups import Groups
-from timeball.broker.new_topics import NewTopics
-from timeball.broker.offsets import Offsets
 from timeball.broker.parts import Parts
 from timeball.broker.recovery import Recovered, check_documents, recover
+from timeball.broker.registry.groups import Groups
+from timeball.broker.registry.new_topics import NewTopics
+from timeball.broker.registry.offsets import Offsets
+from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
-from timeball.broker.topics import Topics
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings

@@ -14,9 +14,9 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 
 import timeball
-from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.policy import queues_to_read, queues_to_write
-from timeball.broker.topic_config import READ, WRITE, TopicConfig
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic_config import READ, WRITE, TopicConfig
 from timeball.errors import Forbidden, GroupNotFound, InvalidName, NotFound, OutOfRange
 
 SECOND_MS = 1_000

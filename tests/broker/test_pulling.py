@@ -16,7 +16,7 @@ from tests.crash.world import SECOND_MS, World
 from timeball import limits
 from timeball.broker import pulling
 from timeball.broker.pulling import Waiters, locate
-from timeball.broker.topics import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.errors import NotFound, OutOfRange, OverLimit
 
 

@@ -17,10 +17,10 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 from tests.table.test_catalog import commits
 
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.popping.modes import RequestMode, RequestModes
 from timeball.broker.popping.popper import Ask
 from timeball.broker.recovery import DOCUMENTS
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.request_modes import RequestMode, RequestModes
 from timeball.errors import Corrupt
 from timeball.log import checkpoint
 from timeball.table.catalog import DELTA_LOG

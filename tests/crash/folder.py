@@ -21,11 +21,11 @@ from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping import in_hand
-from timeball.broker.popping.modes import RequestMode, RequestModes
 from timeball.broker.popping.popper import Ask
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.request_modes import RequestMode, RequestModes
+from timeball.broker.registry.topic_config import TopicConfig
 from timeball.clock import ManualClock
 from timeball.table import catalog
 

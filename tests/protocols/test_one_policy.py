@@ -18,8 +18,8 @@ from tests.protocols.remoting import wire as remoting_wire
 from tests.protocols.remoting.test_sends import sent
 
 from timeball import Timeball
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.topic_config import READ, WRITE, TopicConfig
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic_config import READ, WRITE, TopicConfig
 from timeball.errors import TimeballError
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s

@@ -23,7 +23,7 @@ from timeball.broker.parts import Parts
 from timeball.broker.pulling import Waiters
 from timeball.broker.queue_entries import stored_sizes
 from timeball.broker.rates import TIMER_TOPIC
-from timeball.broker.topics import Placement
+from timeball.broker.registry.topics import Placement
 from timeball.log.format import with_seq
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.parts import Parts
-from timeball.broker.topics import Placement
+from timeball.broker.registry.topics import Placement
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
 from timeball.schedule.strategy import Strategy
 from timeball.schedule.ticker import Ticker

@@ -21,7 +21,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker.delivery import Delivery
 from timeball.broker.parts import Parts
-from timeball.broker.topics import check_topic
+from timeball.broker.registry.topics import check_topic
 from timeball.errors import OutOfRange
 from timeball.message import int64
 from timeball.schedule.hour_log.pending import as_promises

@@ -11,11 +11,11 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from timeball.broker.attaching import Ledger
-from timeball.broker.groups import Groups
-from timeball.broker.new_topics import NewTopics
-from timeball.broker.offsets import Offsets
 from timeball.broker.rates import Rates
-from timeball.broker.topics import Topics
+from timeball.broker.registry.groups import Groups
+from timeball.broker.registry.new_topics import NewTopics
+from timeball.broker.registry.offsets import Offsets
+from timeball.broker.registry.topics import Topics
 from timeball.clock import SchedulerClock
 from timeball.config import Settings
 from timeball.files import Files

@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from timeball import limits
-from timeball.broker import reserved_topics as reserved
-from timeball.broker.groups import Groups, SubscriptionGroup
-from timeball.broker.new_topics import NewTopics
-from timeball.broker.reserved_topics import RETRY_PREFIX
-from timeball.broker.topic_config import READ, WRITE
-from timeball.broker.topics import Topic, Topics, check_name, check_topic
+from timeball.broker.registry import reserved_topics as reserved
+from timeball.broker.registry.groups import Groups, SubscriptionGroup
+from timeball.broker.registry.new_topics import NewTopics
+from timeball.broker.registry.reserved_topics import RETRY_PREFIX
+from timeball.broker.registry.topic_config import READ, WRITE
+from timeball.broker.registry.topics import Topic, Topics, check_name, check_topic
 from timeball.config import Settings
 from timeball.errors import Forbidden, InvalidName, NotFound
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker.topics import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.errors import NotFound, OutOfRange, OverLimit
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array

@@ -29,12 +29,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker import groups, offsets, topics
 from timeball.broker.attaching import Ledger
-from timeball.broker.popping import in_hand, modes
+from timeball.broker.popping import in_hand
 from timeball.broker.queue_entries import BATCH_ROWS, HAVE_PLACES
-from timeball.broker.receiving import seal
-from timeball.broker.topics import Topics
+from timeball.broker.registry import groups, offsets, receipt_secret, request_modes, topics
+from timeball.broker.registry.topics import Topics
 from timeball.broker.transactions import Half, load
 from timeball.broker.walking import next_seq_of
 from timeball.errors import Corrupt
@@ -52,7 +51,7 @@ from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
 
 # Files of truth beside log and data files: one that the checkpoint has seen must be there.
-DOCUMENTS = (topics.NAME, groups.NAME, offsets.NAME, modes.NAME, in_hand.NAME, seal.NAME)
+DOCUMENTS = (topics.NAME, groups.NAME, offsets.NAME, request_modes.NAME, in_hand.NAME, receipt_secret.NAME)
 
 _EMPTY = np.empty(0, np.int64)
 

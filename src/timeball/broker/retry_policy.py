@@ -11,7 +11,7 @@ time may be.
 from __future__ import annotations
 
 from timeball import limits
-from timeball.broker.groups import CustomizedRetry, ExponentialRetry, RetryPolicy
+from timeball.broker.registry.groups import CustomizedRetry, ExponentialRetry, RetryPolicy
 
 _S, _M, _H = limits.SECOND_MS, limits.MINUTE_MS, limits.HOUR_MS
 LEVELS_MS = (

@@ -19,7 +19,6 @@ from timeball.broker import (
     admission,
     cancelling,
     delivery,
-    offsets,
     pulling,
     range_cancel,
     rescheduling,
@@ -36,6 +35,7 @@ from timeball.broker.popping.popper import Popper
 from timeball.broker.range_cancel import RangesCancelled
 from timeball.broker.rates import Stat
 from timeball.broker.receiving import Receiving
+from timeball.broker.registry import offsets
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import OutOfRange

@@ -24,10 +24,10 @@ from tests.crash.world import World
 from timeball import limits
 from timeball.broker import retry
 from timeball.broker.filters import compile_filter
-from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping.copies import retry_topic
 from timeball.broker.popping.popper import Ask, Receipt
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic_config import TopicConfig
 from timeball.errors import InvalidMessage, NotFound, OutOfRange
 from timeball.message import decode_properties
 

@@ -10,8 +10,8 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 
 from timeball import limits
-from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping.popper import Ask, Popped, Popper
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.errors import OverLimit
 
 MINUTE_MS = 60_000

@@ -7,9 +7,9 @@ from typing import Any
 from tests.broker.on_node import batch, column
 from tests.crash.world import World
 
-from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping.popper import Ask
 from timeball.broker.receiving import Received, Receiving
+from timeball.broker.registry.groups import SubscriptionGroup
 
 MINUTE_MS = 60_000
 GROUP, TOPIC = "g", "orders"

@@ -23,8 +23,8 @@ from tests.broker.receiving.subscriber import (
 )
 from tests.crash.world import World
 
-from timeball.broker.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.broker.receiving import Receipt
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.message import CANCEL_REASON, Kind, decode_properties
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.protocols.grpc.wire import consumer_settings, d, producer_settings
 
 from timeball import limits
-from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.protocols.grpc.client_settings import answered, attempts_max, duration
 
 

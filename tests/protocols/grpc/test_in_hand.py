@@ -19,7 +19,7 @@ from tests.crash.world import World
 from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, consumer_of
 from tests.protocols.grpc.wire import d, receive_request
 
-from timeball.broker.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.protocols.grpc.edge import GrpcEdge
 
 STEPS = 120

@@ -8,7 +8,7 @@ import pytest
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.registry.topic_config import TopicConfig
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageType
 from timeball.protocols.grpc.codec.statuses import Refused
 from timeball.protocols.grpc.message_types import ALL, accepted_types, check_type

@@ -7,7 +7,7 @@ from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, res
 from tests.protocols.grpc.wire import consumer_settings, d, s
 
 from timeball import limits
-from timeball.broker.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 
 OK, INVALID = d.Code.OK, d.Code.INVALID_RECEIPT_HANDLE
 

@@ -15,8 +15,8 @@ from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, wit
 from tests.protocols.grpc.wire import Wire, d, receive_request, s
 
 from timeball import limits
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.topic_config import WRITE, TopicConfig
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic_config import WRITE, TopicConfig
 from timeball.protocols.grpc import unread
 
 Code = d.Code

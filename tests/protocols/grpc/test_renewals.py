@@ -12,7 +12,7 @@ from tests.node_fixture import eventually, running_node
 from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, with_consumer
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
-from timeball.broker.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.clock import ManualClock
 from timeball.errors import Unavailable
 from timeball.protocols.grpc import renewals as module

@@ -7,8 +7,8 @@ from pathlib import Path
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, d, s
 
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.topic_config import READ, WRITE, TopicConfig
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic_config import READ, WRITE, TopicConfig
 from timeball.protocols.grpc.site import endpoints
 
 DIALLED = endpoints("10.9.8.7", 6543)

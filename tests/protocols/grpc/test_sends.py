@@ -15,7 +15,7 @@ from tests.protocols.grpc.wire import Wire
 
 from timeball import limits
 from timeball.broker.recall_handle import decode_handle
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.registry.topic_config import TopicConfig
 from timeball.clock import ManualClock
 from timeball.message import Kind, decode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d

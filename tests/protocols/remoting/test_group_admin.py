@@ -11,7 +11,7 @@ from tests.protocols.remoting.test_sends import sent
 from tests.protocols.remoting.wire import Wire, json_body
 
 from timeball import documents
-from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 UPDATE, ALL = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG

@@ -12,7 +12,7 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.protocols.remoting.clients import EXPIRY_MS, Subscription
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.protocols.remoting.heartbeats import BODY_BYTES_MAX, HeartBeats

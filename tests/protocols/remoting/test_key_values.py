@@ -6,7 +6,7 @@ import pytest
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.registry.topic_config import TopicConfig
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.key_values import ORDER_NAMESPACE
 

@@ -12,8 +12,8 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 from tests.protocols.remoting.pairs import Pair, site_of
 
-from timeball.broker.groups import SubscriptionGroup
 from timeball.broker.popping.popper import Ask
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.protocols.remoting.clients import Consuming
 from timeball.protocols.remoting.codec import check_points
 from timeball.protocols.remoting.codec.check_points import CheckPoint

@@ -13,7 +13,7 @@ from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire
 
 from timeball import limits
-from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.errors import GroupNotFound
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

@@ -13,7 +13,7 @@ from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire, json_body
 
 from timeball import documents, limits
-from timeball.broker.reserved_topics import SCHEDULE_TOPIC
+from timeball.broker.registry.reserved_topics import SCHEDULE_TOPIC
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.topic_admin import TopicAdmin
 

@@ -33,7 +33,7 @@ from timeball.broker.popping.window import NO_RECEIPT, Held, Window
 from timeball.broker.popping.windows import Windows
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.receipts import PositionReceipt
-from timeball.broker.topics import Topic, check_name, check_topic
+from timeball.broker.registry.topics import Topic, check_name, check_topic
 from timeball.errors import OutOfRange
 from timeball.message import READ_SCHEMA, Int64Array
 

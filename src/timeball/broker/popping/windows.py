@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from timeball import limits
-from timeball.broker.offsets import Ahead
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.popping import in_hand
 from timeball.broker.popping.window import Count, Window
-from timeball.broker.topics import Topic
+from timeball.broker.registry.offsets import Ahead
+from timeball.broker.registry.topics import Topic
 from timeball.errors import OverLimit
 from timeball.log.queue_index import QueueIndex
 

@@ -15,10 +15,10 @@ from collections import defaultdict
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.offsets import Parked
 from timeball.broker.parts import Parts
 from timeball.broker.popping.copies import ORIGIN_GROUP
 from timeball.broker.popping.windows import Key, Windows
+from timeball.broker.registry.offsets import Parked
 from timeball.log.reader import LogReader
 from timeball.message import Kind, decode_properties
 

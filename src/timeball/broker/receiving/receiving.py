@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.offsets import Parked
 from timeball.broker.parts import in_thread, undone
 from timeball.broker.popping import popper as popping
 from timeball.broker.popping.popper import Ask
@@ -30,9 +29,11 @@ from timeball.broker.popping.taking import Taking
 from timeball.broker.popping.window import Window
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.receipts import AnyReceipt, Receipt
-from timeball.broker.receiving import parking, positions, seal
+from timeball.broker.receiving import parking, positions
 from timeball.broker.receiving.answers import Answers, Change
 from timeball.broker.receiving.receipts import Received
+from timeball.broker.registry import receipt_secret
+from timeball.broker.registry.offsets import Parked
 from timeball.errors import TimeballError
 from timeball.message import READ_SCHEMA, int64
 
@@ -56,7 +57,7 @@ class Receiving:
         ] = {}  # first row of promises that are not durable yet -> whose
         self._beginning = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.seal = seal.load(broker.parts.files)
+        self.seal = receipt_secret.load(broker.parts.files)
 
     async def restore(self) -> None:
         """After a crash: what the promises in the log say was handed out is not handed out again."""

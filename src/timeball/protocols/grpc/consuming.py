@@ -16,9 +16,9 @@ from timeball import limits
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiling import SQL92
 from timeball.broker.filters.kept import FiltersKept
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.reserved_topics import RETRY_PREFIX
-from timeball.broker.topics import Topic
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.reserved_topics import RETRY_PREFIX
+from timeball.broker.registry.topics import Topic
 from timeball.protocols.grpc._generated.definition_pb2 import Code, FilterExpression, FilterType, Resource
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.codec.names import group_name, topic_name

@@ -19,8 +19,8 @@ from timeball import limits
 from timeball.broker import searching, selecting
 from timeball.broker.filters import Filter
 from timeball.broker.parts import in_thread
+from timeball.broker.registry.topics import Queue, Topic
 from timeball.broker.selecting import Selection
-from timeball.broker.topics import Queue, Topic
 from timeball.errors import OutOfRange
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageQueue, QueryOffsetPolicy
 from timeball.protocols.grpc._generated.service_pb2 import (

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from timeball import limits
 from timeball.broker.policy import queues_to_read, queues_to_write
-from timeball.broker.topic_config import READ, WRITE
-from timeball.broker.topics import Topic
+from timeball.broker.registry.topic_config import READ, WRITE
+from timeball.broker.registry.topics import Topic
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Assignment,
     Broker,

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from timeball.broker import recall_handle
 from timeball.broker.policy import queues_to_write
+from timeball.broker.registry.topics import Topic
 from timeball.broker.send_rows import NAMES, Row
-from timeball.broker.topics import Topic
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
 from timeball.protocols.grpc._generated.service_pb2 import (
     SendMessageRequest,

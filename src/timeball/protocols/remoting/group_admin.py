@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.groups import SubscriptionGroup
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.errors import InvalidMessage
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

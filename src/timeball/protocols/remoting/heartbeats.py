@@ -18,7 +18,7 @@ import msgspec
 from timeball import limits
 from timeball.access import Verb
 from timeball.broker.filters import compile_filter
-from timeball.broker.topics import check_name
+from timeball.broker.registry.topics import check_name
 from timeball.errors import InvalidFilter
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import BROADCASTING, Consuming, Subscription

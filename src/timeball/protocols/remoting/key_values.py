@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.topics import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.site import Site

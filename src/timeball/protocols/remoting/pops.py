@@ -20,10 +20,10 @@ import pyarrow as pa
 from timeball.access import Verb
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.kept import FiltersKept
-from timeball.broker.popping.modes import RequestMode, RequestModes
 from timeball.broker.popping.popper import Ask, Popped, Receipt
-from timeball.broker.reserved_topics import RETRY_PREFIX
-from timeball.broker.topics import Topic
+from timeball.broker.registry.request_modes import RequestMode, RequestModes
+from timeball.broker.registry.reserved_topics import RETRY_PREFIX
+from timeball.broker.registry.topics import Topic
 from timeball.errors import InvalidFilter, OutOfRange, OverLimit
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting import assignments

@@ -13,7 +13,7 @@ import numpy as np
 
 from timeball.broker.parts import in_thread
 from timeball.broker.rates import Stat, of_group
-from timeball.broker.topics import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.errors import OutOfRange
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader

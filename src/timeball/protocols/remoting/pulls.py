@@ -24,9 +24,9 @@ from timeball.broker import selecting
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.parts import in_thread
-from timeball.broker.reserved_topics import RETRY_PREFIX
+from timeball.broker.registry.reserved_topics import RETRY_PREFIX
+from timeball.broker.registry.topics import Queue, Topic
 from timeball.broker.selecting import Selection
-from timeball.broker.topics import Queue, Topic
 from timeball.errors import InvalidFilter, OutOfRange
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import BROADCASTING

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from timeball.broker.reserved_topics import reply_topic
+from timeball.broker.registry.reserved_topics import reply_topic
 from timeball.errors import Unavailable
 from timeball.message import decode_properties
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply

@@ -12,7 +12,7 @@ import msgspec
 
 from timeball.broker import searching
 from timeball.broker.parts import in_thread
-from timeball.broker.topics import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.clients import Group
 from timeball.protocols.remoting.codec import tables

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.reserved_topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
-from timeball.broker.topic_config import INHERIT, READ, WRITE
-from timeball.broker.topics import check_topic
+from timeball.broker.registry.reserved_topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
+from timeball.broker.registry.topic_config import INHERIT, READ, WRITE
+from timeball.broker.registry.topics import check_topic
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.connection import Connection

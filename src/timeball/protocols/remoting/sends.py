@@ -12,7 +12,7 @@ import os
 
 import msgspec
 
-from timeball.broker.reserved_topics import RETRY_PREFIX
+from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.errors import InvalidMessage, TimeballError
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.calls import Refused

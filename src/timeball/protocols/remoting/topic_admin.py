@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker import reserved_topics as reserved
-from timeball.broker import topic_config
-from timeball.broker.topic_config import TopicConfig
-from timeball.broker.topics import FilterType, Topic
+from timeball.broker.registry import reserved_topics as reserved
+from timeball.broker.registry import topic_config
+from timeball.broker.registry.topic_config import TopicConfig
+from timeball.broker.registry.topics import FilterType, Topic
 from timeball.errors import RequestError
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

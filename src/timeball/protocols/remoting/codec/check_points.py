@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from timeball.broker.reserved_topics import RETRY_PREFIX
+from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.errors import InvalidMessage
 
 NORMAL, RETRY_V1, RETRY_V2 = "0", "1", "2"

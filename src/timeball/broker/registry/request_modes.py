@@ -11,7 +11,7 @@ import msgspec
 
 from timeball import documents, limits
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.topics import check_name, check_topic
+from timeball.broker.registry.topics import check_name, check_topic
 from timeball.errors import OverLimit
 
 NAME = "request_modes.json"

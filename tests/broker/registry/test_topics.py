@@ -13,11 +13,11 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES
 
 from timeball import documents, limits
-from timeball.broker import topics as topics_module
 from timeball.broker.filters import tag_hash, tag_mask
 from timeball.broker.queue_entries import stored_sizes
-from timeball.broker.topic_config import TopicConfig
-from timeball.broker.topics import Placement, Topics, check_name
+from timeball.broker.registry import topics as topics_module
+from timeball.broker.registry.topic_config import TopicConfig
+from timeball.broker.registry.topics import Placement, Topics, check_name
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import Lengths

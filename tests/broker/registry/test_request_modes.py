@@ -7,7 +7,7 @@ from tests.broker.on_node import on_node
 from tests.crash.world import World
 
 from timeball import limits
-from timeball.broker.popping.modes import RequestMode, RequestModes
+from timeball.broker.registry.request_modes import RequestMode, RequestModes
 from timeball.errors import InvalidMessage, OverLimit
 
 MODE = RequestMode("t", "g", "POP", 3)

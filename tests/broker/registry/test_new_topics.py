@@ -15,8 +15,8 @@ from tests.starving import no_descriptors
 
 from timeball import limits
 from timeball.access import ACCOUNT
-from timeball.broker.new_topics import NewTopics
-from timeball.broker.topics import Topics
+from timeball.broker.registry.new_topics import NewTopics
+from timeball.broker.registry.topics import Topics
 from timeball.clock import ManualClock
 from timeball.config import MIB, Settings
 from timeball.errors import OverLimit

@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from timeball import documents, limits
-from timeball.broker.topics import check_name
+from timeball.broker.registry.topics import check_name
 from timeball.errors import OutOfRange, OverLimit
 from timeball.files import Files
 

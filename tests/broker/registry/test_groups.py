@@ -11,8 +11,8 @@ from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
 from timeball import limits
-from timeball.broker import groups as groups_module
-from timeball.broker.groups import ExponentialRetry, Groups, RetryPolicy, SubscriptionGroup
+from timeball.broker.registry import groups as groups_module
+from timeball.broker.registry.groups import ExponentialRetry, Groups, RetryPolicy, SubscriptionGroup
 from timeball.errors import InvalidMessage, NotFound, OverLimit
 
 NAMES = st.sampled_from(["a", "b", "x-1_|%"])

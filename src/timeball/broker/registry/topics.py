@@ -23,9 +23,9 @@ from timeball.access import ACCOUNT
 from timeball.broker import queue_entries
 from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.rates import Rates
+from timeball.broker.registry.topic import FilterType, Queue, Queues, Topic, TopicFacts
+from timeball.broker.registry.topic_config import TopicConfig, at_least, check
 from timeball.broker.retry import RETRY_PREFIX
-from timeball.broker.topic import FilterType, Queue, Queues, Topic, TopicFacts
-from timeball.broker.topic_config import TopicConfig, at_least, check
 from timeball.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import Lengths, QueueIndexes

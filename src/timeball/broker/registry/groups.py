@@ -15,7 +15,7 @@ import msgspec
 
 from timeball import documents, limits
 from timeball.broker import retry
-from timeball.broker.topics import check_name
+from timeball.broker.registry.topics import check_name
 from timeball.errors import GroupNotFound, OverLimit
 from timeball.files import Files
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball import limits
-from timeball.broker import offsets as offsets_module
-from timeball.broker.offsets import Offsets, Parked
+from timeball.broker.registry import offsets as offsets_module
+from timeball.broker.registry.offsets import Offsets, Parked
 from timeball.errors import InvalidMessage, OutOfRange, OverLimit
 
 ENDS = {0: 10, 1: 0, 7: 3}

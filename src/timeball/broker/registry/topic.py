@@ -11,7 +11,7 @@ from typing import Literal, overload
 
 import msgspec
 
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.registry.topic_config import TopicConfig
 from timeball.log.queue_index import QueueIndex, QueueIndexes
 
 FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from timeball import limits
-from timeball.broker.topic_config import TopicConfig, altered, at_least, check
+from timeball.broker.registry.topic_config import TopicConfig, altered, at_least, check
 from timeball.errors import OutOfRange, RequestError
 
 MAX = limits.QUEUES_PER_TOPIC_MAX

@@ -8,7 +8,7 @@ from tests.broker.receiving.subscriber import receiving
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.receiving import seal
+from timeball.broker.registry import receipt_secret as seal
 from timeball.errors import Corrupt
 
 

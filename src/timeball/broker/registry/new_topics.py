@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from timeball import limits
 from timeball.access import ACCOUNT
-from timeball.broker.topics import Topics
+from timeball.broker.registry.topics import Topics
 from timeball.clock import Clock
 from timeball.errors import OverLimit
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.crash_files import CrashFiles
 
-from timeball.broker.topic import Queues, Topic, TopicFacts
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.registry.topic import Queues, Topic, TopicFacts
+from timeball.broker.registry.topic_config import TopicConfig
 from timeball.log.queue_index import QueueIndexes
 
 
