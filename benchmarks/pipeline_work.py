@@ -17,8 +17,8 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.harness import BODY_BYTES, TOPIC, now_ms
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import bulk, ledger
-from timeball.pipeline.screening import Columns
-from timeball.pipeline.session import build_session
+from timeball.pipeline.jobs.bulk_input import Columns
+from timeball.pipeline.run.session import build_session
 
 MIB = 1024 * 1024
 HOUR_MS = 3_600_000

@@ -21,7 +21,7 @@ from timeball.errors import RequestError
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
-from timeball.pipeline.jobs.runner import JOBS
+from timeball.pipeline.run.runner import JOBS
 
 BOTH = [Job.COMPACT, Job.LEDGER]
 

@@ -12,7 +12,7 @@ from tests.node_fixture import running_node
 from tests.pipeline.traffic import send
 
 from timeball.clock import SystemClock
-from timeball.pipeline.job_status import Board, Epoch, JobStatus
+from timeball.pipeline.run.job_status import Board, Epoch, JobStatus
 
 
 def leave(folder: Path, **changes: object) -> None:

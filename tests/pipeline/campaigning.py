@@ -10,11 +10,11 @@ from tests.node_fixture import RunningNode
 
 from timeball.limits import HOUR_MS
 from timeball.message import Kind
-from timeball.pipeline import promises
-from timeball.pipeline.campaign import Campaign
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.store import Store
-from timeball.pipeline.waiting import Snapshot
+from timeball.pipeline.jobs.campaign import Campaign
+from timeball.pipeline.source import promise_columns
+from timeball.pipeline.table_store import Store
+from timeball.pipeline.views.snapshot import Snapshot
 from timeball.table.attachment import Attachment
 
 TOPIC = "mail"
@@ -37,9 +37,9 @@ def attach(
                 "due_ms": pa.array(now_ms + after_ms + numbers * step_ms),
             }
         )
-        shaped = promises.with_unique_keys(promises.normalise(table, now_ms))
+        shaped = promise_columns.with_unique_keys(promise_columns.normalise(table, now_ms))
         first_seq = broker.reserve(len(numbers))
-        files += Store(campaign.table_uri).put_rows(promises.numbered(shaped, first_seq), now_ms)
+        files += Store(campaign.table_uri).put_rows(promise_columns.numbered(shaped, first_seq), now_ms)
         ranges.append((first_seq, len(numbers)))
     broker.attach(Attachment(job="bulk", job_id=campaign.id, epoch=0, files=files, ranges=ranges))
     assert campaign.note_attached(planned, "attached") is not None

@@ -15,10 +15,10 @@ from tests.pipeline.traffic import send_due_now
 
 from timeball import Timeball
 from timeball.cli import main
-from timeball.pipeline.archiving import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
-from timeball.pipeline.options import DEFAULT_ENDPOINT
+from timeball.pipeline.jobs.archive_writer import TABLE_SCHEMA
+from timeball.pipeline.source.options import DEFAULT_ENDPOINT
 
 PAGE = "docs/pipeline/archive.md"
 OWN = {

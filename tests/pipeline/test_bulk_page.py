@@ -12,9 +12,9 @@ from tests.docs_pages import first_cells, page, section
 from tests.node_fixture import RunningNode
 
 from timeball.cli import main
-from timeball.pipeline.campaigns import EVENTS
 from timeball.pipeline.jobs.bulk import REJECT_SCHEMA
-from timeball.pipeline.options import DEFAULT_ENDPOINT
+from timeball.pipeline.jobs.campaigns import EVENTS
+from timeball.pipeline.source.options import DEFAULT_ENDPOINT
 
 PAGE = "docs/pipeline/bulk.md"
 SHOWN_IN_WORDS = {"--dry-run", "--master", "--endpoint", "--json", "--help"}

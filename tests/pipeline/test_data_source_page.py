@@ -12,7 +12,7 @@ from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import attached_seqs, send, send_due_now
 
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.options import (
+from timeball.pipeline.source.options import (
     DEFAULT_ENDPOINT,
     FITS,
     ONLY_BATCH,

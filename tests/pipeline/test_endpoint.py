@@ -13,7 +13,7 @@ from tests.table.small_table import table_rows
 from timeball.errors import InvalidMessage, NotFound, OutOfRange, Unavailable
 from timeball.message import READ_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint, RangesCancelled, from_wire
-from timeball.pipeline.store import Store
+from timeball.pipeline.table_store import Store
 from timeball.table.attachment import Attachment
 
 

@@ -20,7 +20,7 @@ from tests.pipeline.traffic import send
 
 from timeball.cli import main
 from timeball.limits import HOUR_MS
-from timeball.pipeline.options import DEFAULT_ENDPOINT
+from timeball.pipeline.source.options import DEFAULT_ENDPOINT
 
 PAGE = "docs/pipeline/forecast.md"
 

@@ -26,9 +26,9 @@ from tests.pipeline.campaigning import attach, released, waiting
 from tests.pipeline.test_kill_spark import kill_tree
 
 from timeball.limits import HOUR_MS
-from timeball.pipeline.campaign import Campaign
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit
+from timeball.pipeline.jobs.campaign import Campaign
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -14,9 +14,9 @@ from tests.node_fixture import RunningNode, running_node
 from tests.pipeline.traffic import send, send_due_now
 
 from timeball.errors import RequestError
-from timeball.pipeline import view_sql, views
-from timeball.pipeline.options import DEFAULT_ENDPOINT
-from timeball.pipeline.sql import SqlSession, view_columns
+from timeball.pipeline.source.options import DEFAULT_ENDPOINT
+from timeball.pipeline.views import spark_views, view_sql
+from timeball.pipeline.views.duckdb_session import SqlSession, view_columns
 
 PAGE = "docs/pipeline/sql.md"
 
@@ -66,6 +66,6 @@ def test_the_examples_run_and_spark_takes_the_same_questions(spark: SparkSession
         with contextlib.redirect_stdout(printed):
             exec(compile(code.replace(DEFAULT_ENDPOINT, story.endpoint), PAGE, "exec"), {})
     assert printed.getvalue().splitlines()[-2:] == ["1", "10"]
-    assert views.register(spark, story.endpoint).table == 1
+    assert spark_views.register(spark, story.endpoint).table == 1
     for text in blocks("sql"):
         assert spark.sql(text).columns, text  # resolved: names, functions and types; not run

@@ -181,7 +181,7 @@ def _run(
     quiet: bool,
 ) -> BulkReport:
     from timeball.pipeline.jobs import bulk as job
-    from timeball.pipeline.screening import Columns
+    from timeball.pipeline.jobs.bulk_input import Columns
 
     with _progress(spark, quiet=quiet) as tell:
         frame = _read(spark, source)
@@ -256,7 +256,7 @@ def pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _read(spark: SparkSession, source: Source) -> DataFrame:
-    from timeball.pipeline.failures import spark_errors
+    from timeball.pipeline.spark_errors import spark_errors
 
     reader = spark.read.format(source.format.value).options(**source.options)
     try:
@@ -311,7 +311,7 @@ def document(report: BulkReport) -> dict[str, Any]:
 
 def curve(report: BulkReport) -> tuple[str, dict[str, int]]:
     """The width of a bar, and messages by the name of the bar they are due in."""
-    from timeball.pipeline.due_load import bar_name
+    from timeball.pipeline.views.due_histogram import bar_name
 
     found = report.load.curve()
     starts_ms = (found.start_s * 1_000).tolist()

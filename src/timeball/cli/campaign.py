@@ -1,7 +1,7 @@
 """`timeball campaign`: the promises of one bulk write as one object.
 
 Everything here runs in this process, without Spark and Java. Each command may be cut off and given again: it goes on
-where it was (pipeline/campaign.py, pipeline/holding.py).
+where it was (pipeline/jobs/campaign.py, pipeline/jobs/pause.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.cli.output import err, print_json, print_line
 from timeball.cli.quantities import show_ms
 
 if TYPE_CHECKING:
-    from timeball.pipeline.campaign import Campaign, Progress
+    from timeball.pipeline.jobs.campaign import Campaign, Progress
 
 app = typer.Typer(help="Look at bulk writes, pause, resume and cancel them.", no_args_is_help=True)
 
@@ -53,9 +53,9 @@ def list_(
       timeball campaign list
       timeball campaign list --json | jq -r 'select(.state == "paused").campaign'
     """
-    from timeball.pipeline.campaign import state
-    from timeball.pipeline.campaigns import Campaigns, last
     from timeball.pipeline.endpoint import Endpoint
+    from timeball.pipeline.jobs.campaign import state
+    from timeball.pipeline.jobs.campaigns import Campaigns, last
 
     _reach(endpoint)
     with Endpoint(endpoint) as broker:
@@ -109,10 +109,10 @@ def pause(
     Examples:
       timeball campaign pause spring-2027
     """
-    from timeball.pipeline import holding
+    from timeball.pipeline.jobs import pause
 
     with _opened(endpoint, campaign, table_uri) as found, _busy("looking", as_json) as tell:
-        paused = holding.pause(found, tell)
+        paused = pause.pause(found, tell)
     if as_json:
         print_json(paused)
     else:
@@ -138,10 +138,10 @@ def resume(
       timeball campaign resume spring-2027
       timeball campaign resume spring-2027 --shift
     """
-    from timeball.pipeline import holding
+    from timeball.pipeline.jobs import pause
 
     with _opened(endpoint, campaign, table_uri) as found, _busy("looking", as_json) as tell:
-        resumed = holding.resume(found, shift=shift, tell=tell)
+        resumed = pause.resume(found, shift=shift, tell=tell)
     if as_json:
         print_json(resumed)
     elif resumed.repeated:
@@ -165,10 +165,10 @@ def cancel(
       timeball campaign cancel spring-2027
       timeball campaign cancel spring-2027 --json | jq .cancelled
     """
-    from timeball.pipeline import holding
+    from timeball.pipeline.jobs import pause
 
     with _opened(endpoint, campaign, table_uri) as found, _busy("cancelling", as_json):
-        done = holding.cancel(found)
+        done = pause.cancel(found)
     if as_json:
         print_json(done)
     else:
@@ -196,8 +196,8 @@ def describe(progress: Progress) -> Iterator[str]:
 
 @contextmanager
 def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[Campaign]:
-    from timeball.pipeline.campaign import Campaign
     from timeball.pipeline.endpoint import Endpoint
+    from timeball.pipeline.jobs.campaign import Campaign
 
     _reach(endpoint)
     with Endpoint(endpoint) as broker:

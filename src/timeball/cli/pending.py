@@ -1,8 +1,8 @@
 """`timeball pending`: how much waits, and when it falls due.
 
-Counts are taken by the reader of tables, not by the broker: what waits in the pending table is read from its
-Parquet files, the log's tail over Flight, both of one version (pipeline/waiting.py). A promise due after the broker's
-"now" cannot have been released; those due earlier are counted as being delivered.
+This process counts, not the broker: it reads the pending table from its Parquet files and the log's tail over Flight,
+both of one version (pipeline/views/snapshot.py). A promise due after the broker's "now" cannot have been released;
+those due earlier count as being delivered.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def count_waiting(endpoint: str) -> Waiting:
     """All promises due after the broker's now that nobody has cancelled."""
     from timeball.message import int64
     from timeball.pipeline.endpoint import Endpoint
-    from timeball.pipeline.waiting import Snapshot
+    from timeball.pipeline.views.snapshot import Snapshot
 
     with Endpoint(endpoint, patience_s=0) as broker:
         snapshot = Snapshot.take(broker, upcoming=True)

@@ -18,7 +18,7 @@ from timeball.cli.output import out, print_json, print_line
 from timeball.errors import Unavailable
 
 if TYPE_CHECKING:
-    from timeball.pipeline.job_status import JobStatus
+    from timeball.pipeline.run.job_status import JobStatus
 
 
 COMPACT = "compact"  # jobs/compact.py's name, which only Spark's side can import
@@ -46,7 +46,7 @@ def status(
       timeball pipeline status --checkpoint s3://bucket/checkpoints --endpoint grpc://broker:7400
     """
     from timeball.clock import SystemClock
-    from timeball.pipeline.job_status import read_statuses
+    from timeball.pipeline.run.job_status import read_statuses
 
     broker = _ask(endpoint, needed=checkpoint is None)
     folder = checkpoint or broker["table"]["uri"].rstrip("/").rpartition("/")[0] + "/pipeline"

@@ -106,7 +106,7 @@ def replay(
     """
     start_ms = beginning(from_ms, at_ms, shift_ms)
     from timeball.cli.spark import close_session, open_session
-    from timeball.pipeline.campaigns import check_id
+    from timeball.pipeline.jobs.campaigns import check_id
 
     if job_id is not None:
         with naming("--job-id"):

@@ -28,7 +28,7 @@ STDERR = 2
 def load_runner() -> ModuleType:
     """The module that runs streaming jobs; SetupError when pyspark is missing."""
     try:
-        from timeball.pipeline.jobs import runner
+        from timeball.pipeline.run import runner
     except ModuleNotFoundError as error:
         raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
     return runner
@@ -42,7 +42,7 @@ def open_session(
     `log`: where Spark's own stderr goes; by default a file without a name, gone with the session.
     """
     try:
-        from timeball.pipeline.session import build_session
+        from timeball.pipeline.run.session import build_session
     except ModuleNotFoundError as error:
         raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
     with _children_write_to(log), no_child_left_behind():
@@ -51,7 +51,7 @@ def open_session(
 
 def close_session(spark: SparkSession) -> None:
     """Stop a session of `open_session`."""
-    from timeball.pipeline.session import close
+    from timeball.pipeline.run.session import close
 
     close(spark)
 

@@ -1,7 +1,7 @@
 """`timeball sql`: questions about what waits and what happened, answered in this process by DuckDB.
 
-The engine and its views are pipeline/sql.py; here its rows become a table for people, CSV or JSON. Each answer says
-of which version it is: on stderr for people, in the document with --json.
+The engine and its views are pipeline/views/duckdb_session.py; this module prints its rows as a table, CSV or JSON.
+Each answer says of which version it is: on stderr for people, in the document with --json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from timeball.errors import SetupError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from timeball.pipeline.sql import Version
+    from timeball.pipeline.views.duckdb_session import Version
 
 ROWS_SHOWN = 50
 CELL_WIDTH = 60
@@ -68,7 +68,7 @@ def sql(
 
     Views: pending, pending_table, promises, ledger, archive, log. One consistent version per query. Needs the extra
     'sql' (DuckDB), neither Spark nor Java; runs where the pending table can be read. Spark has the same views:
-    timeball.pipeline.views.register(spark, endpoint).
+    timeball.pipeline.views.spark_views.register(spark, endpoint).
 
     \b
     Examples:
@@ -84,7 +84,7 @@ def sql(
     if text is None:
         _show_views(as_json)
         return
-    from timeball.pipeline.sql import SqlSession
+    from timeball.pipeline.views.duckdb_session import SqlSession
 
     with connect(endpoint):
         session = SqlSession(endpoint, version=version, table_uri=table_uri, memory_bytes=memory)
@@ -193,7 +193,7 @@ def _print_json(version: Version, reader: pa.RecordBatchReader) -> None:
 
 def _show_views(as_json: bool) -> None:
     """What can be asked, from the tables' schemas alone."""
-    from timeball.pipeline.sql import view_columns
+    from timeball.pipeline.views.duckdb_session import view_columns
 
     views = view_columns()
     if as_json:

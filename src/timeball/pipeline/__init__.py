@@ -5,5 +5,5 @@ Keeps: nothing of its own but Spark's checkpoints and the ledger; the truth is t
 Hands on: files for the pending table (attached in one step), the ledger, audit reports.
 
 It never imports the broker: what runs here runs in another process, and often on another machine. Modules
-that need pyspark are imported by name (`timeball.pipeline.session`), so that this one costs nothing.
+that need pyspark are imported by name (`timeball.pipeline.run.session`), so that this one costs nothing.
 """

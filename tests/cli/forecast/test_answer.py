@@ -7,8 +7,8 @@ from tests.cli.forecast.days import EIGHT_MS, EXTRA, NINE_MS, TEN_MS, answered, 
 
 from timeball.cli.forecast.answer import answer
 from timeball.cli.forecast.wishes import Extra, Moment
-from timeball.pipeline.due_load import Peak
-from timeball.pipeline.forecast import Bar
+from timeball.pipeline.views.due_histogram import Peak
+from timeball.pipeline.views.forecast import Bar
 
 
 def test_what_waits_in_bars_peaks_and_topics() -> None:

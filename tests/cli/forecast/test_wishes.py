@@ -8,12 +8,12 @@ import pytest
 
 from timeball.cli.forecast.wishes import THE_OTHERS, Bars, Extra, Moment, Window, parse_moment, parse_rates
 from timeball.errors import RequestError
-from timeball.pipeline import due_load, what_if
+from timeball.pipeline.views import consumer_model, due_histogram
 
 
 def test_the_light_copies_say_what_the_pipeline_says() -> None:
-    assert [str(unit) for unit in Bars] == [str(unit) for unit in due_load.Unit]
-    assert THE_OTHERS == what_if.THE_OTHERS
+    assert [str(unit) for unit in Bars] == [str(unit) for unit in due_histogram.Unit]
+    assert THE_OTHERS == consumer_model.THE_OTHERS
 
 
 @pytest.mark.parametrize(

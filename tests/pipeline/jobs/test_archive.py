@@ -20,7 +20,7 @@ from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours
-from timeball.pipeline.narrow import Bounds
+from timeball.pipeline.source.pushdown import Bounds
 
 
 def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) -> None:

@@ -26,8 +26,8 @@ from timeball.limits import MINUTE_MS, SECOND_MS
 from timeball.message import SCHEDULE_TOPIC
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
-from timeball.pipeline.options import write_options
-from timeball.pipeline.sink import PromiseTask, attach_all
+from timeball.pipeline.source.options import write_options
+from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

@@ -16,12 +16,11 @@ from tests.pipeline.traffic import attached_seqs
 
 from timeball.errors import InvalidMessage
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.pipeline import screening
-from timeball.pipeline.campaigns import Campaigns, last
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import bulk
+from timeball.pipeline.jobs import bulk, bulk_input
 from timeball.pipeline.jobs.bulk import Survey, plan_deal
-from timeball.pipeline.screening import Columns
+from timeball.pipeline.jobs.bulk_input import Columns
+from timeball.pipeline.jobs.campaigns import Campaigns, last
 
 COLUMNS = Columns(due="at", topic="to", body="text", keys="id")
 ROWS = 1_000
@@ -89,7 +88,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     folder = Path(before.table.uri).parent
     report = run(spark, node, people(spark, before.now_ms), dry_run=True)
     assert (report.dry_run, report.rows, report.rejected) == (True, 998, 2)
-    assert report.reasons == {screening.NO_INSTANT: 1, screening.RULES[0][0]: 1}
+    assert report.reasons == {bulk_input.NO_INSTANT: 1, bulk_input.RULES[0][0]: 1}
     assert report.load.total == 998 and report.load.width_s == 60
     assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in BAD)
     assert broker.status().log.next_seq == before.log.next_seq
@@ -123,8 +122,8 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
     assert report.rejects_uri is not None
     rejects = DeltaTable(report.rejects_uri).to_pyarrow_table().to_pylist()
     assert {(row["campaign"], row["reason"], json.loads(row["row"])["id"]) for row in rejects} == {
-        ("spring", screening.RULES[0][0], "k0"),
-        ("spring", screening.NO_INSTANT, "k500"),
+        ("spring", bulk_input.RULES[0][0], "k0"),
+        ("spring", bulk_input.NO_INSTANT, "k500"),
     }
     again = run(spark, node, frame)
     assert (again.repeated, again.rows, again.files) == (True, 998, report.files)

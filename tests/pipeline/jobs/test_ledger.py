@@ -18,9 +18,9 @@ from timeball.errors import SetupError, StorageError
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
-from timeball.pipeline.options import write_options
-from timeball.pipeline.schema import spark_schema
-from timeball.pipeline.sink import PromiseTask, attach_all
+from timeball.pipeline.source.options import write_options
+from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
+from timeball.pipeline.source.schema import spark_schema
 from timeball.table.attachment import Attachment, encode
 
 pytestmark = pytest.mark.spark

@@ -20,11 +20,11 @@ from tests.pipeline.traffic import log_rows, send, send_due_now, visible
 from timeball import Timeball, limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange
 from timeball.message import Kind, decode_properties, encode_properties
-from timeball.pipeline.campaign import Campaign
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, replay
+from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.jobs.replay import REPLAY_OF, Sources, Window
-from timeball.pipeline.schema import spark_schema
+from timeball.pipeline.source.schema import spark_schema
 
 WINDOW = Window(from_ms=1_000, until_ms=2_000, start_ms=50_000)
 KNOWN = Sources(None, 0, 1, 9, 10_000, 9_000)

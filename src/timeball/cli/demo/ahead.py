@@ -47,8 +47,8 @@ class Ahead:
 
 def call_off(endpoint: str) -> CalledOff:
     """End the campaign as one object."""
-    from timeball.pipeline.campaign import Campaign
     from timeball.pipeline.endpoint import Endpoint
+    from timeball.pipeline.jobs.campaign import Campaign
 
     with Endpoint(endpoint) as broker:
         ended = Campaign(broker, CAMPAIGN).cancel()
@@ -58,8 +58,8 @@ def call_off(endpoint: str) -> CalledOff:
 def look_ahead(endpoint: str) -> Ahead:
     """The due load of all that waits."""
     from timeball.pipeline.endpoint import Endpoint
-    from timeball.pipeline.forecast import gather, report
-    from timeball.pipeline.waiting import Snapshot
+    from timeball.pipeline.views.forecast import gather, report
+    from timeball.pipeline.views.snapshot import Snapshot
 
     with Endpoint(endpoint) as broker:
         found = report(gather(Snapshot.take(broker, upcoming=True)), peaks=PEAKS)
@@ -72,7 +72,7 @@ def look_ahead(endpoint: str) -> Ahead:
 
 def ask(endpoint: str) -> list[dict[str, Any]]:
     """The rows of QUERY; SetupError without DuckDB."""
-    from timeball.pipeline.sql import SqlSession
+    from timeball.pipeline.views.duckdb_session import SqlSession
 
     try:
         with SqlSession(endpoint) as session:

@@ -40,7 +40,7 @@ class Spark:
     def schedule(self, messages: pa.RecordBatch, campaign: str) -> BulkReport:
         """`bulk`: every row of a DataFrame a promise, or none, under a campaign's name."""
         from timeball.pipeline.jobs import bulk
-        from timeball.pipeline.screening import Columns
+        from timeball.pipeline.jobs.bulk_input import Columns
 
         try:
             frame = self._session.createDataFrame(pa.Table.from_batches([messages]))

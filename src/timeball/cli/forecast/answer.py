@@ -13,9 +13,9 @@ import msgspec
 from timeball.cli.forecast.counting import Counted
 from timeball.cli.forecast.wishes import Asked, Extra
 from timeball.limits import SECOND_MS
-from timeball.pipeline.due_load import Load, Unit, merge
-from timeball.pipeline.forecast import Check, Report, check, report
-from timeball.pipeline.what_if import Queue, WhatIf, queues, rate_needed, serve
+from timeball.pipeline.views.consumer_model import Queue, WhatIf, queues, rate_needed, serve
+from timeball.pipeline.views.due_histogram import Load, Unit, merge
+from timeball.pipeline.views.forecast import Check, Report, check, report
 
 
 class Forecast(msgspec.Struct, kw_only=True, frozen=True):

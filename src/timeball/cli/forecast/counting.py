@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from timeball.cli.connection import connect
 from timeball.cli.forecast.wishes import Window
 from timeball.cli.output import progress_bar
-from timeball.pipeline.campaigns import Campaigns, held
-from timeball.pipeline.due_load import Load
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.forecast import gather, released_since, version_at
-from timeball.pipeline.waiting import Due, Snapshot
+from timeball.pipeline.jobs.campaigns import Campaigns, held
+from timeball.pipeline.views.due_histogram import Load
+from timeball.pipeline.views.forecast import gather, released_since, version_at
+from timeball.pipeline.views.snapshot import Due, Snapshot
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _count_on(master: str, endpoint: str, shot: Snapshot, due: Due, by_topic: bo
 
     spark = open_session(master, "timeball-forecast")
     try:
-        from timeball.pipeline.jobs import forecast as job
+        from timeball.pipeline.views import spark_forecast as job
 
         return job.gather(spark, endpoint, shot, by_topic=by_topic, due=due)
     finally:

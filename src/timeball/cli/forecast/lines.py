@@ -9,9 +9,9 @@ from timeball.cli.forecast.answer import Forecast
 from timeball.cli.forecast.wishes import THE_OTHERS
 from timeball.cli.output import bars
 from timeball.cli.quantities import show_ms
-from timeball.pipeline.due_load import BARS_MAX, UNIT_S, Peak, Unit, bar_name
-from timeball.pipeline.forecast import Check
-from timeball.pipeline.what_if import Outcome, WhatIf
+from timeball.pipeline.views.consumer_model import Outcome, WhatIf
+from timeball.pipeline.views.due_histogram import BARS_MAX, UNIT_S, Peak, Unit, bar_name
+from timeball.pipeline.views.forecast import Check
 
 TOPICS_SHOWN = 20
 _A_CELL = {60_000: "minute", 3_600_000: "hour"}

@@ -14,8 +14,8 @@ import numpy as np
 from timeball.cli.forecast.answer import Answer
 from timeball.cli.forecast.wishes import THE_OTHERS
 from timeball.errors import RequestError, SetupError
-from timeball.pipeline.due_load import UNIT_S, Load, Unit, merge
-from timeball.pipeline.what_if import FloatArray
+from timeball.pipeline.views.consumer_model import FloatArray
+from timeball.pipeline.views.due_histogram import UNIT_S, Load, Unit, merge
 
 KINDS = (".png", ".svg", ".pdf")
 TOPICS_SHOWN = 5

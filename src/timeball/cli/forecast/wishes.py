@@ -12,14 +12,16 @@ from timeball.cli.quantities import parse_duration_ms, parse_instant_ms
 from timeball.errors import RequestError
 
 if TYPE_CHECKING:
-    from timeball.pipeline.due_load import Load
-    from timeball.pipeline.waiting import Due
+    from timeball.pipeline.views.due_histogram import Load
+    from timeball.pipeline.views.snapshot import Due
 
-THE_OTHERS = "*"  # as in pipeline/what_if.py: other commands should not wait for the pipeline's modules
+THE_OTHERS = (
+    "*"  # as in pipeline/views/consumer_model.py: other commands should not wait for the pipeline's modules
+)
 
 
 class Bars(StrEnum):
-    """The width of a bar: pipeline/due_load.py's units."""
+    """The width of a bar: pipeline/views/due_histogram.py's units."""
 
     AUTO = "auto"
     SECOND = "second"
@@ -140,9 +142,9 @@ class Extra:
 
     def load(self, now_ms: int) -> Load:
         """The rows, each in its second."""
-        from timeball.pipeline.due_load import ALL_TOPICS, merge
-        from timeball.pipeline.forecast import load_of_file
-        from timeball.pipeline.what_if import spread
+        from timeball.pipeline.views.consumer_model import spread
+        from timeball.pipeline.views.due_histogram import ALL_TOPICS, merge
+        from timeball.pipeline.views.forecast import load_of_file
 
         parts = []
         if self.rows is not None and self.at is not None:

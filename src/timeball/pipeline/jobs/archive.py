@@ -4,8 +4,8 @@ One row for every message that became visible in a queue: MESSAGE and RELEASE ro
 them (`store_ms` is the instant at which it became visible). What was cancelled never passed: the ledger knows it.
 
 The stream carries only ranges of the log; each epoch is a batch from the archive's own mark to the end of the range
-(see pipeline/archiving.py). So the table alone says what is in it: a repeated epoch adds nothing, and neither a lost
-checkpoint nor retention leaves a hole that nobody notices.
+(see archive_writer.py). So the table alone says what is in it: a repeated epoch adds nothing, and neither a lost
+checkpoint nor retention leaves a hole without an error.
 
 Small files are joined every TIDY_EVERY epochs, neighbours of one day into one sorted file again; what was replaced, and
 what a dead task left behind, is removed a week later, so that nobody loses a file while reading it.
@@ -31,14 +31,13 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.clock import SystemClock
 from timeball.errors import NotFound, StorageError
-from timeball.pipeline import archiving
-from timeball.pipeline.archiving import APP_ID, FILE_SCHEMA, PARTITION, ArchiveDataSource
-from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import marked
-from timeball.pipeline.narrow import Bounds
-from timeball.pipeline.schema import spark_schema
-from timeball.pipeline.store import Store, open_table, sibling
+from timeball.pipeline.jobs import archive_writer, marked
+from timeball.pipeline.jobs.archive_writer import APP_ID, FILE_SCHEMA, PARTITION, ArchiveDataSource
+from timeball.pipeline.source.delta_writer import app_version
+from timeball.pipeline.source.pushdown import Bounds
+from timeball.pipeline.source.schema import spark_schema
+from timeball.pipeline.table_store import Store, open_table, sibling
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -81,7 +80,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
         LOG.info("new archive job=archive uri=%s since_seq=%d", uri, since)
         return DeltaTable.create(
             uri,
-            archiving.TABLE_SCHEMA,
+            archive_writer.TABLE_SCHEMA,
             partition_by=[PARTITION],
             name=NAME,
             description="Messages that became visible; one row each",
@@ -252,13 +251,13 @@ def join(table: DeltaTable) -> int:
     for group in neighbours(small_files(table)):
         read = [_rows(f"{table.table_uri.rstrip('/')}/{small.path}") for small in group]
         now_ms = SystemClock().wall_ms()
-        written = archiving.write_files(store, pa.concat_tables(read))
+        written = archive_writer.write_files(store, pa.concat_tables(read))
         joined = [entry.add(now_ms, data_change=False) for entry in written]
         removed = [
             RemoveAction(small.path, False, now_ms, small.size_bytes, {PARTITION: small.day})
             for small in group
         ]
-        archiving.commit(table, [*joined, *removed])
+        archive_writer.commit(table, [*joined, *removed])
         table.update_incremental()
         gone += len(group)
     return gone

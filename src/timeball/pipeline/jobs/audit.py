@@ -33,10 +33,10 @@ from pyspark.sql import functions as f
 from timeball.errors import NotFound, OutOfRange
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.jobs import ledger
-from timeball.pipeline.store import open_table
-from timeball.pipeline.table_version import settled_status
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import open_table
+from timeball.pipeline.views.table_version import settled_status
 
 LOG = logging.getLogger("timeball.pipeline")
 

@@ -3,7 +3,7 @@
     survey    count the rows by what is wrong with them, and the valid ones by the minute they are due: one pass
     plan      the event 'planned' in the table of campaigns; its instant is the "now" of every later try
     reject    rows that break a rule go to a Delta table of their own, with the rule and the row as JSON
-    write     rows dealt out by due instant, sorted and written to files by the tasks (pipeline/sink.py)
+    write     rows dealt out by due instant, sorted and written to files by the tasks (source/promise_writer.py)
     attach    one record in the broker's log, by the campaign's id: all rows are promises, or none
     note      the event 'attached', with the numbers and sizes that the log's own record has
 
@@ -34,14 +34,14 @@ from timeball.clock import Clock, SystemClock
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.limits import MINUTE_MS
 from timeball.message import Int64Array
-from timeball.pipeline.campaign import Campaign, find_attach
-from timeball.pipeline.campaigns import Campaigns, Event, check_id, last
-from timeball.pipeline.due_load import Load
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.failures import spark_errors
-from timeball.pipeline.runs import RUN_BYTES, RUN_ROWS
-from timeball.pipeline.screening import REASON, ROW, Columns, screen
-from timeball.pipeline.store import sibling
+from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
+from timeball.pipeline.jobs.campaign import Campaign, find_attach
+from timeball.pipeline.jobs.campaigns import Campaigns, Event, check_id, last
+from timeball.pipeline.source.chunks import RUN_BYTES, RUN_ROWS
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import sibling
+from timeball.pipeline.views.due_histogram import Load
 from timeball.table.attachment import Attachment
 
 LOG = logging.getLogger("timeball.pipeline")

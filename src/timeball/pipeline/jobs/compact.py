@@ -1,7 +1,7 @@
 """`compact`: a stream that moves waiting promises from the log's tail to the pending table.
 
 The broker does the same by itself when nobody else does; a lease, renewed while the query lives, keeps it from doing
-so at the same time. Should both do it after all, the watermark settles it (see pipeline/compaction.py).
+so at the same time. Should both do it after all, the watermark settles it (see pipeline/source/compact_writer.py).
 
 Only promises that an `hour_log` keeps are compacted. What a `timer_wheel` or a `level_cascade` keeps waits in the log;
 then there is no such stream to run, whatever a caller asks for.

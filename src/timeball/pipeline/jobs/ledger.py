@@ -30,13 +30,13 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.errors import NotFound, StorageError
 from timeball.message import SCHEDULE_TOPIC, Kind
-from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import marked
-from timeball.pipeline.log_events import EVENT_SCHEMA
-from timeball.pipeline.promise_view import promises_sql
-from timeball.pipeline.schema import spark_schema
-from timeball.pipeline.store import open_table, sibling
+from timeball.pipeline.source.delta_writer import app_version
+from timeball.pipeline.source.schema import spark_schema
+from timeball.pipeline.table_store import open_table, sibling
+from timeball.pipeline.views.log_events import EVENT_SCHEMA
+from timeball.pipeline.views.promise_view import promises_sql
 
 LOG = logging.getLogger("timeball.pipeline")
 

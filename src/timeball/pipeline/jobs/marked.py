@@ -16,7 +16,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.errors import OutOfRange, SetupError, TimeballError
 from timeball.pipeline.endpoint import LogStatus
-from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.spark_errors import spark_errors
 
 LOG = logging.getLogger("timeball.pipeline")
 

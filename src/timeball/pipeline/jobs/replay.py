@@ -7,7 +7,7 @@ reaches and from the log behind its mark, so a replay is complete whether or not
 window that begins before either of them, or is not over yet, is refused: half of a window would look like all of it.
 
 All of it is written in one attach under a name that follows from the arguments, so a second run with the same
-arguments changes nothing: the broker takes one attach of a name, ever. A replay is a campaign (pipeline/campaign.py) of
+arguments changes nothing: the broker takes one attach of a name, ever. A replay is a campaign (jobs/campaign.py) of
 that name: what waits of it can be counted, paused and cancelled as one, and a run that died is completed by the next.
 
 A replayed message is a new one: it has an id of its own, and names the old one in its property REPLAY_OF. Queue, tag,
@@ -31,14 +31,14 @@ from pyspark.sql import functions as f
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END
-from timeball.pipeline.archiving import PASSED
-from timeball.pipeline.campaign import Campaign
-from timeball.pipeline.campaigns import Event, check_id, last
 from timeball.pipeline.endpoint import Endpoint, Status
-from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.jobs import archive
-from timeball.pipeline.narrow import Bounds
-from timeball.pipeline.store import open_table
+from timeball.pipeline.jobs.archive_writer import PASSED
+from timeball.pipeline.jobs.campaign import Campaign
+from timeball.pipeline.jobs.campaigns import Event, check_id, last
+from timeball.pipeline.source.pushdown import Bounds
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import open_table
 
 LOG = logging.getLogger("timeball.pipeline")
 

@@ -1,0 +1,175 @@
+"""The sink of the `compact` stream: pieces of the log become sorted files, one attach moves the watermark.
+
+The stream carries pointers, not bodies: each row is (from_seq, to_seq), and the task fetches the promises of
+that range over Flight, sorts them and writes files with the broker's own functions. Bodies never enter the JVM,
+which would only turn columns into rows and back; and the ranges tell the driver what the epoch covers, promises or
+not, so that an epoch without promises still moves the watermark. No shuffle: every file is sorted, and
+the broker merges files when it reads.
+
+The watermark decides, never Spark's memory. At commit, with W the broker's watermark:
+
+    piece ends at or below W     somebody has attached it already (a repeated epoch, another compactor): dropped
+    the pieces left fill [W, E)  attached, as (job "spark-compact", epoch E)
+    anything else                OutOfRange; the epoch is planned again from W by the next attempt of the query
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.datasource import WriterCommitMessage
+
+from timeball.errors import OutOfRange
+from timeball.message import TABLE_SCHEMA, Kind
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.source.chunks import runs
+from timeball.pipeline.source.options import WriteOptions
+from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter
+from timeball.pipeline.table_store import Store
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.layout import sort_rows
+
+LOG = logging.getLogger("timeball.pipeline")
+
+JOB_ID = "spark-compact"
+ATTACH_TRIES = 3
+
+
+@dataclass
+class Piece:
+    """One range of the log and the files that hold its promises."""
+
+    from_seq: int
+    to_seq: int
+    files: list[FileEntry] = field(default_factory=list)
+
+
+@dataclass
+class Compacted(WriterCommitMessage):
+    """The pieces one task wrote."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
+    """Promises of a batch of the log that may still be pending, in TABLE_SCHEMA."""
+    wanted = pc.greater_equal(batch.column("due_ms"), settled_before_ms)
+    # Mostly all of them: a filter that keeps everything copies everything.
+    rows = batch if pc.all(wanted).as_py() else batch.filter(wanted)
+    accepted = rows.column("store_ms")
+    columns = [accepted if name == "accepted_ms" else rows.column(name) for name in TABLE_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
+
+
+def write_piece(endpoint: Endpoint, store: Store, piece: Piece) -> Piece:
+    """Fetch, sort and write the promises of one range. Fills `piece.files`; on failure they are removed again."""
+    # Read before the rows: what was settled by then may be left out, what is settled later may stay.
+    status = endpoint.status()
+    batches = (
+        waiting(batch, status.settled_before_ms)
+        for batch in endpoint.read_log(piece.from_seq, piece.to_seq, [Kind.PROMISE])
+    )
+    try:
+        for rows in runs(batch for batch in batches if batch.num_rows):
+            piece.files.extend(store.put_rows(sort_rows(rows), status.now_ms))
+    except BaseException:  # an interrupt leaves orphans behind just as an error does
+        store.remove(entry.path for entry in piece.files)
+        raise
+    return piece
+
+
+def plan(pieces: Sequence[Piece], watermark: int) -> tuple[list[Piece], list[Piece]]:
+    """(pieces to attach, pieces to drop) at this watermark; OutOfRange when they do not fit: see the module."""
+    ordered = sorted(pieces, key=lambda piece: piece.from_seq)
+    done = [piece for piece in ordered if piece.to_seq <= watermark]
+    left = ordered[len(done) :]
+    expected = watermark
+    for piece in left:
+        if piece.from_seq != expected:
+            raise OutOfRange(
+                f"the epoch holds rows from {piece.from_seq} but the broker's watermark calls for {expected}: "
+                "another compactor was at work; the epoch is planned again"
+            )
+        expected = piece.to_seq
+    return left, done
+
+
+class CompactWriter(DataSourceStreamArrowWriter):
+    """See the module. Takes the rows of `read=ranges`."""
+
+    def __init__(self, options: WriteOptions) -> None:
+        self.options = options
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """See DataSourceStreamArrowWriter."""
+        done = Compacted()
+        with Endpoint(self.options.endpoint) as endpoint:
+            store = Store(self.options.table_uri or endpoint.status().table.uri)
+            for batch in iterator:
+                for row in batch.to_pylist():  # a handful: one row is a million of the log
+                    done.pieces.append(write_piece(endpoint, store, Piece(row["from_seq"], row["to_seq"])))
+        return done
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """One attach for the epoch; a repeated epoch changes nothing."""
+        pieces = [piece for message in messages if isinstance(message, Compacted) for piece in message.pieces]
+        with Endpoint(self.options.endpoint) as endpoint:
+            for attempt in range(1, ATTACH_TRIES + 1):
+                try:
+                    return self._attach(endpoint, pieces, batchId)
+                except OutOfRange as error:
+                    if attempt == ATTACH_TRIES:
+                        self._remove(endpoint, pieces)
+                        raise
+                    LOG.warning(
+                        "attach refused, looking again job=compact epoch=%d reason=%s", batchId, error
+                    )
+
+    def _attach(self, endpoint: Endpoint, pieces: list[Piece], batch_id: int) -> None:
+        watermark = endpoint.status().watermark
+        left, dropped = plan(pieces, watermark)
+        if left:
+            files = [entry for piece in left for entry in piece.files]
+            end = left[-1].to_seq
+            attached = endpoint.attach(
+                Attachment(
+                    job="compact",
+                    job_id=JOB_ID,
+                    epoch=end,
+                    files=files,
+                    from_seq=left[0].from_seq,
+                    to_seq=end,
+                )
+            )
+            LOG.info(
+                "rows attached job=compact epoch=%d from_seq=%d to_seq=%d promises=%d files=%d version=%d",
+                *(
+                    batch_id,
+                    left[0].from_seq,
+                    end,
+                    sum(entry.rows for entry in files),
+                    len(files),
+                    attached.version,
+                ),
+            )
+        if dropped:
+            LOG.warning(
+                "epoch attached before, skipped job=compact epoch=%d watermark=%d", batch_id, watermark
+            )
+            # Not deleted: after a reply that was lost, the files of a repeated epoch may be the table's own.
+
+    def _remove(self, endpoint: Endpoint, pieces: list[Piece]) -> None:
+        store = Store(self.options.table_uri or endpoint.status().table.uri)
+        store.remove(entry.path for piece in pieces for entry in piece.files)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Remove what was written, unless a commit was tried: its outcome may be unknown."""
+        if all(message is not None for message in messages):
+            return
+        pieces = [piece for message in messages if isinstance(message, Compacted) for piece in message.pieces]
+        with Endpoint(self.options.endpoint) as endpoint:
+            self._remove(endpoint, pieces)

@@ -1,0 +1,56 @@
+"""Timeball's Arrow schemas in Spark's words.
+
+Spark compares an Arrow batch with the declared schema by type, exactly: a dictionary, a `string_view` or a field
+declared not null is refused at run time. So there are five types and every field may be null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.pipeline.source.options import ReadOptions, check_columns
+
+RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])
+SCHEMAS = {"log": READ_SCHEMA, "queue": READ_SCHEMA, "pending": TABLE_SCHEMA, "ranges": RANGE_SCHEMA}
+
+_TYPES: dict[pa.DataType, DataType] = {
+    pa.int8(): ByteType(),
+    pa.int32(): IntegerType(),
+    pa.int64(): LongType(),
+    pa.string(): StringType(),
+    pa.binary(): BinaryType(),
+}
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """The Spark schema that reads batches of this Arrow schema."""
+    return StructType([StructField(field.name, _TYPES[field.type], True) for field in schema])
+
+
+def arrow_schema(options: ReadOptions) -> pa.Schema:
+    """What a read with these options yields; SetupError names a column that is not there."""
+    if options.read == "ledger":
+        # The ledger's module builds on this one.
+        from timeball.pipeline.jobs.ledger import LEDGER_SCHEMA
+
+        check_columns(options, LEDGER_SCHEMA.names)
+        return pick(LEDGER_SCHEMA, options.columns)
+    return pick(SCHEMAS[options.read], options.columns)
+
+
+def pick(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """`schema` reduced to `columns`, in their order; all of it for None."""
+    return schema if columns is None else pa.schema([schema.field(name) for name in columns])
