@@ -21,7 +21,6 @@ import numpy as np
 import psutil
 
 from timeball import __version__
-from timeball.broker.attaching import Ledger
 from timeball.broker.parts import Parts
 from timeball.broker.recovery import Recovered, check_documents, recover
 from timeball.broker.registry.groups import Groups
@@ -29,6 +28,7 @@ from timeball.broker.registry.new_topics import NewTopics
 from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
+from timeball.broker.tables.attach import AttachState
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
@@ -171,7 +171,7 @@ class Node:
         opened = await self._open_log(saved)
         reader, catalog = LogReader(opened.segments), Catalog(files)
         topics = Topics(files, queues_per_topic=settings.queues_per_topic)
-        ledger = Ledger(watermark=opened.segments.first_seq)
+        ledger = AttachState(watermark=opened.segments.first_seq)
         kept = keepers.kept(settings, files, saved)
         found = await loop.run_in_executor(
             reader_thread,

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from tests.broker.on_node import on_node
-from tests.broker.test_cancelling import delivered, said
+from tests.broker.revoking.test_cancel import delivered, said
 from tests.crash.world import SECOND_MS, World
 
 from timeball import limits

@@ -11,7 +11,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import upkeep
-from timeball.broker.rewriting import FILES_MIN
+from timeball.broker.tables.rewrite import FILES_MIN
 from timeball.errors import Corrupt, DiskFailed, OverLimit
 from timeball.limits import DAY_MS
 from timeball.log import checkpoint

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from timeball.broker.cancelling import Verdict as BrokerVerdict
+from timeball.broker.revoking.cancel import Verdict as BrokerVerdict
 from timeball.client import answers
 from timeball.protocols.flight import codec
 from timeball.table.attachment import Attached

@@ -21,7 +21,7 @@ from tests.protocols.remoting.wire import Wire
 from tests.races import COLUMNS, KINDS, Recorder
 
 from timeball import Timeball
-from timeball.broker.recall_handle import encode_handle
+from timeball.broker.revoking.recall_handle import encode_handle
 from timeball.client.answers import Verdict
 from timeball.message import Int64Array, Kind
 from timeball.protocols.remoting.codec.codes import RequestCode

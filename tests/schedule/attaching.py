@@ -14,7 +14,7 @@ import pyarrow as pa
 from tests.schedule.stage import BEGINNING, Model, Rig
 from tests.schedule.table_files import table_rows
 
-from timeball.broker import compacting, rewriting
+from timeball.broker.tables import compact, rewrite
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
@@ -63,7 +63,7 @@ class Attaching:
         to_seq = self.watermark + round((high - self.watermark) * share)
         if to_seq <= self.watermark:
             return None
-        attachment = compacting.compact(
+        attachment = compact.compact(
             self.files, self.reader, from_seq=self.watermark, to_seq=to_seq,
             settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms,
         )  # fmt: skip
@@ -75,7 +75,7 @@ class Attaching:
         if not chosen:
             return None
         settled = self.rig.settled(self.strategy)
-        attachment = rewriting.rewrite(
+        attachment = rewrite.rewrite(
             self.files, [file.entry for file in chosen], settled.seq,
             settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms, epoch=self.reader.next_seq,
         )  # fmt: skip
@@ -90,7 +90,7 @@ class Attaching:
         return self._synced(
             Attachment(
                 job="bulk", job_id=f"bulk-{first_seq}", epoch=0, ranges=[(first_seq, len(dues))],
-                files=compacting.write_files(self.files, rows, self.now_ms),
+                files=compact.write_files(self.files, rows, self.now_ms),
             )
         )  # fmt: skip
 

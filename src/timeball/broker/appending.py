@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker import admission
-from timeball.broker.compacting import TailCount
 from timeball.broker.parts import Parts
 from timeball.broker.pulling import Waiters
 from timeball.broker.queue_entries import stored_sizes
 from timeball.broker.rates import TIMER_TOPIC
 from timeball.broker.registry.topics import Placement
+from timeball.broker.tables.compact import TailCount
 from timeball.log.format import with_seq
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from timeball.broker.attaching import Ledger
 from timeball.broker.rates import Rates
 from timeball.broker.registry.groups import Groups
 from timeball.broker.registry.new_topics import NewTopics
 from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.topics import Topics
+from timeball.broker.tables.attach import AttachState
 from timeball.clock import SchedulerClock
 from timeball.config import Settings
 from timeball.files import Files
@@ -52,7 +52,7 @@ class Parts:
     levels: DelayLevels
     settling: Settling  # of the promises of both
     catalog: Catalog
-    ledger: Ledger
+    ledger: AttachState
     reader_thread: Executor
     background: Executor
     on_failure: Callable[[BaseException], None]

@@ -29,13 +29,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.attaching import Ledger
 from timeball.broker.popping import in_hand
 from timeball.broker.queue_entries import BATCH_ROWS, HAVE_PLACES
 from timeball.broker.registry import groups, offsets, receipt_secret, request_modes, topics
 from timeball.broker.registry.topics import Topics
+from timeball.broker.revoking.log_scan import next_seq_of
+from timeball.broker.tables.attach import AttachState
 from timeball.broker.transactions import Half, load
-from timeball.broker.walking import next_seq_of
 from timeball.errors import Corrupt
 from timeball.files import Files
 from timeball.log import checkpoint as cp
@@ -95,7 +95,7 @@ def recover(
     checkpoint: cp.Checkpoint | None,
     reader: LogReader,
     topics: Topics,
-    ledger: Ledger,
+    ledger: AttachState,
     catalog: Catalog,
     now_ms: int,
     *,
@@ -150,7 +150,7 @@ def recover(
     )
 
 
-def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
+def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: AttachState) -> Replayed:
     replayed = Replayed()
     for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
@@ -189,7 +189,7 @@ def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
     return [(row["due_ms"], row["source_seq"], next_seq) for row, next_seq in named if next_seq is not None]
 
 
-def _replay_one(kind: Kind, seq: int, row: pa.RecordBatch, ledger: Ledger, replayed: Replayed) -> None:
+def _replay_one(kind: Kind, seq: int, row: pa.RecordBatch, ledger: AttachState, replayed: Replayed) -> None:
     body = row.column("body")[0].as_py()
     if kind == Kind.RESERVE:
         ledger.reserve(seq + 1, int(body))

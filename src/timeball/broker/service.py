@@ -17,25 +17,23 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker import (
     admission,
-    cancelling,
     delivery,
     pulling,
-    range_cancel,
-    rescheduling,
     transactions,
 )
 from timeball.broker.appending import Appending
-from timeball.broker.cancelling import Verdict
 from timeball.broker.dispatching import Dispatching
-from timeball.broker.finding import Names
-from timeball.broker.moving import Mover
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.policy import Policy
 from timeball.broker.popping.popper import Popper
-from timeball.broker.range_cancel import RangesCancelled
 from timeball.broker.rates import Stat
 from timeball.broker.receiving import Receiving
 from timeball.broker.registry import offsets
+from timeball.broker.revoking.cancel import Verdict, cancel, settle
+from timeball.broker.revoking.promise_lookup import Names
+from timeball.broker.revoking.ranges import RangesCancelled, cancel_ranges
+from timeball.broker.revoking.reschedule import reschedule
+from timeball.broker.tables.changes import TableChanges
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import OutOfRange
@@ -73,7 +71,7 @@ class Broker:
         table = mine if parts.keeper is None else self._delivery(parts.hour_log)
         self.ticker, self.level_ticker, self.table_ticker = mine.ticker, levels.ticker, table.ticker
         self.dispatching = Dispatching(parts, table)
-        self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
+        self.mover = TableChanges(parts, promises_since_watermark=promises_since_watermark)
         self.appending = Appending(parts, self.waiters, self.mover.tail_count)
         self.popper = Popper(self)
         self.receiving = Receiving(self)
@@ -152,13 +150,13 @@ class Broker:
         topic: str | None = None,
         may: Callable[[str], bool] | None = None,
     ) -> list[Verdict]:
-        """Settle these promises if they still wait; one definite verdict each (see cancelling.py).
+        """Settle these promises if they still wait; one definite verdict each (see revoking/cancel.py).
 
         `topic`: only those for it, since producers of different topics may have given the same id. `may`: of which
         topics the caller may, None: of all.
         """
         names = Names(ids, keys, seqs, topic, may)
-        return await cancelling.settle(self.parts, names, partial(cancelling.cancel, self.parts))
+        return await settle(self.parts, names, partial(cancel, self.parts))
 
     async def reschedule(
         self,
@@ -171,15 +169,13 @@ class Broker:
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Move what waits of these to another instant, or so far from now; one verdict each (see rescheduling.py)."""
+        """Move what waits of these to another instant; return one verdict each (revoking/reschedule.py)."""
         names = Names(ids, keys, seqs, topic, may)
-        return await rescheduling.reschedule(
-            self.parts, self.appending, names, due_ms=due_ms, delay_ms=delay_ms
-        )
+        return await reschedule(self.parts, self.appending, names, due_ms=due_ms, delay_ms=delay_ms)
 
     async def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> RangesCancelled:
-        """Settle what waits of a bulk job's numbers, (first_seq, rows); see range_cancel.py."""
-        return await range_cancel.cancel_ranges(self.parts, ranges, reason)
+        """Settle what waits of a bulk job's numbers, (first_seq, rows); see revoking/ranges.py."""
+        return await cancel_ranges(self.parts, ranges, reason)
 
     # -- consuming ---------------------------------------------------------------------------------------
 
@@ -254,7 +250,7 @@ class Broker:
             group, topic, offsets, {q: high for q, (_, high) in self.queues(topic).items()}
         )
 
-    # -- moving what waits (see moving.py) -----------------------------------------------------------------
+    # -- moving what waits (see tables/changes.py) -----------------------------------------------------------------
 
     async def reserve(self, rows: int) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""

@@ -43,7 +43,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the pending table. `job_id` and `epoch` make a repeated attach a no-op (broker/attaching.py).
+    """A change of the pending table. `job_id` and `epoch` make a repeated attach a no-op (broker/tables/attach.py).
 
     `digest` stands for the rows that a bulk job was given: a repeat with another one is refused.
     """

@@ -10,8 +10,8 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.grpc.sending import message, rows, sent
 from tests.protocols.grpc.wire import Wire
 
-from timeball.broker.recall_handle import encode_handle
 from timeball.broker.registry.topic_config import TopicConfig
+from timeball.broker.revoking.recall_handle import encode_handle
 from timeball.clock import ManualClock
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s

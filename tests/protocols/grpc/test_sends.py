@@ -14,8 +14,8 @@ from tests.protocols.grpc.sending import BORN_MS, message, refused, rows, send_r
 from tests.protocols.grpc.wire import Wire
 
 from timeball import limits
-from timeball.broker.recall_handle import decode_handle
 from timeball.broker.registry.topic_config import TopicConfig
+from timeball.broker.revoking.recall_handle import decode_handle
 from timeball.clock import ManualClock
 from timeball.message import Kind, decode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d

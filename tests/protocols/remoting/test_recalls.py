@@ -9,7 +9,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.test_sends import rows, sent
 from tests.protocols.remoting.wire import Wire
 
-from timeball.broker.recall_handle import decode_handle, encode_handle
+from timeball.broker.revoking.recall_handle import decode_handle, encode_handle
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
 

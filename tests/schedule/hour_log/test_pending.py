@@ -10,7 +10,7 @@ from tests.crash_files import CrashFiles
 from tests.schedule.table_files import table_rows
 
 from timeball import limits
-from timeball.broker.compacting import write_files
+from timeball.broker.tables.compact import write_files
 from timeball.message import READ_SCHEMA, Int64Array, Kind
 from timeball.schedule.hour_log import pending
 from timeball.schedule.hour_log.pending import (

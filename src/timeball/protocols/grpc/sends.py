@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from timeball.broker import recall_handle
 from timeball.broker.policy import queues_to_write
 from timeball.broker.registry.topics import Topic
+from timeball.broker.revoking import recall_handle
 from timeball.broker.send_rows import NAMES, Row
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
 from timeball.protocols.grpc._generated.service_pb2 import (

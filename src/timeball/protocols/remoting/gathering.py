@@ -19,7 +19,7 @@ from functools import partial
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import recall_handle
+from timeball.broker.revoking import recall_handle
 from timeball.broker.service import Accepted
 from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.protocols.remoting.calls import response_code

@@ -1,14 +1,15 @@
 """RECALL_MESSAGE: a producer takes a message back that waits, by the handle it got when it sent it.
 
-What success means is decided in broker/recalling.py; here are RocketMQ's codes for it. A refusal is ILLEGAL_OPERATION,
-and its sentence says which: too late, unknown, no longer known, or not a handle of this topic and broker.
+What success means is decided in broker/revoking/recall.py; here are the codes of RocketMQ for it. A refusal is
+ILLEGAL_OPERATION, and its sentence says which: too late, unknown, no longer known, or not a handle of this topic and
+broker.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.recalling import RecallRefused, recall
+from timeball.broker.revoking.recall import RecallRefused, recall
 from timeball.errors import InvalidMessage, NotFound
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -35,7 +36,7 @@ class Recalls:
     async def _recall(self, call: Call) -> Reply:
         fields = call.fields(_Recall)
         try:
-            unique_key = await recall(self._site.broker, fields.topic, fields.recall_handle)
+            unique_key = await recall(self._site.broker.parts, fields.topic, fields.recall_handle)
         except NotFound as error:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, str(error)) from error
         except (InvalidMessage, RecallRefused) as error:

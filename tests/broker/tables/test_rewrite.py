@@ -15,8 +15,8 @@ from tests.crash_files import CrashFiles
 from tests.table.small_table import NOW_MS, table_rows, write
 from tests.table.test_layout import order
 
-from timeball.broker import rewriting
-from timeball.broker.rewriting import FILES_MIN, SIZE_RATIO, choose, rewrite
+from timeball.broker.tables import rewrite as module
+from timeball.broker.tables.rewrite import FILES_MIN, SIZE_RATIO, choose, rewrite
 from timeball.limits import DAY_MS
 from timeball.table import layout
 from timeball.table.attachment import FileEntry
@@ -69,9 +69,9 @@ def test_a_coarse_bucket_is_split_when_it_comes_near(bucket: str, ahead_ms: int,
 
 
 def test_one_run_takes_no_more_rows_than_memory_holds() -> None:
-    rows = rewriting.ROWS_MAX // 4
+    rows = module.ROWS_MAX // 4
     assert len(choose(alike(FILES_MIN, rows), NOW_MS)) == 4
-    alone = entry("2023-11", 5 * rewriting.ROWS_MAX, NOW_MS + HOUR_MS)
+    alone = entry("2023-11", 5 * module.ROWS_MAX, NOW_MS + HOUR_MS)
     assert choose([alone], NOW_MS) == [alone]
 
 

@@ -1,6 +1,6 @@
 """Reschedule: a promise is moved in one step, wherever it waits, and a race with its instant has one winner.
 
-Where a promise may be when it is moved, and the harness for races, are those of test_cancelling.py. That the power
+Where a promise may be when it is moved, and the harness for races, are those of test_cancel.py. That the power
 may go anywhere around it is shown in tests/crash, by the scenarios called `moves`.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import InTurn, batch, column, on_node
-from tests.broker.test_cancelling import (
+from tests.broker.revoking.test_cancel import (
     MOMENTS,
     PLACES,
     SOON_MS,
@@ -34,8 +34,8 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
 from timeball import limits
-from timeball.broker import rescheduling
-from timeball.broker.cancelling import Verdict
+from timeball.broker.revoking import reschedule
+from timeball.broker.revoking.cancel import Verdict
 from timeball.clock import ManualClock
 from timeball.config import MIB
 from timeball.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
@@ -291,7 +291,7 @@ async def test_what_came_under_another_number_long_ago_was_not_cancelled(world: 
 
 @on_node()
 async def test_many_at_once_and_one_named_twice(world: World) -> None:
-    keys = await world.send("a", [FAR_MS] * (2 * rescheduling.ROWS_AT_ONCE + 5))
+    keys = await world.send("a", [FAR_MS] * (2 * reschedule.ROWS_AT_ONCE + 5))
     asked = [*keys[::-1], keys[3], "nobody"]
     verdicts = await world.broker.reschedule(ids=asked, delay_ms=LATER_MS)
     assert [v.subject for v in verdicts] == asked

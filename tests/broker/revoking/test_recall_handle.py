@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.recall_handle import Handle, decode_handle, encode_handle
+from timeball.broker.revoking.recall_handle import Handle, decode_handle, encode_handle
 from timeball.errors import InvalidMessage
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters=" "), min_size=1, max_size=40)

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker.compacting import write_files
+from timeball.broker.tables.compact import write_files
 from timeball.files import Files
 from timeball.message import Int64Array
 from timeball.table import layout

@@ -24,13 +24,13 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker import finding
 from timeball.broker.appending import Appending
-from timeball.broker.cancelling import Verdict, cancel_rows, settle, stop_waiting
 from timeball.broker.delivery import in_frames
-from timeball.broker.finding import Candidate, Names
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.retry import SPENT
+from timeball.broker.revoking import promise_lookup
+from timeball.broker.revoking.cancel import Verdict, cancel_rows, settle, stop_waiting
+from timeball.broker.revoking.promise_lookup import Candidate, Names
 from timeball.errors import InvalidDelay, RequestError
 from timeball.message import (
     CANCEL_NEXT,
@@ -76,7 +76,9 @@ async def _move(
         chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
 
         files = parts.hour_log.pending.all()
-        rows = await in_thread(parts.reader_thread, finding.read, parts.reader, files, list(chunk.values()))
+        rows = await in_thread(
+            parts.reader_thread, promise_lookup.read, parts.reader, files, list(chunk.values())
+        )
         for frame in in_frames(rows) if rows.num_rows else ():
             told |= await _move_frame(
                 parts, appending, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()]

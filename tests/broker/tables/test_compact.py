@@ -13,9 +13,9 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 from tests.table.small_table import NOW_MS, table_rows
 
-from timeball.broker import compacting
-from timeball.broker.compacting import TailCount
 from timeball.broker.popping.popper import Ask
+from timeball.broker.tables import compact
+from timeball.broker.tables.compact import TailCount
 from timeball.message import TABLE_SCHEMA
 from timeball.table.data_file import DataFile
 from timeball.table.layout import FOLDER
@@ -101,7 +101,7 @@ async def test_each_run_begins_where_the_last_one_ended(world: World) -> None:
 async def test_a_long_tail_is_moved_in_runs(world: World) -> None:
     await world.send("a", [FAR_MS] * 10)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compacting, "RUN_ROWS_MAX", 4)
+        patch.setattr(compact, "RUN_ROWS_MAX", 4)
         marks = [(await world.broker.compact()).watermark for _ in range(2)]
     assert marks == [5, 9]
     assert [row["seq"] for row in in_table(world)] == list(range(1, 9))
@@ -110,9 +110,9 @@ async def test_a_long_tail_is_moved_in_runs(world: World) -> None:
 
 def test_files_are_a_bucket_each_and_none_for_no_rows() -> None:
     files = CrashFiles()
-    assert compacting.write_files(files, table_rows([]), NOW_MS) == []
+    assert compact.write_files(files, table_rows([]), NOW_MS) == []
     rows = table_rows([NOW_MS + 2 * HOUR_MS, NOW_MS, NOW_MS + 1])  # in no order
-    near, far = compacting.write_files(files, rows, NOW_MS)
+    near, far = compact.write_files(files, rows, NOW_MS)
     assert (near.rows, far.rows) == (2, 1)
     assert column(DataFile(files, near).rows_between((0, 0), (1 << 62, 0)), "seq") == [2, 3]
     assert files.exists(f"{FOLDER}/{far.path}")

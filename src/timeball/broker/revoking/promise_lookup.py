@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.retry import DLQ_PREFIX, RETRY_PREFIX
-from timeball.broker.walking import COLUMNS, SETTLING, next_seq_of
+from timeball.broker.revoking.log_scan import COLUMNS, SETTLING, next_seq_of
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
 from timeball.log.key_index import KeyIndex
@@ -110,7 +110,7 @@ def is_on_its_way_back(topic: str) -> bool:
 class Search:
     """One look-up; its methods belong to the reader thread, but for `missing`.
 
-    begin, then `walk` for what is missing (walking.py) and `note` what it has found, then `found`.
+    begin, then `walk` for what is missing (log_scan.py) and `note` what it has found, then `found`.
     """
 
     def __init__(self, reader: LogReader, key_index: KeyIndex, moved: Moved, names: Names) -> None:

@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import InTurn, batch, on_node
-from tests.broker.test_compacting import in_table
+from tests.broker.tables.test_compact import in_table
 from tests.crash.checker import check
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import InTurn, on_node
-from tests.broker.test_cancelling import delivered, said
+from tests.broker.revoking.test_cancel import delivered, said
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball.broker import range_cancel
-from timeball.broker.range_cancel import RangesCancelled
+from timeball.broker.revoking import ranges as module
+from timeball.broker.revoking.ranges import RangesCancelled
 from timeball.errors import NotFound, OutOfRange, RequestError
 from timeball.message import CANCEL_REASON, Kind, decode_properties
 from timeball.table.attachment import within
@@ -180,6 +180,6 @@ def test_a_number_lies_in_a_range_or_not(ranges: list[tuple[int, int]], seqs: li
 async def test_only_files_that_may_hold_the_numbers_are_read_and_the_soonest_first(world: World) -> None:
     await attached(world, [FAR_MS], 1)
     _, numbers = await attached(world, [40 * DAY_MS, SOON_MS, FAR_MS], 2)
-    files = range_cancel.overlapping(world.broker.parts.hour_log.pending.all(), [numbers])
+    files = module.overlapping(world.broker.parts.hour_log.pending.all(), [numbers])
     begins = [file.entry.min_due_ms for file in files]
     assert begins == sorted(begins) and sum(file.entry.rows for file in files) == 3

@@ -1,7 +1,7 @@
 """Settle the promises a caller means if they still wait, and say definitely what became of each.
 
     cancelled           it was waiting, and will never be delivered; the CANCEL row is durable
-    rescheduled         it was waiting, and waits for another instant now (see rescheduling.py)
+    rescheduled         it was waiting, and waits for another instant now (reschedule.py)
     already_cancelled   somebody was first
     released            too late: its release stands in the log, since the instant given
     expired             it waits no more; what ended it is older than what the log keeps
@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.broker.finding import CANCELLED, Candidate, Found, Names, Search, pairs
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.walking import walk
+from timeball.broker.revoking.log_scan import walk
+from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs
 from timeball.message import Kind, build_rows
 from timeball.schedule.strategy import Strategy
 

@@ -1,4 +1,4 @@
-"""Which promises a name means, and what the log says of them; what cancels make of that is in test_cancelling.py."""
+"""Which promises a name means, and what the log says of them; what cancels make of that is in test_cancel.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
 from timeball import limits
-from timeball.broker import finding
-from timeball.broker.finding import Candidate, Found, Names, Search
-from timeball.broker.walking import walk
+from timeball.broker.revoking import promise_lookup
+from timeball.broker.revoking.log_scan import walk
+from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search
 from timeball.errors import OutOfRange
 from timeball.message import Kind, build_rows
 from timeball.table.data_file import DataFile
@@ -32,7 +32,7 @@ def look_up(
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
     parts = world.broker.parts
-    rows = finding.read(parts.reader, parts.hour_log.pending.all(), candidates)
+    rows = promise_lookup.read(parts.reader, parts.hour_log.pending.all(), candidates)
     return dict(zip(column(rows, "seq"), column(rows, "body"), strict=True))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.broker.on_node import batch, on_node
-from tests.broker.test_cancelling import let_go_of_all
+from tests.broker.revoking.test_cancel import let_go_of_all
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.walking import next_seq_of, walk
+from timeball.broker.revoking.log_scan import next_seq_of, walk
 from timeball.errors import OutOfRange
 from timeball.message import Kind
 

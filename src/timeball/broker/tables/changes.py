@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import attaching, compacting, rewriting
 from timeball.broker.memory import give_back
 from timeball.broker.parts import Parts, in_thread
+from timeball.broker.tables import attach, compact, rewrite
 from timeball.errors import RequestError, Unavailable
 from timeball.message import Kind, build_rows
 from timeball.schedule.places import Placed, take_promises
@@ -26,7 +26,7 @@ from timeball.table.attachment import Attached, Attachment, FileEntry
 logger = logging.getLogger(__name__)
 
 
-class Mover:
+class TableChanges:
     """The pending table's changes, one at a time. Belongs to the event loop."""
 
     def __init__(self, parts: Parts, *, promises_since_watermark: int) -> None:
@@ -34,7 +34,7 @@ class Mover:
         self._loop = asyncio.get_running_loop()
         self.lock = asyncio.Lock()
         self._compact_lock = asyncio.Lock()
-        self.tail_count = compacting.TailCount(parts.ledger.watermark, promises_since_watermark)
+        self.tail_count = compact.TailCount(parts.ledger.watermark, promises_since_watermark)
         self.outside_compactor_until_ms = 0
         # An ATTACH row is decided and the table may lack it. Recovery repeats only what stands behind the
         # checkpoint, so none may be saved now, and no later attach may pass this one.
@@ -55,7 +55,7 @@ class Mover:
 
     async def attach(self, attachment: Attachment) -> Attached:
         """Make files part of the pending table, atomically; see table/catalog.py for the order of steps."""
-        attaching.check_count(attachment)
+        attach.check_count(attachment)
         if attachment.job == "compact":
             self._check_compacts()
         # A task of its own: a caller who goes away must not leave an attach half done and unlocked.
@@ -75,7 +75,7 @@ class Mover:
                 attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__, now_ms=now_ms
             )
             await in_thread(self.parts.reader_thread,
-                attaching.check_files, parts.files, attachment,
+                attach.check_files, parts.files, attachment,
                 now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max,
             )  # fmt: skip
             await in_thread(self.parts.reader_thread, parts.catalog.sync_data, attachment)
@@ -121,15 +121,15 @@ class Mover:
 
         def write() -> list[FileEntry]:
             rows = take_promises(parts.reader, np.sort(waiting.at))
-            return compacting.write_files(
-                parts.files, pa.Table.from_batches([compacting.as_table_rows(rows)]), now_ms
+            return compact.write_files(
+                parts.files, pa.Table.from_batches([compact.as_table_rows(rows)]), now_ms
             )
 
         entries = await self._loop.run_in_executor(parts.background, write)
         await self.attach(
             Attachment(
                 job="compact",
-                job_id=compacting.JOB_ID,
+                job_id=compact.JOB_ID,
                 epoch=to_seq,
                 files=entries,
                 from_seq=from_seq,
@@ -146,7 +146,7 @@ class Mover:
         async with self._compact_lock:
             parts = self.parts
             from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
-            to_seq = min(to_seq, from_seq + compacting.RUN_ROWS_MAX)
+            to_seq = min(to_seq, from_seq + compact.RUN_ROWS_MAX)
             if to_seq <= from_seq:
                 return None
             # Read after `to_seq` was durable: only then does it speak of every promise before it.
@@ -154,7 +154,7 @@ class Mover:
             settled = parts.settling.settled().seq
             attachment = await self._loop.run_in_executor(
                 parts.background,
-                lambda: compacting.compact(
+                lambda: compact.compact(
                     parts.files, parts.reader, settled=settled,
                     from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
                 ),
@@ -170,14 +170,14 @@ class Mover:
         """Merge or split files of the pending table where that is worth it; None when it is not."""
         async with self._compact_lock:
             parts, now_ms = self.parts, self.parts.clock.now_ms()
-            chosen = {entry.path for entry in rewriting.choose(parts.hour_log.pending.live_entries(), now_ms)}
+            chosen = {entry.path for entry in rewrite.choose(parts.hour_log.pending.live_entries(), now_ms)}
             if not chosen:
                 return None
             entries = [f.entry for f in parts.hour_log.pending.all() if f.entry.path in chosen]
             settled, settled_before_ms = parts.settling.settled(), parts.hour_log.settled_before_ms
             attachment = await self._loop.run_in_executor(
                 parts.background,
-                lambda: rewriting.rewrite(
+                lambda: rewrite.rewrite(
                     parts.files, entries, settled.seq,
                     settled_before_ms=settled_before_ms, now_ms=now_ms, epoch=parts.reader.next_seq,
                 ),

@@ -12,7 +12,7 @@ from tests.crash_files import CrashFiles
 from tests.table.small_table import ALL_ZONES, NOW_MS, attachment, table_rows, write
 
 from timeball import limits
-from timeball.broker.attaching import Ledger, check_count, check_files
+from timeball.broker.tables.attach import AttachState, check_count, check_files
 from timeball.errors import (
     Corrupt,
     InvalidDelay,
@@ -47,13 +47,13 @@ def bulk(*ranges: tuple[int, int], files: list[FileEntry] | None = None, **field
     return attachment(entries, **{"job": "bulk", "ranges": list(ranges), **fields})
 
 
-def check(ledger: Ledger, change: Attachment, now_ms: int = NOW_MS) -> None:
+def check(ledger: AttachState, change: Attachment, now_ms: int = NOW_MS) -> None:
     ledger.check(change, durable_seq=DURABLE, is_live=lambda path: path == LIVE, now_ms=now_ms)
 
 
 @pytest.fixture
-def ledger() -> Ledger:
-    ledger = Ledger(watermark=10)
+def ledger() -> AttachState:
+    ledger = AttachState(watermark=10)
     ledger.reserve(50, 5)
     ledger.reserve(60, 7)
     return ledger
@@ -62,7 +62,7 @@ def ledger() -> Ledger:
 # ---- what fits ----------------------------------------------------------------------------------------------
 
 
-def test_what_fits_the_log_is_let_in(ledger: Ledger) -> None:
+def test_what_fits_the_log_is_let_in(ledger: AttachState) -> None:
     for change in (
         compact(10, 11), compact(10, DURABLE), bulk((50, 5)), bulk((60, 7), (50, 5)),
         attachment([entry(1, 1)]), attachment([], removes=[LIVE]), attachment([entry(1, 1)], removes=[LIVE]),
@@ -71,13 +71,15 @@ def test_what_fits_the_log_is_let_in(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("from_seq", [0, 9, 11, 100])
-def test_a_compact_begins_at_the_watermark_or_rows_are_lost_or_doubled(ledger: Ledger, from_seq: int) -> None:
+def test_a_compact_begins_at_the_watermark_or_rows_are_lost_or_doubled(
+    ledger: AttachState, from_seq: int
+) -> None:
     with pytest.raises(OutOfRange, match="the watermark is 10"):
         check(ledger, compact(from_seq, 100))
 
 
 @pytest.mark.parametrize("to_seq", [0, 9, 10, DURABLE + 1])
-def test_a_compact_ends_ahead_and_at_what_is_durable(ledger: Ledger, to_seq: int) -> None:
+def test_a_compact_ends_ahead_and_at_what_is_durable(ledger: AttachState, to_seq: int) -> None:
     with pytest.raises(OutOfRange, match="between 11 and 100"):
         check(ledger, compact(10, to_seq))
 
@@ -85,7 +87,9 @@ def test_a_compact_ends_ahead_and_at_what_is_durable(ledger: Ledger, to_seq: int
 @pytest.mark.parametrize(
     "ranges", [[(50, 4)], [(50, 6)], [(51, 4)], [(55, 5)], [(1, 1)], [(50, 5), (70, 1)], [(60, 5)]]
 )
-def test_numbers_that_nobody_set_aside_are_refused(ledger: Ledger, ranges: list[tuple[int, int]]) -> None:
+def test_numbers_that_nobody_set_aside_are_refused(
+    ledger: AttachState, ranges: list[tuple[int, int]]
+) -> None:
     with pytest.raises(OutOfRange, match="were not set aside"):
         check(ledger, bulk(*ranges))
 
@@ -97,14 +101,14 @@ def test_numbers_that_nobody_set_aside_are_refused(ledger: Ledger, ranges: list[
         [entry(49, 5)], [entry(51, 5)], [entry(60, 5)],  # elsewhere
     ],
 )  # fmt: skip
-def test_files_hold_what_was_set_aside(ledger: Ledger, files: list[FileEntry]) -> None:
+def test_files_hold_what_was_set_aside(ledger: AttachState, files: list[FileEntry]) -> None:
     with pytest.raises(InvalidMessage, match=r"the ranges hold 5 rows|lie in no range"):
         check(ledger, bulk((50, 5), files=files))
 
 
 def test_two_files_with_one_number_are_refused() -> None:
     """As many rows as were set aside, and all in range; but one number would stand for two promises."""
-    ledger = Ledger()
+    ledger = AttachState()
     ledger.reserve(50, 6)
     doubled = [entry(50, 3), entry(52, 3, "bucket=2026-11/more.parquet")]
     with pytest.raises(InvalidMessage, match="both hold seq 52"):
@@ -112,7 +116,7 @@ def test_two_files_with_one_number_are_refused() -> None:
     check(ledger, bulk((50, 6), files=[doubled[0], entry(53, 3, "bucket=2026-11/more.parquet")]))
 
 
-def test_one_range_twice_is_one_too_many(ledger: Ledger) -> None:
+def test_one_range_twice_is_one_too_many(ledger: AttachState) -> None:
     """Or a row would be counted for two promises."""
     with pytest.raises(OutOfRange, match="twice"):
         check(ledger, bulk((50, 5), (50, 5)))
@@ -133,12 +137,12 @@ def test_one_range_twice_is_one_too_many(ledger: Ledger) -> None:
         (attachment([], removes=[LIVE, LIVE]), "named twice"),
     ],
 )
-def test_what_a_job_may_not_do(ledger: Ledger, change: Attachment, text: str) -> None:
+def test_what_a_job_may_not_do(ledger: AttachState, change: Attachment, text: str) -> None:
     with pytest.raises(InvalidMessage, match=text):
         check(ledger, change)
 
 
-def test_only_what_is_there_can_leave(ledger: Ledger) -> None:
+def test_only_what_is_there_can_leave(ledger: AttachState) -> None:
     with pytest.raises(NotFound, match="not part of the pending table"):
         check(ledger, attachment([], removes=["bucket=2026-11/gone.parquet"]))
 
@@ -146,7 +150,7 @@ def test_only_what_is_there_can_leave(ledger: Ledger) -> None:
 # ---- what has been ------------------------------------------------------------------------------------------
 
 
-def test_a_compact_moves_the_watermark_and_nothing_else_does(ledger: Ledger) -> None:
+def test_a_compact_moves_the_watermark_and_nothing_else_does(ledger: AttachState) -> None:
     for change in (bulk((50, 5)), attachment([entry(1, 1)]), attachment([], removes=[LIVE])):
         ledger.apply(change, 1, NOW_MS)
         assert ledger.watermark == 10
@@ -154,7 +158,7 @@ def test_a_compact_moves_the_watermark_and_nothing_else_does(ledger: Ledger) -> 
     assert ledger.watermark == 42
 
 
-def test_reserved_numbers_are_used_up_once(ledger: Ledger) -> None:
+def test_reserved_numbers_are_used_up_once(ledger: AttachState) -> None:
     ledger.apply(bulk((50, 5)), 1, NOW_MS)
     with pytest.raises(OutOfRange, match="used up"):
         check(ledger, bulk((50, 5), job_id="another"))
@@ -165,7 +169,7 @@ def test_reserved_numbers_are_used_up_once(ledger: Ledger) -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20), st.sampled_from(["", "r"])
 )
 def test_a_repeat_is_known_by_job_and_epoch(seen: list[tuple[str, int]], digest: str) -> None:
-    ledger, last = Ledger(), {}
+    ledger, last = AttachState(), {}
     for job_id, epoch in seen:
         change = attachment([], job_id=job_id, epoch=epoch, digest=digest)
         if digest and epoch < last.get(job_id, -1):
@@ -181,7 +185,7 @@ def test_a_repeat_is_known_by_job_and_epoch(seen: list[tuple[str, int]], digest:
 
 def test_other_rows_under_a_known_name_are_refused() -> None:
     """They are another write, and were dropped in silence once."""
-    ledger = Ledger()
+    ledger = AttachState()
     first = attachment([], job_id="import", epoch=3, digest="30 rows 0a")
     ledger.apply(first, 1, NOW_MS)
     assert ledger.is_repeated(first)
@@ -194,7 +198,7 @@ def test_other_rows_under_a_known_name_are_refused() -> None:
     assert ledger.is_repeated(other)
 
 
-def test_a_compact_is_repeated_when_the_watermark_has_passed_it(ledger: Ledger) -> None:
+def test_a_compact_is_repeated_when_the_watermark_has_passed_it(ledger: AttachState) -> None:
     """Whoever moved it there, and whatever its number."""
     assert not ledger.is_repeated(compact(10, 20, epoch=1))
     ledger.apply(compact(10, 42, job_id="another", epoch=9), 1, NOW_MS)
@@ -208,7 +212,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job without a digest, and the reservation, of longest ago is forgotten first."""
     monkeypatch.setattr(limits, "RESERVATIONS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
-    ledger = Ledger()
+    ledger = AttachState()
     for number in (1, 2, 3, 1, 4):
         ledger.apply(attachment([], job_id=f"job{number}", epoch=number), 1, NOW_MS)
         ledger.check_reserve(1)
@@ -222,7 +226,7 @@ def test_what_may_be_repeated_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) 
     """Not for others without a digest, however many, and for others with one not before it is old."""
     monkeypatch.setattr(limits, "JOBS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
-    ledger = Ledger()
+    ledger = AttachState()
 
     def named(number: int, epoch: int = 1) -> Attachment:
         return attachment([], job_id=f"named{number}", epoch=epoch, digest="rows")
@@ -245,7 +249,7 @@ def test_what_may_be_repeated_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("rows", [0, -1, (1 << 40) + 1])
 def test_a_reservation_has_a_size(rows: int) -> None:
     with pytest.raises(InvalidMessage, match="reserve"):
-        Ledger().check_reserve(rows)
+        AttachState().check_reserve(rows)
 
 
 # ---- files --------------------------------------------------------------------------------------------------

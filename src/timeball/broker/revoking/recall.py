@@ -12,16 +12,13 @@ that was moved since is found, since its handle names it by its id; the handle's
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
-from timeball.broker.cancelling import Verdict
-from timeball.broker.finding import CANCELLED
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.recall_handle import Handle, decode_handle
+from timeball.broker.revoking.cancel import Verdict, cancel, settle
+from timeball.broker.revoking.promise_lookup import CANCELLED, Names
+from timeball.broker.revoking.recall_handle import Handle, decode_handle
 from timeball.errors import InvalidMessage, NotFound
-
-if TYPE_CHECKING:
-    from timeball.broker.service import Broker
 
 SETTLED = ("cancelled", CANCELLED)
 
@@ -34,12 +31,11 @@ class RecallRefused(Exception):
         self.verdict, self.at_ms, self.sentence = verdict, at_ms, sentence
 
 
-async def recall(broker: Broker, topic: str, handle_text: str) -> str:
+async def recall(parts: Parts, topic: str, handle_text: str) -> str:
     """Take back the message that a handle names; returns its id.
 
     Raises NotFound (the topic), InvalidMessage (no handle, or another topic's or broker's) and RecallRefused.
     """
-    parts = broker.parts
     if parts.topics.find(topic) is None:
         raise NotFound(f"topic[{topic}] not exist")
     handle = decode_handle(handle_text)
@@ -48,20 +44,24 @@ async def recall(broker: Broker, topic: str, handle_text: str) -> str:
     if handle.broker_name != parts.settings.broker_name:
         raise InvalidMessage("recall handle is of another broker")
     if parts.settings.recall_answers == "rocketmq":
-        await _as_rocketmq(broker, handle)
+        await _as_rocketmq(parts, handle)
         return handle.unique_key
-    verdicts = await broker.cancel(ids=[handle.unique_key], topic=topic)
-    for verdict in verdicts:
+    for verdict in await _cancel(parts, handle):
         if verdict.verdict not in SETTLED:
             raise await _refusal(parts, handle, verdict)
     return handle.unique_key
 
 
-async def _as_rocketmq(broker: Broker, handle: Handle) -> None:
+async def _cancel(parts: Parts, handle: Handle) -> list[Verdict]:
+    names = Names(ids=[handle.unique_key], topic=handle.topic)
+    return await settle(parts, names, partial(cancel, parts))
+
+
+async def _as_rocketmq(parts: Parts, handle: Handle) -> None:
     """Success whatever is there, as long as it may still be there."""
-    if handle.timestamp_ms <= broker.parts.clock.now_ms():
+    if handle.timestamp_ms <= parts.clock.now_ms():
         raise RecallRefused("released", None, f"too late, the instant {handle.timestamp_ms} has passed")
-    await broker.cancel(ids=[handle.unique_key], topic=handle.topic)
+    await _cancel(parts, handle)
 
 
 async def _refusal(parts: Parts, handle: Handle, verdict: Verdict) -> RecallRefused:

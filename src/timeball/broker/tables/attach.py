@@ -34,7 +34,7 @@ _WAYS_OUT = (
 
 
 @dataclass(slots=True)
-class Ledger:
+class AttachState:
     """What has been attached and set aside; rebuilt from the checkpoint and the rows behind it."""
 
     watermark: int = 1

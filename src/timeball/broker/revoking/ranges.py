@@ -3,7 +3,7 @@
 The promises of a bulk attach never passed through the log one by one, so their numbers are in nobody's memory:
 they are read from the files of the pending table, row group by row group, those due soonest first. Each group is
 decided on the event loop and its CANCEL rows are in the log before the next one is read; a call that is cut short
-has cancelled a beginning, and asked again goes on. What `cancelling` says of single promises holds for each of these.
+has cancelled a beginning, and asked again goes on. What cancel.py says of single promises holds for each of these.
 
 Refused: numbers that are set aside and not attached yet, because what comes after the answer would go on
 waiting; and numbers of rows of the log, whose promises may lie in its tail.
