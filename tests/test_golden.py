@@ -25,13 +25,13 @@ import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
 
+from timeball.inspect.folder import FolderDump, FrameFound
 from timeball.key_hash import hash_keys
 from timeball.key_sidecar import KeySidecar
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log import queue_file as queue_format
-from timeball.log.dump import FolderDump, FrameFound
 from timeball.log.segment import FOLDER, Segment, segment_name
 from timeball.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
 from timeball.table import attachment as att

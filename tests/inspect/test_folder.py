@@ -17,8 +17,8 @@ from tests.log.small_log import AtOnce, batch, bodies, fill, opened, read_all, r
 
 from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files, RealFiles
+from timeball.inspect.folder import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
 from timeball.log import checkpoint as cp
-from timeball.log.dump import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
 from timeball.log.recovery import open_log
 from timeball.log.segment import FOLDER, begin, prepare, segment_name
 from timeball.message import Kind, build_rows

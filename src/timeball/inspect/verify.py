@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from timeball.errors import Corrupt, NotFound
 from timeball.files import Files
+from timeball.inspect.folder import Damage, FolderDump, FrameFound, SegmentFound
 from timeball.key_hash import UInt64Array, hash_keys
 from timeball.key_sidecar import KeySidecar
 from timeball.log import format as fmt
 from timeball.log import frame_index
-from timeball.log.dump import Damage, FolderDump, FrameFound, SegmentFound
 from timeball.log.queue_file import Part, QueueFile
 from timeball.log.queue_files import FOLDER as QUEUES
 from timeball.log.queue_files import file_name
@@ -40,8 +40,8 @@ class CacheCheck:
         self._opened: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
         self._holes = self._find_holes()
 
-    def take(self, found: FrameFound) -> None:
-        """One frame of the segment at hand."""
+    def add(self, found: FrameFound) -> None:
+        """Compare one frame of the segment at hand."""
         rows, first_seq = found.rows, found.frame.first_seq
         hashes, at = hash_keys(rows.column("unique_key"), rows.column("keys"))
         self._keys.append((hashes, first_seq + at))
@@ -50,8 +50,8 @@ class CacheCheck:
         if len(visible):
             self._compare_queues(rows.take(pa.array(visible)), first_seq + visible)
 
-    def end_of(self, segment: SegmentFound) -> list[Damage]:
-        """What was found wrong since the last segment."""
+    def finish(self, segment: SegmentFound) -> list[Damage]:
+        """Return what was found wrong in the segment whose last frame has been added."""
         keys, self._keys = self._keys, []
         frames, self._frames = self._frames, []
         if not segment.is_last and not segment.is_spare:

@@ -9,11 +9,11 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, batch, opened
 
+from timeball.inspect.folder import Damage, FolderDump, FrameFound
+from timeball.inspect.verify import CacheCheck
 from timeball.key_sidecar import KeySidecar
 from timeball.log import checkpoint as cp
 from timeball.log import frame_index
-from timeball.log.cache_check import CacheCheck
-from timeball.log.dump import Damage, FolderDump, FrameFound
 from timeball.log.key_index import KeyIndex
 from timeball.log.queue_file import QueueFile, encode
 from timeball.log.queue_files import file_name
@@ -60,8 +60,8 @@ def check(files: CrashFiles) -> list[Damage]:
     for segment in found.segments:
         for each in found.walk(segment):
             if isinstance(each, FrameFound):
-                caches.take(each)
-        wrong += caches.end_of(segment)
+                caches.add(each)
+        wrong += caches.finish(segment)
     return wrong
 
 
