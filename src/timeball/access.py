@@ -1,6 +1,8 @@
 """Who may do what: accounts from a file, credentials from a request, and an answer before anything is done.
 
-    access file -> Access -- authenticate(headers) or verify(content, signature) --> Principal -- check(verb, …)
+    access file -> Access -- authenticate(headers) or verify(content, signature) --> Caller -- check(verb, …)
+
+Edges find out who calls and hand the caller along; `check` is asked by broker/policy.py and by no edge.
 
 What is not granted is refused. The words of the file are RocketMQ's (DENY, PUB, SUB, PUB|SUB, ANY):
 
@@ -23,7 +25,6 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Annotated, Literal
@@ -48,9 +49,6 @@ _SIGNED = re.compile(
     r"Credential=(?P<key>[^,/\s]*)(?:/[^,]*)?, *SignedHeaders=x-mq-date-time, *Signature=(?P<hex>[0-9A-Fa-f]{40})"
 )
 _DATE = re.compile(r"([0-9]{4})([0-9]{2})([0-9]{2})T([0-9]{2})([0-9]{2})([0-9]{2})Z")
-
-# Whose request this task or thread works on: set where it is authenticated, "" while access is not controlled.
-ACCOUNT: ContextVar[str] = ContextVar("account", default="")
 
 Right = Literal["DENY", "PUB", "SUB", "PUB|SUB", "SUB|PUB", "ANY"]
 PUB, SUB = 1, 2
@@ -120,8 +118,33 @@ def parse(data: bytes, place: str) -> Accounts:
     return accounts
 
 
-class Principal:
-    """Who makes a request. What it may do is asked of the accounts as they are now, however long it has been here."""
+class Caller:
+    """Who makes a request. This class itself is anybody: without an access file each caller may do everything."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The access key; "" while access is not controlled."""
+        return ""
+
+    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
+        """Raise Forbidden unless the caller may do this; Unauthorized when its account has gone."""
+
+    def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
+        """Return whether `check` lets this pass."""
+        try:
+            self.check(verb, topic=topic, group=group)
+        except (Forbidden, Unauthorized):
+            return False
+        return True
+
+
+ANONYMOUS = Caller()
+
+
+class Principal(Caller):
+    """An account that makes a request. Its rights are those of the accounts now, however long it has been here."""
 
     __slots__ = ("_access", "_account")
 
@@ -130,6 +153,12 @@ class Principal:
 
     def __repr__(self) -> str:
         return f"Principal({self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Principal) and other._account is self._account
+
+    def __hash__(self) -> int:
+        return id(self._account)
 
     @property
     def name(self) -> str:
@@ -152,14 +181,6 @@ class Principal:
             raise Forbidden(
                 f"account {self.name!r} may not use group {group[:128]!r}: SUB on the group would let it"
             )
-
-    def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
-        """The same as a question."""
-        try:
-            self.check(verb, topic=topic, group=group)
-        except (Forbidden, Unauthorized):
-            return False
-        return True
 
 
 class Access:
@@ -224,7 +245,6 @@ class Access:
     def _let_in(self, account: Account | None, proven: bool) -> Principal:
         if account is None or not proven:
             raise self.refusal(_WRONG)
-        ACCOUNT.set(account.access_key)
         return Principal(self, account)
 
 

@@ -8,9 +8,10 @@ certificate needs a new start, since one of the edges cannot exchange its own.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from timeball import access, tls
-from timeball.access import Access, Accounts
+from timeball.access import ANONYMOUS, Access, Accounts, Caller
 from timeball.config import Settings
 from timeball.errors import SetupError
 from timeball.files import read_secret
@@ -40,6 +41,10 @@ class Guard:
             return
         self.access.replace(accounts)
         logger.info("access file reloaded file=%s accounts=%d", self._path, len(accounts))
+
+    def caller(self, headers: Mapping[str, str], now_ms: int) -> Caller:
+        """Return who sends these headers (names in lower case): anybody without an access file. Raises Unauthorized."""
+        return ANONYMOUS if self.access is None else self.access.authenticate(headers, now_ms)
 
     def status(self) -> dict[str, int]:
         """Figures for people: how many accounts there are, and how many requests came with none, or a wrong one."""

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 from timeball import __version__
+from timeball.access import ANONYMOUS, Caller
 from timeball.broker.parts import Parts
 from timeball.broker.recovery import Recovered, check_documents, recover
 from timeball.broker.registry.groups import Groups
@@ -328,7 +329,7 @@ class Node:
         if self._failed.done():
             self._failed.result()
 
-    def status(self) -> dict[str, object]:
+    def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """The broker's figures and the process's."""
         with lent(RESERVE_OF_LIBRARIES):
             memory, real = psutil.Process().memory_info(), self._real_files
@@ -337,14 +338,13 @@ class Node:
             "format": FORMAT_VERSION,
             "pid": os.getpid(),
             "rss_bytes": memory.rss,
-            # Without the mapped log, which is page cache that the system takes back when it needs it.
-            "anon_bytes": memory.rss - memory.shared,
+            "anon_bytes": memory.rss - memory.shared,  # without the mapped log, which is page cache
             "disk": {
                 "free_bytes": real.free_bytes() if real else 0,
                 "no_room": self.broker.parts.writer.no_room,
             },
             "access": self.guard.status(),
-            **self.broker.status(),
+            **self.broker.status(caller),
         }
 
     def _wake(self) -> None:

@@ -1,12 +1,16 @@
-"""Policy: what clients may do to a topic or a group, decided here for every edge.
+"""Policy: what a caller may do to a topic or a group, decided here for every edge.
 
-    a client                    asks
+    a caller                    asks
+    makes any request           `allow`: what its account may do (access.py); ANONYMOUS may do everything
     sends, now or for later     `destination`, then `admit`: a name that is not the broker's own, write permission, a
                                 queue to write to; a topic that is missing is made where that is allowed
     hands a message back        `returning`: the group's own topic, made when it is missing
     pulls, receives, pops       `readable`: read permission. Reading never makes a topic
     consumes as a group         `joined`, `check_group`: consume_enable, and whether it may broadcast
     creates, deletes a topic    `check_managed`: no name of the broker's own
+
+Each verb of service.py takes a caller and asks. Requests that are no verb of it (heartbeats, routes, what tools ask)
+stand in their edge's table with what they need, and the edge has `allow` decide.
 
 Admission asks, delivery does not: a message that was accepted is delivered when it is due, also into a topic that has
 been closed to writers or deleted since. Edges translate the errors into their protocol's codes and add no rule.
@@ -17,9 +21,10 @@ consumers hand messages back when they cannot do it by the request for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from timeball import limits
+from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.registry import reserved_topics as reserved
 from timeball.broker.registry.groups import Groups, SubscriptionGroup
 from timeball.broker.registry.new_topics import NewTopics
@@ -39,13 +44,38 @@ class Policy:
         self._destinations: dict[str, Topic] = {}
         self._version = -1
 
+    # -- accounts --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def allow(caller: Caller, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
+        """Raise Forbidden, or Unauthorized, unless the caller's account may do this now."""
+        if caller is not ANONYMOUS:
+            caller.check(verb, topic=topic, group=group)
+
+    @staticmethod
+    def allows(caller: Caller, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
+        """Return whether the caller's account may do this now."""
+        return caller is ANONYMOUS or caller.may(verb, topic=topic, group=group)
+
+    def cancellable(self, caller: Caller) -> Callable[[str], bool] | None:
+        """Return which topics' promises the caller may take back or move; None: those of all.
+
+        A cancel names promises, and only they say which topics are meant: others are not there for this caller.
+        """
+        self.allow(caller, Verb.LOOK)
+        if self.allows(caller, Verb.ADMIN):
+            return None
+        return lambda topic: caller.may(Verb.CANCEL, topic=topic)
+
     # -- sending ---------------------------------------------------------------------------------------------
 
-    def destination(self, name: str) -> Topic | None:
-        """Return the topic a client may send to, None for one that its first message makes.
+    def destination(self, name: str, caller: Caller = ANONYMOUS) -> Topic | None:
+        """Return the topic a caller may send to, None for one that its first message makes.
 
         Raises InvalidName, Forbidden and NotFound; makes nothing.
         """
+        if caller is not ANONYMOUS:
+            caller.check(Verb.SEND, topic=name)
         if self._version != self._topics.version:
             self._destinations.clear()
             self._version = self._topics.version
@@ -56,16 +86,18 @@ class Policy:
                 self._destinations[name] = topic
         return topic
 
-    def admit(self, names: Iterable[str], queues: int | None = None) -> None:
-        """Make those of these topics that are missing, once a client may send to all of them.
+    def admit(self, names: Iterable[str], queues: int | None = None, caller: Caller = ANONYMOUS) -> None:
+        """Make those of these topics that are missing, once the caller may send to all of them.
 
         `queues`: as many as the client would like of a new topic; it gets at most what the settings say.
         Raises InvalidName, Forbidden, NotFound and OverLimit.
         """
-        missing = [name for name in names if self.destination(name) is None]
-        self._new.admit(missing)
+        missing = [name for name in names if self.destination(name, caller) is None]
+        if not missing:
+            return
+        self._new.admit(missing, caller.name)
         for name in missing:
-            self._topics.ensure(name, self._queues_of_new(name, queues))
+            self._topics.ensure(name, self._queues_of_new(name, queues), made_by=caller.name)
 
     def returning(self, name: str, queues: int = 1) -> Topic:
         """Return a group's retry or dead letter topic that a client's message goes back to; raises Forbidden."""
@@ -104,8 +136,9 @@ class Policy:
 
     # -- consuming -------------------------------------------------------------------------------------------
 
-    def readable(self, name: str) -> Topic:
-        """Return the topic a client may read; raises NotFound, Forbidden. Never makes one."""
+    def readable(self, name: str, caller: Caller = ANONYMOUS) -> Topic:
+        """Return the topic a caller may read; raises NotFound, Forbidden. Never makes one."""
+        self.allow(caller, Verb.RECEIVE, topic=name)
         topic = self._topics.find(name)
         if topic is None:
             raise self._missing(name)
@@ -115,8 +148,11 @@ class Policy:
             )
         return topic
 
-    def joined(self, name: str, *, broadcasting: bool = False) -> SubscriptionGroup:
-        """Return the group a client consumes as, made by its first member; raises Forbidden, InvalidName, OverLimit."""
+    def joined(
+        self, name: str, *, broadcasting: bool = False, caller: Caller = ANONYMOUS
+    ) -> SubscriptionGroup:
+        """Return the group a caller consumes as, made by its first member; raises Forbidden, InvalidName, OverLimit."""
+        self.allow(caller, Verb.RECEIVE, group=name)
         group = self._groups.ensure(name)
         self.check_group(name)
         if broadcasting and not group.consume_broadcast_enable:
@@ -131,12 +167,13 @@ class Policy:
         if group is not None and not group.consume_enable:
             raise Forbidden(f"consumer group {name!r} is switched off: switch its consumeEnable on")
 
-    def register(self, name: str) -> None:
+    def register(self, name: str, caller: Caller = ANONYMOUS) -> None:
         """Make a consumer group and its retry topic: its clients ask for that topic's route next."""
-        self._new.admit([RETRY_PREFIX + name])
+        self.allow(caller, Verb.RECEIVE, group=name)
+        self._new.admit([RETRY_PREFIX + name], caller.name)
         group = self._groups.ensure(name)
         if self._topics.find(RETRY_PREFIX + name) is None:
-            self._topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums))
+            self._topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums), made_by=caller.name)
 
     # -- routes, and topics as operators manage them ------------------------------------------------------------
 
@@ -165,12 +202,19 @@ class Policy:
         is_users = reserved.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
         return is_users and self._settings.auto_create_topics
 
-    def check_managed(self, name: str) -> None:
-        """Raise InvalidName unless an operator may create, change or delete a topic of this name."""
+    def check_managed(self, name: str, caller: Caller = ANONYMOUS) -> None:
+        """Raise InvalidName or Forbidden unless the caller may create, change or delete a topic of this name."""
+        self.allow(caller, Verb.ADMIN)
         check_topic(name)
         reason = reserved.conflict(name)
         if reason is not None:
             raise InvalidName(reason)
+
+    def admit_managed(self, names: Iterable[str], caller: Caller = ANONYMOUS) -> None:
+        """Let an operator make those of these topics that are missing, or raise Forbidden or OverLimit for all."""
+        for name in (wanted := set(names)):
+            self.check_managed(name, caller)
+        self._new.admit(wanted, caller.name)
 
 
 def queues_to_read(topic: Topic) -> int:

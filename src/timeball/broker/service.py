@@ -1,5 +1,8 @@
 """The verbs that every edge calls, and the order in which a decision becomes bytes.
 
+Each verb takes the caller for whom it is done and has policy.py decide whether that caller may. What the broker does
+by itself, it does as ANONYMOUS.
+
 Everything here runs on one event loop and takes no lock on the way of a message: validate, append to the log
 (which fixes the order), and let the commit's callback bring the caches up to date before anyone is told.
 Only attaches are serialised among themselves, since each begins where the last one ended.
@@ -15,6 +18,7 @@ from functools import partial
 import pyarrow as pa
 
 from timeball import limits
+from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker import (
     admission,
     delivery,
@@ -22,7 +26,7 @@ from timeball.broker import (
     transactions,
 )
 from timeball.broker.appending import Appending
-from timeball.broker.dispatching import Dispatching
+from timeball.broker.dispatching import Brought, Dispatching
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.policy import Policy
 from timeball.broker.popping.popper import Popper
@@ -32,6 +36,7 @@ from timeball.broker.registry import offsets
 from timeball.broker.revoking.cancel import Verdict, cancel, settle
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import RangesCancelled, cancel_ranges
+from timeball.broker.revoking.recall import recall
 from timeball.broker.revoking.reschedule import reschedule
 from timeball.broker.tables.changes import TableChanges
 from timeball.broker.transaction_checks import TransactionChecks
@@ -81,16 +86,18 @@ class Broker:
 
     # -- producing ---------------------------------------------------------------------------------------
 
-    async def send(self, batch: pa.RecordBatch) -> Accepted:
+    async def send(self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS) -> Accepted:
         """Accept a batch of admission.SEND_COLUMNS, whole or not at all; returns when it is durable."""
-        accepted, durable = self.send_nowait(batch)
+        accepted, durable = self.send_nowait(batch, caller)
         await durable
         return accepted
 
-    def send_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
+    def send_nowait(
+        self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS
+    ) -> tuple[Accepted, asyncio.Future[int]]:
         """As `send`, for an edge that pipelines: the order of calls is the order in the log."""
         rows, level, now_ms = self._admit(batch)
-        self.policy.admit(admission.topic_names(rows))
+        self.policy.admit(admission.topic_names(rows), caller=caller)
         return self._append(rows, level, now_ms)
 
     async def send_again(self, batch: pa.RecordBatch) -> None:
@@ -98,10 +105,12 @@ class Broker:
         _, durable = self._append(*self._admit(batch))
         await durable
 
-    def prepare_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
+    def prepare_nowait(
+        self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS
+    ) -> tuple[Accepted, asyncio.Future[int]]:
         """As `send_nowait`, but nobody sees the messages before `transactions.end`; their delays begin then."""
         rows, _, now_ms = self._admit(transactions.half_batch(batch))
-        self.policy.admit(admission.topic_names(rows))
+        self.policy.admit(admission.topic_names(rows), caller=caller)
         rows = transactions.half_rows(rows)
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
@@ -148,14 +157,13 @@ class Broker:
         keys: Sequence[str] = (),
         seqs: Sequence[int] = (),
         topic: str | None = None,
-        may: Callable[[str], bool] | None = None,
+        caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
         """Settle these promises if they still wait; one definite verdict each (see revoking/cancel.py).
 
-        `topic`: only those for it, since producers of different topics may have given the same id. `may`: of which
-        topics the caller may, None: of all.
+        `topic`: only those for it, since producers of different topics may have given the same id.
         """
-        names = Names(ids, keys, seqs, topic, may)
+        names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         return await settle(self.parts, names, partial(cancel, self.parts))
 
     async def reschedule(
@@ -165,33 +173,49 @@ class Broker:
         keys: Sequence[str] = (),
         seqs: Sequence[int] = (),
         topic: str | None = None,
-        may: Callable[[str], bool] | None = None,
+        caller: Caller = ANONYMOUS,
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
         """Move what waits of these to another instant; return one verdict each (revoking/reschedule.py)."""
-        names = Names(ids, keys, seqs, topic, may)
+        names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         return await reschedule(self.parts, self.appending, names, due_ms=due_ms, delay_ms=delay_ms)
 
-    async def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> RangesCancelled:
+    async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
+        """Take back the message that a recall handle names; return its id (revoking/recall.py says what it raises)."""
+        self.policy.allow(caller, Verb.CANCEL, topic=topic)
+        return await recall(self.parts, topic, handle)
+
+    async def cancel_ranges(
+        self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
+    ) -> RangesCancelled:
         """Settle what waits of a bulk job's numbers, (first_seq, rows); see revoking/ranges.py."""
+        self.policy.allow(caller, Verb.ADMIN)
         return await cancel_ranges(self.parts, ranges, reason)
 
     # -- consuming ---------------------------------------------------------------------------------------
 
-    async def pull(self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
+    async def pull(
+        self,
+        topic: str,
+        offsets: dict[int, int],
+        rows: int,
+        wait_ms: int,
+        caller: Caller = ANONYMOUS,
+    ) -> pa.RecordBatch:
         """Up to `rows` visible rows from these queues' offsets on; waits up to `wait_ms` for the first one.
 
         Also for the message that may make a topic that is not there yet: a pull makes none, and is then answered with
         nothing, so that the client asks again, of all queues.
         """
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         if wait_ms > 0 and self.parts.topics.find(topic) is None and self.policy.may_be_made(topic):
             await self.waiters.wait(topic, deadline - self._loop.time())
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         while True:
             # Asked again in each turn: the topic may have been deleted, or closed to readers, meanwhile.
-            seqs = pulling.locate(self.policy.readable(topic), offsets, rows)
+            seqs = pulling.locate(self.policy.readable(topic, caller), offsets, rows)
             if len(seqs):
                 # No group is named here, so that only the broker's own rate knows of these.
                 self.parts.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
@@ -200,9 +224,11 @@ class Broker:
             if left <= 0 or not await self.waiters.wait(topic, left):
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
-    async def read_queue(self, topic: str, queue_id: int, offset: int, rows: int) -> pa.RecordBatch:
+    async def read_queue(
+        self, topic: str, queue_id: int, offset: int, rows: int, caller: Caller = ANONYMOUS
+    ) -> pa.RecordBatch:
         """Up to `rows` rows of one queue from `offset` on."""
-        return await self.pull(topic, {queue_id: offset}, rows, 0)
+        return await self.pull(topic, {queue_id: offset}, rows, 0, caller)
 
     def read_log(
         self,
@@ -211,39 +237,51 @@ class Broker:
         kinds: Iterable[int] | None = None,
         coalesce_rows: int = 65_536,
         columns: Sequence[str] | None = None,
+        caller: Caller = ANONYMOUS,
     ) -> Iterator[pa.RecordBatch]:
         """Rows of the log; any thread."""
+        self.policy.allow(caller, Verb.ADMIN)
         return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns)
 
-    def starts(self, from_seq: int, to_seq: int) -> list[Start]:
+    def starts(self, from_seq: int, to_seq: int, caller: Caller = ANONYMOUS) -> list[Start]:
         """When this log was taken up again, by the first row written then; any thread."""
+        self.policy.allow(caller, Verb.ADMIN)
         return starts(self.parts.reader.segments, from_seq, to_seq)
 
-    def topics(self) -> dict[str, dict[str, int]]:
-        """Topics and their numbers of queues."""
-        return {t.name: {"queues": len(t.queues)} for t in self.parts.topics.all()}
+    def topics(self, caller: Caller = ANONYMOUS) -> dict[str, dict[str, int]]:
+        """Topics that the caller may look at, and their numbers of queues."""
+        self.policy.allow(caller, Verb.LOOK)
+        return {
+            topic.name: {"queues": len(topic.queues)}
+            for topic in self.parts.topics.all()
+            if self.policy.allows(caller, Verb.LOOK, topic=topic.name)
+        }
 
-    async def create_topic(self, name: str, queues: int | None = None) -> None:
+    async def create_topic(self, name: str, queues: int | None = None, caller: Caller = ANONYMOUS) -> None:
         """Create a topic, or give it more queues; durable on return."""
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
-        self.policy.check_managed(name)
-        self.parts.new_topics.admit([name])
-        self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic)
+        self.policy.admit_managed([name], caller)
+        self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic, made_by=caller.name)
         await self.save_topics()
 
-    def queues(self, topic: str) -> dict[int, tuple[int, int]]:
+    def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:
         """(min_offset, max_offset) of each queue."""
+        self.policy.allow(caller, Verb.LOOK, topic=topic)
         queues = self.parts.topics.get(topic).queues
         return {i: (q.index.min_offset, q.index.max_offset) for i, q in enumerate(queues)}
 
-    def offsets(self, group: str, topic: str) -> dict[int, int]:
+    def offsets(self, group: str, topic: str, caller: Caller = ANONYMOUS) -> dict[int, int]:
         """A group's stored offsets."""
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         return self.parts.offsets.get(group, topic)
 
-    async def commit_offsets(self, group: str, topic: str, offsets: dict[int, int]) -> None:
+    async def commit_offsets(
+        self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS
+    ) -> None:
         """Store a group's offsets; durable within about a second."""
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         self.parts.topics.get(topic)
         self.parts.offsets.commit(
@@ -252,26 +290,41 @@ class Broker:
 
     # -- moving what waits (see tables/changes.py) -----------------------------------------------------------------
 
-    async def reserve(self, rows: int) -> int:
+    async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
+        self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.reserve(rows)
 
-    async def attach(self, attachment: Attachment) -> Attached:
+    async def attach(self, attachment: Attachment, caller: Caller = ANONYMOUS) -> Attached:
         """Make files part of the pending table, atomically."""
+        self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.attach(attachment)
 
-    async def compact(self) -> Attached | None:
+    async def compact(self, caller: Caller = ANONYMOUS) -> Attached | None:
         """Move the tail's promises to the pending table; None when there is nothing to move."""
+        self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.compact()
 
-    def compactor_lease(self, lease_ms: int) -> None:
-        """Somebody outside moves the tail; the broker does not until the lease runs out."""
+    def compactor_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
+        """An outside compactor moves the tail; the broker does not until the lease runs out."""
+        self.policy.allow(caller, Verb.ADMIN)
         self.mover.lease(lease_ms)
+
+    def dispatcher_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
+        """An outside dispatcher brings what is due in files until the lease runs out (see dispatching.py)."""
+        self.policy.allow(caller, Verb.ADMIN)
+        self.dispatching.lease(lease_ms)
+
+    async def release(self, rows: pa.RecordBatch, caller: Caller = ANONYMOUS) -> Brought:
+        """Release what is due of the rows that a dispatcher has brought; returns when it is durable."""
+        self.policy.allow(caller, Verb.ADMIN)
+        return await self.dispatching.release(rows)
 
     # -- people ------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, object]:
+    def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """Figures for people and for jobs; see docs/flight.md."""
+        self.policy.allow(caller, Verb.LOOK)
         parts = self.parts
         segments = parts.reader.segments
         return {

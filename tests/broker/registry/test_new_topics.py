@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles
 from tests.starving import no_descriptors
 
 from timeball import limits
-from timeball.access import ACCOUNT
+from timeball.access import Access, Account, Caller, Principal
 from timeball.broker.registry.new_topics import NewTopics
 from timeball.broker.registry.topics import Topics
 from timeball.clock import ManualClock
@@ -37,10 +37,15 @@ def quota() -> tuple[Topics, NewTopics, ManualClock]:
     return topics, NewTopics(topics, clock), clock
 
 
-def make(topics: Topics, new: NewTopics, wanted: list[str]) -> None:
-    new.admit(wanted)
+def make(topics: Topics, new: NewTopics, wanted: list[str], account: str = "") -> None:
+    new.admit(wanted, account)
     for name in wanted:
-        topics.ensure(name)
+        topics.ensure(name, made_by=account)
+
+
+def caller(name: str) -> Caller:
+    account = Account(access_key=name, secret_key="secret 12", topics={"*": "PUB"})
+    return Principal(Access({name: account}), account)
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -76,25 +81,18 @@ def test_new_topics_are_bounded_in_a_second_and_come_again() -> None:
 def test_each_account_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NEW_TOPICS_PER_ACCOUNT_MAX", 3)
     topics, new, _ = quota()
-    token = ACCOUNT.set("anna")
-    try:
-        make(topics, new, names(0, 3))
-        with pytest.raises(OverLimit, match="account 'anna' has made 3 topics; at most 3"):
-            make(topics, new, names(3, 1))
-        ACCOUNT.set("ben")
-        make(topics, new, names(3, 1))
-        with pytest.raises(OverLimit):
-            make(topics, new, names(4, 3))
-    finally:
-        ACCOUNT.reset(token)
+    make(topics, new, names(0, 3), "anna")
+    with pytest.raises(OverLimit, match="account 'anna' has made 3 topics; at most 3"):
+        make(topics, new, names(3, 1), "anna")
+    make(topics, new, names(3, 1), "ben")
+    with pytest.raises(OverLimit):
+        make(topics, new, names(4, 3), "ben")
     assert topics.made_by == {"anna": 3, "ben": 1}
 
 
 @on_node()
 async def test_who_made_a_topic_is_known_after_a_restart(world: World) -> None:
-    token = ACCOUNT.set("anna")
-    await world.broker.send(messages(names(0, 3)))
-    ACCOUNT.reset(token)
+    await world.broker.send(messages(names(0, 3)), caller("anna"))
     await world.broker.send(messages(["mine"]))
     await world.restart()
     assert world.broker.parts.topics.made_by == {"anna": 3, "": 1}

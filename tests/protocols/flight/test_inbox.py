@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.node_fixture import RunningNode, eventually
 
+from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.flight import inbox
 from timeball.protocols.flight.inbox import Inbox, groups
 from timeball.protocols.flight.window import Budget, Slot, Window
@@ -19,12 +20,12 @@ TAGGED = pa.schema([*PLAIN, pa.field("tag", pa.string())])
 
 def entry(
     window: Window, rows: int, schema: pa.Schema = PLAIN, topic: str = "inbox"
-) -> tuple[pa.RecordBatch, Slot]:
+) -> tuple[pa.RecordBatch, Slot, Caller]:
     columns = [pa.array([topic] * rows), pa.array([b"x"] * rows), pa.nulls(rows, pa.string())]
     batch = pa.RecordBatch.from_arrays(columns[: len(schema)], schema=schema)
     slot = window.enter(batch.nbytes)
     assert slot is not None
-    return batch, slot
+    return batch, slot, ANONYMOUS
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.sampled_from([PLAIN, TAGGED])), max_size=40))
@@ -36,8 +37,8 @@ def test_groups_keep_order_and_lose_nothing(sizes: list[tuple[int, pa.Schema]]) 
     assert not waiting
     assert [one for group in found for one in group] == entries
     for group in found:
-        rows = [batch.num_rows for batch, _ in group]
-        assert len({batch.schema.to_string() for batch, _ in group}) == 1
+        rows = [batch.num_rows for batch, _, _ in group]
+        assert len({batch.schema.to_string() for batch, _, _ in group}) == 1
         if len(group) > 1:
             assert max(rows) <= inbox.SMALL_ROWS and sum(rows) <= inbox.TOGETHER_ROWS
 
@@ -56,12 +57,12 @@ def test_each_batch_has_its_own_answer_though_one_is_refused(node: RunningNode) 
     box = Inbox(node.broker, node.loop)
 
     async def put_all() -> None:  # on the loop, so that all of them are there when it drains
-        for batch, slot in entries:
-            box.put(batch, slot)
+        for batch, slot, _ in entries:
+            box.put(batch, slot, ANONYMOUS)
 
     node.run(put_all())
-    eventually(lambda: all(slot.answer for _, slot in entries), "all are answered")
-    first, second, refused, last = (json.loads(slot.answer or b"") for _, slot in entries)
+    eventually(lambda: all(slot.answer for _, slot, _ in entries), "all are answered")
+    first, second, refused, last = (json.loads(slot.answer or b"") for _, slot, _ in entries)
     assert refused["error"] == "invalid_name"
     assert [answer["rows"] for answer in (first, second, last)] == [1, 2, 4]
     assert second["first_seq"] == first["first_seq"] + 1
@@ -72,7 +73,7 @@ def test_a_closed_loop_is_an_answer_too(node: RunningNode) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     window = Window(Budget())
-    batch, slot = entry(window, 1)
-    Inbox(node.broker, loop).put(batch, slot)
+    batch, slot, _ = entry(window, 1)
+    Inbox(node.broker, loop).put(batch, slot, ANONYMOUS)
     assert json.loads(slot.answer or b"")["error"] == "unavailable"
     assert window.wait_empty(0) is False

@@ -6,7 +6,8 @@ import pytest
 from tests.broker.on_node import batch
 from tests.node_fixture import RunningNode
 
-from timeball.errors import NotFound
+from timeball.access import Caller, Verb
+from timeball.errors import Forbidden, NotFound
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec, verbs
 
@@ -47,6 +48,14 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         assert codec.encode(answer)
 
 
+class Mine(Caller):
+    """An account that may touch what is of one topic."""
+
+    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
+        if verb is Verb.ADMIN or topic not in (None, "mine"):
+            raise Forbidden(f"not {topic}")
+
+
 def test_promises_of_topics_that_a_caller_may_not_touch_are_not_there(node: RunningNode) -> None:
     sent = batch(2, topic=["mine", "theirs"], unique_key=["a", "b"], keys=["k", "k"], delay_ms=[60_000] * 2)
     first_seq = node.run(node.broker.send(sent)).first_seq
@@ -55,8 +64,7 @@ def test_promises_of_topics_that_a_caller_may_not_touch_are_not_there(node: Runn
         codec.Cancel(ids=["b"]), codec.Cancel(keys=["k"]),
     ]  # fmt: skip
     told = [
-        node.run(verbs.perform(node.broker, "", request, node.node.status, lambda topic: topic == "mine"))
-        for request in requests
+        node.run(verbs.perform(node.broker, "", request, node.node.status, Mine())) for request in requests
     ]
     assert [[v.verdict for v in answer["verdicts"]] for answer in told] == [
         ["rescheduled", "not_found"], ["not_found"], ["not_found"], ["cancelled"],

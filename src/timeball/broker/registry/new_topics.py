@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from timeball import limits
-from timeball.access import ACCOUNT
 from timeball.broker.registry.topics import Topics
 from timeball.clock import Clock
 from timeball.errors import OverLimit
@@ -23,11 +22,11 @@ class NewTopics:
         self._topics, self._clock = topics, clock
         self._allowance: dict[str, tuple[float, int]] = {}  # by account: topics it might make, at this time
 
-    def admit(self, names: Iterable[str]) -> None:
-        """Let the caller's account make those of these topics that are missing, or raise OverLimit for all."""
+    def admit(self, names: Iterable[str], account: str = "") -> None:
+        """Let an account make those of these topics that are missing, or raise OverLimit for all."""
         count = sum(self._topics.find(name) is None for name in names)
         if count:
-            self._admit(count, ACCOUNT.get())
+            self._admit(count, account)
 
     def _admit(self, count: int, account: str) -> None:
         if count > limits.NEW_TOPICS_PER_REQUEST_MAX:

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import documents, limits
-from timeball.access import ACCOUNT
 from timeball.broker import queue_entries
 from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.rates import Rates
@@ -161,11 +160,18 @@ class Topics:
         """All topics."""
         return [topic for topic in self._topics.values() if not topic.deleted]
 
-    def configure(self, name: str, config: TopicConfig, *, filter_type: FilterType | None = None) -> Topic:
+    def configure(
+        self,
+        name: str,
+        config: TopicConfig,
+        *,
+        filter_type: FilterType | None = None,
+        made_by: str = "",
+    ) -> Topic:
         """Make a topic or change one; raises RequestError, OutOfRange, OverLimit, changing nothing."""
         check(config)
         queues = max(config.read_queues or 0, config.write_queues or 0)
-        topic = self.ensure(name, queues or self._queues_per_topic, filter_type=filter_type)
+        topic = self.ensure(name, queues or self._queues_per_topic, filter_type=filter_type, made_by=made_by)
         if topic.config != config:
             topic.config = config
             self._changed()
@@ -181,9 +187,17 @@ class Topics:
         self._changed()
         return True
 
-    def ensure(self, name: str, queues: int | None = None, *, filter_type: FilterType | None = None) -> Topic:
+    def ensure(
+        self,
+        name: str,
+        queues: int | None = None,
+        *,
+        filter_type: FilterType | None = None,
+        made_by: str = "",
+    ) -> Topic:
         """The topic, created or widened when needed; raises InvalidName, OverLimit. Who may: broker/policy.py.
 
+        `made_by`: the account for which a new one is made, "" for the broker itself.
         `filter_type` None: as it is, SINGLE_TAG for a new one. Another one than a topic with messages has is refused
         (RequestError).
         """
@@ -198,7 +212,7 @@ class Topics:
                     f"{limits.TOPICS_MAX} topics exist or have existed; start with another folder"
                 )
             kind = filter_type or "SINGLE_TAG"
-            facts = TopicFacts(queues or self._queues_per_topic, kind, made_by=ACCOUNT.get())
+            facts = TopicFacts(queues or self._queues_per_topic, kind, made_by=made_by)
             topic = self._add(name, facts)
             self._changed()
             return topic

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from timeball.access import Caller
 from timeball.errors import InvalidMessage, TimeballError, Unavailable
 from timeball.protocols.flight import ipc
 from timeball.protocols.flight.columns import check_bytes
@@ -40,8 +41,8 @@ class Columns(Protocol):
 class Taker(Protocol):
     """Where batches go."""
 
-    def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
-        """Hand over a sound batch; its slot will be settled, once, whatever happens. Does not block."""
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
+        """Hand over a sound batch of this caller; its slot will be settled, once, whatever happens. Does not block."""
 
 
 class Stream:
@@ -50,12 +51,13 @@ class Stream:
     def __init__(
         self,
         inbox: Taker,
+        caller: Caller,
         budget: Budget,
         columns: Callable[[pa.Schema], Columns],
         decoding: threading.Lock,
     ) -> None:
         """`columns` checks the schema once, and then each batch; `inbox` takes what has passed."""
-        self._inbox, self._columns, self._decoding = inbox, columns, decoding
+        self._inbox, self._caller, self._columns, self._decoding = inbox, caller, columns, decoding
         self.window = Window(budget)
         self._stopping = False
         self._failure: TimeballError | None = None
@@ -128,5 +130,5 @@ class Stream:
         if isinstance(entry, bytes):
             slot.settle(entry)
         else:
-            self._inbox.put(entry, slot)
+            self._inbox.put(entry, slot, self._caller)
         return True

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from timeball.access import Caller
 from timeball.errors import RequestError, TimeballError, Unavailable
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.failures import internal
@@ -34,7 +35,7 @@ SMALL_BYTES = 256 * 1024
 TOGETHER_ROWS = 8_192
 TOGETHER_BYTES = 4 * 1024 * 1024
 
-Entry = tuple[pa.RecordBatch, Slot]
+Entry = tuple[pa.RecordBatch, Slot, Caller]
 
 
 class Inbox:
@@ -46,9 +47,9 @@ class Inbox:
         self._waiting: deque[Entry] = deque()
         self._woken = False
 
-    def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
         """Hand over a batch with the types of SEND_SCHEMA; its slot will be settled. Callable from any thread."""
-        self._waiting.append((batch, slot))
+        self._waiting.append((batch, slot, caller))
         # The loop clears the flag before it empties the queue: whoever sees it set is served by that drain.
         if not self._woken:
             self._woken = True
@@ -64,8 +65,8 @@ class Inbox:
 
     def _send(self, group: list[Entry]) -> None:
         try:
-            batch = group[0][0] if len(group) == 1 else pa.concat_batches([batch for batch, _ in group])
-            accepted, durable = self._broker.send_nowait(batch)
+            batch = group[0][0] if len(group) == 1 else pa.concat_batches([batch for batch, _, _ in group])
+            accepted, durable = self._broker.send_nowait(batch, group[0][2])
         except RequestError as error:
             if len(group) == 1:
                 group[0][1].settle(refusal(error))
@@ -74,7 +75,7 @@ class Inbox:
                 self._send([entry])
         except Exception as error:  # whatever it is, these batches get an answer and the next ones their turn
             answer = refusal(error)
-            for _, slot in group:
+            for _, slot, _ in group:
                 slot.settle(answer)
         else:
             durable.add_done_callback(partial(_committed, group, accepted))
@@ -87,13 +88,13 @@ class Inbox:
 def groups(waiting: deque[Entry]) -> Iterator[list[Entry]]:
     """Empty the queue, in order: neighbours that are small and of one schema together, others alone."""
     while waiting:
-        batch, slot = waiting.popleft()
-        group = [(batch, slot)]
+        batch, slot, caller = waiting.popleft()
+        group = [(batch, slot, caller)]
         rows, size_bytes = batch.num_rows, slot.size_bytes
         while waiting and _is_small(rows, size_bytes, len(group)):
-            batch, slot = waiting[0]
+            batch, slot, its_caller = waiting[0]
             rows, size_bytes = rows + batch.num_rows, size_bytes + slot.size_bytes
-            fits = rows <= TOGETHER_ROWS and size_bytes <= TOGETHER_BYTES
+            fits = its_caller == caller and rows <= TOGETHER_ROWS and size_bytes <= TOGETHER_BYTES
             if not (
                 fits and _is_small(batch.num_rows, slot.size_bytes, 1) and batch.schema == group[0][0].schema
             ):
@@ -111,11 +112,11 @@ def _committed(group: list[Entry], accepted: Accepted, durable: asyncio.Future[i
     failure: BaseException | None = Unavailable(STOPPING) if durable.cancelled() else durable.exception()
     if failure is not None:
         answer = refusal(failure)
-        for _, slot in group:
+        for _, slot, _ in group:
             slot.settle(answer)
         return
     first_seq = accepted.first_seq
-    for batch, slot in group:
+    for batch, slot, _ in group:
         slot.settle(codec.encode(codec.SendAck(first_seq, batch.num_rows, accepted.store_ms)))
         first_seq += batch.num_rows
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
+from timeball.access import Caller
 from timeball.errors import InvalidMessage, OverLimit, Unavailable
 from timeball.message import TABLE_SCHEMA
 from timeball.protocols.flight import codec
@@ -68,20 +69,20 @@ class Releases:
         self._broker, self._loop = broker, loop
         self._tasks: set[asyncio.Task[bytes]] = set()
 
-    def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
         """Callable from any thread."""
         try:
-            self._loop.call_soon_threadsafe(self._begin, batch, slot)
+            self._loop.call_soon_threadsafe(self._begin, batch, slot, caller)
         except RuntimeError:  # the loop is closed
             slot.settle(refusal(Unavailable(STOPPING)))
 
-    def _begin(self, batch: pa.RecordBatch, slot: Slot) -> None:
-        task = self._loop.create_task(self._release(batch))
+    def _begin(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
+        task = self._loop.create_task(self._release(batch, caller))
         self._tasks.add(task)  # the loop itself keeps no task alive
         task.add_done_callback(partial(self._answer, slot))
 
-    async def _release(self, batch: pa.RecordBatch) -> bytes:
-        brought = await self._broker.dispatching.release(batch)
+    async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
+        brought = await self._broker.release(batch, caller)
         return codec.encode(codec.ReleaseAck(brought.released, brought.left))
 
     def _answer(self, slot: Slot, task: asyncio.Task[bytes]) -> None:

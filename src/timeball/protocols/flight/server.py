@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,11 +25,11 @@ import grpc
 import pyarrow as pa
 
 from timeball import limits
-from timeball.access import Principal
+from timeball.access import Caller, Verb
 from timeball.errors import NotFound, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.guard import OPEN, Guard
 from timeball.message import READ_SCHEMA
-from timeball.protocols.flight import codec, failures, ipc, permissions, verbs, wire
+from timeball.protocols.flight import codec, failures, ipc, verbs, wire
 from timeball.protocols.flight.columns import SendColumns
 from timeball.protocols.flight.exchange import Stream
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
@@ -67,7 +67,7 @@ OPTIONS = [
 
 T = TypeVar("T")
 Requests = Iterator[bytes]
-Handler = Callable[["Principal | None", Requests, Any], Iterator[bytes]]
+Handler = Callable[[Caller, Requests, Any], Iterator[bytes]]
 
 
 class FlightEdge:
@@ -79,7 +79,7 @@ class FlightEdge:
         loop: asyncio.AbstractEventLoop,
         host: str,
         port: int,
-        status: Callable[[], dict[str, object]] | None = None,
+        status: verbs.Status | None = None,
         guard: Guard = OPEN,
     ) -> None:
         """Bind and serve; port 0 takes a free one. Raises SetupError when the address cannot be used.
@@ -96,7 +96,7 @@ class FlightEdge:
         self._streams_gate = Gate("send streams", STREAMS_MAX)
         self._streams: set[Stream] = set()
         self._decoding = threading.Lock()
-        self._permissions = permissions.Permissions(guard.access, broker.parts.clock.clock)
+        self._guard, self._clock = guard, broker.parts.clock.clock
         self._closing = threading.Event()
         self._reads = RequestReads(broker.parts.clock.clock, self._closing)
         self._close_once = threading.Lock()
@@ -136,11 +136,11 @@ class FlightEdge:
             "Handshake": self._refuse,
         }.get(method)
 
-    def caller(self, metadata: Any) -> Principal | None:
+    def caller(self, metadata: Any) -> Caller:
         """Return who makes a call with these headers; raises Unauthorized."""
-        return self._permissions.caller(metadata)
+        return self._guard.caller(headers_of(metadata), self._clock.wall_ms())
 
-    def _do_exchange(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _do_exchange(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """`send` and `release`: record batches in, one acknowledgement each out."""
         self._check_open()
         with self._streams_gate.enter():
@@ -162,52 +162,49 @@ class FlightEdge:
             finally:
                 self._streams.discard(stream)
 
-    def _stream(self, caller: Principal | None, path: list[bytes] | None) -> Stream:
+    def _stream(self, caller: Caller, path: list[bytes] | None) -> Stream:
         if path == codec.SEND_PATH:
-            columns = SendColumns if caller is None else partial(_permitted, caller)
-            return Stream(self._inbox, self._budget, columns, self._decoding)
+            return Stream(self._inbox, caller, self._budget, SendColumns, self._decoding)
         if path == codec.RELEASE_PATH:
-            permissions.check_release(caller)
-            return Stream(self._releases, self._budget, ReleaseColumns, self._decoding)
+            self._broker.policy.allow(caller, Verb.ADMIN)  # before a batch is received; `release` asks again
+            return Stream(self._releases, caller, self._budget, ReleaseColumns, self._decoding)
         raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
 
-    def _do_action(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _do_action(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """Everything small: a JSON body in, one JSON body out."""
         self._check_open()
         with self._calls.enter():
             verb, request = self._reads.read(requests, context, _action)
-            permissions.check_action(caller, verb, request)
-            may, broker = permissions.cancellable(caller), self._broker
-            answer = self._on_loop(context, lambda: verbs.perform(broker, verb, request, self._status, may))
-            yield wire.result(codec.encode(permissions.shown(caller, verb, answer)))
+            broker, status = self._broker, self._status
+            answer = self._on_loop(context, lambda: verbs.perform(broker, verb, request, status, caller))
+            yield wire.result(codec.encode(answer))
 
-    def _do_get(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _do_get(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """Rows in READ_SCHEMA: of the log, of a queue, or of a long poll."""
         self._check_open()
         with self._calls.enter():
             request = self._reads.read(requests, context, _ticket)
-            permissions.check_ticket(caller, request)
             schema = READ_SCHEMA
             if isinstance(request, codec.ReadLog):
                 schema = pa.schema([READ_SCHEMA.field(name) for name in request.columns or READ_SCHEMA.names])
-                batches = self._log_rows(request)
+                batches = self._log_rows(request, caller)
             else:
-                batches = self._queue_rows(request, context)
+                batches = self._queue_rows(request, context, caller)
             yield wire.data_message(ipc.schema_header(schema))
             for batch in batches:
                 yield from self._parts(batch)
                 del batch  # not held while the next one is read
 
-    def _list_actions(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _list_actions(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """The verbs of DoAction."""
         for verb, (_, _, text) in codec.ACTIONS.items():
             yield wire.action_type(verb, text)
 
-    def _get_schema(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _get_schema(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """Every DoGet has message.READ_SCHEMA."""
         yield wire.result(READ_SCHEMA.serialize().to_pybytes())
 
-    def _refuse(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _refuse(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         raise RequestError("this method is not offered; use DoExchange, DoAction or DoGet")
 
     # ---- stopping ---------------------------------------------------------------------------------------
@@ -259,13 +256,15 @@ class FlightEdge:
                     future.cancel()
                 raise Unavailable(STOPPING)
 
-    def _queue_rows(self, request: codec.ReadQueue | codec.Pull, context: Any) -> Iterator[pa.RecordBatch]:
+    def _queue_rows(
+        self, request: codec.ReadQueue | codec.Pull, context: Any, caller: Caller
+    ) -> Iterator[pa.RecordBatch]:
         cancel = isinstance(request, codec.Pull)
-        yield self._on_loop(context, lambda: verbs.rows(self._broker, request), cancel=cancel)
+        yield self._on_loop(context, lambda: verbs.rows(self._broker, request, caller), cancel=cancel)
 
-    def _log_rows(self, request: codec.ReadLog) -> Iterator[pa.RecordBatch]:
+    def _log_rows(self, request: codec.ReadLog, caller: Caller) -> Iterator[pa.RecordBatch]:
         rows = self._broker.read_log(
-            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns
+            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns, caller
         )
         for batch in rows:
             self._check_open()
@@ -341,5 +340,10 @@ def _ticket(message: bytes) -> codec.Ticket:
     return codec.decode_ticket(wire.ticket(message))
 
 
-def _permitted(caller: Principal, schema: pa.Schema) -> permissions.PermittedColumns:
-    return permissions.PermittedColumns(SendColumns(schema), caller)
+def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """Return the headers that are text; a name that is there twice has the first value."""
+    headers: dict[str, str] = {}
+    for name, value in metadata:
+        if isinstance(value, str):
+            headers.setdefault(name.lower(), value)
+    return headers

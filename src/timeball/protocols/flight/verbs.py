@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.flight import codec
 from timeball.table.attachment import Attachment
 
@@ -19,70 +20,73 @@ if TYPE_CHECKING:
     from timeball.broker.service import Broker
 
 
-Status = Callable[[], dict[str, object]]
-May = Callable[[str], bool]
+Status = Callable[[Caller], dict[str, object]]
 
 
 async def perform(
-    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, may: May | None = None
+    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, caller: Caller = ANONYMOUS
 ) -> Any:
-    """Do an action; returns what becomes the JSON of its answer. `may`: the topics whose promises may be touched."""
+    """Do an action for a caller; returns what becomes the JSON of its answer."""
     match request:
         case codec.Nothing():
-            return await _plain(broker, verb, status)
+            return await _plain(broker, verb, status, caller)
         case codec.CreateTopic():
-            await broker.create_topic(request.topic, request.queues)
+            await broker.create_topic(request.topic, request.queues, caller)
             return {}
         case codec.Queues():
-            ranges = broker.queues(request.topic)
+            ranges = broker.queues(request.topic, caller)
             return {"queues": {str(q): {"min": low, "max": high} for q, (low, high) in ranges.items()}}
         case codec.GetOffsets():
-            offsets = broker.offsets(request.group, request.topic)
+            offsets = broker.offsets(request.group, request.topic, caller)
             return {"offsets": {str(queue): offset for queue, offset in offsets.items()}}
         case codec.Commit():
-            await broker.commit_offsets(request.group, request.topic, dict(request.offsets))
+            await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
         case codec.Cancel():
             return {
                 "verdicts": await broker.cancel(
-                    ids=request.ids, keys=request.keys, seqs=request.seqs, may=may
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller
                 )
             }
         case codec.Reschedule():
             return {
                 "verdicts": await broker.reschedule(
-                    ids=request.ids, keys=request.keys, seqs=request.seqs, may=may,
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller,
                     due_ms=request.due_ms, delay_ms=request.delay_ms,
                 )
             }  # fmt: skip
         case codec.CancelRange():
-            return await broker.cancel_ranges(request.ranges, request.reason)
+            return await broker.cancel_ranges(request.ranges, request.reason, caller)
         case codec.Starts():
-            return {"starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq)}
+            return {
+                "starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq, caller)
+            }
         case codec.Reserve():
-            return {"first_seq": await broker.reserve(request.rows)}
+            return {"first_seq": await broker.reserve(request.rows, caller)}
         case codec.Lease():
-            broker.compactor_lease(request.lease_ms)
+            broker.compactor_lease(request.lease_ms, caller)
             return {}
         case codec.DispatcherLease():
-            broker.dispatching.lease(request.lease_ms)
+            broker.dispatcher_lease(request.lease_ms, caller)
             return {}
         case Attachment():
-            return await broker.attach(request)
+            return await broker.attach(request, caller)
     raise AssertionError(f"no verb for {request!r}")
 
 
-async def _plain(broker: Broker, verb: str, status: Status) -> Any:
+async def _plain(broker: Broker, verb: str, status: Status, caller: Caller) -> Any:
     if verb == "status":
-        return status()
+        return status(caller)
     if verb == "topics":
-        return {"topics": broker.topics()}
+        return {"topics": broker.topics(caller)}
     assert verb == "compact", verb
-    return await broker.compact() or {}
+    return await broker.compact(caller) or {}
 
 
-async def rows(broker: Broker, request: codec.ReadQueue | codec.Pull) -> pa.RecordBatch:
+async def rows(
+    broker: Broker, request: codec.ReadQueue | codec.Pull, caller: Caller = ANONYMOUS
+) -> pa.RecordBatch:
     """The rows a queue read or a pull asks for, in READ_SCHEMA."""
     if isinstance(request, codec.Pull):
-        return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms)
-    return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows)
+        return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
+    return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from timeball import limits
-from timeball.access import Principal
+from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.codec.statuses import Refused
 
@@ -29,7 +29,7 @@ class Call:
     headers: Mapping[str, str]
     peer: str = ""
     remaining_s: float | None = None  # until the client's deadline; None: it has none
-    principal: Principal | None = None  # who they are, when access is controlled
+    caller: Caller = ANONYMOUS
 
     @property
     def client_id(self) -> str:
@@ -40,7 +40,7 @@ class Call:
                 Code.CLIENT_ID_REQUIRED,
                 f"header {CLIENT_ID}: 1 to {limits.CLIENT_ID_CHARACTERS_MAX} characters, one name a client",
             )
-        return found if self.principal is None else f"{self.principal.name}/{found}"
+        return found if self.caller is ANONYMOUS else f"{self.caller.name}/{found}"
 
 
 Unary = Callable[[Call, Any], Awaitable[Any]]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import choice
 
-from timeball.access import Principal, Verb
+from timeball.access import ANONYMOUS, Caller
 from timeball.errors import OverLimit
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Settings
 from timeball.protocols.grpc._generated.service_pb2 import TelemetryCommand
@@ -28,9 +28,9 @@ CONSUMERS = frozenset({ClientType.PUSH_CONSUMER, ClientType.SIMPLE_CONSUMER, Cli
 
 @dataclass(eq=False)
 class Stream:
-    """One open Telemetry stream: what is put here is sent. `principal`: to whom, when access is controlled."""
+    """One open Telemetry stream: what is put here is sent to its caller."""
 
-    principal: Principal | None = None
+    caller: Caller = ANONYMOUS
     commands: asyncio.Queue[TelemetryCommand | None] = field(
         default_factory=lambda: asyncio.Queue(COMMANDS_WAITING_MAX)
     )
@@ -138,11 +138,10 @@ class Clients:
             for stream in client.streams:
                 stream.end()
 
-    def producer(self, topic: str) -> Stream | None:
-        """A stream to one of the producers of a topic."""
+    def producer(self, topic: str, may: Callable[[Caller], bool] = lambda caller: True) -> Stream | None:
+        """Return a stream to one of the producers of a topic whose caller `may` be sent its messages."""
         streams = [stream for client in self._publish.get(topic, {}).values() for stream in client.streams]
-        # A stream may be older than the account's rights: what it is sent is a message of the topic.
-        streams = [s for s in streams if s.principal is None or s.principal.may(Verb.SEND, topic=topic)]
+        streams = [stream for stream in streams if may(stream.caller)]
         return choice(streams) if streams else None
 
     def _stop_publishing(self, client: Client) -> None:

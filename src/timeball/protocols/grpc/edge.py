@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from timeball.broker.service import Broker
 from timeball.guard import OPEN, Guard
+from timeball.protocols.grpc import needs
+from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.clients import Clients
 from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles
 from timeball.protocols.grpc.consuming import Consuming
 from timeball.protocols.grpc.dispatch import Dispatch
-from timeball.protocols.grpc.permissions import Permissions
 from timeball.protocols.grpc.pulls import Pulls
 from timeball.protocols.grpc.recalls import Recalls
 from timeball.protocols.grpc.receipts import Receipts
@@ -45,7 +47,13 @@ class GrpcEdge:
             Receipts(site, handles, self._renewals).handlers(),
             Pulls(site, consuming, unread).handlers(),
         ]
-        self.dispatch = Dispatch(rooms, Permissions(guard.access, broker.parts.clock.clock).check)
+        clock, policy = broker.parts.clock.clock, broker.policy
+
+        def check(call: Call, name: str, request: Any) -> None:
+            call.caller = guard.caller(call.headers, clock.wall_ms())
+            needs.check(policy, call, name, request)
+
+        self.dispatch = Dispatch(rooms, check)
         self._server = Server(self.dispatch)
         self._watch: asyncio.Task[None] | None = None
 

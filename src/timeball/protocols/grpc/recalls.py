@@ -13,7 +13,7 @@ Not MESSAGE_NOT_FOUND: to clients that is an empty poll, and RocketMQ's Python c
 
 from __future__ import annotations
 
-from timeball.broker.revoking.recall import RecallRefused, recall
+from timeball.broker.revoking.recall import RecallRefused
 from timeball.errors import NotFound
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageType
 from timeball.protocols.grpc._generated.service_pb2 import RecallMessageRequest, RecallMessageResponse
@@ -39,7 +39,7 @@ class Recalls:
         if settings.check_message_types:
             check_type(broker.parts.topics.find(topic), topic, MessageType.DELAY)
         try:
-            message_id = await recall(broker.parts, topic, request.recall_handle)
+            message_id = await broker.recall(topic, request.recall_handle, call.caller)
         except NotFound as error:
             raise Refused(Code.TOPIC_NOT_FOUND, str(error)) from error
         except RecallRefused as error:

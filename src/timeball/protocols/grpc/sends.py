@@ -72,6 +72,8 @@ class Sends:
             row_of(message, kind, to.name, to.queues, now_ms, delay_ms_max, call.peer)
             for message, kind in zip(messages, kinds, strict=True)
         ]
+        if to.topic is None:  # made for this caller, and not for all whose messages share its batch
+            self._site.broker.policy.admit([to.name], caller=call.caller)
         if TRANSACTION in kinds:
             return self._answer(to, rows, await self._halves.take(rows), is_transaction=True)
         return self._answer(to, rows, await self._plain.take(rows), is_transaction=False)

@@ -29,7 +29,7 @@ from timeball.protocols.grpc.client_settings import answered
 from timeball.protocols.grpc.clients import Client, Stream
 from timeball.protocols.grpc.codec.names import group_name
 from timeball.protocols.grpc.codec.statuses import Refused, ok
-from timeball.protocols.grpc.permissions import check_settings
+from timeball.protocols.grpc.needs import check_settings
 from timeball.protocols.grpc.site import Site
 
 SETTINGS_BYTES_MAX = 256 * 1024  # kept while the client is connected
@@ -55,7 +55,7 @@ class Telemetry:
     async def _telemetry(
         self, call: Call, requests: AsyncIterator[TelemetryCommand]
     ) -> AsyncIterator[TelemetryCommand]:
-        stream = Stream(call.principal)
+        stream = Stream(call.caller)
         known: list[Client] = []
         reading = asyncio.ensure_future(self._read(call, requests, stream, known))
         try:
@@ -95,7 +95,7 @@ class Telemetry:
                 Code.PAYLOAD_TOO_LARGE,
                 f"settings of {settings.ByteSize()} bytes; {SETTINGS_BYTES_MAX} at most",
             )
-        check_settings(call.principal, settings)
+        check_settings(self._site.broker.policy, call.caller, settings)
         group = None
         if settings.HasField("subscription"):
             group = self._site.broker.parts.groups.ensure(group_name(settings.subscription.group))
@@ -110,9 +110,9 @@ class Telemetry:
                 "no settings of this client: open a Telemetry stream and send them",
             )
         if client.is_consumer and request.HasField("group"):
-            if call.principal is not None:
-                call.principal.check(Verb.RECEIVE, group=group_name(request.group))
-            self._site.broker.parts.groups.ensure(group_name(request.group))
+            group = group_name(request.group)
+            self._site.broker.policy.allow(call.caller, Verb.RECEIVE, group=group)
+            self._site.broker.parts.groups.ensure(group)
         return HeartbeatResponse(status=ok())
 
     async def _terminated(

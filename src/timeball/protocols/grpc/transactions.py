@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from timeball.access import Verb
 from timeball.broker.transactions import Half, Outcome
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,
@@ -23,6 +24,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     TelemetryCommand,
 )
 from timeball.protocols.grpc.calls import Call, Handlers
+from timeball.protocols.grpc.clients import Stream
 from timeball.protocols.grpc.codec.messages_out import messages
 from timeball.protocols.grpc.codec.names import BETWEEN, resource, topic_name
 from timeball.protocols.grpc.codec.statuses import Refused, ok
@@ -60,11 +62,11 @@ class Transactions:
 
     def has_producer(self, half: Half) -> bool:
         """Whether a producer of the half's topic is connected, and the half came by this edge."""
-        return half.group == half.topic and self._site.clients.producer(half.topic) is not None
+        return half.group == half.topic and self._producer(half) is not None
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
         """Push the half message to one of them; returns the bytes pushed, 0 when nobody took it."""
-        stream = self._site.clients.producer(half.topic)
+        stream = self._producer(half)
         if stream is None:
             return 0
         namespace, between, _ = half.topic.partition(BETWEEN)
@@ -78,6 +80,13 @@ class Transactions:
             )
         )
         return command.ByteSize() if stream.push(command) else 0
+
+    def _producer(self, half: Half) -> Stream | None:
+        # A stream may be older than its account's rights: what it is sent is a message of the topic.
+        allows = self._site.broker.policy.allows
+        return self._site.clients.producer(
+            half.topic, lambda caller: allows(caller, Verb.SEND, topic=half.topic)
+        )
 
 
 def _unknown(why: str) -> Refused:

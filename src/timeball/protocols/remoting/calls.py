@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from timeball.access import Principal, Verb
+from timeball.access import Caller
 from timeball.errors import (
     Forbidden,
     GroupNotFound,
@@ -50,21 +50,16 @@ class Refused(RequestError):
 
 
 class Call:
-    """A request, the connection it came by, and typed access to what is in it.
+    """A request, the connection it came by, and typed access to what is in it."""
 
-    `principal` has signed it; None where there is no access control.
-    """
+    __slots__ = ("caller", "command", "connection", "counted_bytes")
 
-    __slots__ = ("command", "connection", "counted_bytes", "principal")
-
-    def __init__(self, connection: Connection, command: Command, principal: Principal | None = None) -> None:
-        self.connection, self.command, self.principal = connection, command, principal
+    def __init__(self, connection: Connection, command: Command) -> None:
+        self.connection, self.command = connection, command
+        self.caller: Caller = (
+            connection.caller
+        )  # who has signed it: the connection's next request may be another's
         self.counted_bytes = 0  # of a large body: see flow.py
-
-    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
-        """Raise Forbidden unless who asks may do this; for what only the body or a row of the log can say."""
-        if self.principal is not None:
-            self.principal.check(verb, topic=topic, group=group)
 
     def fields(self, kind: type[T]) -> T:
         """The extFields as a msgspec Struct; unknown ones are ignored. Raises Refused."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
-from timeball.access import Principal
+from timeball.access import ANONYMOUS, Caller
 from timeball.errors import Unavailable
 from timeball.protocols.remoting.codec.codes import CommandFlag
 from timeball.protocols.remoting.codec.frame import BadFrame, Command, Frame, Splitter, encode
@@ -57,9 +57,7 @@ class Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = loop.create_future()
         self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
-        self.principal: Principal | None = (
-            None  # who has signed the last request; None without access control
-        )
+        self.caller: Caller = ANONYMOUS  # who has signed the last request
         self.peer = self.local = ("", 0)
         self.name = ":0"  # the far side, for people and as a message's born host
 
@@ -202,7 +200,7 @@ class Connection(asyncio.Protocol):
                 "connection closed, its frame does not end peer=%s waited_s=%s", self.name, HALF_FRAME_S
             )
             self.close()
-        elif must_sign and self.principal is None and now_s - self._since_s > UNSIGNED_S:
+        elif must_sign and self.caller is ANONYMOUS and now_s - self._since_s > UNSIGNED_S:
             logger.warning("connection closed, nothing was signed peer=%s waited_s=%s", self.name, UNSIGNED_S)
             self.close()
         elif now_s - self.heard_s > IDLE_S and not self.calls:

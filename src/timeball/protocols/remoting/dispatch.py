@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
 
-from timeball.access import Principal
 from timeball.errors import RequestError, TimeballError
 from timeball.protocols.remoting.calls import Call, Handler, Handlers, Reply, response_code
 from timeball.protocols.remoting.codec import frame as codec
@@ -50,9 +49,9 @@ class Dispatch:
         call = Call(connection, command)
         self._reply(call, failure(call, error))
 
-    def handle(self, connection: Connection, command: Command, principal: Principal | None = None) -> None:
+    def handle(self, connection: Connection, command: Command) -> None:
         """Call the handler of a request and see that it is answered."""
-        call = Call(connection, command, principal)
+        call = Call(connection, command)
         handler = self._handlers.get(command.code)
         if handler is None:
             self._reply(call, _not_supported(call))

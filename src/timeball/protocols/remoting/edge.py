@@ -16,7 +16,7 @@ from timeball.access import Access
 from timeball.broker.service import Broker
 from timeball.errors import SetupError, TimeballError
 from timeball.guard import OPEN, Guard
-from timeball.protocols.remoting import permissions
+from timeball.protocols.remoting import needs
 from timeball.protocols.remoting.admin import Admin
 from timeball.protocols.remoting.clients import Clients
 from timeball.protocols.remoting.codec.frame import BadHeader, Frame, decode
@@ -142,17 +142,17 @@ class RemotingEdge:
                 connection.answered(command)
                 continue
             try:
-                principal = connection.principal = permissions.signer(access, command)
+                caller = connection.caller = needs.signer(access, command)
                 header = from_command(command)
                 if header is not None or self._dispatch.offers(command.code):
-                    permissions.check(principal, command)
+                    needs.check(caller, command)
             except TimeballError as error:
                 self._dispatch.refuse(connection, command, error)
                 continue
             if header is not None:
                 self._sends.take(connection, header, frame, now_ms)
             else:
-                self._dispatch.handle(connection, command, principal)
+                self._dispatch.handle(connection, command)
 
     async def _watch_deadlines(self) -> None:
         loop = asyncio.get_running_loop()

@@ -124,15 +124,15 @@ class HeartBeats:
                 ResponseCode.INVALID_PARAMETER,
                 f"a heartbeat of {len(call.command.body)} bytes; at most 256 KiB",
             )
-        said = call.body(_HeartBeat)
+        policy, said = self._site.broker.policy, call.body(_HeartBeat)
         produces = {one.group_name for one in said.producer_data_set or ()}
         consumes = [one.read() for one in said.consumer_data_set or ()]
         for name in [*produces, *(how.group for how in consumes)]:
             check_name(name, limits.GROUP_BYTES_MAX, "group")
         for how in consumes:
-            call.check(Verb.RECEIVE, group=how.group)
+            policy.allow(call.caller, Verb.RECEIVE, group=how.group)
             for one in how.subscriptions:
-                call.check(Verb.RECEIVE, topic=one.topic)
+                policy.allow(call.caller, Verb.RECEIVE, topic=one.topic)
         clients, connection = self._site.clients, call.connection
         is_new = not clients.knows(connection)
         changed = clients.beat(
@@ -147,7 +147,7 @@ class HeartBeats:
         if is_new:
             connection.on_close.append(lambda: self._gone(connection))
         for how in consumes:
-            self._site.broker.policy.register(how.group)
+            policy.register(how.group, call.caller)
         self._tell(changed)
         return call.answer()
 
@@ -164,7 +164,7 @@ class HeartBeats:
     def _goodbye(self, call: Call) -> Reply:
         said, member = call.fields(_Goodbye), self._site.clients.member(call.connection)
         if said.consumer_group:
-            call.check(Verb.RECEIVE, group=said.consumer_group)
+            self._site.broker.policy.allow(call.caller, Verb.RECEIVE, group=said.consumer_group)
         if member is not None:
             self._tell(
                 self._site.clients.leave(

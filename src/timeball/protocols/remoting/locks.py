@@ -111,10 +111,9 @@ class Locks:
         self._keep(wanted.consumer_group, kept)
         return call.answer()
 
-    @staticmethod
-    def _wanted(call: Call) -> _Wanted:
+    def _wanted(self, call: Call) -> _Wanted:
         wanted = call.body(_Wanted)
-        call.check(Verb.RECEIVE, group=wanted.consumer_group)
+        self._site.broker.policy.allow(call.caller, Verb.RECEIVE, group=wanted.consumer_group)
         return wanted
 
     def _exists(self, group: str, queue: MessageQueue) -> bool:

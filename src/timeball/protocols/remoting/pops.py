@@ -194,7 +194,7 @@ class Pops:
     def _batch_ack(self, call: Call) -> Reply:
         receipts: list[Receipt] = []
         for one in call.body(_BatchAcks).acks:
-            call.check(Verb.RECEIVE, topic=one.t, group=one.c)
+            self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=one.t, group=one.c)
             topic = check_points.real_topic(one.t, one.c, one.r)
             receipts += [
                 Receipt(one.c, topic, one.q, one.so + bit, one.pt) for bit in check_points.bits(one.b)
@@ -237,7 +237,7 @@ class Pops:
 
     def _query_assignment(self, call: Call) -> Reply:
         asked = call.body(_Assignment)
-        call.check(Verb.RECEIVE, topic=asked.topic, group=asked.consumer_group)
+        self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=asked.topic, group=asked.consumer_group)
         topic = self._parts.topics.find(asked.topic)
         mode = self._modes.get(asked.topic, asked.consumer_group)
         queue_ids: list[int] | None = None

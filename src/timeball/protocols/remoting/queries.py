@@ -117,7 +117,7 @@ async def stored_message(site: Site, call: Call, seq: int) -> bytes:
     rows = await in_thread(parts.reader_thread, _read, parts.reader, np.array([seq], dtype=np.int64))
     if rows is None:
         raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {seq}")
-    call.check(Verb.RECEIVE, topic=rows.column("topic")[0].as_py())
+    site.broker.policy.allow(call.caller, Verb.RECEIVE, topic=rows.column("topic")[0].as_py())
     return encode_stored(rows, store_host=site.store_host(call.connection), born_host=BORN_HOST)
 
 

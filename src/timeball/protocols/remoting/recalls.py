@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.revoking.recall import RecallRefused, recall
+from timeball.broker.revoking.recall import RecallRefused
 from timeball.errors import InvalidMessage, NotFound
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -36,7 +36,7 @@ class Recalls:
     async def _recall(self, call: Call) -> Reply:
         fields = call.fields(_Recall)
         try:
-            unique_key = await recall(self._site.broker.parts, fields.topic, fields.recall_handle)
+            unique_key = await self._site.broker.recall(fields.topic, fields.recall_handle, call.caller)
         except NotFound as error:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, str(error)) from error
         except (InvalidMessage, RecallRefused) as error:

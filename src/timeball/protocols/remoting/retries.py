@@ -90,7 +90,7 @@ class Retries:
             then = _next(row, each)
             try:
                 # The number may be any row's: nobody gets what they may not read by handing it back.
-                each.call.check(Verb.RECEIVE, topic=row["topic"])
+                self._site.broker.policy.allow(each.call.caller, Verb.RECEIVE, topic=row["topic"])
                 self._site.broker.policy.returning(then.topic, 1 if then.is_dead_letter else each.queues)
             except TimeballError as error:
                 outcomes[at] = error

@@ -12,6 +12,7 @@ import os
 
 import msgspec
 
+from timeball.access import Caller
 from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.errors import InvalidMessage, TimeballError
 from timeball.message import decode_properties, encode_properties
@@ -56,7 +57,7 @@ class Sends:
             if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
                 gathering = self._directed(header)
                 fields = header.fields
-            queues = self._queues(fields)
+            queues = self._queues(fields, connection.caller)
             queue_id = -1 if fields.queue_id is None or fields.queue_id < 0 else fields.queue_id
             if queue_id >= queues:
                 raise _no_such_queue(fields.topic, queue_id, queues)
@@ -104,11 +105,11 @@ class Sends:
             sys_flag=(fields.sys_flag or 0) & ~TRANSACTION_BITS,
         )
 
-    def _queues(self, fields: SendFields) -> int:
+    def _queues(self, fields: SendFields, caller: Caller) -> int:
         """How many queues the topic has to name; it is made when that is allowed. Raises what the policy raises."""
-        topic = self._policy.destination(fields.topic)
+        topic = self._policy.destination(fields.topic, caller)
         if topic is None:
-            self._policy.admit([fields.topic], fields.default_queues)
+            self._policy.admit([fields.topic], fields.default_queues, caller)
             topic = self._broker.parts.topics.get(fields.topic)
         return max(topic.read_queues, topic.write_queues)
 

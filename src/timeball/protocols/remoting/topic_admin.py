@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from timeball.access import Caller
 from timeball.broker.registry import reserved_topics as reserved
 from timeball.broker.registry import topic_config
 from timeball.broker.registry.topic_config import TopicConfig
@@ -88,8 +89,8 @@ class TopicAdmin:
         said = call.fields(_Create)
         try:
             config = self._config(said)
-            self._broker.parts.new_topics.admit([said.topic])
-            self._topics.configure(said.topic, config, filter_type=said.topic_filter_type)
+            self._broker.policy.admit_managed([said.topic], call.caller)
+            self._configure(said, config, call.caller)
         except RequestError as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
         await self._broker.save_topics()
@@ -100,14 +101,17 @@ class TopicAdmin:
         wanted = [one.as_header() for one in call.body(_Configs).topic_config_list]
         try:
             configs = [self._config(said) for said in wanted]
-            self._broker.parts.new_topics.admit({said.topic for said in wanted})
+            self._broker.policy.admit_managed([said.topic for said in wanted], call.caller)
             for said, config in zip(wanted, configs, strict=True):
-                self._topics.configure(said.topic, config, filter_type=said.topic_filter_type)
+                self._configure(said, config, call.caller)
         except RequestError as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
         finally:
             await self._broker.save_topics()
         return call.answer()
+
+    def _configure(self, said: _Create, config: TopicConfig, caller: Caller) -> None:
+        self._topics.configure(said.topic, config, filter_type=said.topic_filter_type, made_by=caller.name)
 
     def _config(self, said: _Create) -> TopicConfig:
         """Return what a topic is to be like; raises RequestError when no topic can."""
@@ -137,7 +141,7 @@ class TopicAdmin:
 
     async def _delete(self, call: Call) -> Reply:
         name = call.fields(_Topic).topic
-        self._broker.policy.check_managed(name)
+        self._broker.policy.check_managed(name, call.caller)
         if self._topics.delete(name, self._broker.parts.writer.next_seq):
             self._broker.parts.offsets.forget_topic(name)
             self._broker.waiters.wake([name])  # who waits for its messages is told that it is gone

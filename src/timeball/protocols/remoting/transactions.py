@@ -82,7 +82,7 @@ class Transactions:
             return call.answer()  # unknown: asked again later
         half = self._core.find(asked.commitLogOffset)
         if half is not None:
-            call.check(Verb.SEND, topic=half.topic)
+            self._site.broker.policy.allow(call.caller, Verb.SEND, topic=half.topic)
         outcome = await self._core.end(
             asked.commitLogOffset, asked.producerGroup, commit=commit, delay=self._delay
         )
@@ -145,7 +145,7 @@ class Transactions:
         return [
             one
             for one in self._site.clients.producers(half.group)
-            if one.principal is None or one.principal.may(Verb.SEND, topic=half.topic)
+            if self._site.broker.policy.allows(one.caller, Verb.SEND, topic=half.topic)
         ]
 
 

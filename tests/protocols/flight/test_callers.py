@@ -21,8 +21,10 @@ from tests.accounts import ACCESS_FILE, access_file, guarded_node, keys
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball
+from timeball.access import ANONYMOUS
 from timeball.errors import Forbidden, RequestError, Unauthorized
-from timeball.protocols.flight import codec, permissions
+from timeball.protocols.flight import codec
+from timeball.protocols.flight.server import headers_of
 
 ROWS = pa.table(
     {"topic": ["orders"], "body": [b"x"]}, pa.schema([("topic", pa.string()), ("body", pa.binary())])
@@ -271,7 +273,7 @@ def test_nor_is_it_moved(shop: Timeball, other: Timeball) -> None:
 )
 def test_headers_of_any_kind_are_text_or_not_there(headers: dict[str, list[Any]]) -> None:
     pairs = [(name, value) for name, values in headers.items() for value in values]
-    kept = permissions.headers_of(pairs)
+    kept = headers_of(pairs)
     assert all(name == name.lower() and isinstance(value, str) for name, value in kept.items())
 
 
@@ -281,6 +283,6 @@ def test_headers_of_any_kind_are_text_or_not_there(headers: dict[str, list[Any]]
 def test_nobody_is_asked_where_there_is_no_access_file(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
         edge = node.node.edge
-        assert edge is not None and edge.caller(()) is None
+        assert edge is not None and edge.caller(()) is ANONYMOUS
         with Timeball(node.endpoint, access_key="any", secret_key="body") as ball:
             assert ball.send("orders", "x").seq == 1

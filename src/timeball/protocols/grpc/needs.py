@@ -1,4 +1,4 @@
-"""Who makes a call, and whether they may: asked before a handler runs, when there is an access file.
+"""Which call needs what of an account: decided by the policy before a handler runs.
 
 Each call of the service stands in the table with what it needs and which of its fields name the topic and the group; a
 call that does not is an administrator's. Telemetry names its topics and its group inside the stream, so the room
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from timeball.access import Access, Principal, Verb
-from timeball.clock import Clock
+from timeball.access import ANONYMOUS, Caller, Verb
+from timeball.broker.policy import Policy
 from timeball.protocols.grpc._generated.definition_pb2 import Resource, Settings
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.codec.names import group_name, topic_name
@@ -59,31 +59,21 @@ NEEDS = {
 OF_ONESELF = frozenset({"Telemetry", "Heartbeat", "NotifyClientTermination"})
 
 
-class Permissions:
-    """See the module. Without `access` everybody may do everything."""
-
-    def __init__(self, access: Access | None, clock: Clock) -> None:
-        self._access, self._clock = access, clock
-
-    def check(self, call: Call, name: str, request: Any) -> None:
-        """Set `call.principal`; raises Unauthorized, Forbidden, Refused."""
-        if self._access is None:
-            return
-        call.principal = self._access.authenticate(call.headers, self._clock.wall_ms())
-        if name in OF_ONESELF:
-            return
-        need = NEEDS.get(name, Need(Verb.ADMIN))
-        group = group_name(request.group) if need.of_group else None
-        topics: list[str | None] = [topic_name(topic) for topic in need.topics(request)]
-        for topic in topics or [None]:
-            call.principal.check(need.verb, topic=topic, group=group)
-
-
-def check_settings(principal: Principal | None, settings: Settings) -> None:
-    """Whether a client may be what its settings say; raises Forbidden, Unauthorized, Refused."""
-    if principal is None:
+def check(policy: Policy, call: Call, name: str, request: Any) -> None:
+    """Have the policy decide about a call; raises Unauthorized, Forbidden, Refused."""
+    if call.caller is ANONYMOUS or name in OF_ONESELF:
         return
+    need = NEEDS.get(name, Need(Verb.ADMIN))
+    group = group_name(request.group) if need.of_group else None
+    topics: list[str | None] = [topic_name(topic) for topic in need.topics(request)]
+    for topic in topics or [None]:
+        policy.allow(call.caller, need.verb, topic=topic, group=group)
+
+
+def check_settings(policy: Policy, caller: Caller, settings: Settings) -> None:
+    """Have the policy decide whether a client may be what its settings say; raises Forbidden, Unauthorized, Refused."""
     for topic in settings.publishing.topics:
-        principal.check(Verb.SEND, topic=topic_name(topic))  # it will be asked about the topic's transactions
+        # It will be asked about the topic's transactions.
+        policy.allow(caller, Verb.SEND, topic=topic_name(topic))
     if settings.HasField("subscription"):
-        principal.check(Verb.RECEIVE, group=group_name(settings.subscription.group))
+        policy.allow(caller, Verb.RECEIVE, group=group_name(settings.subscription.group))

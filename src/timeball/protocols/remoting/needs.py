@@ -1,4 +1,4 @@
-"""Who sends a request, and whether they may: asked before anything else is done with it.
+"""Which request needs what of an account, and who has signed it.
 
 A request is signed with the ACL signature of RocketMQ's clients:
 
@@ -6,7 +6,7 @@ A request is signed with the ACL signature of RocketMQ's clients:
 
 `NEEDS` is the table from a code to what an account needs for it, told by fields of the header. Where the body, or the
 row that a number stands for, says what is meant, an account is enough to get there, and the handler asks for the rest
-(`Call.check`): what is checked must be what is done. A code that the table does not have is for administrators.
+(`Policy.allow`): what is checked must be what is done. A code that the table does not have is for administrators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import base64
 import binascii
 from typing import NamedTuple
 
-from timeball.access import ASK, Access, Principal, Verb
+from timeball.access import ASK, Access, Caller, Verb
+from timeball.broker.policy import Policy
 from timeball.protocols.remoting.calls import Refused
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
@@ -80,7 +81,7 @@ NEEDS: dict[int, Need] = {
 }
 
 
-def signer(access: Access, command: Command) -> Principal:
+def signer(access: Access, command: Command) -> Caller:
     """Whose signature a request bears; raises Unauthorized."""
     key = command.ext.get(ACCESS_KEY)
     if not key:
@@ -100,8 +101,8 @@ def content(command: Command) -> bytes:
     return values.encode("utf-8", "surrogatepass") + command.body
 
 
-def check(principal: Principal, command: Command) -> None:
-    """Raise Forbidden unless the account may ask this; Refused when the request does not say what it means."""
+def check(caller: Caller, command: Command) -> None:
+    """Have the policy decide about a request; raises Forbidden, and Refused when it does not say what it means."""
     need = NEEDS.get(command.code, _ADMIN)
     names = [command.ext.get(field) for field in (need.topic, need.group) if field is not None]
     if None in names:
@@ -110,4 +111,4 @@ def check(principal: Principal, command: Command) -> None:
         )
     topic = command.ext[need.topic] if need.topic else None
     group = command.ext[need.group] if need.group else None
-    principal.check(need.verb, topic=topic, group=group)
+    Policy.allow(caller, need.verb, topic=topic, group=group)

@@ -25,7 +25,7 @@ from timeball.protocols.remoting import edge as edges
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
 from timeball.protocols.remoting.connection import UNSIGNED_S
-from timeball.protocols.remoting.permissions import NEEDS, check, content, signer
+from timeball.protocols.remoting.needs import NEEDS, check, content, signer
 from timeball.protocols.remoting.transactions import Transactions
 
 DENIED = ResponseCode.NO_PERMISSION
@@ -263,7 +263,7 @@ def test_half_messages_are_ended_by_and_shown_to_those_who_may_send_them(
     assert found is not None
     assert len(remoting.site.clients.producers("payers")) == 2
     [producer] = Transactions(remoting.site)._producers(found)
-    assert producer.principal is not None and producer.principal.name == "shop"
+    assert producer.caller.name == "shop"
     ends = {"producerGroup": "payers", "commitLogOffset": seq, "commitOrRollback": 12}
     assert other.ask(RequestCode.END_TRANSACTION, **ends).code == DENIED
     shop.ask_ok(RequestCode.END_TRANSACTION, **ends)
@@ -361,7 +361,7 @@ def test_without_an_access_file_nobody_looks_at_signatures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hot path of before, and not a longer one."""
-    monkeypatch.setattr(edges.permissions, "signer", lambda *_: 1 / 0)
+    monkeypatch.setattr(edges.needs, "signer", lambda *_: 1 / 0)
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         opaques = [send(wire, properties={"UNIQ_KEY": f"{n:032}"}) for n in range(10)]
         assert {wire.answer_to(opaque).code for opaque in opaques} == {0}

@@ -12,8 +12,9 @@ from tests.protocols.grpc.wire import Wire, consumer_settings, producer_settings
 from timeball.access import Verb
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
+from timeball.protocols.grpc.clients import Stream
 from timeball.protocols.grpc.dispatch import METHODS
-from timeball.protocols.grpc.permissions import NEEDS, OF_ONESELF
+from timeball.protocols.grpc.needs import NEEDS, OF_ONESELF
 
 ACCESS = """
 [[accounts]]
@@ -154,7 +155,7 @@ def test_a_client_s_name_is_its_account_s(node: RunningNode) -> None:
         shop.ask_ok("Heartbeat", REQUESTS["Heartbeat"])
         assert node.node.grpc is not None
         stream = node.node.grpc.site.clients.producer("orders")
-        assert stream is not None and stream.principal is not None and stream.principal.name == "shop"
+        assert stream is not None and stream.caller.name == "shop"
         mine.cut(), theirs.cut()
 
 
@@ -165,10 +166,14 @@ def test_a_stream_that_is_older_than_its_account_s_rights_is_sent_nothing(tmp_pa
     with running_node(tmp_path / "data", access_file=str(accounts)) as node, bearer(node, "shop") as shop:
         assert node.node.grpc is not None
         clients, stream = node.node.grpc.site.clients, shop.telemetry(producer_settings("orders"))
-        assert clients.producer("orders") is not None
+
+        def producer() -> Stream | None:
+            return clients.producer("orders", lambda caller: caller.may(Verb.SEND, topic="orders"))
+
+        assert producer() is not None
         accounts.write_text(ACCESS.replace('orders = "PUB"', 'orders = "DENY"'))
         node.node.guard.reload()
-        assert clients.producer("orders") is None
+        assert producer() is None
         stream.cut()
 
 
