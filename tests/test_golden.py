@@ -40,7 +40,7 @@ GOLDEN = Path(__file__).parent / "golden"
 DUE_MS = 1_767_227_400_000  # 2026-01-01T00:30:00Z
 ACCEPTED_MS = 1_767_225_600_123
 ATTACH = (
-    b'{"job":"compact","job_id":"broker","epoch":7,"files":[{"path":"bucket=2026-01-01/'
+    b'{"change":"attach","job":"compact","job_id":"broker","epoch":7,"files":[{"path":"bucket=2026-01-01/'
     b'0123456789abcdef0123456789abcdef.parquet","bucket":"2026-01-01","rows":1,"size_bytes":4321,'
     b'"min_due_ms":1767227400000,"max_due_ms":1767227400000,"min_seq":101,"max_seq":101}],'
     b'"removes":[],"from_seq":1,"to_seq":116,"ranges":[],"digest":""}'
@@ -67,7 +67,7 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
         },
         {"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PROMISE},
     ],
-    102: [{"kind": 6, "body": b"10", "store_ms": ACCEPTED_MS}],
+    102: [{"kind": 5, "body": b'{"change":"reserve","rows":10}', "store_ms": ACCEPTED_MS}],
     113: [
         {
             "kind": 3, **PROMISE, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
@@ -81,7 +81,7 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
 HEADERS = {
     100: (64, 1792, 2, ACCEPTED_MS, 64),
     102: (1856, 1600, 11, ACCEPTED_MS, 64),
-    113: (3456, 2176, 3, DUE_MS + 1, 3456),
+    113: (3456, 2240, 3, DUE_MS + 1, 3456),
 }
 # Transactions, which came later: a half message and its end, and the fact that one is open.
 HALF: dict[str, Any] = {
@@ -379,7 +379,7 @@ def test_the_frame_index_says_what_it_said() -> None:
     segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
     files.replace(frame_index.index_name(segment), golden("frame-index-1.frames"))
     assert frame_index.load(files, segment, 116)
-    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5632, DUE_MS + 1)
+    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5696, DUE_MS + 1)
     assert segment.frame_positions.tolist() == [64, 1856, 3456]
     assert segment.frame_seqs.tolist() == [100, 102, 113]
 

@@ -31,8 +31,7 @@ class Kind(IntEnum):
     PROMISE = 2  # accepted, due later
     RELEASE = 3  # the message, now visible; `source_seq` names the promise it keeps
     CANCEL = 4  # the promise named by `source_seq` will not be kept
-    ATTACH = 5  # body: JSON of a set of files that joined (and left) the pending table
-    RESERVE = 6  # the frame's span was set aside for rows of a later ATTACH
+    TABLE = 5  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
     LEVEL_PROMISE = 7  # as PROMISE, waiting in the queue of a delay level: it has a place there
     HALF = 8  # a transaction's message, which nobody sees before a row whose `prepared_seq` names it
     ROLLBACK = 9  # the half message named by `prepared_seq` will not be published

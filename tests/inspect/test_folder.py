@@ -112,12 +112,12 @@ def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:
             await log.append(mixed)
-            await log.writer.append(build_rows(1, kind=int(Kind.RESERVE), body=b"9"), span=10)[1]
+            await log.writer.append(build_rows(1, kind=int(Kind.TABLE), body=b"9"), span=10)[1]
 
     asyncio.run(write())
     first, second = (found for found in everything(files) if isinstance(found, FrameFound))
     assert first.kinds() == {"PROMISE": 2, "CANCEL": 1}
-    assert (second.kinds(), second.frame.rows, second.frame.span) == ({"RESERVE": 1}, 1, 10)
+    assert (second.kinds(), second.frame.rows, second.frame.span) == ({"TABLE": 1}, 1, 10)
     assert kind_counts(build_rows(2, kind=99)) == {"99": 2}, "a kind nobody knows has its number"
 
 

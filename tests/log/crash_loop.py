@@ -57,7 +57,7 @@ class Witness:
 
 async def scenario(files: CrashFiles, witness: Witness) -> None:
     """Two lives of a log."""
-    reserve = build_rows(1, kind=int(Kind.RESERVE), body=b"10")
+    reserve = build_rows(1, kind=int(Kind.TABLE), body=b"10")
     async with opened(files, disk=AtOnce()) as log:
         for n in range(5):
             await witness.append(log, batch(100 * n + 1, 3, body_bytes=200))

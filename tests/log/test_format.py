@@ -179,7 +179,7 @@ def test_rows_fewer_than_the_header_says_are_corrupt() -> None:
 
 
 def test_a_span_may_be_longer_than_its_rows() -> None:
-    row = build_rows(1, kind=int(Kind.RESERVE), body=b"99")
+    row = build_rows(1, kind=int(Kind.TABLE), body=b"99")
     frame, parts = fmt.encode_frame(
         row, first_seq=5, span=100, append_ms=0, epoch=1, position=64, synced_to=64
     )

@@ -95,7 +95,7 @@ def test_numbers_that_were_set_aside_are_stepped_over() -> None:
     async def work() -> None:
         async with opened(files, disk=AtOnce()) as log:
             await log.append(batch(0))
-            await log.writer.append(build_rows(1, kind=int(Kind.RESERVE), body=b"9"), span=10)[1]
+            await log.writer.append(build_rows(1, kind=int(Kind.TABLE), body=b"9"), span=10)[1]
             await log.append(batch(3))
             assert index(files, log).find(hashes("id-2", "id-3")).tolist() == [3, 14]
 

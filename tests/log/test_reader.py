@@ -35,14 +35,14 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def log_of(frames: list[tuple[int, int]]) -> tuple[LogReader, dict[int, tuple[int, bytes]]]:
-    """Frames of (rows, kind) in small segments; the rows by number. A RESERVE uses numbers up beside its own."""
+    """Frames of (rows, kind) in small segments; the rows by number. A TABLE row uses numbers up beside its own."""
     files = CrashFiles()
     rows: dict[int, tuple[int, bytes]] = {}
 
     async def write() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
             for count, kind in frames:
-                first_seq, span = log.writer.next_seq, count + ASIDE * (kind == Kind.RESERVE)
+                first_seq, span = log.writer.next_seq, count + ASIDE * (kind == Kind.TABLE)
                 mine = [f"{n}".encode() for n in range(first_seq, first_seq + count)]
                 kinds = pa.array([kind] * (count - 1) + [Kind.CANCEL if count > 1 else kind], pa.int8())
                 await log.writer.append(build_rows(count, kind=kinds, topic="t", body=mine), span=span)[1]
@@ -61,7 +61,7 @@ def seqs(batches: list[pa.RecordBatch]) -> list[int]:
     return [seq for rows in batches for seq in rows.column("seq").to_pylist()]
 
 
-kinds = st.sampled_from([Kind.MESSAGE, Kind.PROMISE, Kind.RELEASE, Kind.RESERVE])
+kinds = st.sampled_from([Kind.MESSAGE, Kind.PROMISE, Kind.RELEASE, Kind.TABLE])
 logs = st.lists(st.tuples(st.integers(1, 6), kinds), max_size=10)
 
 
@@ -130,7 +130,7 @@ def test_a_range_may_end_beyond_what_is_durable_and_begin_there_but_not_before_w
 
 
 def test_numbers_that_were_set_aside_are_in_no_range() -> None:
-    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.RESERVE), (2, Kind.MESSAGE)])
+    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.TABLE), (2, Kind.MESSAGE)])
     assert seqs(list(reader.rows(1, 100))) == [1, 2, 3, 9, 10]
     assert list(reader.rows(4, 9)) == []
 
@@ -169,7 +169,7 @@ def test_a_row_asked_for_twice_is_the_same_row_twice(wanted: list[int]) -> None:
 
 
 def test_a_row_that_is_not_kept_or_not_in_the_log_is_out_of_range() -> None:
-    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.RESERVE), (2, Kind.MESSAGE)])
+    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.TABLE), (2, Kind.MESSAGE)])
     for seq in (0, 11, 10**18):
         with pytest.raises(OutOfRange, match="keeps 1 to 10"):
             reader.take(np.array([1, seq], np.int64))

@@ -92,7 +92,7 @@ def test_damage_to_the_last_commit_is_refused_when_a_checkpoint_knows_of_it() ->
 
 
 def test_frames_of_one_commit_prove_nothing_about_each_other() -> None:
-    """A commit with a RESERVE is two frames; when the first is torn, the second was not acknowledged either."""
+    """A commit with a reservation is two frames; when the first is torn, the second was not acknowledged either."""
     files = CrashFiles()
 
     async def write() -> None:

@@ -95,7 +95,9 @@ class Attaching:
         )  # fmt: skip
 
     async def _reserve(self, rows: int) -> int:
-        row = build_rows(1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.now_ms)
+        row = build_rows(
+            1, kind=int(Kind.TABLE), body=att.encode(att.Reservation(rows)), store_ms=self.now_ms
+        )
         seq, durable = self.writer.append(row, span=1 + rows)
         await durable
         return seq + 1
@@ -112,7 +114,7 @@ class Attaching:
         self.attach(attachment)
 
     def attach(self, attachment: Attachment) -> None:
-        """The ATTACH row becomes durable and the strategy takes the files over."""
+        """The TABLE row becomes durable and the strategy takes the files over."""
         self.run(self._attach(attachment))
 
     async def _attach(self, attachment: Attachment) -> None:
@@ -121,7 +123,7 @@ class Attaching:
             columns = rows_of(self.files, entry).select(["seq", "due_ms", "body", "accepted_ms"])
             for seq, due, body, accepted_ms in zip(*(c.to_pylist() for c in columns), strict=True):
                 bulk[seq], accepted[seq] = (due, body), accepted_ms
-        row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=self.now_ms)
+        row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=self.now_ms)
         seq, durable = self.writer.append(row)
         await durable
         self.attached.append((seq, attachment))

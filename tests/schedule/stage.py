@@ -142,7 +142,7 @@ class Rig(Protocol):
         """What the broker awaits before it cancels."""
 
     async def attach(self, strategy: Strategy, attachment: Attachment) -> None:
-        """Files of a durable ATTACH row join and leave the table."""
+        """Files of a durable TABLE row join and leave the table."""
 
     def live_files(self, strategy: Strategy) -> list[DataFile]:
         """The files of the table."""

@@ -3,8 +3,8 @@
     1. the checkpoint says what is true at sequence number C; the files of the queue index say where the messages
        before it stand, and where these are damaged or missing, the log does
     2. rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of
-       what is settled, ATTACH and RESERVE rows into the ledger
-    3. the data files that live are those of the checkpoint, changed by the ATTACH rows from C on; each must be
+       what is settled, TABLE rows into what has been attached and set aside
+    3. the data files that live are those of the checkpoint, changed by the attaches from C on; each must be
        there; the Delta table, which is a cache of this list, is brought up to it or made anew
     4. promises from the watermark W on that are not settled are what waits in the tail, each in the last of its
        rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
@@ -172,9 +172,8 @@ def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: AttachStat
         ended = rows.column("prepared_seq").drop_null()
         if len(ended):
             replayed.ended.append(ended.to_numpy())
-        for kind in (Kind.RESERVE, Kind.ATTACH):
-            for at in np.flatnonzero(kinds == kind).tolist() if kind in present else ():
-                _replay_one(kind, int(seqs[at]), rows.slice(at, 1), ledger, replayed)
+        for at in np.flatnonzero(kinds == Kind.TABLE).tolist() if Kind.TABLE in present else ():
+            _replay_change(int(seqs[at]), rows.slice(at, 1), ledger, replayed)
     return replayed
 
 
@@ -189,14 +188,13 @@ def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
     return [(row["due_ms"], row["source_seq"], next_seq) for row, next_seq in named if next_seq is not None]
 
 
-def _replay_one(kind: Kind, seq: int, row: pa.RecordBatch, ledger: AttachState, replayed: Replayed) -> None:
-    body = row.column("body")[0].as_py()
-    if kind == Kind.RESERVE:
-        ledger.reserve(seq + 1, int(body))
+def _replay_change(seq: int, row: pa.RecordBatch, ledger: AttachState, replayed: Replayed) -> None:
+    change = att.decode_change(row.column("body")[0].as_py())
+    if isinstance(change, att.Reservation):
+        ledger.reserve(seq + 1, change.rows)
     else:
-        attachment = att.decode(body)
-        ledger.apply(attachment, seq, row.column("store_ms")[0].as_py())
-        replayed.attaches.append((seq, attachment))
+        ledger.apply(change, seq, row.column("store_ms")[0].as_py())
+        replayed.attaches.append((seq, change))
 
 
 def _live_files(facts: cp.Facts, attaches: list[tuple[int, Attachment]]) -> list[FileEntry]:

@@ -67,7 +67,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     moved: list[tuple[int, int, int]] = []  # see schedule/moved.py: (due_ms, seq, next_seq)
     schedule: str = "hour_log"  # who kept promises for an instant
     kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some
-    # Live data files, as table/attachment.py has them: what the ATTACH rows below `seq` add up to. None: of before.
+    # Live data files, as table/attachment.py has them: what the TABLE rows below `seq` add up to. None: of before.
     files: list[Any] | None = None
     attach_seq: int = 0  # the last of those rows
     log_from_seq: int = 1  # retention may have let go what stands below it, and nothing else

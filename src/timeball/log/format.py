@@ -18,7 +18,7 @@ as Arrow is.
           +--------+--------+--------------+---------- … --+---- … --+
 
 `crc32c` covers the whole frame, header and padding included, with its own field zero. `span` is how many
-sequence numbers the frame uses up: its rows, or more when a RESERVE row sets some aside. `synced_to` says that
+sequence numbers the frame uses up: its rows, or more when a TABLE row sets some aside. `synced_to` says that
 all bytes of the segment before that position were on disk when this frame was written (with `sync` durability:
 the start of its own commit). Recovery needs it to tell a torn commit (never acknowledged, may be cut) from
 damage to an acknowledged one (must be refused). A magic of zero is the end of the log.

@@ -1,7 +1,8 @@
-"""Attach: the one way by which files enter and leave the pending table, as a value.
+"""Changes of the pending table, as values: files join or leave it, or sequence numbers are set aside for a later file.
 
-An `Attachment` travels over Flight as JSON, becomes the body of an ATTACH row of the log, and from there the
-commit of the Delta table. It names files, never rows, so that its size does not grow with what it attaches.
+Each is the body of a TABLE row of the log, as JSON whose field `change` says which it is. An `Attachment` also
+travels over Flight, and its row becomes a commit of the Delta table. It names files, never rows, so that its size does
+not grow with what it attaches.
 
     compact   rows of the log [from_seq, to_seq) were written to `files`; the watermark moves to `to_seq`
     bulk      rows that never passed through the log; `ranges` are reserved sequence ranges, used once
@@ -42,8 +43,14 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     max_seq: int
 
 
-class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the pending table. `job_id` and `epoch` make a repeated attach a no-op (broker/tables/attach.py).
+class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"):
+    """So many numbers behind the row, within the span of its frame, are kept for the rows of a later bulk attach."""
+
+    rows: int
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", tag="attach"):
+    """Files join or leave the table. `job_id` and `epoch` make a repeated attach a no-op (broker/tables/attach.py).
 
     `digest` stands for the rows that a bulk job was given: a repeat with another one is refused.
     """
@@ -73,13 +80,18 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     repeated: bool = False
 
 
-def encode(attachment: Attachment) -> bytes:
-    """JSON, as it stands in the log and on the wire."""
-    return msgspec.json.encode(attachment)
+def encode(change: Attachment | Reservation) -> bytes:
+    """Return the JSON that stands in the log and goes over the wire."""
+    return msgspec.json.encode(change)
+
+
+def decode_change(body: bytes) -> Attachment | Reservation:
+    """Return what a TABLE row of the log says."""
+    return msgspec.json.decode(body, type=Attachment | Reservation)
 
 
 def decode(data: bytes) -> Attachment:
-    """Inverse of `encode`; raises InvalidMessage on anything malformed, OverLimit on too many files."""
+    """Return what a caller asks for; raise InvalidMessage on anything malformed, OverLimit on too many files."""
     try:
         attachment = msgspec.json.decode(data, type=Attachment)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

@@ -1,13 +1,13 @@
 """Which files belong to the pending table: a Delta Lake log, kept by delta-rs and made durable by us.
 
-The commit log is the truth and this is a cache of its ATTACH rows: each Delta commit carries the sequence number
+The commit log is the truth and this is a cache of its TABLE rows: each Delta commit carries the sequence number
 of the row it stands for as Delta's own application transaction. At each start the broker compares the table with the
-files that these rows (and the checkpoint, for those that retention has let go) say live. ATTACH rows that the
+files that these rows (and the checkpoint, for those that retention has let go) say live. TABLE rows that the
 table has not got, as after a crash, are committed again; a table that differs in any other way is made anew.
 Hence the order of an attach:
 
     1. sync the data files and their folders           a row must never name a file that may vanish
-    2. append the ATTACH row to the log, synced        the decision
+    2. append the TABLE row to the log, synced        the decision
     3. Delta commit                                    what Spark, DuckDB and Polars see
     4. sync the commit entry                           delta-rs does not; before this, segments stay
 
@@ -51,7 +51,7 @@ _NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_lo
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """The table as delta-rs knows it: live files, and the ATTACH row its last commit stands for."""
+    """The table as delta-rs knows it: live files, and the TABLE row its last commit stands for."""
 
     version: int
     attach_seq: int
@@ -138,9 +138,9 @@ class Catalog:
         watermark: int,
         now_ms: int,
     ) -> None:
-        """Open the table and make it hold `live`, as of the ATTACH row `attach_seq`.
+        """Open the table and make it hold `live`, as of the TABLE row `attach_seq`.
 
-        `attaches`: the ATTACH rows that it may lack, each of which becomes a version of its own.
+        `attaches`: the TABLE rows that it may lack, each of which becomes a version of its own.
         """
         try:
             state = self.open()
@@ -165,7 +165,7 @@ class Catalog:
         if pa.schema(table.schema()).names != DELTA_SCHEMA.names:
             return "it has other columns"
         if state.attach_seq != attach_seq:
-            return f"it stands at the ATTACH row {state.attach_seq}, the log at {attach_seq}"
+            return f"it stands at the TABLE row {state.attach_seq}, the log at {attach_seq}"
         wanted, found = ({entry.path: entry for entry in entries} for entries in (live, state.files))
         for path in sorted(wanted.keys() | found.keys()):
             if wanted.get(path) != found.get(path):
@@ -195,8 +195,8 @@ class Catalog:
             self._files.sync_dir(FOLDER)
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
-        """Steps 3 and 4; returns the table's new version. Does nothing when the table has this ATTACH row already."""
-        with _failing(f"committing the ATTACH row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
+        """Steps 3 and 4; returns the table's new version. Does nothing when the table has this TABLE row already."""
+        with _failing(f"committing the TABLE row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
             return self._commit(attachment, attach_seq, removed, now_ms)
 
     def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
@@ -321,7 +321,7 @@ class Catalog:
 def _failing(doing: str) -> Iterator[None]:
     """Give delta-rs's failures our type and the folder's name; its own say neither what failed nor where.
 
-    A full disk is DiskFailed too: the ATTACH row is decided, so nobody can be asked to try again later.
+    A full disk is DiskFailed too: the TABLE row is decided, so nobody can be asked to try again later.
     """
     try:
         yield

@@ -22,6 +22,7 @@ from tests.cli.processes import Running
 from tests.protocols.grpc.wire import Wire
 
 from timeball import Timeball
+from timeball.message import Kind
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 
@@ -103,7 +104,7 @@ def promised(ball: Timeball) -> Counter[str]:
     waiting: dict[int, str] = {}
     for batch in ball.read_log(log["first_seq"], log["next_seq"]):
         for row in batch.select(["seq", "kind", "body", "source_seq"]).to_pylist():
-            if row["kind"] == 2:
+            if row["kind"] == Kind.PROMISE:
                 waiting[row["seq"]] = row["body"].decode()
             elif row["kind"] in (3, 4):
                 waiting.pop(row["source_seq"])

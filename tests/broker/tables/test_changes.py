@@ -23,7 +23,8 @@ from tests.table.test_catalog import seqs
 from timeball import limits
 from timeball.cli.exit_codes import ExitCode, explain
 from timeball.errors import Corrupt, DiskFailed, InvalidMessage, NotFound, OutOfRange, OverLimit, Unavailable
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.message import Kind
+from timeball.table.attachment import Attachment, FileEntry, decode_change
 
 
 def written(world: World, first_seq: int, rows: int) -> list[FileEntry]:
@@ -147,7 +148,12 @@ async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
         return
     except Exception as error:
         assert "disk is gone" in str(error) or "has stopped" in str(error)
-    decided = [row for part in world.broker.read_log(1, 1 << 60, [5]) for row in part.to_pylist()]
+    changes = [
+        decode_change(body)
+        for part in world.broker.read_log(1, 1 << 60, [Kind.TABLE])
+        for body in part.column("body").to_pylist()
+    ]
+    decided = [one for one in changes if isinstance(one, Attachment)]
     assert world.failure is not None or not decided
     image = world.files.crash(survival="everything")
     left = World(image, world.clock)

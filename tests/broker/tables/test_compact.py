@@ -94,7 +94,7 @@ async def test_each_run_begins_where_the_last_one_ended(world: World) -> None:
     for _ in range(3):
         await world.send("a", [FAR_MS, None])
         await world.compact()
-    assert [row["seq"] for row in in_table(world)] == [1, 4, 7]  # 3 and 6 are the ATTACH rows
+    assert [row["seq"] for row in in_table(world)] == [1, 4, 7]  # 3 and 6 are the TABLE rows
 
 
 @on_node()

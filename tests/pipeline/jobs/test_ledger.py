@@ -21,7 +21,7 @@ from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
 from timeball.pipeline.source.schema import spark_schema
-from timeball.table.attachment import Attachment, encode
+from timeball.table.attachment import Attachment, Reservation, encode
 
 pytestmark = pytest.mark.spark
 
@@ -59,20 +59,21 @@ def test_a_row_of_each_kind(spark: SparkSession) -> None:
     assert (cancelled.event, cancelled.first_seq, cancelled.at_ms) == ("cancelled", 77, 50)
 
 
-@pytest.mark.parametrize("kind", [Kind.MOVED, Kind.MESSAGE, Kind.RESERVE, Kind.HALF])
+@pytest.mark.parametrize("kind", [Kind.MOVED, Kind.MESSAGE, Kind.TABLE, Kind.HALF])
 def test_a_row_of_another_kind_is_no_event(spark: SparkSession, kind: Kind) -> None:
     assert events_of(spark, log_rows(kind, 1, source_seq=77, due_ms=100, topic="t", store_ms=40)) == []
 
 
 def test_only_a_bulk_attach_accepts(spark: SparkSession) -> None:
     bulk = encode(Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (100, 2)]))
-    rows = events_of(spark, log_rows(Kind.ATTACH, 1, body=bulk, store_ms=9))
+    rows = events_of(spark, log_rows(Kind.TABLE, 1, body=bulk, store_ms=9))
     assert [(r.event, r.first_seq, r.rows, r.at_ms) for r in rows] == [
         ("accepted", 10, 5, 9),
         ("accepted", 100, 2, 9),
     ]
-    compact = encode(Attachment(job="compact", job_id="j", epoch=0, from_seq=1, to_seq=9))
-    assert events_of(spark, log_rows(Kind.ATTACH, 1, body=compact)) == []
+    compact = Attachment(job="compact", job_id="j", epoch=0, from_seq=1, to_seq=9)
+    for other in (compact, Reservation(9)):
+        assert events_of(spark, log_rows(Kind.TABLE, 1, body=encode(other))) == []
 
 
 def test_every_event_is_recorded_once_over_restarts(

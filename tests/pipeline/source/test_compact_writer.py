@@ -106,7 +106,7 @@ def test_an_epoch_without_promises_moves_the_watermark(
     send(node.endpoint, 10)
     writer.commit([task(writer, (1, broker.status().log.durable_seq))], 0)
     begin, end = broker.status().watermark, broker.status().log.durable_seq
-    assert begin < end  # the ATTACH row itself
+    assert begin < end  # the TABLE row itself
     writer.commit([task(writer, (begin, end))], 1)
     assert broker.status().watermark == end
     assert len(attached_seqs(broker)) == 10

@@ -47,7 +47,7 @@ def test_as_many_pieces_as_asked_for(options: dict[str, str], parts: int) -> Non
 
 def test_bodies_of_other_kinds_are_left_out() -> None:
     batch = log_rows(Kind.PROMISE, 2, body=[b"a", b"b"])
-    assert shape(batch, read_options({"body_kinds": "attach"})).column("body").null_count == 2
+    assert shape(batch, read_options({"body_kinds": "table"})).column("body").null_count == 2
     assert shape(batch, read_options({"body_kinds": "promise"})).column("body").to_pylist() == [b"a", b"b"]
     assert shape(batch, read_options({"columns": "body,seq"})).schema.names == ["body", "seq"]
 
@@ -57,9 +57,9 @@ def test_only_columns_that_somebody_looks_at_travel() -> None:
     assert needed(read_options({}), by_topic) is None
     assert needed(read_options({"columns": "body,seq"}), Wanted()) == ["seq", "body"]
     assert needed(read_options({"columns": "seq"}), by_topic) == ["seq", "topic"]
-    with_bodies = read_options({"columns": "body", "body_kinds": "attach"})
+    with_bodies = read_options({"columns": "body", "body_kinds": "table"})
     assert needed(with_bodies, Wanted()) == ["seq", "kind", "body"]  # by seq a read goes on after a break
-    assert needed(read_options({"columns": "seq", "body_kinds": "attach"}), Wanted()) == ["seq"]
+    assert needed(read_options({"columns": "seq", "body_kinds": "table"}), Wanted()) == ["seq"]
 
 
 def rows_of(node: RunningNode, filters: list[Filter], **options: str) -> pa.Table:

@@ -13,7 +13,7 @@ from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.views.log_events import EVENT_SCHEMA, attach_events, events, read_events
-from timeball.table.attachment import Attachment, encode
+from timeball.table.attachment import Attachment, Reservation, encode
 
 
 def test_a_release_says_where_and_how_late() -> None:
@@ -40,8 +40,8 @@ def test_what_is_accepted_or_cancelled_has_no_lateness_and_no_place() -> None:
 def test_a_bulk_attach_is_an_event_a_range_and_other_attaches_are_none() -> None:
     bulk = Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (20, 1)])
     moved = Attachment(job="compact", job_id="c", epoch=1, from_seq=1, to_seq=9)
-    body = pa.array([encode(bulk), encode(moved)], pa.binary())
-    found = attach_events(log_rows(Kind.ATTACH, 2, store_ms=7, body=body))
+    body = pa.array([encode(bulk), encode(moved), encode(Reservation(5))], pa.binary())
+    found = attach_events(log_rows(Kind.TABLE, 3, store_ms=7, body=body))
     assert found.schema == EVENT_SCHEMA
     assert [(row["first_seq"], row["rows"], row["at_ms"]) for row in found.to_pylist()] == [
         (10, 5, 7),

@@ -38,7 +38,7 @@ class AttachState:
     """What has been attached and set aside; rebuilt from the checkpoint and the rows behind it."""
 
     watermark: int = 1
-    attach_seq: int = 0  # the last ATTACH row
+    attach_seq: int = 0  # the row of the last attach
     jobs: dict[str, JobFacts] = field(default_factory=dict)  # with a digest; attached longest ago comes first
     epochs: dict[str, int] = field(default_factory=dict)  # without
     reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
@@ -67,11 +67,11 @@ class AttachState:
         return True
 
     def reserve(self, first_seq: int, rows: int) -> None:
-        """A RESERVE row is durable."""
+        """The row that sets these numbers aside is durable."""
         self.reserved[first_seq] = rows
 
     def apply(self, attachment: Attachment, attach_seq: int, at_ms: int) -> None:
-        """Take note of a durable ATTACH row."""
+        """The row of this attach is durable."""
         self.attach_seq = attach_seq
         if attachment.job == "compact":
             self.watermark = attachment.to_seq

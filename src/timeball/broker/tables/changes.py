@@ -36,7 +36,7 @@ class TableChanges:
         self._compact_lock = asyncio.Lock()
         self.tail_count = compact.TailCount(parts.ledger.watermark, promises_since_watermark)
         self.outside_compactor_until_ms = 0
-        # An ATTACH row is decided and the table may lack it. Recovery repeats only what stands behind the
+        # An attach is decided and the table may lack it. Recovery repeats only what stands behind the
         # checkpoint, so none may be saved now, and no later attach may pass this one.
         self.is_unfinished = False
 
@@ -44,7 +44,10 @@ class TableChanges:
         """Set sequence numbers aside for a bulk attach; returns the first."""
         self.parts.ledger.check_reserve(rows)
         row = build_rows(
-            1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.parts.clock.now_ms()
+            1,
+            kind=int(Kind.TABLE),
+            body=att.encode(att.Reservation(rows)),
+            store_ms=self.parts.clock.now_ms(),
         )
         first_seq = self.parts.writer.next_seq + 1
         _, durable = self.parts.writer.append(
@@ -84,7 +87,7 @@ class TableChanges:
     async def _attach_checked(self, attachment: Attachment, now_ms: int) -> Attached:
         parts = self.parts
         removed = parts.hour_log.pending.entries(attachment.removes)
-        row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=now_ms)
+        row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=now_ms)
         seq = parts.writer.next_seq
         _, durable = parts.writer.append(row, on_durable=lambda: parts.ledger.apply(attachment, seq, now_ms))
         self.is_unfinished = True

@@ -2,7 +2,7 @@
 
 What was decided is in the table of campaigns, what happened is in the broker's log:
 
-    planned, died, attached?       the log has, or has not, an ATTACH row with the campaign's id as its job
+    planned, died, attached?       the log has, or has not, a TABLE row with the campaign's id as its job
     resuming, died, attached?      the same, under "<id>/resume-<n>"
     cancelled while it attached    both sides look again after their own step: one of them sees the other's
 
@@ -259,10 +259,10 @@ def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment 
     """The attach of this job in the log from row `from_seq` on, as far as it is kept."""
     log = broker.status().log
     begin = min(max(from_seq, log.first_seq), log.durable_seq)
-    for batch in broker.read_log(begin, log.durable_seq, [Kind.ATTACH], columns=["body"]):
+    for batch in broker.read_log(begin, log.durable_seq, [Kind.TABLE], columns=["body"]):
         for body in batch.column("body").to_pylist():  # one for each change of the table
-            found = att.decode(body)
-            if found.job_id == job_id:
+            found = att.decode_change(body)
+            if isinstance(found, att.Attachment) and found.job_id == job_id:
                 return found
     return None
 

@@ -2,7 +2,7 @@
 
     event       one row for                                          first_seq, rows
     accepted    a PROMISE or LEVEL_PROMISE row, or one range of a    its own numbers; a range may be long
-                bulk ATTACH
+                bulk attach
     released    a RELEASE row                                        the promise it keeps, 1
     cancelled   a CANCEL row                                         the promise it ends, 1
     started     the log was taken up again; lateness_ms: for how     its first row of that life, 0
@@ -48,7 +48,7 @@ EPOCH_ROWS = 1_000_000
 TIDY_EVERY = 100  # versions; each left a file or two, which are then joined
 
 LEDGER_SCHEMA = EVENT_SCHEMA
-EVENT_KINDS = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE, Kind.CANCEL, Kind.ATTACH)
+EVENT_KINDS = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE, Kind.CANCEL, Kind.TABLE)
 _LOG_COLUMNS = (
     "seq,kind,topic,unique_key,due_ms,store_ms,source_seq,queue_id,queue_offset,reconsume_times,body"
 )
@@ -62,12 +62,12 @@ _SPANS = "array<struct<first_seq:bigint,rows:bigint>>"
 def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) -> DataFrame:
     """The events that rows from_seq <= seq < to_seq of the log stand for, in LEDGER_SCHEMA."""
     log = spark.read.format("timeball").option("endpoint", endpoint).option("columns", _LOG_COLUMNS)
-    log = log.option("kinds", ",".join(str(int(kind)) for kind in EVENT_KINDS)).option("body_kinds", "attach")
+    log = log.option("kinds", ",".join(str(int(kind)) for kind in EVENT_KINDS)).option("body_kinds", "table")
     return events(log.option("from_seq", str(from_seq)).option("to_seq", str(to_seq)).load())
 
 
 def events(log: DataFrame) -> DataFrame:
-    """Rows of the log as events. One pass: an ATTACH row explodes into its ranges, every other row into itself.
+    """Rows of the log as events. One pass: a TABLE row explodes into its ranges, every other row into itself.
 
     Rows of other kinds are no events.
     """
@@ -78,7 +78,7 @@ def events(log: DataFrame) -> DataFrame:
         f.col("source_seq")
     )
     one = f.array(f.struct(own.alias("first_seq"), f.lit(1).cast("bigint").alias("rows")))
-    spans = f.when(kind == int(Kind.ATTACH), ranges).otherwise(one).cast(_SPANS)
+    spans = f.when(kind == int(Kind.TABLE), ranges).otherwise(one).cast(_SPANS)
     event = (
         f.when(kind == int(Kind.RELEASE), "released")
         .when(kind == int(Kind.CANCEL), "cancelled")

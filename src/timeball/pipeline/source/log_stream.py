@@ -2,7 +2,7 @@
 
 `latestOffset` answers with the start itself while there is nothing worth a batch, which is how Spark knows that it
 may rest. "Worth a batch" is `min_rows_per_batch` new rows, or `few_rows` after `max_trigger_delay_ms`: a consumer
-that itself appends to the log (compaction does: one ATTACH row) would otherwise wake itself up for ever.
+that itself appends to the log (compaction does: one TABLE row) would otherwise wake itself up for ever.
 
 With read=ranges and from_seq=watermark an epoch covers [watermark, end), whatever Spark's checkpoint gives as
 its start. The sink's own mark says from where, the offset only how far; so a checkpoint that was lost, is older, or

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint, Start
+from timeball.table import attachment as att
 
 EVENT_SCHEMA = pa.schema(
     [
@@ -52,7 +52,7 @@ def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.Rec
         return
     for batch in broker.read_log(from_seq, to_seq, _OF_ONE, columns=_COLUMNS):
         yield events(batch)
-    for batch in broker.read_log(from_seq, to_seq, [Kind.ATTACH], columns=["seq", "store_ms", "body"]):
+    for batch in broker.read_log(from_seq, to_seq, [Kind.TABLE], columns=["seq", "store_ms", "body"]):
         yield attach_events(batch)
     yield start_events(broker.starts(from_seq, to_seq))
 
@@ -80,15 +80,15 @@ def events(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def attach_events(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The events of ATTACH rows: one for each range of numbers that a bulk attach used."""
+    """Return the events of TABLE rows: one for each range of numbers that a bulk attach used."""
     found = []
     for row in rows.to_pylist():  # one for each change of the table
-        attachment = msgspec.json.decode(row["body"])
-        if attachment["job"] == "bulk":
+        change = att.decode_change(row["body"])
+        if isinstance(change, att.Attachment) and change.job == "bulk":
             found += [
                 {"event": "accepted", "first_seq": first, "rows": count, "at_ms": row["store_ms"],
                  "attempt": 1, "event_seq": row["seq"]}
-                for first, count in attachment.get("ranges", [])
+                for first, count in change.ranges
             ]  # fmt: skip
     return pa.RecordBatch.from_pylist(found, EVENT_SCHEMA)
 

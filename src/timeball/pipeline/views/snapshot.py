@@ -8,9 +8,9 @@ RELEASE or CANCEL row of the kept log names it:
     level   a LEVEL_PROMISE row anywhere in the kept log: it stays there until it is settled
 
 Places and version belong together: a promise is neither hidden by a compaction in between nor counted twice. The
-Delta commit follows its ATTACH row by milliseconds, so a status is asked for again until its table has caught up.
+Delta commit follows its TABLE row by milliseconds, so a status is asked for again until its table has caught up.
 
-An older version is what waited when it was made: its ATTACH row is the end of the log, and what was due by then was
+An older version is what waited when it was made: its TABLE row is the end of the log, and what was due by then was
 being delivered. `upcoming` takes the same view of now: promises due after the broker's clock cannot have been
 released, so only cancels are looked for, which spares reading the releases of days.
 

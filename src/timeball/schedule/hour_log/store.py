@@ -213,7 +213,7 @@ class HourLog:
         return self._settled_before_ms()
 
     async def attach(self, attachment: Attachment) -> None:
-        """Files of a durable ATTACH row join (and leave) the table; the tail gives up what they cover.
+        """Files of a durable TABLE row join (and leave) the table; the tail gives up what they cover.
 
         Waits for a gather or fetch under way: it works on a list of files and would miss rows that change place now.
         """
