@@ -16,7 +16,7 @@ def test_the_commands_are_those_of_the_design() -> None:
     """A command that is missing here would have no test below."""
     assert set(COMMANDS) == {
         *("up", "serve", "send", "schedule", "cancel", "reschedule", "pull"),
-        *("pending", "audit", "dump", "bench", "demo", "status"),
+        *("pending", "audit", "dump", "bench", "status"),
         *("bulk", "replay", "forecast", "sql"),
     }
     assert {group.name for group in app.registered_groups} == {"pipeline", "campaign"}
@@ -99,7 +99,6 @@ def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
         (["schedule", "orders", "x", "--after", "30"], "unit"),
         (["schedule", "orders", "x", "--at", "2030-01-01T00:00:00"], "time zone"),
         (["send", "orders", "x", "--property", "eu"], "NAME=VALUE"),
-        (["demo", "--day", "13-01"], "--day"),
         (["pipeline", "run", "nonsense"], "nonsense"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,

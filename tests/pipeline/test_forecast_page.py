@@ -61,7 +61,7 @@ def test_the_commands_run(
     busy: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     if "--picture" in command:
-        pytest.importorskip("matplotlib", reason="the extra `demo` is not installed")
+        pytest.importorskip("matplotlib", reason="the extra `picture` is not installed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "campaign.csv").write_text("due\n2035-01-31T09:00:00Z\n")
     at = pa.array([2_000_000_000_000], pa.timestamp("ms", "UTC"))

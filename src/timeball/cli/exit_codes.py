@@ -2,7 +2,7 @@
 
     0   done
     1   a check did not hold: the audit does not balance, a cancel or a move came too late or found
-        nothing, a demo lost, doubled or hurried a message
+        nothing
     2   usage: an option, an argument or a request that cannot be granted as it stands
     3   the broker cannot be reached, or is starting or stopping; or Spark has failed, and a new start may mend it
     4   set-up: port in use, no Java, data folder of a newer format, not ours, or in use

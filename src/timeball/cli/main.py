@@ -19,7 +19,6 @@ from timeball.cli import (
     bulk,
     campaign,
     cancel,
-    demo,
     dump,
     forecast,
     log_lines,
@@ -56,7 +55,6 @@ _RUN, _MESSAGES, _LOOK = "Run a broker", "Messages", "Look and check"
 app.command("up", rich_help_panel=_RUN)(up.up)
 app.command("serve", rich_help_panel=_RUN)(serve.serve)
 app.add_typer(pipeline.app, name="pipeline", rich_help_panel=_RUN)
-app.command("demo", rich_help_panel=_RUN)(demo.demo)
 app.command("send", rich_help_panel=_MESSAGES)(send.send)
 app.command("schedule", rich_help_panel=_MESSAGES)(schedule.schedule)
 app.command("cancel", rich_help_panel=_MESSAGES)(cancel.cancel)

@@ -36,7 +36,7 @@ def check_picture(file: Path) -> None:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise SetupError(
-            "no matplotlib for the picture: install the extra, pip install 'timeball[demo]'"
+            "no matplotlib for the picture: install the extra, pip install 'timeball[picture]'"
         ) from error
 
 

@@ -1,16 +1,19 @@
-"""Counting what happened, and that each fault is counted."""
+"""The day is counted, and each fault is; the pictures are files that a browser shows."""
+
+from __future__ import annotations
 
 import io
+import struct
+from datetime import date
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from examples.flights.data import CompressedDay, Flights
+from examples.flights.day import Arrivals, DayRun
+from examples.flights.outcome import draw, judge, outcome_table
 from rich.console import Console
-
-from timeball.cli.demo.clocks import CompressedDay
-from timeball.cli.demo.day import Arrivals, DayRun
-from timeball.cli.demo.flights import Flights
-from timeball.cli.demo.outcome import judge, outcome_table
 
 IDS = ["a", "b", "c", "d"]
 DUE = [1_000, 2_000, 3_000, 4_000]
@@ -81,3 +84,46 @@ def test_the_table_has_a_line_for_each_figure_and_faults_in_red() -> None:
         assert line in shown
     assert "less than 1 byte" in shown and "1,000" in shown and "balances" in shown
     assert "color: #800000" in console.export_html()
+
+
+def _lived(late_ms: list[int]) -> DayRun:
+    """Forty flights over a day of a minute; as many as there are latenesses came, the others were cancelled."""
+    count = 40
+    text = pa.array([f"f{number}" for number in range(count)])
+    minutes = np.arange(count) * 1_440 // count
+    day = CompressedDay(1_000_000, 60_000)
+    due = day.due_ms(minutes)
+    came = len(late_ms)
+    flights = Flights(
+        id=text,
+        carrier=text,
+        origin=text,
+        body=text,
+        minutes=minutes,
+        departs_ms=due,
+        cancelled=np.arange(count) >= came,
+    )
+    stored = (due[:came] + np.array(late_ms, dtype=np.int64)).tolist()
+    arrivals = Arrivals(
+        ids=text.to_pylist()[:came], due_ms=due[:came].tolist(), store_ms=stored, seen_ms=stored
+    )
+    verdicts = dict.fromkeys(text.to_pylist()[came:], "cancelled")
+    return DayRun(flights, due, day, arrivals, verdicts)
+
+
+@pytest.mark.parametrize(
+    "late_ms",
+    [[0, 1, 2, 3] * 5, [], [0] * 40, [1, 2, 40_000], [-5, 0, 3]],
+    ids=["usual", "none", "all", "far", "early"],
+)
+def test_two_png_pictures_small_enough_for_a_page(late_ms: list[int], tmp_path: Path) -> None:
+    """1500 × 750 each; a single late message does not stretch them to nothing."""
+    run = _lived(late_ms)
+    day_name = f"{date(2013, 2, 8):%A}"
+    files = draw(run, judge(run), day_name, tmp_path / "new" / "folder")
+    assert [file.name for file in files] == ["due-load.png", "lateness.png"]
+    for file in files:
+        data = file.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert struct.unpack(">II", data[16:24]) == (1_500, 750)
+        assert len(data) < 150_000

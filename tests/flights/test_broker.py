@@ -7,10 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from examples.flights import broker as demo_broker
+from examples.flights.broker import Broker, broker_in
 
 from timeball import Timeball
-from timeball.cli.demo import broker as demo_broker
-from timeball.cli.demo.broker import Broker, broker_in
 from timeball.errors import SetupError
 
 

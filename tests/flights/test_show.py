@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from examples.flights.show import Steps, _held_at_rest, _waiting_rows
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.cli.demo.show import Steps, _held_at_rest, _waiting_rows
 from timeball.clock import ManualClock
 
 

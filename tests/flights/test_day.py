@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from examples.flights.data import CompressedDay, Flights
+from examples.flights.day import live_through
+from examples.flights.outcome import judge
 from tests.node_fixture import running_node
 
-from timeball.cli.demo.clocks import CompressedDay
-from timeball.cli.demo.day import live_through
-from timeball.cli.demo.flights import Flights
-from timeball.cli.demo.outcome import judge
 from timeball.clock import SystemClock
 
 

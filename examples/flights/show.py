@@ -1,4 +1,4 @@
-"""The demo itself: the steps of `command.py`, with what they measured.
+"""The demo itself: the steps of `__main__.py`, with what they measured.
 
 RAM per promise in the table is the growth of the memory that the broker's process holds at rest (mapped files are page
 cache and not counted) while the second half of the promises is added, over their number. The first half brings the
@@ -16,18 +16,25 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from timeball.cli.demo.ahead import CAMPAIGN, Ahead, CalledOff, answer_table, ask, call_off, look_ahead
-from timeball.cli.demo.broker import Broker, broker_in
-from timeball.cli.demo.clocks import CompressedDay, coming_year
-from timeball.cli.demo.day import DayRun, live_through
-from timeball.cli.demo.flights import CHECK_IN_MS, Flights, read_year
-from timeball.cli.demo.outcome import Outcome, judge, outcome_table
-from timeball.cli.demo.pictures import draw
-from timeball.cli.demo.spark import Spark
+from examples.flights.broker import Broker, broker_in
+from examples.flights.data import CHECK_IN_MS, CompressedDay, Flights, coming_year, read_year
+from examples.flights.day import DayRun, live_through
+from examples.flights.outcome import Outcome, draw, judge, outcome_table
+from examples.flights.pipeline import (
+    CAMPAIGN,
+    Ahead,
+    CalledOff,
+    Spark,
+    answer_table,
+    ask,
+    call_off,
+    look_ahead,
+)
+
 from timeball.cli.output import err, out, progress_bar
 from timeball.client import Timeball
 from timeball.clock import Clock, SystemClock
-from timeball.config import Schedule
+from timeball.config import Schedule as Strategy
 from timeball.errors import SetupError
 
 HEAD_START_MS = 1_500  # between scheduling the day and its midnight
@@ -43,7 +50,7 @@ class Work:
     day: date
     length_ms: int
     flights_max: int
-    schedule: Schedule
+    strategy: Strategy
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class DemoReport:
     """All that --json prints. `compacted_s` is null where nothing is compacted."""
 
     day: str
-    schedule: str
+    strategy: str
     outcome: Outcome
     bulk_rows: int
     bulk_s: float
@@ -114,8 +121,8 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
     flights = year.on(chosen.month, chosen.day)
     day_name = f"{chosen:%A}, {chosen.day} {chosen:%B %Y}"
     steps.done(f"{len(year):,} flights of 2013 read; {day_name}: {len(flights)} departures")
-    with broker_in(data, work.schedule) as broker, Timeball(broker.endpoint) as ball:
-        steps.done(f"broker ({work.schedule}) serves {broker.endpoint}; its Spark pipeline starts behind it")
+    with broker_in(data, work.strategy) as broker, Timeball(broker.endpoint) as ball:
+        steps.done(f"broker ({work.strategy}) serves {broker.endpoint}; its Spark pipeline starts behind it")
         out_folder.mkdir(parents=True, exist_ok=True)
         with steps.busy("the demo's own Spark session starts"):
             session = Spark(broker.endpoint, out_folder / "spark.log")
@@ -142,7 +149,7 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
         out.print(f"the whole took {steps.total_s:.0f} s", markup=False)
     return DemoReport(
         day=chosen.isoformat(),
-        schedule=work.schedule,
+        strategy=work.strategy,
         outcome=outcome,
         bulk_rows=waits.bulk_rows,
         bulk_s=waits.bulk_s,
@@ -235,7 +242,7 @@ def _compacted(ball: Timeball, broker: Broker, steps: Steps) -> float | None:
     """The end of step 2; None where promises stay in the log until they are due."""
     strategy = ball.status()["strategy"]
     if strategy != "hour_log":
-        steps.left_out(f"nothing is compacted: with the schedule {strategy} they wait in the log")
+        steps.left_out(f"nothing is compacted: with {strategy} they wait in the log")
         return None
     _await_compaction(ball, broker, steps)
     return steps.done(f"Spark's compact has moved them: {_table_rows(ball):,} in the pending table")

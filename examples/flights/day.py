@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+from examples.flights.data import CompressedDay, Flights
 
-from timeball.cli.demo.clocks import CompressedDay
-from timeball.cli.demo.flights import Flights
 from timeball.client import Timeball
 from timeball.clock import Clock
 from timeball.message import Int64Array
