@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.broker.grouping import codes_of, filled
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, byte_lengths, int64
+from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, int64
 from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.delay_levels.rows import disguised_properties
 from timeball.schedule.strategy import Keeper
@@ -40,14 +40,6 @@ SEND_COLUMNS: dict[str, pa.DataType] = {
     "delay_level": pa.int32(),
 }
 
-_BYTES_MAX = {
-    "body": limits.BODY_BYTES_MAX,
-    "properties": limits.PROPERTIES_BYTES_MAX,
-    "keys": limits.KEYS_BYTES_MAX,
-    "tag": limits.TAG_BYTES_MAX,
-    "unique_key": limits.UNIQUE_KEY_BYTES_MAX,
-}
-
 
 def admit(
     batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str, table: LevelTable
@@ -67,7 +59,7 @@ def admit(
         # Once more: a dictionary of one body and a thousand references to it have been unfolded by now. The log would
         # refuse the frame too, but only after its rows had been given places in their queues.
         _check_size(sum(column.nbytes for column in columns.values()))
-    _check_texts(columns)
+    rules.check_columns(columns)
     due = _due(columns, count, now_ms, delay_ms_max)
     level = _levels(columns, due, table)
     kind: npt.NDArray[np.int8] | int = int(Kind.MESSAGE)
@@ -173,30 +165,6 @@ def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
         ) from error
 
 
-def _check_texts(columns: dict[str, pa.Array]) -> None:
-    for name, bytes_max in _BYTES_MAX.items():
-        if name in columns and _may_exceed(columns[name], bytes_max):
-            lengths = byte_lengths(columns[name])
-            if int(lengths.max()) > bytes_max:
-                raise InvalidMessage(
-                    f"{name} of row {int(lengths.argmax())} is longer than {bytes_max} bytes"
-                )
-    if "keys" in columns:
-        too_many = pc.greater_equal(pc.count_substring(columns["keys"], " "), limits.KEYS_PER_MESSAGE_MAX)
-        if pc.any(too_many).as_py():
-            raise InvalidMessage(f"keys of row {_first(too_many)}: at most {limits.KEYS_PER_MESSAGE_MAX}")
-    if "queue_id" in columns:
-        queue = filled(columns["queue_id"], -1).to_numpy()
-        if queue.min() < -1 or queue.max() >= limits.QUEUES_PER_TOPIC_MAX:
-            raise InvalidMessage(f"queue_id: -1 (any) to {limits.QUEUES_PER_TOPIC_MAX - 1}")
-
-
-def _may_exceed(column: pa.Array, bytes_max: int) -> bool:
-    """Whether one value could be longer: all of them together may be shorter than that."""
-    data = column.buffers()[2]
-    return data is not None and data.size > bytes_max
-
-
 def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
     """The instant of each row, null for now. Relative delays become absolute here, once, on our clock."""
     due, delay = columns.get("due_ms"), columns.get("delay_ms")
@@ -207,12 +175,12 @@ def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: in
     if delay is not None:
         values = delay.fill_null(0).to_numpy()
         # Checked before it is added: the sum of two int64 may wrap round into the past.
-        _check_range("delay_ms", values, 0, delay_ms_max)
+        rules.check_instants("delay_ms", values, 0, delay_ms_max)
         absolute = pa.array(values + now_ms, mask=np.asarray(delay.is_null()))
         due = absolute if due is None else pc.coalesce(due, absolute)
     if due is None:
         return pa.nulls(count, pa.int64())
-    _check_range("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
+    rules.check_instants("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
     return due
 
 
@@ -229,13 +197,6 @@ def _levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable) -> I
     if both.any():
         raise InvalidDelay(f"row {int(np.argmax(both))} has both a delay_level and an instant; give one")
     return table.clamp(level)
-
-
-def _check_range(name: str, values: Int64Array, low: int, high: int) -> None:
-    wrong = (values < low) | (values > high)
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise InvalidDelay(f"{name} {values[row]} of row {row}: between {low} and {high}")
 
 
 def _filled(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.Array | int | str:

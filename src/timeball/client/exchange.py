@@ -22,7 +22,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.client.answers import SendAck
 from timeball.client.failures import translate
 from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
@@ -53,6 +53,23 @@ class _Answer(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Answer)
+
+
+def _too_large(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
+    """Return the rule that one of its rows breaks; all of it together is too large when none does."""
+    texts = (pa.types.is_string, pa.types.is_binary)
+    columns = {
+        field.name: batch.column(field.name)
+        for field in batch.schema
+        if field.name in rules.BYTES_MAX and any(is_text(field.type) for is_text in texts)
+    }
+    try:
+        rules.check_columns(columns)
+    except InvalidMessage as error:
+        return error
+    return InvalidMessage(
+        f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: send smaller batches"
+    )
 
 
 class SendExchange:
@@ -87,10 +104,7 @@ class SendExchange:
         future: Future[SendAck] = Future()
         if (size_bytes := batch.nbytes) > limits.BATCH_BYTES_MAX:
             # Written, it would end the stream, and with it what is under way.
-            text = (
-                f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: a body has at most 4 MiB"
-            )
-            future.set_exception(InvalidMessage(text))
+            future.set_exception(_too_large(batch, size_bytes))
             return future
         with self._write:
             with self._state:

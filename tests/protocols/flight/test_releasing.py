@@ -144,9 +144,10 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in (rows([1] * 3, 1), rows([], 1)):
         with pytest.raises(OverLimit, match="between 1 and 2"):
             columns.adopt(batch)
-    monkeypatch.setattr(limits, "BODY_BYTES_MAX", 3)
-    with pytest.raises(InvalidMessage, match="more than 3 bytes"):
-        columns.adopt(rows([1], 1))
+    long = pa.array([b"b" * (limits.BODY_BYTES_MAX + 1)], pa.binary())
+    batch = rows([1], 1)
+    with pytest.raises(InvalidMessage, match=f"more than {limits.BODY_BYTES_MAX} bytes"):
+        columns.adopt(batch.set_column(batch.schema.get_field_index("body"), "body", long))
     monkeypatch.setattr(limits, "BATCH_BYTES_MAX", 3)
     with pytest.raises(OverLimit, match="smaller"):
         columns.adopt(rows([1], 1))

@@ -11,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.access import Caller
 from timeball.errors import InvalidMessage, OverLimit, Unavailable
 from timeball.message import TABLE_SCHEMA
@@ -57,8 +56,7 @@ class ReleaseColumns:
         for name in REQUIRED:
             if batch.column(name).null_count:
                 raise InvalidMessage(f"column {name!r} has rows without a value")
-        if pc.max(pc.binary_length(batch.column("body"))).as_py() > limits.BODY_BYTES_MAX:
-            raise InvalidMessage(f"a body of more than {limits.BODY_BYTES_MAX} bytes")
+        rules.check_columns({"body": batch.column("body")})
         return pa.RecordBatch.from_arrays(batch.columns, schema=TABLE_SCHEMA)
 
 

@@ -17,7 +17,7 @@ import hashlib
 import re
 from zlib import crc32
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.broker.send_rows import Row
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,
@@ -88,7 +88,7 @@ def row_of(
     """
     system, body = message.system_properties, message.body
     sys_flag = _check_body(body, system)
-    message_id = _checked(system.message_id, ILLEGAL_ID, "message_id", limits.UNIQUE_KEY_BYTES_MAX)
+    message_id = _checked(system.message_id, ILLEGAL_ID, "message_id", "unique_key")
     tag, keys = _tag(system.tag), _keys(system)
     properties, queue_id, due_ms = _user_properties(message, kind, tag, keys), -1, None
     properties.append(f"{names.UNIQ_KEY}\x01{message_id}\x02")
@@ -109,15 +109,12 @@ def row_of(
             system.trace_context,
             Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
             "trace_context",
-            limits.PROPERTIES_BYTES_MAX,
+            "properties",
         )
         properties.append(f"{names.TRACE_CONTEXT}\x01{context}\x02")
     text = "".join(properties)
-    if len(text) > limits.PROPERTIES_BYTES_MAX // 4 and len(text.encode()) > limits.PROPERTIES_BYTES_MAX:
-        raise Refused(
-            Code.MESSAGE_PROPERTIES_TOO_LARGE,
-            f"the properties take more than {limits.PROPERTIES_BYTES_MAX} bytes",
-        )
+    if (wrong := rules.fault("properties", text)) is not None:
+        raise Refused(Code.MESSAGE_PROPERTIES_TOO_LARGE, wrong)
     born_host = system.born_host
     if not 0 < len(born_host) <= BORN_HOST_CHARACTERS_MAX:
         born_host = peer
@@ -131,11 +128,8 @@ def _check_body(body: bytes, system: SystemProperties) -> int:
     """The bits of sysFlag that the body's encoding has."""
     if not body:
         raise Refused(Code.MESSAGE_BODY_EMPTY, "the message has no body")
-    if len(body) > limits.BODY_BYTES_MAX:
-        raise Refused(
-            Code.MESSAGE_BODY_TOO_LARGE,
-            f"the body has {len(body)} bytes, at most {limits.BODY_BYTES_MAX}: send a reference to it instead",
-        )
+    if (wrong := rules.fault("body", body)) is not None:
+        raise Refused(Code.MESSAGE_BODY_TOO_LARGE, f"{wrong}: send a reference to it instead")
     bits = _ENCODING_BITS.get(system.body_encoding)
     if bits is None:
         raise Refused(Code.BAD_REQUEST, f"body_encoding {system.body_encoding}: IDENTITY or GZIP")
@@ -170,14 +164,12 @@ def _has_control(text: str) -> bool:
     return not text.isprintable() and _CONTROL.search(text) is not None
 
 
-def _size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
-def _checked(text: str, code: Code, what: str, bytes_max: int) -> str:
+def _checked(text: str, code: Code, what: str, column: str) -> str:
+    """Return a text that stands in this column; raises Refused when it is empty, blank, too long or not printable."""
+    bytes_max = rules.BYTES_MAX[column]
     if text and len(text) <= bytes_max and text.isascii() and text.isprintable() and not text.isspace():
         return text  # most are like this
-    if len(text) > bytes_max or _size(text) > bytes_max or not text.strip() or _has_control(text):
+    if rules.size_bytes(text) > bytes_max or not text.strip() or _has_control(text):
         raise Refused(code, f"{what} {text[:80]!r}: 1 to {bytes_max} bytes, not blank, no control characters")
     return text
 
@@ -185,7 +177,7 @@ def _checked(text: str, code: Code, what: str, bytes_max: int) -> str:
 def _tag(tag: str) -> str:
     if not tag:
         return tag
-    _checked(tag, ILLEGAL_TAG, "tag", limits.TAG_BYTES_MAX)
+    _checked(tag, ILLEGAL_TAG, "tag", "tag")
     if "|" in tag:
         raise Refused(ILLEGAL_TAG, f"tag {tag[:80]!r}: | stands between tags that a consumer wants")
     return tag
@@ -199,9 +191,9 @@ def _keys(system: SystemProperties) -> str:
     if not given:
         return ""
     for key in given:
-        _checked(key, Code.ILLEGAL_MESSAGE_KEY, "key", limits.KEYS_BYTES_MAX)
+        _checked(key, Code.ILLEGAL_MESSAGE_KEY, "key", "keys")
     keys = " ".join(given)  # a blank within one makes it two, as in RocketMQ
-    if keys.count(" ") >= limits.KEYS_PER_MESSAGE_MAX or _size(keys) > limits.KEYS_BYTES_MAX:
+    if rules.fault("keys", keys) is not None:
         raise _too_many_keys()
     return keys
 
@@ -220,7 +212,7 @@ def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -
         raise Refused(
             Code.MESSAGE_PROPERTIES_TOO_LARGE, f"{len(given)} properties, at most {USER_PROPERTIES_MAX}"
         )
-    texts, size = [], _size(tag) + _size(keys)
+    texts, size = [], rules.size_bytes(tag) + rules.size_bytes(keys)
     for name, value in given.items():
         if not name or name in names.RESERVED:
             raise Refused(
@@ -233,7 +225,7 @@ def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -
             )
         if name == _OF_FIELD.get(kind):
             continue  # a message that was received and is sent on has it from before
-        size += _size(name) + _size(value)
+        size += rules.size_bytes(name) + rules.size_bytes(value)
         texts.append(f"{name}\x01{value}\x02")
     if size > USER_PROPERTIES_BYTES_MAX:
         raise Refused(
@@ -263,7 +255,7 @@ def _delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> in
             Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant"
         )
     instant_ms = at.seconds * 1_000 - (-at.nanos // 1_000_000)
-    if instant_ms - now_ms > delay_ms_max:
+    if rules.is_too_far(instant_ms, now_ms, delay_ms_max):
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME,
             f"delivery_timestamp is {instant_ms - now_ms} ms ahead, at most {delay_ms_max} ms "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from timeball import rules
 from timeball.errors import InvalidDelay
 from timeball.protocols.remoting.codec import timing
 
@@ -73,7 +74,7 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone
         )
     if due_ms <= 0 or (due_ms <= now_ms and not _is_instant(properties)):
         return AT_ONCE
-    if due_ms - now_ms > delay_ms_max:
+    if rules.is_too_far(due_ms, now_ms, delay_ms_max):
         raise InvalidDelay(_illegal(delay_ms_max))
     return Plan(0, due_ms)
 

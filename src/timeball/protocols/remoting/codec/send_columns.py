@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
+from timeball import rules
 from timeball.broker.send_rows import NAMES, Row, batch_of
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import decode_properties
@@ -104,14 +104,8 @@ class SendColumns:
     def _row(
         self, fields: SendFields, flag: int, body: bytes, properties: str, born_host: str, queue_id: int, now_ms: int
     ) -> Row:  # fmt: skip
-        if len(body) > limits.BODY_BYTES_MAX:
-            raise InvalidMessage(
-                f"the message body size is over the maximum: {len(body)} bytes, at most {limits.BODY_BYTES_MAX}"
-            )
-        if len(properties) > limits.PROPERTIES_BYTES_MAX // 4 and (
-            len(properties.encode()) > limits.PROPERTIES_BYTES_MAX
-        ):
-            raise InvalidMessage(f"the properties are longer than {limits.PROPERTIES_BYTES_MAX} bytes")
+        rules.check("body", body)
+        rules.check("properties", properties)
         found = decode_properties(properties)
         level, due_ms = 0, None
         if not delays.NAMES.isdisjoint(found):
@@ -124,7 +118,9 @@ class SendColumns:
             # A request: the consumer makes the name of the topic that it replies to from this (replies.py).
             properties = with_property(properties, "CLUSTER", self._cluster_name)
         if keys is not None or len(unique_key) >= _SHORT or (tag is not None and len(tag) >= _SHORT):
-            _check_lengths(tag, keys, unique_key)
+            for name, text in (("tag", tag), ("keys", keys), ("unique_key", unique_key)):
+                if text is not None:
+                    rules.check(name, text)
         return (
             fields.topic, body, tag, keys, unique_key, properties, queue_id, fields.born_ms or now_ms, born_host, flag,
             fields.sys_flag or 0, fields.reconsume_times or 0, due_ms, level or None,
@@ -133,10 +129,7 @@ class SendColumns:
     def _batch(
         self, fields: SendFields, body: bytes, born_host: str, queue_id: int, now_ms: int
     ) -> tuple[list[Row], str]:
-        if len(body) > limits.BODY_BYTES_MAX:
-            raise InvalidMessage(
-                f"the batch size is over the maximum: {len(body)} bytes, at most {limits.BODY_BYTES_MAX}"
-            )
+        rules.check("body", body)
         records = decode_batch(body, BATCH_ROWS_MAX)
         if not records:
             raise InvalidMessage("a batch without messages")
@@ -155,16 +148,3 @@ def with_property(properties: str, name: str, value: str) -> str:
     """The properties text with one more property."""
     end = "" if not properties or properties.endswith("\x02") else "\x02"
     return f"{properties}{end}{name}\x01{value}\x02"
-
-
-def _check_lengths(tag: str | None, keys: str | None, unique_key: str) -> None:
-    # Characters first: four bytes are the most that one takes.
-    for what, text, bytes_max in (
-        ("TAGS", tag, limits.TAG_BYTES_MAX),
-        ("KEYS", keys, limits.KEYS_BYTES_MAX),
-        ("UNIQ_KEY", unique_key, limits.UNIQUE_KEY_BYTES_MAX),
-    ):
-        if text is not None and 4 * len(text) > bytes_max and len(text.encode()) > bytes_max:
-            raise InvalidMessage(f"the property {what} is longer than {bytes_max} bytes")
-    if keys is not None and keys.count(" ") >= limits.KEYS_PER_MESSAGE_MAX:
-        raise InvalidMessage(f"the property KEYS names more than {limits.KEYS_PER_MESSAGE_MAX} keys")
