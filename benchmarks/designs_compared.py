@@ -34,7 +34,7 @@ class Design:
 
     def settings(self, small: bool) -> dict[str, object]:
         """As `config.Settings` takes them."""
-        chosen: dict[str, object] = {"schedule": self.schedule, "timer_precision_ms": self.precision_ms}
+        chosen: dict[str, object] = {"strategy": self.schedule, "timer_precision_ms": self.precision_ms}
         if small and self.precision_ms == 1:
             chosen["timer_wheel_ms"] = SMALL_WHEEL_MS
         return chosen

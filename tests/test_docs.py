@@ -127,8 +127,8 @@ def test_every_column_of_a_send() -> None:
 
 def test_every_field_of_the_status(tmp_path: Path) -> None:
     names: set[str] = set()
-    for schedule in config.SCHEDULES:
-        with running_node(tmp_path / schedule, schedule=schedule) as node:
+    for schedule in config.STRATEGIES:
+        with running_node(tmp_path / schedule, strategy=schedule) as node:
             names |= {
                 f"{name}.{inner}" if isinstance(value, dict) else name
                 for name, value in node.node.status().items()
@@ -139,11 +139,11 @@ def test_every_field_of_the_status(tmp_path: Path) -> None:
     assert not absent(told - {"", "field", "---"}, names), "no such field"
 
 
-@pytest.mark.parametrize("schedule", config.SCHEDULES)
+@pytest.mark.parametrize("schedule", config.STRATEGIES)
 def test_every_file_of_a_data_folder(tmp_path: Path, schedule: str) -> None:
     from timeball import Timeball
 
-    with running_node(tmp_path / "data", schedule=schedule) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", strategy=schedule) as node, Timeball(node.endpoint) as ball:
         ball.send("orders", "now")
         ball.send("orders", "later", after="2d", keys="a")
         if schedule == "hour_log":

@@ -28,7 +28,7 @@ from examples.flights.show import Work, run_demo
 
 from timeball.cli.exit_codes import ExitCode, explain
 from timeball.cli.output import print_json
-from timeball.config import SCHEDULES
+from timeball.config import STRATEGIES
 
 SECONDS_MIN, SECONDS_MAX = 5, 3_600
 EPILOG = """\
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--day", type=_day, default="02-08", metavar="MM-DD", help="day of 2013; 8 February was a blizzard")
     add("--seconds", type=_seconds, default=60, help="how long the day takes (default: %(default)s)")
     add("--out", type=Path, default=Path("timeball-demo"), metavar="FOLDER", help="folder of the pictures")
-    add("--strategy", choices=SCHEDULES, default="hour_log", help="what keeps the scheduled messages")
+    add("--strategy", choices=STRATEGIES, default="hour_log", help="what keeps the scheduled messages")
     add("--data", type=Path, metavar="FOLDER", help="keep the data in this folder")
     add("--flights-max", type=int, default=1_000_000, help=argparse.SUPPRESS)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")

@@ -15,7 +15,7 @@ from typing import IO, Any
 import msgspec
 
 from timeball.cli.children import no_child_left_behind
-from timeball.config import Schedule as Strategy
+from timeball.config import StrategyName
 from timeball.errors import SetupError
 
 READY_S = 60.0
@@ -28,9 +28,9 @@ class Broker:
 
     endpoint: str
 
-    def __init__(self, data: Path, strategy: Strategy = "hour_log") -> None:
+    def __init__(self, data: Path, strategy: StrategyName = "hour_log") -> None:
         command = [sys.executable, "-m", "timeball", "up", "--json", "--data", str(data)]
-        command += ["--schedule", strategy, "--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
+        command += ["--strategy", strategy, "--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
         command += ["--grpc-port", "0"]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
@@ -106,7 +106,7 @@ class Broker:
 
 
 @contextmanager
-def broker_in(data: Path, strategy: Strategy = "hour_log") -> Iterator[Broker]:
+def broker_in(data: Path, strategy: StrategyName = "hour_log") -> Iterator[Broker]:
     """A broker for the length of a block."""
     with no_child_left_behind():  # Ctrl-C while the process is made: nobody has a handle on it yet
         broker = Broker(data, strategy)

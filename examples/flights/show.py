@@ -34,7 +34,7 @@ from examples.flights.pipeline import (
 from timeball.cli.output import err, out, progress_bar
 from timeball.client import Timeball
 from timeball.clock import Clock, SystemClock
-from timeball.config import Schedule as Strategy
+from timeball.config import StrategyName
 from timeball.errors import SetupError
 
 HEAD_START_MS = 1_500  # between scheduling the day and its midnight
@@ -50,7 +50,7 @@ class Work:
     day: date
     length_ms: int
     flights_max: int
-    strategy: Strategy
+    strategy: StrategyName
 
 
 @dataclass(frozen=True)

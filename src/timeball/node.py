@@ -223,7 +223,7 @@ class Node:
             return
         parts.hour_log.restore(found.settled, waiting)
         if not np.array_equal(waiting.at, waiting.seq):
-            logger.info("promises of another --schedule moved to the pending table promises=%d", len(waiting))
+            logger.info("promises of another --strategy moved to the pending table promises=%d", len(waiting))
             await self.broker.mover.adopt(waiting)
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:

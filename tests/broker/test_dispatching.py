@@ -151,7 +151,7 @@ async def test_a_topic_that_cannot_be_costs_nothing(world: World) -> None:
     assert await world.broker.dispatching.release(rows) == Brought(1, 0)
 
 
-@on_node(schedule="timer_wheel")
+@on_node(strategy="timer_wheel")
 async def test_with_another_schedule_what_lies_in_files_is_brought(world: World) -> None:
     keys, rows = await near(world, [0, 1])
     await pass_by(world, SECOND_MS + 1)

@@ -18,7 +18,7 @@ kept_by = pytest.mark.parametrize("schedule", KEEPERS)
 
 
 async def begin(world: World, schedule: str, **settings: object) -> None:
-    await world.restart(schedule=schedule, timer_wheel_ms=MINUTE_MS, retention_ms=1, **settings)
+    await world.restart(strategy=schedule, timer_wheel_ms=MINUTE_MS, retention_ms=1, **settings)
 
 
 async def rows_of(world: World, kind: Kind) -> int:
@@ -54,7 +54,7 @@ async def test_who_keeps_is_told_and_nothing_is_compacted(world: World, schedule
     status = world.broker.status()
     assert status["strategy"] == schedule
     assert (status["schedule"]["waiting_rows"], status["schedule"]["tail_rows"]) == (2, 0)
-    with pytest.raises(RequestError, match=f"--schedule {schedule}"):
+    with pytest.raises(RequestError, match=f"--strategy {schedule}"):
         await world.broker.compact()
     assert world.node is not None
     await world.node.upkeep.compact_if_worth()
@@ -176,7 +176,7 @@ async def test_another_takes_over_what_waits_and_what_is_late(world: World, sche
     await world.stop()
     world.clock.advance(10 * SECOND_MS)
     await world.start()
-    await world.restart(schedule=heir)
+    await world.restart(strategy=heir)
     await world.settled()
     assert await delivered(world) == sorted([*keys[:2], *late])
     await world.cancel([keys[3]])

@@ -33,7 +33,7 @@ def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
 def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedule: str) -> None:
-    command = pipeline_command(Settings(data=Path("d"), schedule=schedule), "grpc://h:1", "m")  # type: ignore[arg-type]
+    command = pipeline_command(Settings(data=Path("d"), strategy=schedule), "grpc://h:1", "m")  # type: ignore[arg-type]
     assert command[5:7] == ["ledger", "--log-level"]
     assert not [word for word in command if "compact" in word]
 
@@ -51,14 +51,14 @@ def bare(tmp_path: Path) -> dict[str, str]:
 def test_another_schedule_is_told_of_in_one_line_before_the_pipeline_starts(
     tmp_path: Path, bare: dict[str, str]
 ) -> None:
-    options = ["--port", "0", "--data", str(tmp_path / "d"), "--schedule", "level_cascade"]
+    options = ["--port", "0", "--data", str(tmp_path / "d"), "--strategy", "level_cascade"]
     with running("up", "--json", *options, **bare) as up:
         up.wait_line(event="ready")
         said = up.wait_line(event="pipeline", state="given_up")
         assert "compact" not in said["text"]
         assert [line.get("state") for line in up.lines] == [None, "ledger_only", "started", "given_up"]
         told = up.lines[1]["text"]
-        assert told.startswith("nothing to compact: with the schedule level_cascade promises wait in the log")
+        assert told.startswith("nothing to compact: with the strategy level_cascade messages wait in the log")
         assert up.end() == 0
 
 

@@ -34,8 +34,8 @@ MINUTE_MS = 60_000
 VARIANTS: dict[str, dict[str, Any]] = {
     "hour_log": {},
     "retained": {"retention_ms": 1},  # the log's beginning is gone
-    "timer_wheel": {"schedule": "timer_wheel"},
-    "level_cascade": {"schedule": "level_cascade"},
+    "timer_wheel": {"strategy": "timer_wheel"},
+    "level_cascade": {"strategy": "level_cascade"},
 }
 
 
@@ -72,7 +72,7 @@ def lived(variant: str) -> Kept:
 
 async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     await world.start()
-    broker, compacts = world.broker, world.settings.schedule == "hour_log"
+    broker, compacts = world.broker, world.settings.strategy == "hour_log"
     await world.create_topic("a", 2)
     broker.parts.topics.configure("c", TopicConfig(3, 3, attributes={"message.type": "DELAY"}))
     broker.parts.groups.update(SubscriptionGroup("configured", retry_max_times=3))

@@ -123,7 +123,7 @@ class Siege:
 
         `pause_ms`: how long each client rests after each step; without a rest they take all there is."""
         self._pause_s = pause_ms / 1_000
-        chosen = {**(BUSY if options is None else options), "schedule": schedule}
+        chosen = {**(BUSY if options is None else options), "strategy": schedule}
         self.broker = BrokerProcess(data, chosen)
         self._compacts = schedule == "hour_log"
         self.seed = seed
@@ -222,7 +222,7 @@ class Siege:
         sent = self.observed.sent.values()
         last_due_ms = max((ms for one in sent for ms in (one.due_ms or 0, *one.maybe_due)), default=0)
         with (
-            running_node(self.broker.data, Ahead(), schedule=schedule) as node,
+            running_node(self.broker.data, Ahead(), strategy=schedule) as node,
             Timeball(node.endpoint) as ball,
         ):
             eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "everything is settled")

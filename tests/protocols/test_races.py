@@ -133,7 +133,7 @@ def test_a_thousand_races_around_the_due_instant(tmp_path: Path) -> None:
     ["hour_log", *(pytest.param(name, marks=pytest.mark.slow) for name in ("timer_wheel", "level_cascade"))],
 )
 def test_some_races_of_each_strategy(tmp_path: Path, schedule: str) -> None:
-    with running_node(tmp_path / "data", schedule=schedule) as node:
+    with running_node(tmp_path / "data", strategy=schedule) as node:
         race = Race(node, seed=8)
         race.round(0)
         assert race.finish() == []

@@ -25,7 +25,7 @@ from timeball.schedule.timer_wheel.store import TimerWheel
 
 NONE = np.empty(0, np.int64)
 SETTINGS = Settings(data=Path("in-memory"), timer_wheel_ms=limits.HOUR_MS)
-WHEEL, CASCADE = (replace(SETTINGS, schedule=name) for name in ("timer_wheel", "level_cascade"))
+WHEEL, CASCADE = (replace(SETTINGS, strategy=name) for name in ("timer_wheel", "level_cascade"))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def saved(world: World, settings: Settings) -> Checkpoint:
     for _, files in keeper.take_dirty():
         for file in files:
             file.sync()
-    facts = Facts(schedule=settings.schedule, kept=msgspec.to_builtins(keeper.state()))
+    facts = Facts(schedule=settings.strategy, kept=msgspec.to_builtins(keeper.state()))
     world.run(asyncio.wait_for(keeper.close(), 10))
     # As it comes back from the disk.
     return Checkpoint(msgspec.json.decode(msgspec.json.encode(facts), type=Facts), NONE, NONE)
@@ -66,7 +66,7 @@ def test_the_settings_name_one(world: World) -> None:
     assert isinstance(build(world, CASCADE), LevelCascade)
 
 
-@pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.schedule)
+@pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.strategy)
 def test_what_it_saved_is_used_again(world: World, settings: Settings) -> None:
     checkpoint = saved(world, settings)
     state = keepers.kept(settings, world.files, checkpoint)
@@ -89,7 +89,7 @@ def test_nothing_saved_and_nonsense_are_no_state(world: World) -> None:
 
 
 @pytest.mark.parametrize("way", ["missing", "flipped"])
-@pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.schedule)
+@pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.strategy)
 def test_a_state_whose_files_are_damaged_is_not_used(
     world: World, settings: Settings, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:

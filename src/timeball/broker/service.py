@@ -339,7 +339,7 @@ class Broker:
             },
             "watermark": parts.ledger.watermark,
             "settled_before_ms": self.settled_before_ms,
-            "strategy": parts.settings.schedule,
+            "strategy": parts.settings.strategy,
             "schedule": self.schedule_statistics(),
             "levels": parts.levels.statistics(),
             "transactions": self.transactions.statistics(),

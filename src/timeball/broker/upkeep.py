@@ -118,7 +118,7 @@ class Upkeep:
                 levels=parts.levels.state(),
                 tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
                 moved=parts.settling.moved.rows(),
-                schedule=parts.settings.schedule,
+                schedule=parts.settings.strategy,
                 kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
                 files=list(parts.hour_log.pending.live_entries()),
                 attach_seq=parts.ledger.attach_seq,

@@ -33,13 +33,13 @@ def up(
 
     The broker serves at once; the pipeline follows some seconds later in a process of its own. If it dies it
     is started again; without Java or pyspark the broker says so, goes on, and compacts by itself. With another
-    --schedule than hour_log there is nothing to compact.
+    --strategy than hour_log there is nothing to compact.
 
     \b
     Examples:
       timeball up
       timeball up --data /var/lib/timeball --durability sync
-      timeball up --schedule timer_wheel
+      timeball up --strategy timer_wheel
       timeball up --port 0 --json | jq -c .
       timeball up --master spark://head:7077
     """
@@ -58,9 +58,9 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
     await node.start()
     announce(node, as_json)
     endpoint = local_endpoint(settings, node.port)
-    say, compacts = _speaker(as_json), settings.schedule == "hour_log"
+    say, compacts = _speaker(as_json), settings.strategy == "hour_log"
     if not compacts:
-        why = f"with the schedule {settings.schedule} promises wait in the log"
+        why = f"with the strategy {settings.strategy} messages wait in the log"
         say("ledger_only", f"nothing to compact: {why}; the pipeline keeps the ledger")
     alone = "goes on and compacts by itself" if compacts else "goes on"
     pipeline = Supervisor(pipeline_command(settings, endpoint, master), say, alone=alone)
@@ -75,7 +75,7 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
 
 def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str]:
     """The child's command line: compaction, where there is any, by the broker's own settings."""
-    compacts = settings.schedule == "hour_log"
+    compacts = settings.strategy == "hour_log"
     compact = {
         "min_rows_per_batch": settings.compact_rows,
         "max_trigger_delay_ms": settings.compact_interval_ms,

@@ -35,19 +35,19 @@ def kept(settings: Settings, files: Files, saved: Checkpoint | None) -> msgspec.
 
     Reads all its files, which takes some 50 ns for each promise that waits.
     """
-    if saved is None or saved.facts.kept is None or saved.facts.schedule != settings.schedule:
+    if saved is None or saved.facts.kept is None or saved.facts.schedule != settings.strategy:
         return None
     try:
         return _checked(settings, files, saved.facts.kept)
     except (Corrupt, SetupError, msgspec.ValidationError) as error:
         logger.warning(
-            "saved state not used, the whole log is read schedule=%s reason=%s", settings.schedule, error
+            "saved state not used, the whole log is read schedule=%s reason=%s", settings.strategy, error
         )
         return None
 
 
 def _checked(settings: Settings, files: Files, found: dict[str, object]) -> msgspec.Struct:
-    if settings.schedule == "timer_wheel":
+    if settings.strategy == "timer_wheel":
         wheel_state = msgspec.convert(found, WheelState)
         wheel.check(files, slots_of(settings), wheel_state)
         return wheel_state
@@ -67,7 +67,7 @@ def build(
     on_failure: Callable[[BaseException], None],
 ) -> Keeper | None:
     """The strategy with files of its own that the settings name; None for `hour_log`."""
-    if settings.schedule == "timer_wheel":
+    if settings.strategy == "timer_wheel":
         return TimerWheel(
             files,
             reader,
@@ -80,7 +80,7 @@ def build(
             on_change=on_change,
             on_failure=on_failure,
         )
-    if settings.schedule == "level_cascade":
+    if settings.strategy == "level_cascade":
         return LevelCascade(
             files,
             reader,

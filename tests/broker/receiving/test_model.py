@@ -30,7 +30,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.receiving import AnyReceipt, Receipt, positions
 from timeball.clock import ManualClock
-from timeball.config import Schedule
+from timeball.config import StrategyName
 
 TIMES_MAX, INVISIBLE_MS = 2, 1_000
 STEPS = st.one_of(
@@ -62,7 +62,7 @@ class Message:
 class Life:
     """A node, and the model beside it."""
 
-    def __init__(self, schedule: Schedule = "hour_log") -> None:
+    def __init__(self, schedule: StrategyName = "hour_log") -> None:
         self.schedule = schedule
         self.clock, self.files = ManualClock(), CrashFiles()
         self.messages: dict[str, Message] = {}
@@ -70,7 +70,7 @@ class Life:
         self.set_back_ms = 0
 
     async def live(self, steps: list[tuple[str, int]]) -> None:
-        self.world = InTurn(self.files, self.clock, schedule=self.schedule)
+        self.world = InTurn(self.files, self.clock, strategy=self.schedule)
         await self.world.start()
         try:
             await self.world.broker.create_topic(TOPIC, 2)
@@ -202,7 +202,7 @@ class Life:
     async def power_cut(self, _: int, survival: Any = "nothing") -> None:
         await self.world.abandon()
         self.files = self.files.crash(survival=survival)
-        self.world = InTurn(self.files, self.clock, schedule=self.schedule)
+        self.world = InTurn(self.files, self.clock, strategy=self.schedule)
         await self.world.start()
 
     async def kill(self, _: int) -> None:
@@ -241,7 +241,7 @@ def test_the_log_and_a_model_agree_on_every_message(steps: list[tuple[str, int]]
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEPS, max_size=40))
 @example(steps=[("send", 3), ("receive", 3), ("more time", 0), ("power cut", 0), ("suspend", 1), ("ack", 0)])
-def test_they_agree_whoever_keeps_the_promises(schedule: Schedule, steps: list[tuple[str, int]]) -> None:
+def test_they_agree_whoever_keeps_the_promises(schedule: StrategyName, steps: list[tuple[str, int]]) -> None:
     run(Life(schedule).live(steps))
 
 

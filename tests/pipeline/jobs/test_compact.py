@@ -53,7 +53,7 @@ def test_a_lost_or_foreign_checkpoint_does_no_harm(
 
 @pytest.mark.parametrize("schedule", ["hour_log", "timer_wheel", "level_cascade"])
 def test_only_what_an_hour_log_keeps_is_compacted(tmp_path: Path, schedule: str) -> None:
-    with running_node(tmp_path / "data", schedule=schedule) as node:
+    with running_node(tmp_path / "data", strategy=schedule) as node:
         reason = compact.superfluous(node.endpoint)
     assert reason is None if schedule == "hour_log" else schedule in str(reason)
 

@@ -207,7 +207,7 @@ def test_a_resume_that_is_cut_goes_on(
 
 def test_whoever_keeps_the_promises_of_the_log(tmp_path: Path) -> None:
     """Those of a bulk write lie in the table, whatever the schedule is."""
-    with running_node(tmp_path / "wheel", schedule="timer_wheel") as node:
+    with running_node(tmp_path / "wheel", strategy="timer_wheel") as node:
         campaign = campaign_of(node)
         attach(campaign, ROWS)
         assert pause(campaign).held == ROWS

@@ -218,7 +218,7 @@ def test_a_broker_restart_is_survived(
 def test_where_nothing_is_compacted_the_other_jobs_work(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_node(tmp_path / "data", schedule="timer_wheel") as node, Endpoint(node.endpoint) as broker:
+    with running_node(tmp_path / "data", strategy="timer_wheel") as node, Endpoint(node.endpoint) as broker:
         send(node.endpoint, 10)
         for once in (True, False):  # with nothing else to do it does not wait to be stopped
             jobs = ["compact", "ledger"] if once else ["compact"]
@@ -249,7 +249,7 @@ def test_a_broker_that_comes_back_with_another_schedule_ends_the_job(
         send(node.endpoint, 50)
         eventually(lambda: broker.status().watermark > 50, "compacted before the restart")
         node.stop()
-        node.settings = dataclasses.replace(node.settings, schedule="level_cascade")
+        node.settings = dataclasses.replace(node.settings, strategy="level_cascade")
         node.start()
         send(node.endpoint, 50)
         thread.join(BOUND_S)

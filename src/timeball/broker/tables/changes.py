@@ -108,10 +108,10 @@ class TableChanges:
         return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
 
     def _check_compacts(self) -> None:
-        schedule = self.parts.settings.schedule
+        schedule = self.parts.settings.strategy
         if schedule != "hour_log":
             raise RequestError(
-                f"nothing is compacted with --schedule {schedule}: it keeps promises in files of its own"
+                f"nothing is compacted with --strategy {schedule}: it keeps promises in files of its own"
             )
 
     async def adopt(self, waiting: Placed) -> None:
