@@ -224,7 +224,7 @@ def test_where_nothing_is_compacted_the_other_jobs_work(
             jobs = ["compact", "ledger"] if once else ["compact"]
             runner.run(jobs, endpoint=node.endpoint, once=once, spark=spark)
         assert attached_seqs(broker) == []
-    ended = "job ended job=compact reason=nothing to compact: with the schedule timer_wheel promises wait in the log"
+    ended = "job ended job=compact reason=nothing to compact: with the strategy timer_wheel messages wait in the log"
     assert caplog.messages.count(ended) == 2
     assert (tmp_path / "data/ledger/_delta_log").is_dir()
     assert not (tmp_path / "data/pipeline/compact").exists()

@@ -64,7 +64,7 @@ def superfluous(endpoint: str) -> str | None:
 
 def nothing_to_compact(strategy: str) -> str:
     """The sentence for people."""
-    return f"nothing to compact: with the schedule {strategy} promises wait in the log"
+    return f"nothing to compact: with the strategy {strategy} messages wait in the log"
 
 
 class Lease:

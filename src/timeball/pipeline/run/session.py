@@ -138,7 +138,7 @@ def _logging() -> str:
 
 def _show_package_to_workers() -> None:
     """Workers are processes of their own: they must find this package even when it is not installed."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths and not root.endswith("site-packages"):
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, paths)])
