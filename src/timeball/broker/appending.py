@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,16 @@ class Appended(NamedTuple):
     first_seq: int
     rows: pa.RecordBatch
     durable: asyncio.Future[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there."""
+
+    first_seq: int
+    rows: int
+    store_ms: int
+    kept: pa.RecordBatch  # the rows as they stand in the log (LOG_SCHEMA)
 
 
 class Appending:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from timeball.message import repeated
@@ -34,6 +35,21 @@ COLUMNS: dict[str, pa.DataType] = {
 NAMES = list(COLUMNS)
 
 Row = tuple[Any, ...]  # a value for each of COLUMNS
+
+
+class Piece(msgspec.Struct, gc=False):
+    """The messages of one request: they stand side by side in one batch, so all of them are in the log or none is.
+
+    `rows` is a list of send_rows.Row whose topics the policy has decided about, or a batch of admission.SEND_COLUMNS
+    that it still has to decide about for `caller`.
+    """
+
+    edge: Any  # an Edge
+    rows: Any
+    count: int
+    size_bytes: int
+    first_row: int  # within the batch that it shares; set when that begins
+    caller: Any
 
 
 def batch_of(rows: Sequence[Row]) -> pa.RecordBatch:

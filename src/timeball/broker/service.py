@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import pyarrow as pa
@@ -25,8 +24,9 @@ from timeball.broker import (
     pulling,
     transactions,
 )
-from timeball.broker.appending import Appending
+from timeball.broker.appending import Accepted, Appending
 from timeball.broker.dispatching import Brought, Dispatching
+from timeball.broker.ingress import Ingress
 from timeball.broker.parts import Parts, in_thread, undone
 from timeball.broker.policy import Policy
 from timeball.broker.popping.popper import Popper
@@ -50,16 +50,6 @@ from timeball.table.attachment import Attached, Attachment
 OF_THE_TABLE = ("table_", "dispatched_", "fetched_")  # counts that a keeper leaves to the hour log
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there."""
-
-    first_seq: int
-    rows: int
-    store_ms: int
-    kept: pa.RecordBatch  # the rows as they stand in the log (LOG_SCHEMA)
-
-
 class Broker:
     """See the module's docstring. All async methods belong to the event loop."""
 
@@ -80,6 +70,7 @@ class Broker:
         self.appending = Appending(parts, self.waiters, self.mover.tail_count)
         self.popper = Popper(self)
         self.receiving = Receiving(self)
+        self.sends, self.halves = Ingress(self.send_nowait), Ingress(self.prepare_nowait)
         self._saving_offsets = asyncio.Lock()
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)

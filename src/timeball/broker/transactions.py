@@ -27,8 +27,8 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.admission import SEND_COLUMNS
+from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.turns import Turns
 from timeball.errors import OutOfRange, OverLimit, TimeballError
 from timeball.key_hash import hash_text
 from timeball.log.format import with_seq
@@ -93,7 +93,9 @@ class Transactions:
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
         heapq.heapify(self._due)
         self._ending: dict[int, asyncio.Future[Outcome]] = {}
-        self._commits: Turns[tuple[Half, Delay], Outcome] = Turns(self._commit, COMMITS_PER_TURN)
+        self._commits: AsyncBatcher[tuple[Half, Delay], Outcome] = AsyncBatcher(
+            self._commit, COMMITS_PER_TURN
+        )
         self._preparing = 0
 
     # -- the log's side --------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class Transactions:
             parts = self._parts
             return await in_thread(parts.reader_thread, _look_up, parts.reader, parts.key_index, seq, group)
         if commit:
-            return await self._begin(half, self._commits.take((half, delay)))
+            return await self._begin(half, self._commits.put((half, delay)))
         return await self._begin(half, asyncio.ensure_future(self._roll_back(half)))
 
     async def _begin(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:

@@ -24,11 +24,11 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker import retry, retry_policy
 from timeball.broker.appending import Appending
+from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.popping.copies import retry_topic
 from timeball.broker.receipts import Receipt
 from timeball.broker.receiving import parking, promised
-from timeball.broker.turns import Turns
 from timeball.errors import OutOfRange
 from timeball.message import CANCEL_REASON, Int64Array, Kind, build_rows, encode_properties
 
@@ -57,23 +57,25 @@ class Answers:
 
     def __init__(self, parts: Parts, appending: Appending) -> None:
         self._parts, self._appending, self._host = parts, appending, parts.settings.host
-        self._acks: Turns[Sequence[Receipt], list[bool]] = Turns(self._acknowledge, CALLS_PER_TURN)
-        self._changes: Turns[Change, Receipt | None] = Turns(self._change, MOVES_PER_TURN)
-        self._dead: Turns[Receipt, bool] = Turns(self._dead_letter, MOVES_PER_TURN)
+        self._acks: AsyncBatcher[Sequence[Receipt], list[bool]] = AsyncBatcher(
+            self._acknowledge, CALLS_PER_TURN
+        )
+        self._changes: AsyncBatcher[Change, Receipt | None] = AsyncBatcher(self._change, MOVES_PER_TURN)
+        self._dead: AsyncBatcher[Receipt, bool] = AsyncBatcher(self._dead_letter, MOVES_PER_TURN)
 
     async def acknowledge(self, receipts: Sequence[Receipt]) -> list[bool]:
         """These are done with, durably; false for a receipt that is not valid (any more). Raises OutOfRange."""
         if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
-        return await self._acks.take(receipts) if receipts else []
+        return await self._acks.put(receipts) if receipts else []
 
     async def change(self, change: Change) -> Receipt | None:
         """The receipt for the new time, durable; None when the old one is not valid (any more)."""
-        return await self._changes.take(change)
+        return await self._changes.put(change)
 
     async def dead_letter(self, receipt: Receipt) -> bool:
         """The message is a dead letter, durably; false when the receipt is not valid (any more)."""
-        return await self._dead.take(receipt)
+        return await self._dead.put(receipt)
 
     # -- one turn of each --------------------------------------------------------------------------------------
 

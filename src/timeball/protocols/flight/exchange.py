@@ -1,7 +1,7 @@
 """One stream of an exchange: batches in without waiting, acknowledgements out in the same order.
 
-    reading thread    message -> decode and check -> window.enter -> inbox
-    broker's loop     inbox -> slot.settle                                                   (inbox)
+    reading thread    message -> decode and check -> window.enter -> taker
+    broker's loop     taker -> slot.settle                                                   (sends, releasing)
     RPC thread        window.take -> acknowledgements
 
 The reading thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
@@ -26,7 +26,7 @@ from timeball.errors import InvalidMessage, TimeballError, Unavailable
 from timeball.protocols.flight import ipc
 from timeball.protocols.flight.columns import check_bytes
 from timeball.protocols.flight.failures import internal
-from timeball.protocols.flight.inbox import STOPPING, refusal
+from timeball.protocols.flight.sends import STOPPING, refusal
 from timeball.protocols.flight.window import Budget, Slot, Window
 from timeball.protocols.flight.wire import Data
 
@@ -50,14 +50,14 @@ class Stream:
 
     def __init__(
         self,
-        inbox: Taker,
+        taker: Taker,
         caller: Caller,
         budget: Budget,
         columns: Callable[[pa.Schema], Columns],
         decoding: threading.Lock,
     ) -> None:
-        """`columns` checks the schema once, and then each batch; `inbox` takes what has passed."""
-        self._inbox, self._caller, self._columns, self._decoding = inbox, caller, columns, decoding
+        """`columns` checks the schema once, and then each batch; `taker` takes what has passed."""
+        self._taker, self._caller, self._columns, self._decoding = taker, caller, columns, decoding
         self.window = Window(budget)
         self._stopping = False
         self._failure: TimeballError | None = None
@@ -130,5 +130,5 @@ class Stream:
         if isinstance(entry, bytes):
             slot.settle(entry)
         else:
-            self._inbox.put(entry, slot, self._caller)
+            self._taker.put(entry, slot, self._caller)
         return True

@@ -18,7 +18,7 @@ from timeball.errors import InvalidMessage, OverLimit, Unavailable
 from timeball.message import TABLE_SCHEMA
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.columns import check_bytes
-from timeball.protocols.flight.inbox import STOPPING, refusal
+from timeball.protocols.flight.sends import STOPPING, refusal
 from timeball.protocols.flight.window import Slot
 
 if TYPE_CHECKING:

@@ -33,9 +33,9 @@ from timeball.protocols.flight import codec, failures, ipc, verbs, wire
 from timeball.protocols.flight.columns import SendColumns
 from timeball.protocols.flight.exchange import Stream
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
-from timeball.protocols.flight.inbox import STOPPING, Inbox
 from timeball.protocols.flight.reading import RequestReads
 from timeball.protocols.flight.releasing import ReleaseColumns, Releases
+from timeball.protocols.flight.sends import STOPPING, Sends
 from timeball.protocols.flight.window import Budget
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class FlightEdge:
         self._broker = broker
         self._status = status or broker.status
         self._loop = loop
-        self._inbox, self._releases = Inbox(broker, loop), Releases(broker, loop)
+        self._sends, self._releases = Sends(broker.sends, loop), Releases(broker, loop)
         self._budget, self._answers = Budget(), Budget(ANSWERS_BYTES_MAX)
         self._calls = Gate("calls", CALLS_MAX)
         self._streams_gate = Gate("send streams", STREAMS_MAX)
@@ -164,7 +164,7 @@ class FlightEdge:
 
     def _stream(self, caller: Caller, path: list[bytes] | None) -> Stream:
         if path == codec.SEND_PATH:
-            return Stream(self._inbox, caller, self._budget, SendColumns, self._decoding)
+            return Stream(self._sends, caller, self._budget, SendColumns, self._decoding)
         if path == codec.RELEASE_PATH:
             self._broker.policy.allow(caller, Verb.ADMIN)  # before a batch is received; `release` asks again
             return Stream(self._releases, caller, self._budget, ReleaseColumns, self._decoding)

@@ -50,8 +50,9 @@ class GrpcEdge:
         clock, policy = broker.parts.clock.clock, broker.policy
 
         def check(call: Call, name: str, request: Any) -> None:
-            call.caller = guard.caller(call.headers, clock.wall_ms())
-            needs.check(policy, call, name, request)
+            if guard.access is not None:
+                call.caller = guard.caller(call.headers, clock.wall_ms())
+                needs.check(policy, call, name, request)
 
         self.dispatch = Dispatch(rooms, check)
         self._server = Server(self.dispatch)

@@ -1,19 +1,22 @@
-"""SendMessage: checked, and gathered with what others send meanwhile.
+"""SendMessage: checked here, batched with the sends of others by broker/ingress.py.
 
 A call is one piece: its messages are taken together or refused together, with the code of the first that is wrong, so
-its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a gathering of their own, whose
-batches the broker keeps and shows to nobody before the transaction is committed (transactions.py).
+its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a batcher of their own, whose
+batches no consumer sees before the transaction is committed (transactions.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from timeball.broker.appending import Accepted
+from timeball.broker.ingress import Ingress, settle
 from timeball.broker.policy import queues_to_write
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking import recall_handle
-from timeball.broker.send_rows import NAMES, Row
+from timeball.broker.send_rows import NAMES, Piece, Row
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
 from timeball.protocols.grpc._generated.service_pb2 import (
     SendMessageRequest,
@@ -25,13 +28,14 @@ from timeball.protocols.grpc.codec.messages_in import TRANSACTION, row_of, type_
 from timeball.protocols.grpc.codec.names import topic_name
 from timeball.protocols.grpc.codec.statuses import Refused, ok
 from timeball.protocols.grpc.codec.transaction_ids import transaction_id
-from timeball.protocols.grpc.gathering import Gathering, Placed
 from timeball.protocols.grpc.message_types import accepted_types, check_type
 from timeball.protocols.grpc.site import Site
 
 MESSAGES_MAX = 1_024  # of one call: they are checked without a pause, while everybody else waits
 
-_UNIQUE_KEY, _DUE_MS = NAMES.index("unique_key"), NAMES.index("due_ms")
+_UNIQUE_KEY, _DUE_MS, _BODY, _PROPERTIES = (
+    NAMES.index(name) for name in ("unique_key", "due_ms", "body", "properties")
+)
 _OK = ok()
 
 
@@ -44,13 +48,22 @@ class Destination(NamedTuple):
     types: frozenset[MessageType]
 
 
+class Placed(NamedTuple):
+    """Where the messages of one call stand: first_seq, first_seq + 1, …; an offset for those that are in a queue."""
+
+    first_seq: int
+    offsets: list[int | None]
+
+
+class _Piece(Piece, gc=False):
+    placed: Any  # a future of Placed
+
+
 class Sends:
     """See the module. Belongs to the event loop."""
 
     def __init__(self, site: Site) -> None:
-        self._site, self._topics = site, site.broker.parts.topics
-        self._plain = Gathering(site.broker.send_nowait)
-        self._halves = Gathering(site.broker.prepare_nowait)
+        self._site, self._broker, self._topics = site, site.broker, site.broker.parts.topics
         # By namespace and name, at this version of the topics: asked for with every message.
         self._destinations: dict[tuple[str, str], Destination] = {}
         self._version = -1
@@ -74,9 +87,30 @@ class Sends:
         ]
         if to.topic is None:  # made for this caller, and not for all whose messages share its batch
             self._site.broker.policy.admit([to.name], caller=call.caller)
-        if TRANSACTION in kinds:
-            return self._answer(to, rows, await self._halves.take(rows), is_transaction=True)
-        return self._answer(to, rows, await self._plain.take(rows), is_transaction=False)
+        is_transaction = TRANSACTION in kinds
+        placed = await self._put(self._broker.halves if is_transaction else self._broker.sends, rows)
+        return self._response(to, rows, placed, is_transaction=is_transaction)
+
+    # -- an Edge of broker/ingress.py ------------------------------------------------------------------------
+
+    def _put(self, ingress: Ingress, rows: list[Row]) -> asyncio.Future[Placed]:
+        """Return where the messages of a call stand, when they are durable."""
+        placed: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
+        size_bytes = sum(len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows)
+        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, placed))
+        return placed
+
+    def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
+        """Tell each call where its messages stand."""
+        offsets = accepted.kept.column("queue_offset").to_pylist()
+        for piece in pieces:
+            at = piece.first_row
+            settle(piece.placed, Placed(accepted.first_seq + at, offsets[at : at + piece.count]))
+
+    def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
+        """Tell each call why its messages were not taken."""
+        for piece in pieces:
+            settle(piece.placed, error)
 
     def _check(self, messages: Sequence[Message], kinds: set[MessageType], to: Destination) -> None:
         """What the messages of one call have in common; raises Refused."""
@@ -111,7 +145,7 @@ class Sends:
         types = accepted_types(topic if settings.check_message_types else None)
         return Destination(name, topic, queues_to_write(topic), frozenset(types))
 
-    def _answer(
+    def _response(
         self, to: Destination, rows: list[Row], placed: Placed, *, is_transaction: bool
     ) -> SendMessageResponse:
         entries = []

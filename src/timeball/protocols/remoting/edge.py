@@ -124,7 +124,7 @@ class RemotingEdge:
             try:
                 header = read_send(frame)
                 if header is not None:
-                    self._sends.take(connection, header, frame, now_ms)
+                    self._sends.put(connection, header, frame, now_ms)
                 else:
                     self._dispatch.receive(connection, frame)
             except BadHeader as error:
@@ -150,7 +150,7 @@ class RemotingEdge:
                 self._dispatch.refuse(connection, command, error)
                 continue
             if header is not None:
-                self._sends.take(connection, header, frame, now_ms)
+                self._sends.put(connection, header, frame, now_ms)
             else:
                 self._dispatch.handle(connection, command)
 

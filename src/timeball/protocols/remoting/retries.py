@@ -18,9 +18,9 @@ from timeball import limits
 from timeball.access import Verb
 from timeball.broker import retry
 from timeball.broker.admission import SEND_COLUMNS
+from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.parts import in_thread
 from timeball.broker.rates import Stat, of_group
-from timeball.broker.turns import Turns
 from timeball.errors import OutOfRange, TimeballError
 from timeball.message import Kind, decode_properties, encode_properties
 from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
@@ -61,7 +61,7 @@ class Retries:
 
     def __init__(self, site: Site, is_orderly: Callable[[str], bool] = lambda group: False) -> None:
         self._site, self._is_orderly = site, is_orderly
-        self._turns: Turns[_Returned, None] = Turns(self._send_on, RETURNS_PER_TURN)
+        self._turns: AsyncBatcher[_Returned, None] = AsyncBatcher(self._send_on, RETURNS_PER_TURN)
 
     def handlers(self) -> Handlers:
         """The requests answered here."""
@@ -75,7 +75,7 @@ class Retries:
             # RocketMQ's word for a group that wants no retries: nothing is kept, and the consumer goes on.
             return call.answer()
         host = self._site.store_host(call.connection)
-        await self._turns.take(_Returned(call, asked, queues, most, host))
+        await self._turns.put(_Returned(call, asked, queues, most, host))
         return call.answer()
 
     async def _send_on(self, returned: list[_Returned]) -> list[TimeballError | None]:

@@ -1,22 +1,15 @@
-"""Messages of many sends, column by column, on their way to one batch for the broker.
+"""The messages of one send as rows for the broker's batcher, with a ticket by which the send is answered.
 
-    feed     the messages of one send, checked; what is wrong with them is that producer's alone
-    take     everything fed since the last time as one batch of admission's columns, and a ticket for each send
-    respond  the answers to those tickets, once the batch has its place in the log
-
-Nothing is put into the columns before all of a send has been checked, for the broker takes or refuses a batch
-whole. Sending is the one place where a message is a Python object for a moment; from `take` on it is a row.
+All of a send is checked before its ticket is made, for the broker takes or refuses a batch whole. Sending is the one
+place where a message is a Python object for a moment; in the batch it is a row.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-import pyarrow as pa
-
 from timeball import rules
-from timeball.broker.send_rows import NAMES, Row, batch_of
+from timeball.broker.send_rows import NAMES, Piece, Row
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import decode_properties
 from timeball.protocols.remoting.codec import delays
@@ -34,37 +27,30 @@ _SHORT = 60  # characters: within all limits, whatever they are made of
 _OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
 
 
-class Ticket(msgspec.Struct, gc=False):
-    """One send in a batch: `rows` rows from `first_row` on."""
+class Ticket(Piece, gc=False):
+    """One send on its way: the rows that it brings, and what its answer repeats."""
 
-    origin: Any  # the connection, for whoever answers
+    origin: Any  # the connection that the answer goes to
     opaque: int
     serialisation: int
     is_one_way: bool
     topic: str
     queue_id: int  # as asked for: what the answer repeats when the message is for later
-    first_row: int
-    rows: int
     unique_key: str
     due_ms: int | None
     counted_bytes: int = 0  # of a large one: what its connection counts as under way until it is answered
 
 
-class SendColumns:
-    """See the module."""
+class SendRows:
+    """Makes tickets of sends. `keys` names the messages whose producers did not."""
 
     def __init__(self, keys: UniqueKeys, delay_ms_max: int, timing_zone: str, cluster_name: str) -> None:
         self._keys, self._delay_ms_max, self._timing_zone = keys, delay_ms_max, timing_zone
         self._cluster_name = cluster_name
-        self._rows: list[Row] = []
-        self.tickets: list[Ticket] = []
-        self.size_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def feed(
+    def ticket(
         self,
+        edge: Any,
         origin: Any,
         header: SendHeader,
         body: bytes,
@@ -72,34 +58,22 @@ class SendColumns:
         born_host: str,
         queue_id: int,
         now_ms: int,
-    ) -> None:
-        """Take the messages of one send; raises InvalidMessage or InvalidDelay and has then taken nothing."""
+    ) -> Ticket:
+        """Return the ticket of one send, put by `edge`; raises InvalidMessage or InvalidDelay."""
         fields = header.fields
-        first_row = len(self._rows)
         if header.code == _BATCH or fields.batch:
             rows, unique_key = self._batch(fields, body, born_host, queue_id, now_ms)
-            self._rows += rows
-            count, due_ms = len(rows), None
+            due_ms = None
         else:
             properties = fields.properties or ""
             row = self._row(fields, fields.flag or 0, body, properties, born_host, queue_id, now_ms)
-            self._rows.append(row)
-            count, unique_key, due_ms = 1, row[_UNIQUE_KEY], row[_DUE_MS]
-        self.tickets.append(
-            Ticket(
-                origin, header.opaque, serialisation, header.flag & _ONE_WAY != 0, fields.topic, queue_id, first_row,
-                count, unique_key, due_ms,
-            )
-        )  # fmt: skip
+            rows, unique_key, due_ms = [row], row[_UNIQUE_KEY], row[_DUE_MS]
         # In characters: near enough to bytes for what this is for, and a batch has its properties in the body.
-        self.size_bytes += len(body) + len(fields.properties or "") + _OVERHEAD_BYTES * count
-
-    def take(self) -> tuple[pa.RecordBatch, list[Ticket]]:
-        """What was fed, as a batch without its empty columns; afterwards there is nothing."""
-        fed, tickets = self._rows, self.tickets
-        # First: whatever cannot be converted must not come up again with the sends of others.
-        self._rows, self.tickets, self.size_bytes = [], [], 0
-        return batch_of(fed), tickets
+        size_bytes = len(body) + len(fields.properties or "") + _OVERHEAD_BYTES * len(rows)
+        return Ticket(
+            edge, rows, len(rows), size_bytes, 0, None, origin, header.opaque, serialisation,
+            header.flag & _ONE_WAY != 0, fields.topic, queue_id, unique_key, due_ms,
+        )  # fmt: skip
 
     def _row(
         self, fields: SendFields, flag: int, body: bytes, properties: str, born_host: str, queue_id: int, now_ms: int

@@ -1,50 +1,65 @@
-"""Sends into columns: all of a send or nothing, and tickets that find their rows again."""
+"""Sends as rows: all of a send or nothing, and a ticket that has what its answer repeats."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
+from timeball.broker.send_rows import batch_of
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
-from timeball.protocols.remoting.codec.send_columns import SendColumns, with_property
 from timeball.protocols.remoting.codec.send_header import SendFields, SendHeader
+from timeball.protocols.remoting.codec.send_rows import SendRows, Ticket, with_property
 from timeball.protocols.remoting.codec.unique_keys import UniqueKeys
 
 NOW_MS = 1_800_000_000_000
 
 
-def columns() -> SendColumns:
-    return SendColumns(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", "cluster")
+class Sent:
+    """The tickets of sends, and their rows as one batch."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self._rows = SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", "cluster")
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def feed(self, header: SendHeader, body: bytes, queue_id: int) -> None:
+        self.tickets.append(self._rows.ticket("edge", "origin", header, body, 0, "host:1", queue_id, NOW_MS))
+
+    def batch(self) -> pa.RecordBatch:
+        return batch_of([row for ticket in self.tickets for row in ticket.rows])
 
 
-def feed(to: SendColumns, body: bytes = b"x", code: int = RequestCode.SEND_MESSAGE_V2, **fields: Any) -> None:
+def columns() -> Sent:
+    return Sent()
+
+
+def feed(to: Sent, body: bytes = b"x", code: int = RequestCode.SEND_MESSAGE_V2, **fields: Any) -> None:
     properties = encode_properties(fields.pop("properties", {"UNIQ_KEY": "K"}))
     header = SendHeader(
         code, SendFields(**{"topic": "t", "properties": properties, **fields}), opaque=len(to)
     )
-    to.feed("origin", header, body, 0, "host:1", fields.get("queue_id") or -1, NOW_MS)
+    to.feed(header, body, fields.get("queue_id") or -1)
 
 
-def test_what_was_fed_is_taken_once() -> None:
+def test_a_send_is_rows_and_a_ticket() -> None:
     made = columns()
     feed(made, b"a", properties={"UNIQ_KEY": "K1", "TAGS": "A", "KEYS": "k"}, flag=3, reconsume_times=2)
     feed(made, b"b", properties={"UNIQ_KEY": "K2"}, born_ms=5)
-    batch, tickets = made.take()
-    assert len(made) == made.size_bytes == 0
+    batch, tickets = made.batch(), made.tickets
     first, second = batch.to_pylist()
     assert (first["body"], first["tag"], first["keys"], first["flag"]) == (b"a", "A", "k", 3)
     assert (second["born_ms"], second["tag"], second["unique_key"]) == (5, None, "K2")
-    assert [(t.first_row, t.rows, t.unique_key, t.opaque) for t in tickets] == [
-        (0, 1, "K1", 0),
-        (1, 1, "K2", 1),
-    ]
+    assert [(t.count, t.unique_key, t.opaque) for t in tickets] == [(1, "K1", 0), (1, "K2", 1)]
     assert "due_ms" not in batch.schema.names, "columns that say nothing are left out"
 
 
@@ -53,7 +68,7 @@ def test_a_level_and_an_instant() -> None:
     feed(made, properties={"DELAY": "3", "TIMER_DELAY_MS": "5"})
     feed(made, properties={"TIMER_DELAY_MS": "5"})
     feed(made, properties={"TIMER_DELIVER_MS": "5"})
-    batch, tickets = made.take()
+    batch, tickets = made.batch(), made.tickets
     assert batch.column("delay_level").to_pylist() == [3, None, None]
     assert batch.column("due_ms").to_pylist() == [None, NOW_MS + 5, 5]
     assert [ticket.due_ms for ticket in tickets] == [None, NOW_MS + 5, 5]
@@ -78,7 +93,7 @@ def test_a_refused_send_leaves_nothing(wrong: dict[str, Any], error: type[Except
     with pytest.raises(error):
         feed(made, **wrong)
     assert len(made) == 1
-    batch, tickets = made.take()
+    batch, tickets = made.batch(), made.tickets
     assert batch.num_rows == len(tickets) == 1
 
 
@@ -97,8 +112,8 @@ def test_tickets_of_batches() -> None:
         made, encode_batch([BatchRecord(7, b"%d" % n, "") for n in range(3)]), RequestCode.SEND_BATCH_MESSAGE
     )
     feed(made)
-    batch, tickets = made.take()
-    assert [(t.first_row, t.rows) for t in tickets] == [(0, 1), (1, 3), (4, 1)]
+    batch, tickets = made.batch(), made.tickets
+    assert [t.count for t in tickets] == [1, 3, 1]
     assert tickets[1].unique_key.split(",") == batch.column("unique_key").to_pylist()[1:4]
     assert batch.column("flag").to_pylist() == [0, 7, 7, 7, 0]
 

@@ -11,32 +11,27 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.test_sends import rows, send, sent
 from tests.protocols.remoting.wire import Wire
 
-from timeball.broker.service import Accepted
+from timeball.access import Caller
+from timeball.broker import ingress
+from timeball.broker.appending import Accepted
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import encode_properties
-from timeball.protocols.remoting import gathering as module
+from timeball.protocols.remoting import sends as module
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
-from timeball.protocols.remoting.gathering import Gathering
-
-
-def plain(node: RunningNode) -> Gathering:
-    remoting = node.node.remoting
-    assert remoting is not None
-    return remoting._sends._plain
 
 
 def accepted_by(node: RunningNode, accept: Any) -> list[int]:
     """Have batches pass through `accept(real, batch)`; returns the rows of each as they come."""
-    gathering = plain(node)
-    real, seen = gathering._accept, []
+    sends = node.broker.sends
+    real, seen = sends.accept, []
 
-    def counted(batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
+    def counted(batch: pa.RecordBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]]:
         seen.append(batch.num_rows)
-        result: tuple[Accepted, asyncio.Future[int]] = accept(real, batch)
+        result: tuple[Accepted, asyncio.Future[int]] = accept(lambda batch: real(batch, caller), batch)
         return result
 
-    gathering._accept = counted
+    sends.accept = counted
     return seen
 
 
@@ -87,7 +82,7 @@ def test_what_is_nobodys_fault_is_told_to_all(
 def test_a_full_gathering_does_not_wait(
     node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "GATHER_ROWS_MAX", 1)
+    monkeypatch.setattr(ingress, "BATCH_ROWS_MAX", 1)
     seen = accepted_by(node, lambda real, batch: real(batch))
     opaques = [send(wire) for _ in range(50)]
     assert all(wire.answer_to(opaque).code == 0 for opaque in opaques)
@@ -122,7 +117,8 @@ def test_a_batch_is_for_ordinary_messages(wire: Wire, topic: str, sys_flag: int)
 def test_what_cannot_be_made_a_batch_is_answered_and_does_not_come_up_again(
     node: RunningNode, wire: Wire
 ) -> None:
-    columns = plain(node).columns
+    assert node.node.remoting is not None
+    columns = node.node.remoting._sends._rows
     real = columns._row
 
     def careless(*args: Any) -> Any:

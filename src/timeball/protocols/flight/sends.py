@@ -1,0 +1,75 @@
+"""Batches on their way from reading threads to the broker's batcher, and their answers on the way back.
+
+Many batches cross with one wake-up of the loop. broker/ingress.py puts small neighbours of one schema together.
+
+Invariant: every slot put in is settled, once, whatever happens to the broker or its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import pyarrow as pa
+
+from timeball.access import Caller
+from timeball.broker.appending import Accepted
+from timeball.broker.ingress import Ingress
+from timeball.broker.send_rows import Piece
+from timeball.errors import TimeballError, Unavailable
+from timeball.protocols.flight import codec
+from timeball.protocols.flight.failures import internal
+from timeball.protocols.flight.window import Slot
+
+STOPPING = "the broker is stopping; send this batch again later or elsewhere"
+
+
+class _Piece(Piece, gc=False):
+    slot: Any  # the Slot that is settled with its answer
+
+
+class Sends:
+    """Takes batches from any thread; an Edge of broker/ingress.py."""
+
+    def __init__(self, ingress: Ingress, loop: asyncio.AbstractEventLoop) -> None:
+        self._ingress, self._loop = ingress, loop
+        self._crossing: deque[_Piece] = deque()
+        self._is_woken = False
+
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
+        """Hand over a batch with the types of SEND_SCHEMA; its slot will be settled. Callable from any thread."""
+        self._crossing.append(_Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot))
+        # The loop clears the flag before it empties the queue: a thread that sees it set is served by that turn.
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._arrive)
+            except RuntimeError:  # the loop is closed
+                while self._crossing:
+                    self.refuse([self._crossing.popleft()], Unavailable(STOPPING))
+
+    def _arrive(self) -> None:
+        self._is_woken = False
+        while self._crossing:
+            piece = self._crossing.popleft()
+            try:
+                self._ingress.put(piece)
+            except TimeballError as error:
+                self.refuse([piece], error)
+
+    def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
+        """Settle the slots of batches that are durable."""
+        for piece in pieces:
+            first_seq = accepted.first_seq + piece.first_row
+            piece.slot.settle(codec.encode(codec.SendAck(first_seq, piece.count, accepted.store_ms)))
+
+    def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
+        """Settle the slots of batches that were not taken."""
+        for piece in pieces:
+            piece.slot.settle(refusal(error))
+
+
+def refusal(error: BaseException) -> bytes:
+    """Return the answer to a batch that was not taken."""
+    return codec.encode_refusal(error if isinstance(error, TimeballError) else internal(error, "send"))
