@@ -94,7 +94,7 @@ class _Living:
         self._broker = self._node.broker
         try:
             await self._broker.create_topic(TOPIC, 8)
-            await self._node.upkeep.save_small_state()
+            await self._node.upkeep.save_offsets()
             written, logged = self._counts()
             last_due_ms = await self._send(delay_ms, level)
             while self._broker.lateness.released < self._rows:

@@ -239,7 +239,6 @@ def test_the_bytes_are_drawn_as_in_the_code(name: str, module: object) -> None:
         "key-sidecar",
         "frame-index",
         "timer-wheel",
-        "documents",
     ],
 )
 def test_every_format_has_its_chapters(name: str) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -144,7 +145,30 @@ MOVED_HEADERS = {
     100: (64, 1536, 1, ACCEPTED_MS, 64),
     101: (1600, 1536, 1, ACCEPTED_MS + 3_600_000, 1600),
 }
+# What the broker keeps of itself: a topic ahead of its first message; a value that is deleted.
+META_FRAMES: dict[int, list[dict[str, Any]]] = {
+    100: [
+        {"kind": 11, "unique_key": "topic/orders", "body": b'{"queues":8}', "store_ms": ACCEPTED_MS},
+        {
+            "kind": 1,
+            "topic": "orders",
+            "queue_id": 1,
+            "queue_offset": 0,
+            "body": b"first",
+            "store_ms": ACCEPTED_MS,
+        },
+    ],
+    102: [
+        {"kind": 11, "unique_key": "offsets/g@orders", "body": b'{"1":1}', "store_ms": ACCEPTED_MS + 1_000},
+        {"kind": 11, "unique_key": "group/g", "body": b"", "store_ms": ACCEPTED_MS + 1_000},
+    ],
+}
+META_HEADERS = {
+    100: (64, 1728, 2, ACCEPTED_MS, 64),
+    102: (1792, 1728, 2, ACCEPTED_MS + 1_000, 1792),
+}
 LOGS = {
+    "commit-log-1-meta.log": (META_FRAMES, META_HEADERS),
     "commit-log-1.log": (FRAMES, HEADERS),
     "commit-log-1-transactions.log": (TRANSACTION_FRAMES, TRANSACTION_HEADERS),
     "commit-log-1-levels.log": (LEVEL_FRAMES, LEVEL_HEADERS),
@@ -190,6 +214,7 @@ LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3,
 MOVED_FACTS = cp.Facts(
     seq=102, tick=(ACCEPTED_MS // 1_000 * 1_000, 3), schedule="level_cascade", kept={"known_seq": 102}
 )
+META_FACTS = cp.Facts(seq=102, meta={"topic/orders": msgspec.Raw(b'{"queues":8}')})
 SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
 
 
@@ -260,12 +285,20 @@ def level_checkpoint() -> bytes:
     return checkpoint(LEVEL_FACTS)
 
 
+def meta_log() -> bytes:
+    return frames_and_bytes("commit-log-1-meta.log")[1]
+
+
 def moved_log() -> bytes:
     return frames_and_bytes("commit-log-1-moved.log")[1]
 
 
 def moved_checkpoint() -> bytes:
     return checkpoint(MOVED_FACTS)
+
+
+def meta_checkpoint() -> bytes:
+    return checkpoint(META_FACTS)
 
 
 def transaction_checkpoint() -> bytes:
@@ -278,6 +311,8 @@ WRITTEN: dict[str, Callable[[], bytes]] = {
     "checkpoint-1-transactions": transaction_checkpoint,
     "commit-log-1-levels.log": level_log,
     "checkpoint-1-levels": level_checkpoint,
+    "commit-log-1-meta.log": meta_log,
+    "checkpoint-1-meta": meta_checkpoint,
     "commit-log-1-moved.log": moved_log,
     "checkpoint-1-moved": moved_checkpoint,
     "frame-index-1.frames": frames,
@@ -404,6 +439,7 @@ def test_the_queue_says_what_it_said() -> None:
         ("checkpoint-1-transactions", TRANSACTION_FACTS),
         ("checkpoint-1-levels", LEVEL_FACTS),
         ("checkpoint-1-moved", MOVED_FACTS),
+        ("checkpoint-1-meta", META_FACTS),
     ],
 )
 def test_the_checkpoint_says_what_it_said(name: str, facts: cp.Facts) -> None:

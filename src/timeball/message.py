@@ -36,6 +36,7 @@ class Kind(IntEnum):
     HALF = 8  # a transaction's message, which nobody sees before a row whose `prepared_seq` names it
     ROLLBACK = 9  # the half message named by `prepared_seq` will not be published
     MOVED = 10  # the promise named by `source_seq`, written again so that it can go on waiting
+    META = 11  # state of the broker: `unique_key` names it, the body is its value; the last row counts
 
 
 LOG_SCHEMA = pa.schema(

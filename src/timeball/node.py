@@ -22,11 +22,9 @@ import psutil
 
 from timeball import __version__
 from timeball.access import ANONYMOUS, Caller
-from timeball.broker.parts import Parts
-from timeball.broker.recovery import Recovered, check_documents, recover
-from timeball.broker.registry.groups import Groups
+from timeball.broker.parts import Parts, Tables
+from timeball.broker.recovery import Recovered, recover
 from timeball.broker.registry.new_topics import NewTopics
-from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.broker.tables.attach import AttachState
@@ -168,15 +166,14 @@ class Node:
         loop, clock = asyncio.get_running_loop(), SchedulerClock(self.clock)
         write_format(files)
         saved = checkpoint.load(files)
-        check_documents(saved, files)
         opened = await self._open_log(saved)
         reader, catalog = LogReader(opened.segments), Catalog(files)
-        topics = Topics(files, queues_per_topic=settings.queues_per_topic)
-        ledger = AttachState(watermark=opened.segments.first_seq)
+        tables = Tables(files, settings.queues_per_topic)
+        topics, ledger = tables.topics, AttachState(watermark=opened.segments.first_seq)
         kept = keepers.kept(settings, files, saved)
         found = await loop.run_in_executor(
             reader_thread,
-            lambda: recover(saved, reader, topics, ledger, catalog, clock.now_ms(), resumes=kept is not None),
+            lambda: recover(saved, reader, tables, ledger, catalog, clock.now_ms(), resumes=kept is not None),
         )
         settling = Settling()
         settling.restore(found.settled, found.tick)
@@ -185,17 +182,17 @@ class Node:
         keeper = keepers.build(
             settings, files, reader, reader_thread, settling, on_change=self._wake, on_failure=self._fail
         )
+        writer = self._writer(opened)
+        tables.meta.open(writer.append, clock.now_ms)
         parts = Parts(
             settings=settings,
             files=files,
             clock=clock,
-            writer=self._writer(opened),
+            writer=writer,
             reader=reader,
             key_index=KeyIndex(files, opened.segments, reader),
-            topics=topics,
             new_topics=NewTopics(topics, self.clock),
-            offsets=Offsets(files),
-            groups=Groups(files),
+            **vars(tables),
             schedule=keeper or hour_log,
             keeper=keeper,
             hour_log=hour_log,
@@ -213,6 +210,7 @@ class Node:
         await self.broker.receiving.restore()
         await self._restore(found, kept)
         levels.restore(found.levels, found.levels_settled_seq)
+        await writer.flushed()  # what was in flight is served from now on: no later start may find it
         self.upkeep = Upkeep(self.broker)
 
     async def _restore(self, found: Recovered, kept: msgspec.Struct | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import batch, column, on_node
-from tests.broker.test_topics import fresh, visible
+from tests.broker.registry.test_topics import fresh, visible
 from tests.crash.world import SECOND_MS, World
 
 from timeball import limits

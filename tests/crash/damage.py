@@ -22,7 +22,6 @@ from timeball.errors import StorageError
 # Files of these kinds must be there, or the folder is not one of every kind.
 KINDS = {
     "checkpoint": r"checkpoint",
-    "document": r"[a-z_]+\.(json|key)",
     "segment": r"log/\d+\.log",
     "keys of a segment": r"log/\d+\.keys",
     "frames of a segment": r"log/\d+\.frames",

@@ -21,10 +21,10 @@ from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.popping import in_hand
+from timeball.broker.popping.in_flight import saved
 from timeball.broker.popping.popper import Ask
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.request_modes import RequestMode, RequestModes
+from timeball.broker.registry.request_modes import RequestMode
 from timeball.broker.registry.topic_config import TopicConfig
 from timeball.clock import ManualClock
 from timeball.table import catalog
@@ -76,7 +76,7 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     await world.create_topic("a", 2)
     broker.parts.topics.configure("c", TopicConfig(3, 3, attributes={"message.type": "DELAY"}))
     broker.parts.groups.update(SubscriptionGroup("configured", retry_max_times=3))
-    await RequestModes(broker.parts).set(RequestMode("a", POPS, "POP"))
+    broker.parts.request_modes.set(RequestMode("a", POPS, "POP"))
     far = await world.send("a", [HOUR_MS, HOUR_MS + 1, 2 * HOUR_MS, 3 * HOUR_MS, 40 * MINUTE_MS])
     await world.send("a", [None] * 6, 20_000)
     table = await world.bulk("b", [HOUR_MS, 2 * HOUR_MS, 5 * HOUR_MS, SECOND_MS], 1)
@@ -130,7 +130,7 @@ def look(kept: Kept, files: CrashFiles) -> Look:
 async def _look(world: World, kept: Kept) -> Look:
     await world.start()
     await world.settled()
-    found = _known(world)
+    found, new_seq = _known(world), world.broker.parts.writer.next_seq
     found["visible"] = [(row.place, row.key, row.body) for row in (await world.outcome()).rows]
     await world.consume()
     found["seen"] = [(row.place, row.key) for row in sorted(world.observed.seen.values())]
@@ -156,7 +156,8 @@ async def _look(world: World, kept: Kept) -> Look:
     outcome.offsets = {of: offsets for of, offsets in outcome.offsets.items() if not of[1].startswith(AGAIN)}
     observed.seen = {place: row for place, row in observed.seen.items() if not place.topic.startswith(AGAIN)}
     found["faults"] = [fault for fault in check(world.observed, outcome) if fault.kind != "unexpected"]
-    found["settled"] = sorted(outcome.settled)
+    # Rows of this life have other numbers each time: what groups have come to is a row, once a second.
+    found["settled"] = sorted(min(seq, new_seq) for seq in outcome.settled)
     if world.failure is not None:
         raise world.failure  # it would have ended the process
     await world.stop()
@@ -172,9 +173,9 @@ def _known(world: World) -> Look:
         "queues": {topic: broker.queues(topic) for topic in broker.topics()},
         "groups": parts.groups.all(),
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
-        "modes": RequestModes(parts).get("a", POPS),
-        "secret": broker.receiving.seal,
-        "held": in_hand.encode(broker.popper.windows.all()),
+        "modes": parts.request_modes.get("a", POPS),
+        "secret": parts.receipt_secret.get(),
+        "held": [saved(window) for window in broker.popper.windows.all() if not window.idle],
         "halves": sorted(broker.transactions.open()),
         "ledger": (parts.ledger.epochs, parts.ledger.reserved, parts.ledger.attach_seq),
         "files": sorted(str(entry) for entry in parts.hour_log.pending.live_entries()),

@@ -10,6 +10,7 @@ In the end the folder is opened by a node whose clock is ahead by more than the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import threading
@@ -29,6 +30,9 @@ from tests.protocols.remoting.wire import Wire
 from timeball import Timeball
 from timeball.clock import SystemClock
 from timeball.errors import OutOfRange, Unavailable
+from timeball.files import RealFiles
+from timeball.inspect.folder import FolderDump, FrameFound
+from timeball.log.meta_rows import pairs_of
 from timeball.message import SCHEDULE_TOPIC, Kind, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
@@ -244,14 +248,17 @@ class Siege:
 
     def _note_saved_offsets(self) -> None:
         """What is on disk while nobody runs must be there afterwards."""
-        saved = self.broker.data / "offsets.json"
-        if saved.exists():
-            for group, topics in json.loads(saved.read_text().splitlines()[1])["offsets"].items():
-                for topic, offsets in topics.items():
-                    mine = self.observed.saved_offsets.setdefault((group, topic), {})
-                    for queue, offset in offsets.items():
-                        # Not below an earlier life's: that would be a step back.
-                        mine[int(queue)] = max(mine.get(int(queue), 0), offset)
+        folder = FolderDump(RealFiles(self.broker.data))
+        rows = [
+            f.rows for segment in folder.segments for f in folder.walk(segment) if isinstance(f, FrameFound)
+        ]
+        for key, value in itertools.chain.from_iterable(map(pairs_of, rows)):
+            of, _, topic = (key or "").removeprefix("offsets/").partition("@")
+            if (key or "").startswith("offsets/") and topic:
+                mine = self.observed.saved_offsets.setdefault((of, topic), {})
+                for queue, offset in json.loads(value).items():
+                    # Not below an earlier life's: that would be a step back.
+                    mine[int(queue)] = max(mine.get(int(queue), 0), offset)
 
     # -- what clients use -------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ EXTREMES: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything")]
 USED = [
     ("write_at", "log/"), ("sync", "log/"), ("create", "log/0000000002"), ("remove", "log/0000000001.log"),
     ("absorb", "pending"), ("sync_file", "pending/bucket="), ("sync_file", "pending/_delta_log/"),
-    ("rename", "checkpoint"), ("rename", "offsets.json"), ("rename", "topics.json"), ("rename", "queues/"),
+    ("rename", "checkpoint"), ("rename", "queues/"),
     ("remove", "pending/_keys/"),
 ]  # fmt: skip
 

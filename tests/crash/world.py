@@ -191,7 +191,7 @@ class World:
     async def save_offsets(self) -> None:
         assert self.node is not None
         saved = {(GROUP, t): self.broker.offsets(GROUP, t) for t in self.broker.topics()}
-        await self.node.upkeep.save_small_state()
+        await self.node.upkeep.save_offsets()
         if not self.files.cut:
             self.observed.saved_offsets.update(saved)
 

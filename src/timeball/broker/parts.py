@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from timeball.broker.popping.in_flight import InFlight
 from timeball.broker.rates import Rates
 from timeball.broker.registry.groups import Groups
+from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.new_topics import NewTopics
 from timeball.broker.registry.offsets import Offsets
+from timeball.broker.registry.receipt_secret import ReceiptSecret
+from timeball.broker.registry.request_modes import RequestModes
 from timeball.broker.registry.topics import Topics
 from timeball.broker.tables.attach import AttachState
 from timeball.clock import SchedulerClock
@@ -32,6 +36,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Tables:
+    """What the META rows of the log are kept in; all of them before recovery reads the first one."""
+
+    def __init__(self, files: Files, queues_per_topic: int) -> None:
+        self.meta = meta = MetaLog()
+        self.topics = Topics(files, meta, queues_per_topic=queues_per_topic)
+        self.offsets, self.groups, self.request_modes = Offsets(meta), Groups(meta), RequestModes(meta)
+        self.receipt_secret, self.in_flight = ReceiptSecret(meta), InFlight(meta)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the composition root hands to the broker."""
@@ -44,8 +58,12 @@ class Parts:
     key_index: KeyIndex
     topics: Topics
     new_topics: NewTopics
+    meta: MetaLog
     offsets: Offsets
     groups: Groups
+    request_modes: RequestModes
+    receipt_secret: ReceiptSecret
+    in_flight: InFlight
     schedule: Strategy  # for any instant: the keeper, or the hour log itself
     keeper: Keeper | None
     hour_log: HourLog  # keeps the pending table, whoever keeps what is sent here

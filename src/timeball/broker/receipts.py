@@ -1,7 +1,7 @@
 """What names one handing out of one message: two sorts, told apart by their type.
 
 A receipt says all that is needed to settle what it names without a look into the log. So whoever turns one into a text
-for a consumer seals it (receiving/seal.py): a number made up would settle a stranger's promise.
+for a consumer seals it (registry/receipt_secret.py): a number made up would settle a stranger's promise.
 """
 
 from __future__ import annotations

@@ -29,16 +29,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.popping import in_hand
+from timeball.broker.parts import Tables
 from timeball.broker.queue_entries import BATCH_ROWS, HAVE_PLACES
-from timeball.broker.registry import groups, offsets, receipt_secret, request_modes, topics
 from timeball.broker.registry.topics import Topics
 from timeball.broker.revoking.log_scan import next_seq_of
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
-from timeball.files import Files
 from timeball.log import checkpoint as cp
+from timeball.log.meta_rows import pairs_of
 from timeball.log.reader import LogReader
 from timeball.log.segment import segment_name
 from timeball.message import CANCEL_NEXT, SCHEDULE_TOPIC, Int64Array, Kind
@@ -49,9 +48,6 @@ from timeball.schedule.tick import Tick
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
-
-# Files of truth beside log and data files: one that the checkpoint has seen must be there.
-DOCUMENTS = (topics.NAME, groups.NAME, offsets.NAME, request_modes.NAME, in_hand.NAME, receipt_secret.NAME)
 
 _EMPTY = np.empty(0, np.int64)
 
@@ -84,24 +80,19 @@ class Recovered:
     levels_settled_seq: Int64Array  # since the checkpoint
 
 
-def check_documents(checkpoint: cp.Checkpoint | None, files: Files) -> None:
-    """Raise Corrupt when a document is gone that was there when the checkpoint was saved."""
-    for name in [] if checkpoint is None else checkpoint.facts.documents:
-        if not files.exists(name):
-            raise Corrupt(f"{name} is missing: restore it from a copy of the same moment as the log")
-
-
 def recover(
     checkpoint: cp.Checkpoint | None,
     reader: LogReader,
-    topics: Topics,
+    tables: Tables,
     ledger: AttachState,
     catalog: Catalog,
     now_ms: int,
     *,
     resumes: bool = False,
 ) -> Recovered:
-    """Fill `topics` and `ledger`, bring the table up to the log, and say what waits. Blocking.
+    """Fill `tables` and `ledger`, and return what waits. Blocking.
+
+    The pending table's Delta log is brought up to the commit log.
 
     `resumes`: whoever keeps the promises knows those before the checkpoint by itself.
     """
@@ -118,11 +109,13 @@ def recover(
             f"{segment_name(first - 1)} is missing: the log begins with seq {reader.first_seq}, but retention "
             f"has let go nothing from seq {facts.log_from_seq} on; restore the file from a copy"
         )
+    topics = tables.topics
+    tables.meta.restore((key, bytes(value)) for key, value in facts.meta.items())
     topics.load(reader, facts.queues, facts.seq)
     ledger.watermark, ledger.attach_seq = facts.watermark, facts.attach_seq
     ledger.epochs, ledger.jobs = dict(facts.epochs), dict(facts.jobs)
     ledger.reserved = dict(facts.reserved)
-    replayed = _replay(reader, facts.seq, topics, ledger)
+    replayed = _replay(reader, facts.seq, tables, ledger)
     if reader.first_seq > 1:
         # Retention may have gone on after the checkpoint was saved, and what it let go must not be offered.
         topics.forget(reader.first_seq)
@@ -150,14 +143,16 @@ def recover(
     )
 
 
-def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: AttachState) -> Replayed:
+def _replay(reader: LogReader, from_seq: int, tables: Tables, ledger: AttachState) -> Replayed:
     replayed = Replayed()
     for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
         present = set(np.unique(kinds).tolist())
+        if Kind.META in present:  # a topic before the messages that follow it
+            tables.meta.restore(pairs_of(rows.filter(pa.array(kinds == Kind.META))))
         if present & HAVE_PLACES:
             visible = np.flatnonzero(np.isin(kinds, list(HAVE_PLACES)))
-            topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
+            tables.topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
         if present & places.KINDS:
             replayed.promises.append(places.placed(rows.filter(pa.array(np.isin(kinds, list(places.KINDS))))))
         if present & {Kind.RELEASE, Kind.CANCEL}:

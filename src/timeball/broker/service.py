@@ -27,12 +27,11 @@ from timeball.broker import (
 from timeball.broker.appending import Accepted, Appending
 from timeball.broker.dispatching import Brought, Dispatching
 from timeball.broker.ingress import Ingress
-from timeball.broker.parts import Parts, in_thread, undone
+from timeball.broker.parts import Parts, in_thread
 from timeball.broker.policy import Policy
 from timeball.broker.popping.popper import Popper
 from timeball.broker.rates import Stat
 from timeball.broker.receiving import Receiving
-from timeball.broker.registry import offsets
 from timeball.broker.revoking.cancel import Verdict, cancel, settle
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import RangesCancelled, cancel_ranges
@@ -42,8 +41,9 @@ from timeball.broker.tables.changes import TableChanges
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import OutOfRange
+from timeball.log.meta_rows import without_secrets
 from timeball.log.starts import Start, starts
-from timeball.message import READ_SCHEMA, Int64Array
+from timeball.message import READ_SCHEMA, Int64Array, Kind
 from timeball.schedule.strategy import Strategy
 from timeball.table.attachment import Attached, Attachment
 
@@ -71,7 +71,6 @@ class Broker:
         self.popper = Popper(self)
         self.receiving = Receiving(self)
         self.sends, self.halves = Ingress(self.send_nowait), Ingress(self.prepare_nowait)
-        self._saving_offsets = asyncio.Lock()
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)
 
@@ -230,9 +229,14 @@ class Broker:
         columns: Sequence[str] | None = None,
         caller: Caller = ANONYMOUS,
     ) -> Iterator[pa.RecordBatch]:
-        """Rows of the log; any thread."""
+        """Return rows of the log, without the values that are secret; any thread."""
         self.policy.allow(caller, Verb.ADMIN)
-        return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns)
+        kinds, names = None if kinds is None else set(kinds), columns or READ_SCHEMA.names
+        if "body" not in names or (kinds is not None and Kind.META not in kinds):
+            return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns)
+        needed = list(dict.fromkeys([*names, "kind", "unique_key"]))
+        rows = self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, needed)
+        return (without_secrets(batch).select(names) for batch in rows)
 
     def starts(self, from_seq: int, to_seq: int, caller: Caller = ANONYMOUS) -> list[Start]:
         """When this log was taken up again, by the first row written then; any thread."""
@@ -254,7 +258,7 @@ class Broker:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
         self.policy.admit_managed([name], caller)
         self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic, made_by=caller.name)
-        await self.save_topics()
+        await self.parts.writer.flushed()
 
     def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:
         """(min_offset, max_offset) of each queue."""
@@ -357,25 +361,6 @@ class Broker:
             counts = {**of_both, **counts, **parts.keeper.statistics()}
         return counts
 
-    async def save_topics(self) -> None:
-        """Write the list of topics when it has changed."""
-        topics, data = self.parts.topics, self.parts.topics.save()
-        if data is not None:
-            with undone(topics.unsaved):
-                await in_thread(self.parts.reader_thread, self.parts.files.replace, "topics.json", data)
-
-    async def save_groups(self) -> None:
-        """Write the list of consumer groups when it has changed."""
-        groups, data = self.parts.groups, self.parts.groups.save()
-        if data is not None:
-            with undone(groups.unsaved):
-                await in_thread(self.parts.reader_thread, self.parts.files.replace, "groups.json", data)
-
-    async def save_offsets(self) -> None:
-        """Write how far consumer groups have come when it has changed."""
-        async with self._saving_offsets:  # an older state must not be written over a newer one
-            parts, data = self.parts, self.parts.offsets.save(self.receiving.parked())
-            if data is not None:
-                with undone(parts.offsets.unsaved):
-                    await parts.writer.synced()  # an offset must not outlive the message behind it
-                    await in_thread(parts.reader_thread, parts.files.replace, offsets.NAME, data)
+    def save_offsets(self) -> None:
+        """Append to the log how far consumer groups have come since the last time."""
+        self.parts.offsets.save(self.receiving.parked())

@@ -16,7 +16,6 @@ import msgspec
 from timeball import limits
 from timeball.broker.memory import give_back
 from timeball.broker.parts import in_thread, undone
-from timeball.broker.recovery import DOCUMENTS
 from timeball.broker.service import Broker
 from timeball.errors import Corrupt, OverLimit, RequestError
 from timeball.log import checkpoint, frame_index, retention
@@ -42,9 +41,7 @@ class Upkeep:
         self._parts = broker.parts
         self._settings = broker.parts.settings
         self._checkpoint_seq = -1
-        self._saved: tuple[int, int, list[str]] | None = (
-            None  # seq, log_from_seq, documents of the last checkpoint
-        )
+        self._saved: tuple[int, int] | None = None  # seq, log_from_seq of the last checkpoint
         self._log_from_seq = broker.parts.reader.first_seq
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.parts.clock.now_ms()
@@ -52,7 +49,7 @@ class Upkeep:
     def start(self) -> None:
         """Begin all duties."""
         duties: list[tuple[int, Callable[[], Awaitable[None]]]] = [
-            (OFFSETS_INTERVAL_MS, self.save_small_state),
+            (OFFSETS_INTERVAL_MS, self.save_offsets),
             (self._settings.checkpoint_interval_ms, self.checkpoint),
             (RETENTION_INTERVAL_MS, self.let_go),
             (KEYS_INTERVAL_MS, self.index_keys),
@@ -71,7 +68,7 @@ class Upkeep:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if saves and self._parts.writer.failed is None:
-            await self.save_small_state()
+            await self.save_offsets()
             await self.checkpoint()
 
     async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
@@ -88,23 +85,22 @@ class Upkeep:
                 self._parts.on_failure(error)
                 return
 
-    async def save_small_state(self) -> None:
-        """Consumer offsets, and the lists of topics and of groups."""
-        await self._broker.save_topics()
-        await self._broker.save_groups()
-        await self._broker.save_offsets()
+    async def save_offsets(self) -> None:
+        """Append how far consumer groups have come; durable on return."""
+        self._parts.writer.check_room()
+        self._broker.save_offsets()
+        await self._parts.writer.flushed()
 
     async def checkpoint(self) -> None:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""
         parts = self._parts
         async with self._broker.mover.lock:  # between the steps of an attach there is no state to save
-            documents = await in_thread(parts.reader_thread, self._documents)
             seq, log_from_seq = parts.reader.next_seq, self._log_from_seq
-            if (seq, log_from_seq, documents) == self._saved or self._broker.mover.is_unfinished:
+            if (seq, log_from_seq) == self._saved or self._broker.mover.is_unfinished:
                 return
             settled = parts.settling.settled()
             dirty = parts.keeper.take_dirty() if parts.keeper is not None else []
-            topics = parts.topics.save()
+            meta = dict(parts.meta.values)
             facts = checkpoint.Facts(
                 seq=seq,
                 settled_before_ms=settled.before_ms,
@@ -123,15 +119,13 @@ class Upkeep:
                 files=list(parts.hour_log.pending.live_entries()),
                 attach_seq=parts.ledger.attach_seq,
                 log_from_seq=log_from_seq,
-                documents=documents,
+                meta={key: msgspec.Raw(value) for key, value in meta.items()},
             )
             kept_unsynced = [] if parts.keeper is None else [parts.keeper.unsynced]
             queues = parts.topics.indexes.flush(seq)
 
             def save() -> None:
                 queues.write()
-                if topics is not None:
-                    parts.files.replace("topics.json", topics)
                 for folder, files in dirty:
                     for file in files:
                         file.sync()
@@ -141,15 +135,12 @@ class Upkeep:
                 checkpoint.save(parts.files, checkpoint.Checkpoint(known, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
-            with undone(parts.topics.unsaved, *kept_unsynced):
+            with undone(*kept_unsynced):
                 await parts.writer.synced()
                 await in_thread(self._parts.reader_thread, save)
             parts.topics.indexes.finish(queues)
             self._checkpoint_seq = seq
-            self._saved = seq, log_from_seq, documents
-
-    def _documents(self) -> list[str]:
-        return [name for name in DOCUMENTS if self._parts.files.exists(name)]
+            self._saved = seq, log_from_seq
 
     async def seal_queues(self) -> None:
         """Write the newest entries of the queues when they are many; else they wait for the checkpoint."""
@@ -214,7 +205,6 @@ class Upkeep:
             await self.checkpoint()
             if self._saved is None or self._saved[1] < self._log_from_seq:
                 return
-            await self._broker.save_topics()  # a deleted topic's files go below: nobody must miss them later
             await in_thread(
                 self._parts.reader_thread, lambda: retention.remove(parts.files, parts.reader.segments, gone)
             )

@@ -22,6 +22,7 @@ from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
+from timeball.log.meta_rows import without_secrets
 from timeball.log.recovery import last_written, proof_behind, whole_frames
 from timeball.log.segment import FOLDER, SUFFIX, segment_name
 from timeball.message import Kind
@@ -50,7 +51,7 @@ class Torn:
 
 @dataclass(frozen=True, slots=True)
 class FrameFound:
-    """A whole frame, and its rows in LOG_SCHEMA."""
+    """A whole frame, and its rows in LOG_SCHEMA, without values that are secret."""
 
     segment: SegmentFound
     frame: fmt.Frame
@@ -242,7 +243,7 @@ class _Walk:
 
     def _decoded(self, frame: fmt.Frame) -> FrameFound | Damage:
         try:
-            return FrameFound(self.segment, frame, fmt.decode_rows(self.buffer, frame))
+            return FrameFound(self.segment, frame, without_secrets(fmt.decode_rows(self.buffer, frame)))
         except (Corrupt, pa.ArrowException) as error:
             return Damage(self.segment.name, frame.position, f"checksum right, but not our rows: {error}")
 

@@ -71,7 +71,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     files: list[Any] | None = None
     attach_seq: int = 0  # the last of those rows
     log_from_seq: int = 1  # retention may have let go what stands below it, and nothing else
-    documents: list[str] = []  # JSON files (documents.py) that were there
+    meta: dict[str, msgspec.Raw] = {}  # what the META rows below `seq` add up to: key -> value
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

@@ -125,7 +125,7 @@ class Life:
         await self.world.until(back, "what is due is back")
 
     async def save(self, _: int) -> None:
-        await self.world.node.upkeep.save_small_state()
+        await self.world.node.upkeep.save_offsets()
 
     async def restart(self, _: int) -> None:
         await self.world.restart()  # receipts stay valid

@@ -134,5 +134,3 @@ async def test_where_a_group_begins_is_fresh_until_somebody_has_saved_it(world: 
     windows.fresh = False
     window(world, windows)
     assert not windows.fresh
-    windows.freshen()
-    assert windows.fresh

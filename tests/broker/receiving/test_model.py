@@ -75,7 +75,7 @@ class Life:
         try:
             await self.world.broker.create_topic(TOPIC, 2)
             try_at_most(self.world, TIMES_MAX)
-            await self.world.broker.save_groups()
+            await self.world.broker.parts.writer.flushed()
             for name, n in steps:
                 await getattr(self, name.replace(" ", "_"))(n)
             await self.to_the_end()
@@ -187,7 +187,7 @@ class Life:
 
     async def save(self, _: int) -> None:
         assert self.world.node is not None
-        await self.world.node.upkeep.save_small_state()
+        await self.world.node.upkeep.save_offsets()
 
     async def checkpoint(self, _: int) -> None:
         await self.world.checkpoint()

@@ -25,7 +25,7 @@ from timeball.broker.receiving import positions
 
 async def save(world: World) -> None:
     assert world.node is not None
-    await world.node.upkeep.save_small_state()
+    await world.node.upkeep.save_offsets()
 
 
 async def power_cut(world: World) -> None:

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.on_node import on_node
+from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
-from tests.crash_files import CrashFiles
 
 from timeball import limits
-from timeball.broker.registry import groups as groups_module
 from timeball.broker.registry.groups import ExponentialRetry, Groups, RetryPolicy, SubscriptionGroup
 from timeball.errors import InvalidMessage, NotFound, OverLimit
 
@@ -26,19 +25,16 @@ CONFIGS = st.builds(
 )
 
 
-def saved(groups: Groups, files: CrashFiles) -> Groups:
-    data = groups.save()
-    if data is not None:
-        files.replace(groups_module.NAME, data)
-    return Groups(files)
+def fresh() -> Groups:
+    return StateRows().opened(Groups)
 
 
 @given(st.lists(st.one_of(CONFIGS, NAMES, NAMES.map(lambda name: (name,))), max_size=12))
 def test_the_last_word_on_each_group_counts_also_after_a_restart(
     steps: list[SubscriptionGroup | str | tuple[str]],
 ) -> None:
-    files = CrashFiles()
-    groups, model = Groups(files), {}
+    log = StateRows()
+    groups, model = log.opened(Groups), {}
     for step in steps:
         if isinstance(step, SubscriptionGroup):
             model[step.group_name] = groups.update(step)
@@ -48,14 +44,14 @@ def test_the_last_word_on_each_group_counts_also_after_a_restart(
         else:
             model.pop(step[0], None)
             groups.remove(step[0])
-    for read in (groups, saved(groups, files)):
+    for read in (groups, log.opened(Groups)):
         assert {g.group_name: g for g in read.all()} == model
         for name in ("a", "b", "x-1_|%"):
             assert read.find(name) == model.get(name)
 
 
 def test_a_group_that_does_not_exist_is_not_found() -> None:
-    groups = Groups(CrashFiles())
+    groups = fresh()
     assert groups.find("g") is None
     with pytest.raises(NotFound, match="'g' does not exist"):
         groups.get("g")
@@ -83,25 +79,26 @@ def test_the_defaults_and_the_names_are_rocketmqs() -> None:
 
 
 def test_a_retry_policy_is_given_back_as_it_came() -> None:
-    files = CrashFiles()
-    groups = Groups(files)
+    log = StateRows()
+    groups = log.opened(Groups)
     policy = RetryPolicy("EXPONENTIAL", exponential_retry_policy=ExponentialRetry(1, 2, 3))
     groups.update(SubscriptionGroup("g", group_retry_policy=policy))
-    assert saved(groups, files).get("g").group_retry_policy == policy
+    assert log.opened(Groups).get("g").group_retry_policy == policy
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "ü", "x" * (limits.GROUP_BYTES_MAX + 1)])
 def test_a_name_that_no_client_may_use_is_refused(name: str) -> None:
-    groups = Groups(CrashFiles())
+    log = StateRows()
+    groups = log.opened(Groups)
     with pytest.raises(InvalidMessage, match="group"):
         groups.ensure(name)
     assert not groups.all()
-    assert groups.save() is None
+    assert log.count == 0
 
 
 def test_there_is_an_end_to_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "GROUPS_MAX", 2)
-    groups = Groups(CrashFiles())
+    groups = fresh()
     groups.ensure("a")
     groups.ensure("b")
     with pytest.raises(OverLimit):
@@ -111,17 +108,15 @@ def test_there_is_an_end_to_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_has_not_changed_is_not_saved_and_has_no_new_version() -> None:
-    groups = Groups(CrashFiles())
+    log = StateRows()
+    groups = log.opened(Groups)
     groups.ensure("g")
-    assert groups.save() is not None
     version = groups.version
     groups.ensure("g")
     groups.update(SubscriptionGroup("g"))
     groups.remove("nobody")
-    assert groups.save() is None
+    assert log.count == 1
     assert groups.version == version
-    groups.unsaved()
-    assert groups.save() is not None
 
 
 @on_node()
@@ -132,7 +127,11 @@ async def test_groups_outlive_the_broker(world: World) -> None:
 
 
 @on_node()
-async def test_a_saved_group_outlives_a_cut(world: World) -> None:
+async def test_a_group_that_was_answered_outlives_a_cut(world: World) -> None:
     world.broker.parts.groups.update(SubscriptionGroup("g", retry_max_times=2))
-    await world.broker.save_groups()
-    assert Groups(world.files.crash(survival="nothing")).get("g").retry_max_times == 2
+    await world.broker.parts.writer.flushed()
+    files = world.files.crash(survival="nothing")
+    await world.abandon()
+    world.files = files
+    await world.start()
+    assert world.broker.parts.groups.get("g").retry_max_times == 2

@@ -1,36 +1,59 @@
-"""The secret is made once and is the same after every start."""
+"""The secret is made once, is the same after every start, and no reader outside the broker is shown it."""
 
 from __future__ import annotations
 
-import pytest
-from tests.broker.on_node import on_node
-from tests.broker.receiving.subscriber import receiving
+import base64
+
+from tests.broker.on_node import batch, on_node
+from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
-from tests.crash_files import CrashFiles
 
-from timeball.broker.registry import receipt_secret as seal
-from timeball.errors import Corrupt
-
-
-def test_it_is_made_once_and_survives_the_power() -> None:
-    files = CrashFiles()
-    made = seal.load(files)
-    assert len(made) == seal.SIZE_BYTES
-    assert seal.load(files) == made == seal.load(files.crash(survival="nothing"))
-    assert seal.load(CrashFiles()) != made, "another folder has another"
+from timeball.broker.popping.popper import Ask
+from timeball.broker.registry.receipt_secret import SIZE_BYTES, ReceiptSecret
+from timeball.message import Kind
 
 
-def test_one_that_is_damaged_is_refused_by_name() -> None:
-    """A new one would void the receipts that consumers hold."""
-    files = CrashFiles()
-    seal.load(files)
-    files.replace(seal.NAME, files.content(seal.NAME)[:-1])
-    with pytest.raises(Corrupt, match=r"receipts\.key"):
-        seal.load(files)
+def test_it_is_made_once_and_kept() -> None:
+    log = StateRows()
+    made = log.opened(ReceiptSecret).get()
+    assert len(made) == SIZE_BYTES and log.count == 1
+    again = log.opened(ReceiptSecret)
+    assert again.is_made and again.get() == made and log.count == 1
+    assert StateRows().opened(ReceiptSecret).get() != made, "another folder has another"
 
 
 @on_node()
 async def test_receipts_are_as_good_after_a_restart(world: World) -> None:
-    before = receiving(world).seal
+    before = world.broker.parts.receipt_secret.get()
     await world.restart()
-    assert receiving(world).seal == before
+    assert world.broker.parts.receipt_secret.get() == before
+
+
+@on_node()
+async def test_the_first_receive_makes_it_and_waits_for_the_disk(world: World) -> None:
+    await world.broker.create_topic("orders", 1)
+    await world.broker.send(batch(1))
+    await world.broker.receiving.receive(Ask("g", "orders"), 0)
+    kept = world.broker.parts.receipt_secret
+    assert kept.is_made
+    files = world.files.crash(survival="nothing")
+    await world.abandon()
+    world.files = files
+    await world.start()
+    assert world.broker.parts.receipt_secret.get() == kept.get()
+
+
+@on_node()
+async def test_no_reader_of_the_log_is_shown_it(world: World) -> None:
+    await world.broker.create_topic("orders", 1)
+    secret = world.broker.parts.receipt_secret.get()
+    await world.broker.parts.writer.flushed()
+    for kinds in (None, [Kind.META]):
+        for columns in (None, ["body"], ["seq", "body", "unique_key"]):
+            rows = [
+                row for part in world.broker.read_log(1, 99, kinds, 1, columns) for row in part.to_pylist()
+            ]
+            bodies = [row["body"] for row in rows]
+            assert bodies.count(None) == 1 and any(b'"queues"' in (body or b"") for body in bodies)
+            shown = b"".join(body or b"" for body in bodies)
+            assert secret not in shown and base64.b64encode(secret) not in shown

@@ -9,15 +9,15 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.broker.registry.state_rows import StateRows
 from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES
 
-from timeball import documents, limits
+from timeball import limits
 from timeball.broker.filters import tag_hash, tag_mask
 from timeball.broker.queue_entries import stored_sizes
-from timeball.broker.registry import topics as topics_module
 from timeball.broker.registry.topic_config import TopicConfig
-from timeball.broker.registry.topics import Placement, Topics, check_name
+from timeball.broker.registry.topics import FilterType, Placement, Topics, check_name
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import Lengths
@@ -30,8 +30,12 @@ QUEUES = 3
 END_SEQ = 10_000  # behind every row of a test
 
 
-def fresh(files: Files | None = None, *, queues: int = QUEUES) -> Topics:
-    topics = Topics(files or CrashFiles(), queues_per_topic=queues)
+def opened(log: StateRows, files: Files, queues: int = QUEUES) -> Topics:
+    return log.opened(lambda meta: Topics(files, meta, queues_per_topic=queues))
+
+
+def fresh(files: Files | None = None, *, queues: int = QUEUES, log: StateRows | None = None) -> Topics:
+    topics = opened(log or StateRows(), files or CrashFiles(), queues)
     topics.load(empty_log(), {}, 1)
     return topics
 
@@ -81,8 +85,8 @@ BATCHES = st.lists(
 def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
     batches: list[list[tuple[str, int]]], known: int
 ) -> None:
-    files = CrashFiles()
-    topics, replays, next_seq, model = fresh(files), [], 1, {}
+    files, log = CrashFiles(), StateRows()
+    topics, replays, next_seq, model = fresh(files, log=log), [], 1, {}
     for batch in batches:
         rows = visible([name for name, _ in batch], [queue for _, queue in batch])
         placement = topics.place(rows)
@@ -99,10 +103,9 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
         replays.append((placed, np.arange(next_seq, next_seq + len(batch))))
         next_seq += len(batch)
         if len(replays) == known:
-            files.replace(topics_module.NAME, topics.save() or documents.encode({}))
             saved = (save_queues(topics, next_seq), next_seq)
     assert entries(topics) == model
-    again = Topics(files, queues_per_topic=QUEUES)
+    again = opened(log, files)
     again.load(empty_log(), *(saved if known and len(replays) >= known else ({}, 1)))
     for placed, seqs in replays:  # those before the checkpoint too: they are skipped
         again.replay(placed, seqs)
@@ -137,14 +140,14 @@ def test_a_topic_grows_and_never_shrinks() -> None:
 
 
 def test_what_is_saved_is_loaded() -> None:
-    files = CrashFiles()
-    topics = fresh(files)
-    assert topics.save() is None
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
+    assert log.count == 0
     topics.ensure("a")
     topics.ensure("b", 5)
-    files.replace(topics_module.NAME, topics.save() or b"")
-    assert topics.save() is None
-    again = fresh(files)
+    assert log.count == 2
+    assert topics.ensure("b", 4) and log.count == 2
+    again = fresh(files, log=log)
     assert {t.name: len(t.queues) for t in again.all()} == {"a": QUEUES, "b": 5}
 
 
@@ -158,8 +161,8 @@ def test_the_longest_group_and_topic_have_a_retry_topic() -> None:
 
 def test_a_topic_is_made_and_written_to_without_a_call_to_the_disk() -> None:
     """A thousand cost what one does: one file, written and synced by the checkpoint."""
-    files = CrashFiles()
-    topics = fresh(files)
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
     calls = files.calls
     topics.place(visible([f"%RETRY%g{n}" for n in range(1_000)])).index(1)
     assert files.calls == calls
@@ -196,8 +199,8 @@ MULTI = [tag_mask("a"), 0, tag_mask("b") | tag_mask("c"), tag_mask("Aa"), tag_ma
 
 def test_an_entry_holds_of_the_tag_what_the_filter_type_says() -> None:
     assert SINGLE[3] == SINGLE[4] == 2112 and MULTI != SINGLE
-    files = CrashFiles()
-    topics = fresh(files)
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
     topics.ensure("single")
     topics.ensure("multi", filter_type="MULTI_TAG")
     names = ["single", "multi"] * len(TAGS)
@@ -205,14 +208,13 @@ def test_an_entry_holds_of_the_tag_what_the_filter_type_says() -> None:
     placement = topics.place(rows)
     placement.index(1)
     assert tags_indexed(topics) == {"single": SINGLE, "multi": MULTI}
-    files.replace(topics_module.NAME, topics.save() or b"")
-    again = fresh(files)
+    again = fresh(files, log=log)
     again.replay(with_places(rows, placement), np.arange(1, 1 + len(names)))
     assert tags_indexed(again) == {"single": SINGLE, "multi": MULTI}
 
 
 @pytest.mark.parametrize(("filter_type", "expected"), [("SINGLE_TAG", SINGLE), ("MULTI_TAG", MULTI)])
-def test_a_batch_of_one_topic(filter_type: topics_module.FilterType, expected: list[int]) -> None:
+def test_a_batch_of_one_topic(filter_type: FilterType, expected: list[int]) -> None:
     topics = fresh()
     topics.ensure("t", 1, filter_type=filter_type)
     topics.place(visible(["t"] * len(TAGS), tag=TAGS)).index(1)
@@ -222,34 +224,29 @@ def test_a_batch_of_one_topic(filter_type: topics_module.FilterType, expected: l
 
 
 def test_a_filter_type_is_saved_and_stays_unless_asked() -> None:
-    files = CrashFiles()
-    topics = fresh(files)
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
     assert topics.ensure("old").filter_type == topics.ensure("old", 5).filter_type == "SINGLE_TAG"
     assert topics.ensure("new", 1, filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
     assert topics.ensure("new", 2).filter_type == "MULTI_TAG"
-    files.replace(topics_module.NAME, topics.save() or b"")
-    assert {t.name: t.filter_type for t in fresh(files).all()} == {"old": "SINGLE_TAG", "new": "MULTI_TAG"}
-
-
-def test_a_file_from_before_filter_types_is_loaded() -> None:
-    files = CrashFiles()
-    files.replace(topics_module.NAME, documents.encode({"a": {"queues": 2}}))
-    topic = fresh(files).get("a")
-    assert (len(topic.queues), topic.filter_type) == (2, "SINGLE_TAG")
+    assert {t.name: t.filter_type for t in fresh(files, log=log).all()} == {
+        "old": "SINGLE_TAG",
+        "new": "MULTI_TAG",
+    }
 
 
 def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
-    topics = fresh()
+    log = StateRows()
+    topics = fresh(log=log)
     topics.ensure("t", 1)
-    assert topics.save()
     assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
-    assert topics.save()
+    assert log.count == 2
     topics.place(visible(["t"], tag=["a"]))
     with pytest.raises(RequestError, match="has messages: its filter type stays MULTI_TAG"):
         topics.ensure("t", 4, filter_type="SINGLE_TAG")
     assert len(topics.get("t").queues) == 1, "refused whole"
     assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
-    assert topics.save() is None
+    assert log.count == 2
 
 
 def test_a_filter_type_that_there_is_not() -> None:
@@ -276,24 +273,24 @@ def put(topics: Topics, first_seq: int, name: str, rows: int = 1) -> pa.RecordBa
 
 
 def reopened(
-    topics: Topics, files: CrashFiles, lengths: dict[str, dict[int, tuple[int, int]]] | None = None
+    topics: Topics,
+    log: StateRows,
+    files: CrashFiles,
+    lengths: dict[str, dict[int, tuple[int, int]]] | None = None,
 ) -> Topics:
     """After a restart; by default with a checkpoint of this instant."""
-    data = topics.save()
-    if data is not None:
-        files.replace(topics_module.NAME, data)
     saved = save_queues(topics)
-    again = Topics(files, queues_per_topic=1)
+    again = opened(log, files, 1)
     again.load(empty_log(), saved if lengths is None else lengths, END_SEQ if lengths is None else 1)
     return again
 
 
 def test_a_topic_shows_what_was_configured_and_after_a_restart_too() -> None:
-    files = CrashFiles()
-    topics = fresh(files)
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
     config = TopicConfig(2, 3, perm=4, order=True, sys_flag=1, attributes={"message.type": "FIFO"})
     topics.configure("t", config, filter_type="MULTI_TAG")
-    for read in (topics, reopened(topics, files)):
+    for read in (topics, reopened(topics, log, files)):
         topic = read.get("t")
         assert (topic.read_queues, topic.write_queues, topic.perm, len(topic.queues)) == (2, 3, 4, 3)
         assert (topic.config, topic.filter_type) == (config, "MULTI_TAG")
@@ -339,19 +336,19 @@ def test_a_configuration_that_cannot_be_changes_nothing() -> None:
 
 
 def test_a_deleted_topic_is_gone_and_a_new_one_has_nothing_of_it() -> None:
-    files = CrashFiles()
-    topics = fresh(files, queues=1)
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, queues=1, log=log)
     put(topics, 0, "t", rows=3)
     topics.configure("t", TopicConfig(1, 1, perm=4))
     assert topics.delete("t", 3)
     assert not topics.delete("t", 3)
-    for read in (topics, reopened(topics, files)):
+    for read in (topics, reopened(topics, log, files)):
         assert read.find("t") is None
         assert read.all() == []
         with pytest.raises(NotFound):
             read.get("t")
     put(topics, 3, "t", rows=2)
-    for read in (topics, reopened(topics, files)):
+    for read in (topics, reopened(topics, log, files)):
         (queue,) = read.get("t").queues
         assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
         assert queue.index.read(3, 9)["seq"].tolist() == [3, 4]
@@ -360,28 +357,30 @@ def test_a_deleted_topic_is_gone_and_a_new_one_has_nothing_of_it() -> None:
 
 @pytest.mark.parametrize("sent_again", [False, True])
 def test_a_replay_knows_what_came_before_the_deletion(sent_again: bool) -> None:
-    """The list of topics is saved with the deletion; no checkpoint after it, and not the new topic either."""
-    files = CrashFiles()
-    topics = fresh(files, queues=1)
+    """There is no checkpoint after the deletion."""
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, queues=1, log=log)
     old = put(topics, 0, "t", rows=3)
     topics.delete("t", 3)
-    again = reopened(topics, files, lengths={})
+    fresh_rows = put(topics, 3, "t", rows=2) if sent_again else None
+    again = reopened(topics, log, files, lengths={})
     again.replay(old, np.arange(3))
-    assert again.find("t") is None
-    if sent_again:
-        again.replay(put(topics, 3, "t", rows=2), np.arange(3, 5))
+    if fresh_rows is None:
+        assert again.find("t") is None
+    else:
+        again.replay(fresh_rows, np.arange(3, 5))
         (queue,) = again.get("t").queues
         assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
 
 
-def test_a_deletion_that_was_not_saved_has_not_happened() -> None:
-    files = CrashFiles()
-    topics = fresh(files, queues=1)
+def test_a_deletion_that_is_not_in_the_log_has_not_happened() -> None:
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, queues=1, log=log)
     put(topics, 0, "t", rows=35)
-    files.replace(topics_module.NAME, topics.save() or b"")
     lengths = save_queues(topics)
     topics.delete("t", 35)
-    again = Topics(files, queues_per_topic=1)
+    log.appended.pop()
+    again = opened(log, files, 1)
     again.load(empty_log(), lengths, END_SEQ)
     assert entries(again) == {("t", 0): list(range(35))}
 

@@ -270,7 +270,7 @@ async def test_a_cancel_is_remembered_when_its_row_has_been_let_go(world: World)
     await let_go_of_all(world)
     assert await said(world, ids=[key]) == ["already_cancelled"]
     await world.restart()
-    assert await world.broker.cancel(ids=[key]) == [Verdict(key, "already_cancelled", 1, None)]
+    assert await world.broker.cancel(ids=[key]) == [Verdict(key, "already_cancelled", 2, None)]
     await world.advance(2 * HOUR_MS)
     assert key not in await delivered(world)
 
@@ -280,7 +280,7 @@ async def test_what_waits_in_the_table_is_cancelled_without_its_row_in_the_log(w
     keys = await world.send("a", [HOUR_MS, HOUR_MS])
     await world.compact()
     await let_go_of_all(world)
-    assert await said(world, ids=keys[:1], seqs=[2]) == ["cancelled", "cancelled"]
+    assert await said(world, ids=keys[:1], seqs=[3]) == ["cancelled", "cancelled"]
     assert await said(world, ids=keys) == ["already_cancelled"] * 2
 
 
@@ -290,7 +290,7 @@ async def test_what_is_settled_and_let_go_is_not_known_any_more(world: World) ->
     await world.cancel(keys[:1])
     await world.advance(SOON_MS)
     await let_go_of_all(world)
-    assert await said(world, ids=keys, seqs=[1, 2]) == [*["not_found"] * 2, *["expired"] * 2]
+    assert await said(world, ids=keys, seqs=[2, 3]) == [*["not_found"] * 2, *["expired"] * 2]
 
 
 @on_node(retention_ms=1)
@@ -303,11 +303,11 @@ async def test_what_its_file_still_has_and_nothing_else_knows_is_expired(world: 
     await world.advance(2_000)
     await let_go_of_all(world)
     assert await world.broker.cancel(ids=keys) == [
-        Verdict(keys[0], "expired", 1),
-        Verdict(keys[1], "expired", 2),
+        Verdict(keys[0], "expired", 2),
+        Verdict(keys[1], "expired", 3),
     ]
     await world.restart()
-    assert await said(world, ids=keys, seqs=[1, 2]) == ["expired"] * 4
+    assert await said(world, ids=keys, seqs=[2, 3]) == ["expired"] * 4
     assert await said(world, keys=["every"]) == ["expired"] * 2
 
 

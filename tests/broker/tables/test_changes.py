@@ -52,11 +52,11 @@ def delta_seqs(world: World) -> list[int]:
 async def test_reserved_numbers_are_nobody_else_s_and_outlive_a_restart(world: World) -> None:
     await world.send("a", [None])
     first, second = await asyncio.gather(world.broker.reserve(10), world.broker.reserve(5))
-    assert (first, second) == (3, 14)  # each behind the row that says so
-    assert (await world.broker.send(batch(1))).first_seq == 19
+    assert (first, second) == (4, 15)  # each behind the row that says so
+    assert (await world.broker.send(batch(1))).first_seq == 21  # its topic is 20
     await world.restart()
-    assert world.broker.parts.ledger.reserved == {3: 10, 14: 5}
-    assert (await world.broker.send(batch(1))).first_seq == 20
+    assert world.broker.parts.ledger.reserved == {4: 10, 15: 5}
+    assert (await world.broker.send(batch(1))).first_seq == 22
     with pytest.raises(InvalidMessage):
         await world.broker.reserve(0)
 
@@ -117,8 +117,8 @@ async def test_a_refused_attach_leaves_the_table_as_it_was_and_may_be_put_right(
 async def test_a_wrong_beginning_is_told_the_right_one(world: World) -> None:
     await world.send("a", [FAR_MS] * 4)
     await world.compact()
-    with pytest.raises(OutOfRange, match="the watermark is 5"):
-        await world.broker.attach(attachment([], job="compact", from_seq=1, to_seq=6, job_id="another"))
+    with pytest.raises(OutOfRange, match="the watermark is 6"):
+        await world.broker.attach(attachment([], job="compact", from_seq=1, to_seq=7, job_id="another"))
 
 
 @on_node()
@@ -209,8 +209,8 @@ async def test_nothing_to_move_is_no_attach(world: World) -> None:
     await world.send("a", [None] * 3)
     assert await world.broker.compact() is None
     assert world.broker.status()["watermark"] == 1
-    assert (await world.broker.mover.compact(even_without_promises=True)).watermark == 4
-    assert world.broker.status()["log"]["next_seq"] == 5
+    assert (await world.broker.mover.compact(even_without_promises=True)).watermark == 5
+    assert world.broker.status()["log"]["next_seq"] == 6
 
 
 VERBS = st.lists(

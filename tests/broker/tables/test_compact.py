@@ -70,14 +70,14 @@ async def test_what_waits_is_moved_with_all_its_columns(world: World) -> None:
     }  # fmt: skip
     await world.broker.send(batch(1, **whole))
     attached = await world.broker.compact()
-    assert (attached.watermark, attached.version) == (2, 1)
+    assert (attached.watermark, attached.version) == (3, 1)
     sent = {name: values[0] for name, values in whole.items()}
-    stamped = {"seq": 1, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall}
+    stamped = {"seq": 2, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall}
     assert in_table(world) == [{**sent, **stamped}]
     await world.advance(HOUR_MS)
     released = (await world.broker.read_queue("orders", 1, 0, 1)).to_pylist()[0]
     assert {name: released[name] for name in sent} == sent
-    assert (released["accepted_ms"], released["source_seq"]) == (stamped["accepted_ms"], 1)
+    assert (released["accepted_ms"], released["source_seq"]) == (stamped["accepted_ms"], 2)
 
 
 @on_node()
@@ -85,7 +85,7 @@ async def test_what_is_released_stays_where_it_is_and_what_is_no_promise_too(wor
     await world.send("a", [None, SECOND_MS, FAR_MS, None, 2 * FAR_MS])
     await world.advance(SECOND_MS)
     await world.compact()
-    assert [row["seq"] for row in in_table(world)] == [3, 5]
+    assert [row["seq"] for row in in_table(world)] == [4, 6]
     assert world.broker.status()["schedule"]["tail_rows"] == 0
 
 
@@ -94,7 +94,7 @@ async def test_each_run_begins_where_the_last_one_ended(world: World) -> None:
     for _ in range(3):
         await world.send("a", [FAR_MS, None])
         await world.compact()
-    assert [row["seq"] for row in in_table(world)] == [1, 4, 7]  # 3 and 6 are the TABLE rows
+    assert [row["seq"] for row in in_table(world)] == [2, 5, 8]  # 1 is the topic, 4 and 7 are the TABLE rows
 
 
 @on_node()
@@ -104,8 +104,8 @@ async def test_a_long_tail_is_moved_in_runs(world: World) -> None:
         patch.setattr(compact, "RUN_ROWS_MAX", 4)
         marks = [(await world.broker.compact()).watermark for _ in range(2)]
     assert marks == [5, 9]
-    assert [row["seq"] for row in in_table(world)] == list(range(1, 9))
-    assert world.broker.status()["schedule"]["tail_rows"] == 2
+    assert [row["seq"] for row in in_table(world)] == list(range(2, 9))
+    assert world.broker.status()["schedule"]["tail_rows"] == 3
 
 
 def test_files_are_a_bucket_each_and_none_for_no_rows() -> None:

@@ -285,4 +285,4 @@ def test_nobody_is_asked_where_there_is_no_access_file(tmp_path: Path) -> None:
         edge = node.node.edge
         assert edge is not None and edge.caller(()) is ANONYMOUS
         with Timeball(node.endpoint, access_key="any", secret_key="body") as ball:
-            assert ball.send("orders", "x").seq == 1
+            assert ball.send("orders", "x").seq == 2

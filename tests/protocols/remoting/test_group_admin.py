@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.broker.registry.state_rows import rows_of
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.test_sends import sent
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball import documents
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
@@ -52,8 +52,8 @@ def test_what_is_null_or_absent_is_the_default(node: RunningNode, wire: Wire) ->
 
 def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
-    kept = documents.load(node.node.files, "groups.json", list[dict[str, Any]]) or []
-    assert [group["retryMaxTimes"] for group in kept] == [3]
+    kept = rows_of(node.node.broker, "group/")
+    assert [group["retryMaxTimes"] for group in kept.values()] == [3]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,7 @@ def test_many_groups_at_once(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE_LIST, {"groupConfigList": groups})
     found = node.node.broker.parts.groups
     assert [found.get(name).retry_max_times for name in "gh"] == [3, 7]
-    kept = documents.load(node.node.files, "groups.json", list[dict[str, Any]]) or []
-    assert len(kept) == 2, "saved before the answer"
+    assert len(rows_of(node.node.broker, "group/")) == 2, "saved before the answer"
 
 
 @pytest.mark.parametrize("wrong", [{"groupName": "h", "retryMaxTimes": "x"}, {"retryMaxTimes": 1}])

@@ -7,12 +7,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.on_node import batch, on_node
+from tests.broker.registry.state_rows import rows_of
 from tests.crash.world import World
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, site_of
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball import documents, limits
+from timeball import limits
 from timeball.broker.registry.reserved_topics import SCHEDULE_TOPIC
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.topic_admin import TopicAdmin
@@ -56,7 +57,7 @@ def test_a_change_leaves_attributes_it_does_not_name(wire: Wire) -> None:
 
 def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, **created(perm=4))
-    kept = documents.load(node.node.files, "topics.json", dict[str, Any]) or {}
+    kept = rows_of(node.node.broker, "topic/")
     assert kept["orders"]["config"]["perm"] == 4
 
 
@@ -157,7 +158,7 @@ def test_many_topics_at_once(node: RunningNode, wire: Wire) -> None:
     assert (a["readQueueNums"], a["writeQueueNums"], a["perm"], a["order"]) == (2, 1, 4, True)
     assert (b["attributes"], b["readQueueNums"]) == ({"message.type": "DELAY"}, 16)
     assert (c["attributes"], c["readQueueNums"], c["writeQueueNums"]) == ({"message.type": "FIFO"}, 3, 16)
-    kept = documents.load(node.node.files, "topics.json", dict[str, Any]) or {}
+    kept = rows_of(node.node.broker, "topic/")
     assert kept.keys() >= {"a", "b", "c"}, "saved before the answer"
 
 

@@ -4,7 +4,7 @@
     deadlines.py  when what is handed out comes back
     copies.py     what is written when it comes back: a copy for the retry topic, or for the dead letters
     popper.py     the verbs: pop, ack, change the invisible time
-    in_hand.py    what is in hand when the broker is stopped in order
+    in_flight.py  what is in hand when the broker is stopped in order
     modes.py      which groups consume by POP, as an administrator has said
 
 A message that is handed out is invisible to the group until its receipt comes back or its time is over. What is

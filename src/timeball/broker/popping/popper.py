@@ -100,7 +100,7 @@ class Popper:
         await self._returning.close()
         if self._parts.writer.failed is None:
             await self._parts.writer.flushed()  # what is on its way to the log is done, and not in hand
-            await self.windows.save()
+            self.windows.save()
 
     def wake(self) -> None:
         """Look at the clock now."""

@@ -156,7 +156,7 @@ class Window:
         self.count.rows -= len(gone)
 
     def restore(self, held: dict[int, Held], again: dict[int, Held], done_ahead: set[int]) -> None:
-        """Go on where a window of the same queue has ended (in_hand.py)."""
+        """Go on where a window of the same queue has ended (in_flight.py)."""
         self.held, self.again, self.done_ahead = held, again, done_ahead
         self._order = sorted([*held, *again])
         self.count.rows += self.open_rows + len(done_ahead)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from timeball import limits
-from timeball.broker.parts import Parts, in_thread
-from timeball.broker.popping import in_hand
+from timeball.broker.parts import Parts
 from timeball.broker.popping.window import Count, Window
 from timeball.broker.registry.offsets import Ahead
 from timeball.broker.registry.topics import Topic
@@ -28,7 +27,7 @@ class Windows:
         self._parts = parts
         self.count = Count()
         self.fresh = False  # a group has begun somewhere, and that is not saved yet
-        kept = in_hand.take(parts.files, self.count)
+        kept = parts.in_flight.pop_windows(self.count)
         self._windows: dict[Key, Window] = {(w.group, w.topic, w.queue_id): w for w in kept}
 
     @property
@@ -61,10 +60,6 @@ class Windows:
         window = self._windows[key] = Window(group, topic.name, queue_id, start, offset, self.count)
         return window
 
-    def freshen(self) -> None:
-        """Where groups have begun was not saved after all."""
-        self.fresh = True
-
     def is_live(self, window: Window) -> bool:
         """Whether the group still goes on from here: nobody else has said where it stands."""
         key = (window.group, window.topic, window.queue_id)
@@ -94,10 +89,9 @@ class Windows:
         window.finish_ahead(offset)
         return True
 
-    async def save(self) -> None:
+    def save(self) -> None:
         """Keep what is in hand for the next start."""
-        data = in_hand.encode(self._windows.values())
-        await in_thread(self._parts.reader_thread, self._parts.files.replace, in_hand.NAME, data)
+        self._parts.in_flight.save(self._windows.values())
 
     def store(self, window: Window) -> bool:
         """Store how far the group has come; true when what is open has become too wide a stretch."""

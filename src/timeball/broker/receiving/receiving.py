@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.parts import in_thread, undone
+from timeball.broker.parts import in_thread
 from timeball.broker.popping import popper as popping
 from timeball.broker.popping.popper import Ask
 from timeball.broker.popping.taking import Taking
@@ -32,7 +32,6 @@ from timeball.broker.receipts import AnyReceipt, Receipt
 from timeball.broker.receiving import parking, positions
 from timeball.broker.receiving.answers import Answers, Change
 from timeball.broker.receiving.receipts import Received
-from timeball.broker.registry import receipt_secret
 from timeball.broker.registry.offsets import Parked
 from timeball.errors import TimeballError
 from timeball.message import READ_SCHEMA, int64
@@ -47,7 +46,7 @@ _RECONSUME_TIMES = READ_SCHEMA.get_field_index("reconsume_times")
 
 
 class Receiving:
-    """See the module. Belongs to the event loop; `close` ends its tasks. `seal`: the secret of receipts' texts."""
+    """See the module. Belongs to the event loop; `close` ends its tasks."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker, self._parts, self._popper = broker, broker.parts, broker.popper
@@ -55,21 +54,13 @@ class Receiving:
         self._under_way: dict[
             int, list[Window]
         ] = {}  # first row of promises that are not durable yet -> whose
-        self._beginning = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.seal = receipt_secret.load(broker.parts.files)
 
     async def restore(self) -> None:
         """After a crash: what the promises in the log say was handed out is not handed out again."""
         parts = self._parts
-        known = parts.offsets.parked
-        if known is not None:
-            found = await in_thread(parts.reader_thread, positions.find, parts.reader, known)
-            positions.restore(parts, self._popper.windows, found)
-        else:
-            # Nothing was promised before there was a file that could say from where on to look.
-            parts.offsets.unsaved()
-            await self._broker.save_offsets()
+        found = await in_thread(parts.reader_thread, positions.find, parts.reader, parts.offsets.parked)
+        positions.restore(parts, self._popper.windows, found)
 
     async def close(self) -> None:
         """Wait for what is given back for consumers that have gone."""
@@ -80,6 +71,9 @@ class Receiving:
     async def receive(self, ask: Ask, wait_ms: int) -> Received:
         """Up to `ask.rows` rows; waits up to `wait_ms` for the first. Raises NotFound, OutOfRange, OverLimit."""
         self._popper.check(ask)
+        if not self._parts.receipt_secret.is_made:
+            self._parts.receipt_secret.get()
+            await self._parts.writer.flushed()  # a receipt must not outlive the secret that sealed it
         until_s = popping.until_s(wait_ms)
         if ask.in_order:
             return await self._receive_in_order(ask, until_s)
@@ -96,7 +90,7 @@ class Receiving:
     async def _park(self, ask: Ask, taking: Taking) -> Received:
         """Read what was taken, promise it to the group again, and hand it out when that is durable."""
         try:
-            await self._begin()
+            self._begin()
             rows, keep = await in_thread(self._parts.reader_thread, self._popper.read_rows, ask, taking.seqs)
             if not keep.all():
                 rows = rows.filter(pa.array(keep))
@@ -147,15 +141,11 @@ class Receiving:
         self._under_way[first_seq] = windows
         return appended.durable, [Receipt(ask.group, ask.topic, first_seq + i, due_ms) for i in range(count)]
 
-    async def _begin(self) -> None:
-        """Where a group begins is saved before it is handed anything: it must not begin elsewhere after a crash."""
-        windows = self._popper.windows
-        if windows.fresh or self._beginning.locked():
-            async with self._beginning:
-                if windows.fresh:
-                    windows.fresh = False
-                    with undone(windows.freshen):
-                        await self._broker.save_offsets()
+    def _begin(self) -> None:
+        """Append where a group begins ahead of what it is handed: it must not begin elsewhere after a crash."""
+        if self._popper.windows.fresh:
+            self._popper.windows.fresh = False
+            self._broker.save_offsets()
 
     def parked(self) -> Parked:
         """What a crash must know of what was handed out, beside the offsets of this moment."""

@@ -2,9 +2,7 @@
 
 A group comes into being with its first member, with RocketMQ's defaults, and stays until somebody deletes it.
 Names and values are RocketMQ's own, since its tools write them and read them back; what Timeball does not act
-on (the slow-reading broker) is kept and given back as it came. Saved as a whole when it
-has changed: a group lost in a crash is made again by its members' next heartbeat, one that was configured is
-saved before the answer.
+on (the slow-reading broker) is kept and given back as it came.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ from typing import Annotated
 
 import msgspec
 
-from timeball import documents, limits
+from timeball import limits
 from timeball.broker import retry
+from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topics import check_name
 from timeball.errors import GroupNotFound, OverLimit
-from timeball.files import Files
 
-NAME = "groups.json"
 ATTRIBUTES_MAX = 64
 
 # The integer range of RocketMQ's fields; -1 in retry_max_times is "the default" there as here.
@@ -69,13 +66,12 @@ class SubscriptionGroup(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Groups:
-    """All groups. Belongs to the event loop; only the bytes of `save` leave it."""
+    """All groups. Belongs to the event loop."""
 
-    def __init__(self, files: Files) -> None:
-        self._dirty = False
+    def __init__(self, meta: MetaLog) -> None:
+        self._kept = MetaTable(meta, "group", SubscriptionGroup)
+        self._groups = self._kept.values  # to be read; changes go through `_kept`
         self.version = 0  # counts changes since the start, for tools that ask whether anything is new
-        kept = documents.load(files, NAME, list[SubscriptionGroup]) or []
-        self._groups = {group.group_name: group for group in kept}
 
     def get(self, name: str) -> SubscriptionGroup:
         """The group; raises GroupNotFound."""
@@ -109,26 +105,14 @@ class Groups:
         check_name(name, limits.GROUP_BYTES_MAX, "group")
         if name not in self._groups and len(self._groups) >= limits.GROUPS_MAX:
             raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
-        self._groups[name] = group
-        self._changed()
+        self._put(name, group)
         return group
 
     def remove(self, name: str) -> None:
         """Forget a group; nothing happens when there is none. Its members make it anew when they beat."""
-        if self._groups.pop(name, None) is not None:
-            self._changed()
+        if name in self._groups:
+            self._put(name, None)
 
-    def save(self) -> bytes | None:
-        """The file's new content when something has changed; the caller writes it, off the loop."""
-        if not self._dirty:
-            return None
-        self._dirty = False
-        return documents.encode(list(self._groups.values()))
-
-    def unsaved(self) -> None:
-        """What `save` gave out was not written."""
-        self._dirty = True
-
-    def _changed(self) -> None:
-        self._dirty = True
+    def _put(self, name: str, group: SubscriptionGroup | None) -> None:
+        self._kept.put([(name, group)])
         self.version += 1

@@ -1,6 +1,6 @@
 """How many topics clients may make: in one request, in a second, and each account in all.
 
-A message makes the topic it names, and a topic stays: in memory, in `topics.json`, in every checkpoint. A client that
+A message makes the topic it names, and a topic stays: in memory, in the log, in every snapshot. A client that
 puts a key in the place of a topic would fill the broker for everybody. What the broker makes by itself (retry and dead
 letter topics, the topic of a promise that is due) is not counted: a message that was accepted must have a place to go.
 """

@@ -1,25 +1,26 @@
 """Consumer groups and how far they have come, per topic and queue.
 
-Small state, saved as a whole once a second when it has changed, as RocketMQ does every five: after a crash a
-group may see its last second again (G4, at least once), never miss anything.
+What has changed is a frame of META rows at most once a second; RocketMQ saves every five. After a crash a group may
+see its last second again (G4, at least once), never miss anything: the rows stand behind the messages they speak of.
 
-What was handed out as a promise in the log (receiving/) it does not see again: the file says from which row of the log
+What was handed out as a promise in the log (receiving/) it does not see again: `Parked` says from which row of the log
 on such promises may be of positions that these offsets do not count as done, and which positions behind them are.
+It is written in the same frame as the offsets it belongs to.
 
-    {"offsets": {group: {topic: {queue: offset}}},
-     "parked": {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}}
+    offsets/<group>@<topic>   {queue: offset}
+    offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from timeball import documents, limits
+from timeball import limits
+from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.topics import check_name
 from timeball.errors import OutOfRange, OverLimit
-from timeball.files import Files
 
-NAME = "offsets.json"
+PARKED = "parked"
 
 STALE_ROWS = 200_000  # so many rows are looked through in some tenths of a second when a broker starts
 
@@ -34,21 +35,26 @@ class Parked(msgspec.Struct, frozen=True):
     ahead: Ahead
 
 
-class _File(msgspec.Struct):
-    offsets: Table
-    parked: Parked
-
-
 class Offsets:
-    """Stored offsets. Belongs to the event loop; only the bytes of `save` leave it."""
+    """Stored offsets. Belongs to the event loop."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, meta: MetaLog) -> None:
+        self._meta = meta
         self._table: Table = {}
-        self._dirty = False
-        self.parked: Parked | None = None  # as last saved; None: by nobody who knew of it
-        kept = documents.load(files, NAME, _File)
-        if kept is not None:
-            self._table, self.parked = kept.offsets, kept.parked
+        self._changed: set[tuple[str, str]] = set()  # (group, topic) since the last `save`
+        self.parked = Parked(0, {})  # as last saved
+        meta.register("offsets", self)
+
+    def restore(self, name: str, value: bytes) -> None:
+        """Take what the log says."""
+        if name == PARKED:
+            self.parked = msgspec.json.decode(value, type=Parked)
+            return
+        group, _, topic = name.partition("@")
+        if value:
+            self._table.setdefault(group, {})[topic] = msgspec.json.decode(value, type=dict[int, int])
+        else:
+            self._forget(group, topic)
 
     def get(self, group: str, topic: str) -> dict[int, int]:
         """Offsets of a group; empty when it has none yet."""
@@ -68,13 +74,15 @@ class Offsets:
 
     def forget_group(self, group: str) -> None:
         """The group is deleted: its next member begins as a new one would."""
-        self._dirty |= self._table.pop(group, None) is not None
+        for topic in self.topics_of(group):
+            self._forget(group, topic)
+            self._changed.add((group, topic))
 
     def forget_topic(self, topic: str) -> None:
         """The topic is deleted, and a new one of its name may begin elsewhere."""
         for group in self.groups_of(topic):
-            del self._table[group][topic]
-            self._dirty = True
+            self._forget(group, topic)
+            self._changed.add((group, topic))
 
     def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
         """Store offsets; raises OutOfRange for one beyond its queue's end (`queue_max`)."""
@@ -87,24 +95,25 @@ class Offsets:
                     f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}"
                 )
         self._table.setdefault(group, {}).setdefault(topic, {}).update(offsets)
-        self._dirty = True
+        self._changed.add((group, topic))
 
-    def save(self, parked: Parked | None = None) -> bytes | None:
-        """The file's new content when something has changed; the caller writes it, off the loop.
+    def save(self, parked: Parked) -> None:
+        """Append what has changed to the log.
 
         `parked` belongs to these offsets: it was found without a pause before this call.
         """
-        parked = parked or Parked(0, {})
-        if not self._dirty and not self._is_stale(parked):
-            return None
-        self._dirty, self.parked = False, parked
-        return documents.encode(_File(self._table, parked))
+        if self._changed or self._is_stale(parked):
+            changed = ((f"offsets/{g}@{t}", self._table.get(g, {}).get(t)) for g, t in sorted(self._changed))
+            self._meta.put([*changed, (f"offsets/{PARKED}", parked)])
+            self._changed.clear()
+            self.parked = parked
 
     def _is_stale(self, parked: Parked) -> bool:
         """Whether what is saved would have the next start look through too much of the log."""
-        saved = self.parked or Parked(0, {})
-        return parked.ahead != saved.ahead or parked.from_seq - saved.from_seq > STALE_ROWS
+        return parked.ahead != self.parked.ahead or parked.from_seq - self.parked.from_seq > STALE_ROWS
 
-    def unsaved(self) -> None:
-        """What `save` gave out was not written."""
-        self._dirty = True
+    def _forget(self, group: str, topic: str) -> None:
+        topics = self._table.get(group, {})
+        topics.pop(topic, None)
+        if not topics:
+            self._table.pop(group, None)

@@ -1,34 +1,34 @@
-"""The secret of this data folder, for whoever makes texts of receipts.
+"""The secret of this data folder, by which texts of receipts are sealed.
 
-Written once and then only read, as a document (documents.py): receipts that consumers hold must be as good after a
-restart as before. It protects against receipts made up or changed, and no more than that; who can read the folder
-can read it.
+Receipts that consumers hold must be as good after a restart as before, so it is a META row. It protects against
+receipts made up or changed, and no more than that: who can read the folder can read it. No reader of the log outside
+the broker is given its value (`Broker.read_log`).
 """
 
 from __future__ import annotations
 
 import secrets
 
-import msgspec
+from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.log.meta_rows import SECRET_PREFIX
 
-from timeball import documents
-from timeball.files import Files
-
-NAME = "receipts.key"
+NAME = "receipts"
 SIZE_BYTES = 32
 
 
-class _Key(msgspec.Struct):
-    secret: bytes
+class ReceiptSecret:
+    """Makes the secret once. Belongs to the event loop."""
 
+    def __init__(self, meta: MetaLog) -> None:
+        self._kept = MetaTable(meta, SECRET_PREFIX.rstrip("/"), bytes)
 
-def load(files: Files) -> bytes:
-    """Return the secret, made when there is none; blocking.
+    @property
+    def is_made(self) -> bool:
+        """Whether the log holds it; until it does, on disk, no receipt may be given out."""
+        return NAME in self._kept.values
 
-    Raise Corrupt when it is damaged: a new one would void the receipts that consumers hold.
-    """
-    kept = documents.load(files, NAME, _Key)
-    if kept is None:
-        kept = _Key(secrets.token_bytes(SIZE_BYTES))
-        files.replace(NAME, documents.encode(kept))
-    return kept.secret
+    def get(self) -> bytes:
+        """Return the secret, made when there is none."""
+        if not self.is_made:
+            self._kept.put([(NAME, secrets.token_bytes(SIZE_BYTES))])
+        return self._kept.values[NAME]

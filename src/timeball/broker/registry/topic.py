@@ -81,6 +81,11 @@ class Topic:
 
     def __init__(self, name: str, queues: Queues, facts: TopicFacts) -> None:
         self.name, self.queues, self.turn = name, queues, 0
+        self.restore(facts)
+
+    def restore(self, facts: TopicFacts) -> None:
+        """Be as `facts` says; a topic never loses queues."""
+        self.queues.widen(facts.queues)
         self.filter_type: FilterType = facts.filter_type
         self.config, self.deleted = facts.config, facts.deleted
         self.emptied_before_seq, self.made_by = facts.emptied_before_seq, facts.made_by

@@ -15,13 +15,15 @@ import logging
 from dataclasses import dataclass
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball import documents, limits
+from timeball import limits
 from timeball.broker import queue_entries
 from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.rates import Rates
+from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.topic import FilterType, Queue, Queues, Topic, TopicFacts
 from timeball.broker.registry.topic_config import TopicConfig, at_least, check
 from timeball.broker.retry import RETRY_PREFIX
@@ -34,8 +36,6 @@ from timeball.message import Int64Array
 logger = logging.getLogger(__name__)
 
 __all__ = ["FilterType", "Placement", "Queue", "Topic", "Topics", "check_name", "check_topic"]
-
-NAME = "topics.json"
 
 
 @dataclass(slots=True)
@@ -67,23 +67,29 @@ class Placement:
 class Topics:
     """All topics. Belongs to the event loop."""
 
-    def __init__(self, files: Files, *, queues_per_topic: int) -> None:
-        self._files = files
+    def __init__(self, files: Files, meta: MetaLog, *, queues_per_topic: int) -> None:
+        self._files, self._meta = files, meta
         self._queues_per_topic = queues_per_topic
         self._topics: dict[str, Topic] = {}
         self.indexes = QueueIndexes(files)
         self.made_by: dict[str, int] = {}  # account -> topics it has made, deleted ones too
-        self.dirty = False
         self.version = 0  # counts changes since the start, for tools that ask whether anything is new
+        self._has_index = False  # no queue is opened before the index is, which knows what is in it
+        meta.register("topic", self)
 
-    def _load_list(self) -> None:
-        """Recovery: known topics, with the queues that the index has loaded."""
-        facts = documents.load(self._files, NAME, dict[str, TopicFacts]) or {}
-        for name, fact in facts.items():
-            self._add(name, fact)
+    def restore(self, name: str, value: bytes) -> None:
+        """Recovery: take what the log says of a topic."""
+        facts = msgspec.json.decode(value, type=TopicFacts)
+        topic = self._topics.get(name)
+        if topic is None:
+            topic = self._add(name, facts)
+        else:
+            topic.restore(facts)
+        if self._has_index:
+            _empty(topic)
 
     def load(self, reader: LogReader, lengths: Lengths, next_seq: int) -> None:
-        """Recovery: known topics, and what their queues hold of the rows below `next_seq`.
+        """Recovery: what the queues of the topics restored so far hold of the rows below `next_seq`.
 
         The files of the index say it, and where they end, the log does. `lengths`: the (min_offset, max_offset) of
         each queue that the checkpoint vouches for. Files that say something else are of no use: then all comes from
@@ -95,12 +101,10 @@ class Topics:
         try:
             covered_seq = self.indexes.load(reader.first_seq, next_seq)
             queue_entries.check(reader, list(self.indexes.used()))
-            self._load_list()
             self._fill(reader, covered_seq, lengths, next_seq)
         except Corrupt as error:
             logger.warning("all queues built again from the log reason=%s", error)
             self.indexes.clear(reader.first_seq)
-            self._load_list()
             self._fill(reader, reader.first_seq, lengths, next_seq)
 
     def _fill(self, reader: LogReader, begin: int, lengths: Lengths, end: int) -> None:
@@ -121,28 +125,26 @@ class Topics:
                 queue.next_offset = high
         for topic in self._topics.values():
             _empty(topic)
+        self._has_index = True
 
     def _known(self, name: str, queue_id: int) -> Queue:
-        """Return a queue that has had messages, whose topic may be missing in a list that was lost."""
-        topic = self._topics.get(name) or self.ensure(name, self._queues_per_topic)
+        """Return a queue that has had messages; raises Corrupt when the log knows no such topic."""
+        topic = self._made(name)
         topic.queues.widen(queue_id + 1)
         topic.queues[queue_id].next_offset = topic.queues[queue_id].index.max_offset
         return topic.queues[queue_id]
 
+    def _made(self, name: str) -> Topic:
+        topic = self._topics.get(name)
+        if topic is None:
+            raise Corrupt(
+                f"no row of the log makes topic {name!r}, which has messages: restore it from a copy"
+            )
+        return topic
+
     def _is_multi_tag(self, name: str) -> bool:
         topic = self._topics.get(name)
         return topic is not None and topic.filter_type == "MULTI_TAG"
-
-    def save(self) -> bytes | None:
-        """The file's new content when something has changed; the caller writes it, off the loop."""
-        if not self.dirty:
-            return None
-        self.dirty = False
-        return documents.encode({t.name: t.facts() for t in self._topics.values()})
-
-    def unsaved(self) -> None:
-        """What `save` gave out was not written."""
-        self.dirty = True
 
     def get(self, name: str) -> Topic:
         """The topic; raises NotFound."""
@@ -174,7 +176,7 @@ class Topics:
         topic = self.ensure(name, queues or self._queues_per_topic, filter_type=filter_type, made_by=made_by)
         if topic.config != config:
             topic.config = config
-            self._changed()
+            self._changed(topic)
         return topic
 
     def delete(self, name: str, next_seq: int) -> bool:
@@ -184,7 +186,7 @@ class Topics:
             return False
         topic.deleted, topic.emptied_before_seq = True, next_seq
         _empty(topic)
-        self._changed()
+        self._changed(topic)
         return True
 
     def ensure(
@@ -214,7 +216,7 @@ class Topics:
             kind = filter_type or "SINGLE_TAG"
             facts = TopicFacts(queues or self._queues_per_topic, kind, made_by=made_by)
             topic = self._add(name, facts)
-            self._changed()
+            self._changed(topic)
             return topic
         if topic.deleted:
             self._revive(topic, queues or self._queues_per_topic)
@@ -224,7 +226,7 @@ class Topics:
                     f"topic {name!r} has messages: its filter type stays {topic.filter_type}; make another topic"
                 )
             topic.filter_type = filter_type
-            self._changed()
+            self._changed(topic)
         if queues is not None:
             self._show(topic, queues)
         return topic
@@ -253,14 +255,11 @@ class Topics:
         """Recovery: index visible rows of the log again; those a queue has already are skipped."""
         codes, names = codes_of(rows.column("topic"))
         queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
-        topics = [self._topics.get(name) or self.ensure(name, self._queues_per_topic) for name in names]
+        topics = [self._made(name) for name in names]
         tags = queue_entries.index_tags(rows, codes, [topic.filter_type == "MULTI_TAG" for topic in topics])
         sizes = queue_entries.stored_sizes(rows)
         for of_topic in alike(codes):
-            topic = topics[int(codes[of_topic[0]])]
-            if topic.deleted and int(seqs[of_topic].max()) >= topic.emptied_before_seq:
-                self._revive(topic, self._queues_per_topic)  # by a message; the list was not saved any more
-            topic.queues.widen(int(queue_id[of_topic].max()) + 1)
+            topics[int(codes[of_topic[0]])].queues.widen(int(queue_id[of_topic].max()) + 1)
         for code, at, mine in queue_entries.by_queue(codes, queue_id):
             queue = topics[code].queues[at]
             index = queue.index
@@ -307,7 +306,7 @@ class Topics:
         topic.deleted, topic.config = False, TopicConfig(queues, queues)
         _empty(topic)
         topic.queues.widen(queues)
-        self._changed()
+        self._changed(topic)
 
     def _show(self, topic: Topic, queues: int) -> None:
         """At least so many queues are there and used, whatever has been hidden before."""
@@ -315,10 +314,11 @@ class Topics:
         if queues > len(topic.queues) or shown != topic.config:
             topic.queues.widen(queues)
             topic.config = shown
-            self._changed()
+            self._changed(topic)
 
-    def _changed(self) -> None:
-        self.dirty = True
+    def _changed(self, topic: Topic) -> None:
+        """Write the topic to the log, ahead of any message that is appended from now on."""
+        self._meta.put([(f"topic/{topic.name}", topic.facts())])
         self.version += 1
 
 

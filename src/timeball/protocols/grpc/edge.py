@@ -35,7 +35,11 @@ class GrpcEdge:
     def __init__(self, broker: Broker, guard: Guard = OPEN) -> None:
         self._settings, self._tls = broker.parts.settings, guard.tls
         self.site = site = Site(broker, Clients())
-        consuming, handles, unread = Consuming(site), ReceiptHandles(broker.receiving.seal), Unread()
+        consuming, handles, unread = (
+            Consuming(site),
+            ReceiptHandles(broker.parts.receipt_secret.get),
+            Unread(),
+        )
         self._renewals = Renewals(broker.receiving, site.clients, broker.parts.clock.now_ms)
         rooms = [
             Routes(site).handlers(),

@@ -68,7 +68,7 @@ class GroupAdmin:
         except (msgspec.ValidationError, InvalidMessage) as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, f"the group's configuration: {error}") from error
         finally:
-            await self._broker.save_groups()
+            await self._broker.parts.writer.flushed()
         return call.answer()
 
     def _all(self, call: Call) -> Reply:
@@ -92,7 +92,7 @@ class GroupAdmin:
         self._groups.remove(said.group_name)
         if said.clean_offset:
             self._broker.parts.offsets.forget_group(said.group_name)
-        await self._broker.save_groups()
+        await self._broker.parts.writer.flushed()
         return call.answer()
 
     async def _clone_offsets(self, call: Call) -> Reply:

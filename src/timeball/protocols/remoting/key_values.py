@@ -82,7 +82,7 @@ class KeyValues:
         topic = self._topics.find(said.key)
         if topic is not None and topic.config.order != order:
             self._topics.configure(topic.name, msgspec.structs.replace(topic.config, order=order))
-            await self._broker.save_topics()
+            await self._broker.parts.writer.flushed()
 
 
 def order_conf(topic: Topic, broker_name: str) -> str | None:

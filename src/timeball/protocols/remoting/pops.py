@@ -21,7 +21,7 @@ from timeball.access import Verb
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.popping.popper import Ask, Popped, Receipt
-from timeball.broker.registry.request_modes import RequestMode, RequestModes
+from timeball.broker.registry.request_modes import RequestMode
 from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.broker.registry.topics import Topic
 from timeball.errors import InvalidFilter, OutOfRange, OverLimit
@@ -100,7 +100,6 @@ class Pops:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._broker, self._parts = site.broker, site.broker.parts
-        self._modes = RequestModes(self._parts)
         self._filters = FiltersKept()
 
     def handlers(self) -> Handlers:
@@ -239,7 +238,7 @@ class Pops:
         asked = call.body(_Assignment)
         self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=asked.topic, group=asked.consumer_group)
         topic = self._parts.topics.find(asked.topic)
-        mode = self._modes.get(asked.topic, asked.consumer_group)
+        mode = self._parts.request_modes.get(asked.topic, asked.consumer_group)
         queue_ids: list[int] | None = None
         if topic is not None and asked.message_model == "BROADCASTING":
             queue_ids = list(range(topic.read_queues))
@@ -272,7 +271,8 @@ class Pops:
         mode = call.body(RequestMode)
         if mode.topic.startswith(RETRY_PREFIX):
             raise Refused(ResponseCode.NO_PERMISSION, "retry topic is not allowed to set mode")
-        await self._modes.set(mode)
+        self._parts.request_modes.set(mode)
+        await self._parts.writer.flushed()
         return call.answer()
 
 

@@ -93,7 +93,7 @@ class TopicAdmin:
             self._configure(said, config, call.caller)
         except RequestError as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
-        await self._broker.save_topics()
+        await self._broker.parts.writer.flushed()
         return call.answer()
 
     async def _update_list(self, call: Call) -> Reply:
@@ -107,7 +107,7 @@ class TopicAdmin:
         except RequestError as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
         finally:
-            await self._broker.save_topics()
+            await self._broker.parts.writer.flushed()
         return call.answer()
 
     def _configure(self, said: _Create, config: TopicConfig, caller: Caller) -> None:
@@ -145,7 +145,7 @@ class TopicAdmin:
         if self._topics.delete(name, self._broker.parts.writer.next_seq):
             self._broker.parts.offsets.forget_topic(name)
             self._broker.waiters.wake([name])  # who waits for its messages is told that it is gone
-            await self._broker.save_topics()
+            await self._broker.parts.writer.flushed()
         return call.answer()
 
     def _nothing_to_do(self, call: Call) -> Reply:

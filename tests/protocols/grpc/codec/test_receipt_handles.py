@@ -14,7 +14,7 @@ from timeball.protocols.grpc.codec.receipt_handles import CHARACTERS_MAX, Receip
 from timeball.protocols.grpc.codec.statuses import Refused
 
 SECRET = bytes(range(32))
-HANDLES = ReceiptHandles(SECRET)
+HANDLES = ReceiptHandles(lambda: SECRET)
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 NAMES = st.from_regex(r"[%|a-zA-Z0-9_-]{1,20}", fullmatch=True)
@@ -61,7 +61,7 @@ def test_garbage_is_none(text: str) -> None:
 
 
 def test_another_folders_handle_is_none() -> None:
-    refused("g", "t", ReceiptHandles(bytes(32)).encode(Receipt("g", "t", 1, 2)))
+    refused("g", "t", ReceiptHandles(lambda: bytes(32)).encode(Receipt("g", "t", 1, 2)))
 
 
 def test_a_kind_cannot_pass_for_the_other() -> None:

@@ -14,6 +14,7 @@ import base64
 import binascii
 import hmac
 import struct
+from collections.abc import Callable
 from hashlib import blake2b
 
 from timeball.broker.receipts import AnyReceipt, PositionReceipt, Receipt
@@ -30,9 +31,9 @@ _IN_ORDER = struct.Struct(">BBiqq")
 
 
 class ReceiptHandles:
-    """Makes and reads the handles of one data folder, whose secret is `secret`."""
+    """Makes and reads the handles of one data folder, whose secret `secret` returns."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: Callable[[], bytes]) -> None:
         self._secret = secret
 
     def encode(self, receipt: AnyReceipt) -> str:
@@ -59,7 +60,9 @@ class ReceiptHandles:
 
     def _seal(self, data: bytes, group: str, topic: str) -> bytes:
         # No name has the character between them, so no two pairs make the same text.
-        return blake2b(data + f"{group}/{topic}".encode(), key=self._secret, digest_size=SEAL_BYTES).digest()
+        return blake2b(
+            data + f"{group}/{topic}".encode(), key=self._secret(), digest_size=SEAL_BYTES
+        ).digest()
 
 
 def invalid(why: str) -> Refused:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.broker.on_node import batch, on_node
 from tests.broker.popping.test_window import take, window
+from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
-from tests.crash_files import CrashFiles
 
-from timeball.broker.popping import in_hand
+from timeball.broker.popping.in_flight import InFlight
 from timeball.broker.popping.popper import Ask
 from timeball.broker.popping.window import Count, Window
 
@@ -24,22 +24,23 @@ def test_a_window_goes_on_where_it_ended_and_idle_ones_are_left_out() -> None:
     busy.held[3].times, busy.held[3].in_order = 4, True
     busy.finish_ahead(9)
     busy.last_pop_ms, busy.attempt_id = 7, "x"
-    files = CrashFiles()
-    files.replace(in_hand.NAME, in_hand.encode([busy, idle]))
-    (found,) = in_hand.take(files, Count())
+    log = StateRows()
+    log.opened(InFlight).save([busy, idle])
+    (found,) = log.opened(InFlight).pop_windows(Count())
     assert facts(found) == facts(busy) and found.attempt_id == "x"
     found.done(1)
     assert found.first_open == 2
 
 
-def test_it_is_taken_once_also_if_the_power_goes_then() -> None:
+def test_it_is_found_once() -> None:
     busy = window()
     take(busy, [0])
-    files = CrashFiles()
-    assert in_hand.take(files, Count()) == []
-    files.replace(in_hand.NAME, in_hand.encode([busy]))
-    assert len(in_hand.take(files, Count())) == 1
-    assert in_hand.take(files.crash(survival="nothing"), Count()) == []
+    log = StateRows()
+    assert log.opened(InFlight).pop_windows(Count()) == []
+    assert log.count == 0
+    log.opened(InFlight).save([busy])
+    assert len(log.opened(InFlight).pop_windows(Count())) == 1
+    assert log.opened(InFlight).pop_windows(Count()) == []
 
 
 @on_node()

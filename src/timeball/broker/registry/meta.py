@@ -1,0 +1,111 @@
+"""State that changes rarely, as META rows of the log: a key and a value each, of which the last one counts.
+
+    key                                value                    kept by
+    topic/<name>                       TopicFacts               topics.py
+    group/<name>                       SubscriptionGroup        groups.py
+    mode/<topic>@<group>               RequestMode              request_modes.py
+    offsets/<group>@<topic>            {queue: offset}          offsets.py
+    offsets/parked                     Parked                   offsets.py
+    in_flight/<group>@<topic>@<queue>  a window of POP          popping/in_flight.py
+    secret/receipts                    32 bytes, as base64      receipt_secret.py
+
+Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log
+before every row that needs it: a topic before its first message, in the same commit and under the same sync. A caller
+who must not be answered before the change is on disk waits for `LogWriter.flushed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from timeball.errors import Corrupt, SetupError
+from timeball.log.meta_rows import meta_rows
+
+T = TypeVar("T")
+Values = dict[str, bytes]
+
+
+class Restorable(Protocol):
+    """State in memory that follows from the values of one prefix."""
+
+    def restore(self, name: str, value: bytes) -> None:
+        """Take a value that the log says, empty when the name is deleted; recovery calls it in log order."""
+
+
+class MetaLog:
+    """Writes META rows, and at a start gives what they say to the tables. Belongs to the event loop.
+
+    `values` is what the log says up to the last row appended: a snapshot is a copy of it.
+    """
+
+    def __init__(self) -> None:
+        self.values: Values = {}
+        self._tables: dict[str, Restorable] = {}
+        self._append: Callable[[pa.RecordBatch], object] | None = None
+        self._now_ms: Callable[[], int] = lambda: 0
+
+    def register(self, prefix: str, table: Restorable) -> None:
+        """Name the table that keeps the values of a prefix; all are named before recovery begins."""
+        self._tables[prefix] = table
+
+    def open(self, append: Callable[[pa.RecordBatch], object], now_ms: Callable[[], int]) -> None:
+        """Go from recovery to writing."""
+        self._append, self._now_ms = append, now_ms
+
+    def put(self, changes: Iterable[tuple[str, object]]) -> None:
+        """Append changed values in one frame, so that all of them are kept or none; None deletes a key."""
+        assert self._append is not None, "recovery changes nothing"
+        pairs = [(key, b"" if value is None else msgspec.json.encode(value)) for key, value in changes]
+        if pairs:
+            self._append(meta_rows(pairs, self._now_ms()))
+            for key, value in pairs:
+                self._keep(key, value)
+
+    def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
+        """Take values that the log says, in log order."""
+        for key, value in pairs:
+            prefix, _, name = key.partition("/")
+            table = self._tables.get(prefix)
+            if table is None:
+                raise SetupError(f"the log holds state of a newer Timeball ({prefix!r}): use that one")
+            self._keep(key, value)
+            try:
+                table.restore(name, value)
+            except msgspec.DecodeError as error:
+                raise Corrupt(f"META row of {key!r}: {error}; restore the log from a copy") from error
+
+    def _keep(self, key: str, value: bytes) -> None:
+        if value:
+            self.values[key] = value
+        else:
+            self.values.pop(key, None)
+
+
+class MetaTable(Generic[T]):
+    """The decoded values of one prefix, for state that needs no more than to be looked up."""
+
+    def __init__(self, log: MetaLog, prefix: str, kind: type[T]) -> None:
+        self._log, self._prefix, self._kind = log, prefix, kind
+        self.values: dict[str, T] = {}
+        log.register(prefix, self)
+
+    def put(self, changes: Iterable[tuple[str, T | None]]) -> None:
+        """Change values, in one frame; None deletes one."""
+        listed = list(changes)
+        self._log.put((f"{self._prefix}/{name}", value) for name, value in listed)
+        for name, value in listed:
+            self._keep(name, value)
+
+    def restore(self, name: str, value: bytes) -> None:
+        """Take a value that the log says."""
+        self._keep(name, msgspec.json.decode(value, type=self._kind) if value else None)
+
+    def _keep(self, name: str, value: T | None) -> None:
+        if value is None:
+            self.values.pop(name, None)
+        else:
+            self.values[name] = value
