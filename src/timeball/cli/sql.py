@@ -26,7 +26,7 @@ from timeball.errors import SetupError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from timeball.pipeline.views.duckdb_session import Version
+    from timeball.pipeline.views.snapshot import Version
 
 ROWS_SHOWN = 50
 CELL_WIDTH = 60
@@ -66,8 +66,8 @@ def sql(
 ) -> None:
     """Ask with SQL what waits, what happened, and what passed.
 
-    Views: pending, pending_table, promises, ledger, archive, log. One consistent version per query. Needs the extra
-    'sql' (DuckDB), neither Spark nor Java; runs where the pending table can be read. Spark has the same views:
+    Views: pending, pending_table, promises, ledger, archive, log. One consistent version per query. Runs on
+    DuckDB, without Spark or Java, where the pending table can be read. Spark has the same views:
     timeball.pipeline.views.spark_views.register(spark, endpoint).
 
     \b

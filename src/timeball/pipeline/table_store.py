@@ -1,4 +1,4 @@
-"""Files of the pending table as an executor sees them: put, remove, list.
+"""Files of the pending table as an executor sees them: put, remove, list, read.
 
 An executor may sit on another machine, so the table is a URI and the file system is Arrow's (local folders,
 S3, GCS, HDFS). A file that nobody attaches is no part of the table, whatever its name: writing needs no
@@ -9,7 +9,8 @@ it attaches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -17,11 +18,15 @@ import pyarrow.fs as fs
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
-from timeball.errors import NotFound, StorageError
+from timeball.errors import NotFound, OutOfRange, SetupError, StorageError
+from timeball.message import TABLE_SCHEMA
 from timeball.table.attachment import FileEntry
 from timeball.table.layout import cut_files
 
 LOG = logging.getLogger("timeball.pipeline")
+
+Due = tuple[int | None, int | None]  # low <= due_ms < high; None is open
+ALWAYS: Due = (None, None)
 
 
 class Store:
@@ -63,6 +68,92 @@ class Store:
         for entry, data in cut_files(rows, now_ms):
             self.put(entry.path, data)
             yield entry
+
+
+# ---- a version of the table --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """One file of the pending table: its path below the table's URI, and what its statistics say."""
+
+    path: str
+    rows: int
+    size_bytes: int
+    min_due_ms: int | None
+    max_due_ms: int | None
+
+    def may_hold(self, due: Due) -> bool:
+        """Return False when the statistics rule out a row due within these bounds."""
+        low, high = due
+        above = low is not None and self.max_due_ms is not None and self.max_due_ms < low
+        below = high is not None and self.min_due_ms is not None and self.min_due_ms >= high
+        return not (above or below)
+
+
+def open_version(uri: str, version: int) -> DeltaTable:
+    """Open one version of the pending table; NotFound, or SetupError when the table is out of reach."""
+    try:
+        return open_table(uri, version)
+    except NotFound as error:
+        if str(error).startswith("no version"):
+            raise
+        raise SetupError(
+            f"cannot read the pending table at {uri}: run this where the broker's data folder is"
+        ) from error
+
+
+def table_files(uri: str, version: int) -> list[TableFile]:
+    """Return the files of one version of the pending table; raises as open_version does."""
+    if version == 0:
+        return []  # the broker makes the table before anything lies in it
+    actions = pa.table(open_version(uri, version).get_add_actions(flatten=True))
+    return [
+        TableFile(
+            path=action["path"],
+            rows=action["num_records"] or 0,
+            size_bytes=action["size_bytes"],
+            min_due_ms=action.get("min.due_ms"),
+            max_due_ms=action.get("max.due_ms"),
+        )
+        for action in actions.to_pylist()
+    ]
+
+
+def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
+    """Return files of the pending table as one Arrow dataset, empty for no files; OutOfRange when one has gone."""
+    if not paths:
+        return ds.dataset(TABLE_SCHEMA.empty_table())
+    files, root = fs.FileSystem.from_uri(uri)
+    found = [f"{root}/{path}" for path in paths]
+    try:
+        return ds.dataset(found, TABLE_SCHEMA, format="parquet", filesystem=files)
+    except FileNotFoundError as error:
+        raise files_gone(uri, error) from error
+
+
+def read_files(
+    uri: str, paths: Sequence[str], columns: Sequence[str], rows: ds.Expression
+) -> Iterator[pa.RecordBatch]:
+    """Read the rows of files of the table that match a filter; row groups that cannot match are not read."""
+    if not paths:
+        return
+    try:
+        # Little is read ahead: bodies may be large, and a file is a day's promises.
+        yield from files_dataset(uri, paths).to_batches(
+            columns=list(columns), filter=rows, batch_size=65_536, batch_readahead=4, fragment_readahead=2
+        )
+    except FileNotFoundError as error:
+        raise files_gone(uri, error) from error
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"cannot read the pending table at {uri}: {error}") from error
+
+
+def files_gone(uri: str, error: Exception) -> OutOfRange:
+    """Return the error for a file of a version that the broker has removed since."""
+    return OutOfRange(
+        f"a file of the pending table at {uri} has gone meanwhile, or this version was cleaned up: {error}"
+    )
 
 
 def open_table(uri: str, version: int | None = None) -> DeltaTable:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +21,12 @@ from timeball.errors import InvalidMessage, NotFound, OutOfRange, RequestError, 
 from timeball.limits import DAY_MS, HOUR_MS, SECOND_MS
 from timeball.message import Int64Array
 from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.table_store import ALWAYS, Due
+from timeball.pipeline.views.duckdb_session import SqlSession
 from timeball.pipeline.views.due_histogram import Load, Peak, Unit, from_due_ms, unlike
 from timeball.pipeline.views.forecast import (
     Bar,
     check,
-    gather,
     load_of_file,
     released_since,
     report,
@@ -38,8 +37,11 @@ from timeball.pipeline.views.snapshot import Snapshot
 NINE_MS = 1_896_080_400_000  # 2030-01-31T09:00:00Z
 
 
-def forecast(broker: Endpoint, *, by_topic: bool = False, version: int | None = None) -> Load:
-    return gather(Snapshot.take(broker, upcoming=True, version=version), by_topic=by_topic)
+def forecast(
+    broker: Endpoint, *, by_topic: bool = False, version: int | None = None, due: Due = ALWAYS
+) -> Load:
+    with SqlSession(broker.uri, upcoming=True, version=version, bodies=False, due=due) as session:
+        return session.due_load(by_topic=by_topic)
 
 
 def totals(load: Load) -> dict[str, int]:
@@ -51,14 +53,10 @@ def test_all_that_waits_is_counted_wherever_it_lies(node: RunningNode, broker: E
     node.run(node.broker.compact())
     send(node.endpoint, 5, topic="mail", after_ms=DAY_MS)
     node.run(node.broker.cancel(seqs=[1, 2]))
-    seen: list[int] = []
-    load = gather(Snapshot.take(broker, upcoming=True), by_topic=True, seen=seen.append)
-    assert totals(load) == {"orders": 18, "mail": 5}
-    assert sum(seen) == 23
+    assert totals(forecast(broker, by_topic=True)) == {"orders": 18, "mail": 5}
     assert totals(forecast(broker)) == {"": 23}
     now_ms = broker.status().now_ms
-    near = gather(Snapshot.take(broker, upcoming=True), due=(None, now_ms + 2 * DAY_MS))
-    assert near.total == 5
+    assert forecast(broker, due=(None, now_ms + 2 * DAY_MS)).total == 5
 
 
 def test_an_older_version_says_what_it_said_then(node: RunningNode, broker: Endpoint) -> None:
@@ -130,7 +128,7 @@ def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> No
             ball.send_many([{"topic": "mail", "body": b"x", "due_ms": NINE_MS + 60_000} for _ in range(3)])
         replay(clock, node, np.array([NINE_MS + 60_000, NINE_MS + 30 * 60_000]))
         snapshot = Snapshot.take(broker, version=1)
-        said = gather(snapshot)
+        said = forecast(broker, version=1)
         came, now_ms = released_since(broker, snapshot, by_topic=True)
         assert (said.total, totals(came)) == (600, {"t": 299, "mail": 3})
         found = check(said, came, (None, None), now_ms + 1_000)
@@ -217,9 +215,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(SetupError, match=r"cannot read .*bad\.parquet"):
         load_of_file(tmp_path / "bad.parquet")
-
-
-def test_no_spark_is_loaded() -> None:
-    code = "import sys, timeball.pipeline.views.forecast; print('pyspark' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

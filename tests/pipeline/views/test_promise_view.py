@@ -13,9 +13,9 @@ from pyspark.sql import SparkSession
 
 from timeball.message import SCHEDULE_TOPIC
 from timeball.pipeline.jobs import ledger
-from timeball.pipeline.jobs.ledger import LEDGER_SCHEMA
+from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.source.schema import spark_schema
-from timeball.pipeline.views.promise_view import COLUMNS, promises_sql
+from timeball.pipeline.views.view_sql import COLUMNS, promises_sql
 
 WAITING = pa.schema(
     [("seq", pa.int64()), ("topic", pa.string()), ("unique_key", pa.string()), ("due_ms", pa.int64())]
@@ -57,7 +57,7 @@ def started(before_ms: int, at_ms: int) -> Event:
 def fold(events: list[Event], waiting: list[dict[str, Any]] = []) -> dict[int, dict[str, Any]]:  # noqa: B006
     """What DuckDB makes of these events, by number."""
     with duckdb.connect() as db:
-        db.register("events", pa.Table.from_pylist(events, LEDGER_SCHEMA))
+        db.register("events", pa.Table.from_pylist(events, EVENT_SCHEMA))
         db.register("waiting", pa.Table.from_pylist(waiting, WAITING))
         found = db.sql(promises_sql("duckdb", events="events", waiting="waiting")).to_arrow_table()
     assert tuple(found.column_names) == COLUMNS
@@ -155,7 +155,7 @@ def test_spark_says_the_same(spark: SparkSession) -> None:
     waiting = [{"seq": 1_003, "topic": "later", "unique_key": "w", "due_ms": 9_000}]
     frames = (
         spark.createDataFrame(pa.Table.from_pylist(rows, schema), spark_schema(schema))
-        for rows, schema in ((events, LEDGER_SCHEMA), (waiting, WAITING))
+        for rows, schema in ((events, EVENT_SCHEMA), (waiting, WAITING))
     )
     found = {row.seq: row.asDict() for row in ledger.one_row_each(spark, *frames).collect()}
     assert found == fold(events, waiting)

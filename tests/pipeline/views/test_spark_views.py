@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -18,13 +19,15 @@ from tests.written_again import write_again
 
 from timeball import Timeball
 from timeball.config import MIB
-from timeball.limits import DAY_MS
+from timeball.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, ledger
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
-from timeball.pipeline.views import spark_views
+from timeball.pipeline.table_store import Due
+from timeball.pipeline.views import due_histogram, spark_views
 from timeball.pipeline.views.duckdb_session import SqlSession, view_columns
+from timeball.pipeline.views.due_histogram import Load, Unit, unlike
 from timeball.pipeline.views.snapshot import Snapshot
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -111,14 +114,7 @@ def test_an_older_version_under_names_of_its_own(spark: SparkSession, story: Run
     assert [row.asDict() for row in spark.sql(count.format("")).collect()] != before
 
 
-def test_what_waits_as_a_frame_is_what_waits_as_batches(spark: SparkSession, story: RunningNode) -> None:
-    with Endpoint(story.endpoint) as broker:
-        rows = pa.Table.from_batches(list(Snapshot.take(broker).batches()))
-    expected = sorted(rows.to_pylist(), key=lambda row: row["seq"])
-    frame = spark_views.waiting_frame(spark, story.endpoint)
-    found = [{k: same(v) for k, v in row.asDict().items()} for row in frame.orderBy("seq").collect()]
-    assert [{k: v for k, v in row.items() if k != "place"} for row in found] == expected
-    assert {row["place"] for row in found} == {"table", "tail", "level"}
+def test_bodies_are_left_out_where_none_are_wanted(spark: SparkSession, story: RunningNode) -> None:
     assert "body" not in spark_views.waiting_frame(spark, story.endpoint, bodies=False).columns
 
 
@@ -150,3 +146,52 @@ def test_with_a_ledger_that_is_behind_nothing_is_missing_or_twice_and_an_archive
     finally:
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
+
+
+# ---- a due load ---------------------------------------------------------------------------------------------
+
+
+def cells(load: Load) -> Counter[tuple[str, int]]:
+    names = [load.topics[code] for code in load.topic.tolist()]
+    return Counter(dict(zip(zip(names, load.second.tolist()), load.rows.tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("by_topic", [False, True])
+def test_spark_counts_what_duckdb_counts(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, by_topic: bool
+) -> None:
+    """In the table, in the tail, cancelled in either, written again, and within bounds."""
+    send(node.endpoint, 400)
+    write_again(node, 7, 8)
+    node.run(node.broker.compact())
+    send(node.endpoint, 50, topic="mail")
+    node.run(node.broker.cancel(seqs=[1, 2, 3, broker.status().log.durable_seq - 1]))
+    write_again(node, 9)
+    shot = Snapshot.take(broker, upcoming=True)
+    begin_ms = shot.now_ms + 30 * DAY_MS
+    bounds: list[Due] = [(None, None), (begin_ms + 10 * HOUR_MS, begin_ms + 20 * HOUR_MS)]
+    for due in bounds:
+        with SqlSession(node.endpoint, snapshot=shot, bodies=False, due=due) as session:
+            here = session.due_load(by_topic=by_topic)
+        there = spark_views.due_load(spark, node.endpoint, shot, by_topic=by_topic, due=due)
+        assert cells(there) == cells(here) and here.total
+    whole = spark_views.due_load(spark, node.endpoint, shot)
+    assert whole.total == 446
+    # The control: with one more gone, the two differ.
+    node.run(node.broker.cancel(seqs=[100]))
+    after = spark_views.due_load(spark, node.endpoint, Snapshot.take(broker, upcoming=True))
+    assert unlike(whole, after, Unit.SECOND) > 0
+
+
+@pytest.mark.smoke
+def test_too_many_seconds_are_counted_by_the_minute(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(due_histogram, "CELLS_MAX", 20)
+    load = spark_views.count_on_spark(spark.range(600).selectExpr("id * 1000 + 5 as due_ms"))
+    found = load.width_s, load.second.tolist(), load.rows.tolist()
+    assert found == (60, list(range(0, 600, 60)), [60] * 10)
+    rows = spark.range(15).selectExpr("id * 1000 as due_ms", "'t' as topic")
+    fine = spark_views.count_on_spark(rows, by_topic=True)
+    assert (fine.width_s, fine.topics, fine.total) == (1, ("t",), 15)
+    assert fine.second.tolist() == list(range(15))

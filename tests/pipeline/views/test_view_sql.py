@@ -1,10 +1,16 @@
-"""Tests of timeball.pipeline.views.view_sql: which views a query names, and what they stand on. No engine."""
+"""The texts of the views without a broker: which views a query names, events of rows of the log, bulk attaches."""
 
 from __future__ import annotations
 
+import duckdb
+import pyarrow as pa
 import pytest
+from tests.pipeline.traffic import log_rows
 
+from timeball.message import Kind
+from timeball.pipeline.log_events import EVENT_SCHEMA, attach_events
 from timeball.pipeline.views import view_sql
+from timeball.table.attachment import Attachment, Reservation, encode
 
 
 @pytest.mark.parametrize(
@@ -38,3 +44,46 @@ def test_promises_need_both_of_their_bases() -> None:
     assert "promises" in view_sql.definitions(
         "duckdb", {"ledger_events": ["at_ms"], "waiting_rows": ["due_ms"]}
     )
+
+
+def events(rows: pa.RecordBatch) -> list[dict[str, object]]:
+    with duckdb.connect() as db:
+        db.register("event_rows", pa.table(rows))
+        db.register("span_rows", EVENT_SCHEMA.empty_table())
+        found = db.sql(view_sql.events_sql()).to_arrow_table()
+    assert found.schema == EVENT_SCHEMA
+    return found.to_pylist()
+
+
+def test_a_release_says_where_and_how_late() -> None:
+    rows = log_rows(
+        Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, queue_id=2, queue_offset=9,
+        reconsume_times=1,
+    )  # fmt: skip
+    assert events(rows) == [
+        {
+            "event": "released", "first_seq": 5, "rows": 1, "topic": "t", "unique_key": None, "due_ms": 1_000,
+            "at_ms": 1_007, "lateness_ms": 7, "queue_id": 2, "queue_offset": 9, "attempt": 2, "event_seq": 1,
+        }
+    ]  # fmt: skip
+
+
+def test_what_is_accepted_or_cancelled_has_no_lateness_and_no_place() -> None:
+    for kind, event, number in ((Kind.PROMISE, "accepted", 1), (Kind.CANCEL, "cancelled", 8)):
+        rows = log_rows(kind, 1, due_ms=1_000, store_ms=2_000, source_seq=8, queue_id=-1)
+        (found,) = events(rows)
+        assert (found["event"], found["first_seq"], found["at_ms"]) == (event, number, 2_000)
+        assert found["lateness_ms"] is found["queue_id"] is found["queue_offset"] is None
+
+
+def test_a_bulk_attach_is_an_event_a_range_and_other_attaches_are_none() -> None:
+    bulk = Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (20, 1)])
+    moved = Attachment(job="compact", job_id="c", epoch=1, from_seq=1, to_seq=9)
+    body = pa.array([encode(bulk), encode(moved), encode(Reservation(5))], pa.binary())
+    found = pa.Table.from_pylist(
+        list(attach_events(log_rows(Kind.TABLE, 3, store_ms=7, body=body))), EVENT_SCHEMA
+    )
+    assert [(row["first_seq"], row["rows"], row["at_ms"]) for row in found.to_pylist()] == [
+        (10, 5, 7),
+        (20, 1, 7),
+    ]

@@ -1,7 +1,7 @@
 """`timeball forecast`: when how much of what waits falls due, its peaks, and what would be late then.
 
-Counting is in this process, with Arrow; with --master it is Spark's, for a table that is out of reach from here, or too
-large (counting.py). What follows is the same: both give a load.
+DuckDB counts in this process; with --master Spark does, for a table that is out of reach from here, or too large. What
+follows is the same: both give a load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from timeball.cli.forecast.wishes import (
+from timeball.cli.forecast.options import (
     THE_OTHERS,
     Asked,
     Bars,
@@ -149,10 +149,9 @@ def answer_to(
     as_json: bool,
 ) -> None:
     """Check, count, answer, print, draw."""
-    from timeball.cli.forecast.answer import answer
-    from timeball.cli.forecast.counting import count
-    from timeball.cli.forecast.lines import describe
     from timeball.cli.forecast.picture import check_picture, draw
+    from timeball.cli.forecast.render import describe
+    from timeball.cli.forecast.report import answer, count
 
     window.check()
     extra.check()

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from timeball.cli.forecast.answer import Answer
-from timeball.cli.forecast.wishes import THE_OTHERS
+from timeball.cli.forecast.options import THE_OTHERS
+from timeball.cli.forecast.report import Answer
 from timeball.errors import RequestError, SetupError
 from timeball.pipeline.views.consumer_model import FloatArray
 from timeball.pipeline.views.due_histogram import UNIT_S, Load, Unit, merge

@@ -19,7 +19,7 @@ import pyarrow.fs as fs
 import pyarrow.parquet as pq
 
 from timeball.message import Int64Array, int64
-from timeball.pipeline.views.snapshot import TableFile, table_files
+from timeball.pipeline.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS
 
 POINTER_SCHEMA = pa.schema([("uri", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])

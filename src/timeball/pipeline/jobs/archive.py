@@ -26,17 +26,18 @@ from deltalake.exceptions import DeltaError
 from deltalake.transaction import RemoveAction
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql import types as t
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.clock import SystemClock
 from timeball.errors import NotFound, StorageError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive_writer, marked
-from timeball.pipeline.jobs.archive_writer import APP_ID, FILE_SCHEMA, PARTITION, ArchiveDataSource
+from timeball.pipeline.jobs.archive_writer import APP_ID, PARTITION, ArchiveDataSource
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA
 from timeball.pipeline.source.delta_writer import app_version
 from timeball.pipeline.source.pushdown import Bounds
 from timeball.pipeline.source.schema import spark_schema
+from timeball.pipeline.source.table_reader import read_delta
 from timeball.pipeline.table_store import Store, open_table, sibling
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -80,7 +81,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
         LOG.info("new archive job=archive uri=%s since_seq=%d", uri, since)
         return DeltaTable.create(
             uri,
-            archive_writer.TABLE_SCHEMA,
+            ARCHIVE_SCHEMA,
             partition_by=[PARTITION],
             name=NAME,
             description="Messages that became visible; one row each",
@@ -138,12 +139,8 @@ def files(
 
 
 def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | None = None) -> DataFrame:
-    """All of one version of the archive, or some of its files: the log's columns, and `day`."""
-    chosen = files(table) if uris is None else list(uris)
-    schema = spark_schema(FILE_SCHEMA).add(PARTITION, t.DateType())
-    if not chosen:
-        return spark.createDataFrame([], schema)
-    return spark.read.schema(schema).option("basePath", table.table_uri.rstrip("/")).parquet(*chosen)
+    """Return all of one version of the archive, or some of its files: the log's columns, and `day`."""
+    return read_delta(spark, table, spark_schema(ARCHIVE_SCHEMA), uris)
 
 
 def messages(

@@ -42,6 +42,7 @@ from timeball.errors import OutOfRange, SetupError
 from timeball.limits import DAY_MS
 from timeball.message import READ_SCHEMA, Kind, int64
 from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA
 from timeball.pipeline.source.chunks import runs
 from timeball.pipeline.source.delta_writer import app_version
 from timeball.pipeline.source.options import RANGE_COLUMNS
@@ -53,7 +54,6 @@ APP_ID = "timeball-archive"
 PARTITION = "day"
 PASSED = (Kind.MESSAGE, Kind.RELEASE)  # what stands in a queue where a consumer can read it
 FILE_SCHEMA = READ_SCHEMA
-TABLE_SCHEMA = pa.schema([*FILE_SCHEMA, pa.field(PARTITION, pa.date32())])
 ROW_GROUP_ROWS = 65_536
 OPTIONS = ("endpoint", "uri", "from_seq", "to_seq")
 _BOUNDED = ("seq", "topic", "store_ms", "due_ms")  # columns with statistics: what readers search by
@@ -224,5 +224,5 @@ def commit(table: DeltaTable, actions: list[AddAction | RemoveAction], *marks: T
     """One Delta commit."""
     properties = CommitProperties(app_transactions=list(marks)) if marks else None
     table.create_write_transaction(
-        actions, "append", TABLE_SCHEMA, partition_by=[PARTITION], commit_properties=properties
+        actions, "append", ARCHIVE_SCHEMA, partition_by=[PARTITION], commit_properties=properties
     )

@@ -31,12 +31,13 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from timeball.errors import NotFound, OutOfRange
-from timeball.message import Kind
+from timeball.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import open_table
-from timeball.pipeline.views.table_version import settled_status
+from timeball.pipeline.views.snapshot import settled_status
+from timeball.pipeline.views.spark_views import read_events
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -145,7 +146,7 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
         raise OutOfRange(
             f"the ledger ends at row {scope.ledger_end}, the log begins at {end.log.first_seq}: events are lost"
         )
-    fresh = ledger.read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
+    fresh = read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
     history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
     history = history.where("rows > 0")  # a start of the broker is nobody's event
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
@@ -213,7 +214,10 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
         times("released"),
         times("cancelled"),
         times("waiting"),
-        ledger.real_topic().alias("topic"),
+        # While it waits for a level a promise stands in another topic, until it is settled.
+        f.coalesce(f.max(f.when(f.col("topic") != SCHEDULE_TOPIC, f.col("topic"))), f.max("topic")).alias(
+            "topic"
+        ),
         f.max("unique_key").alias("unique_key"),
         f.coalesce(promised, f.max("due_ms")).alias("due_ms"),
         f.min(f.when(f.col("event") == "released", f.col("at_ms"))).alias("released_ms"),

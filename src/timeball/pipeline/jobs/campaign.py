@@ -26,7 +26,7 @@ from timeball.message import CANCEL_REASON, Int64Array, Kind, encode_properties,
 from timeball.pipeline.endpoint import Endpoint, Status
 from timeball.pipeline.jobs import seq_ranges
 from timeball.pipeline.jobs.campaigns import Campaigns, Event, check_id, last
-from timeball.pipeline.views.table_version import settled_status
+from timeball.pipeline.views.snapshot import settled_status
 from timeball.table import attachment as att
 
 STATES = ("planned", "active", "pausing", "paused", "resuming", "cancelled", "done")

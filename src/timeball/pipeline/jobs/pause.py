@@ -49,7 +49,7 @@ from timeball.pipeline.jobs.campaigns import Event, last
 from timeball.pipeline.source import promise_columns
 from timeball.pipeline.source.chunks import runs
 from timeball.pipeline.table_store import Store
-from timeball.pipeline.views.table_version import settled_status
+from timeball.pipeline.views.snapshot import settled_status
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry, within
 
 LOG = logging.getLogger("timeball.pipeline")

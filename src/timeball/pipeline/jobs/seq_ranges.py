@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from timeball.message import Int64Array, int64
-from timeball.pipeline.table_store import open_table
-from timeball.pipeline.views.snapshot import read_files
+from timeball.pipeline.table_store import open_table, read_files
 from timeball.table.attachment import Ranges, within
 
 

@@ -12,7 +12,7 @@ what is fetched, and Spark still applies them: narrowing may be coarse, never wr
     log      yes     yes      READ_SCHEMA                                 seq, kind, topic, due_ms
     queue    yes     yes      READ_SCHEMA, of one topic                   queue_id, queue_offset, seq, due_ms
     pending  yes     -        TABLE_SCHEMA, of one version of the table   due_ms, seq, topic
-    ledger   yes     -        LEDGER_SCHEMA, of one version of it         first_seq, topic, due_ms, at_ms, event_seq
+    ledger   yes     -        EVENT_SCHEMA , of one version of it         first_seq, topic, due_ms, at_ms, event_seq
     ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
 
 This module only chooses who reads and who writes; each way has a module of its own.

@@ -1,7 +1,7 @@
 """Timeball's Arrow schemas in Spark's words.
 
 Spark compares an Arrow batch with the declared schema by type, exactly: a dictionary, a `string_view` or a field
-declared not null is refused at run time. So there are five types and every field may be null.
+declared not null is refused at run time. So there are six types and every field may be null.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pyspark.sql.types import (
     BinaryType,
     ByteType,
     DataType,
+    DateType,
     IntegerType,
     LongType,
     StringType,
@@ -21,6 +22,7 @@ from pyspark.sql.types import (
 )
 
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.source.options import ReadOptions, check_columns
 
 RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])
@@ -32,6 +34,7 @@ _TYPES: dict[pa.DataType, DataType] = {
     pa.int64(): LongType(),
     pa.string(): StringType(),
     pa.binary(): BinaryType(),
+    pa.date32(): DateType(),
 }
 
 
@@ -43,11 +46,8 @@ def spark_schema(schema: pa.Schema) -> StructType:
 def arrow_schema(options: ReadOptions) -> pa.Schema:
     """What a read with these options yields; SetupError names a column that is not there."""
     if options.read == "ledger":
-        # The ledger's module builds on this one.
-        from timeball.pipeline.jobs.ledger import LEDGER_SCHEMA
-
-        check_columns(options, LEDGER_SCHEMA.names)
-        return pick(LEDGER_SCHEMA, options.columns)
+        check_columns(options, EVENT_SCHEMA.names)
+        return pick(EVENT_SCHEMA, options.columns)
     return pick(SCHEMAS[options.read], options.columns)
 
 

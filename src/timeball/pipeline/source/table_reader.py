@@ -4,7 +4,7 @@ Its files are known from the Delta log; tasks open them by URI. What a filter ex
 time finer: whole files by the bounds in the Delta log, row groups by the bounds in their footers, rows in Arrow.
 
     read=pending   TABLE_SCHEMA; promises already settled may still be in it until their file is rewritten
-    read=ledger    LEDGER_SCHEMA; columns that an older ledger has not got are null
+    read=ledger    EVENT_SCHEMA; columns that an older ledger has not got are null
 
 A file that belongs to an old version may have been swept since: the read fails and names the version, it never yields
 fewer rows.
@@ -21,7 +21,9 @@ import pyarrow as pa
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
 
 from timeball.errors import NotFound, StorageError
 from timeball.pipeline.endpoint import Endpoint
@@ -30,7 +32,7 @@ from timeball.pipeline.source.options import ReadOptions
 from timeball.pipeline.source.pushdown import Bounds, Wanted, wanted
 from timeball.pipeline.source.schema import arrow_schema
 from timeball.pipeline.source.spark_api import Filter
-from timeball.pipeline.table_store import open_table
+from timeball.pipeline.table_store import open_table, sibling
 from timeball.table.layout import ROW_GROUP_ROWS
 
 if TYPE_CHECKING:
@@ -98,12 +100,20 @@ def table_of(options: ReadOptions) -> DeltaTable:
             status = endpoint.status()
         uri = options.table_uri or status.table.uri
         if options.read == "ledger":
-            from timeball.pipeline.jobs.ledger import ledger_uri
-
-            uri = ledger_uri(uri)
+            uri = sibling(uri, "ledger")
         elif version is None and options.timestamp is None:
             version = status.table.version
     return open_table(uri, version) if options.timestamp is None else open_as_of(uri, options.timestamp)
+
+
+def read_delta(
+    spark: SparkSession, table: DeltaTable, schema: StructType, uris: Sequence[str] | None = None
+) -> DataFrame:
+    """Return all of one version of a Delta table of ours, or some of its files."""
+    chosen = table.file_uris() if uris is None else list(uris)
+    if not chosen:
+        return spark.createDataFrame([], schema)
+    return spark.read.schema(schema).option("basePath", table.table_uri.rstrip("/")).parquet(*chosen)
 
 
 def open_as_of(uri: str, instant_ms: int) -> DeltaTable:

@@ -1,42 +1,39 @@
-"""SQL over what waits and what happened, on DuckDB in this process: a quick look that needs neither Spark nor Java.
+"""The views on DuckDB in this process: a quick look that needs neither Spark nor Java.
 
 Everything a query sees is of one version: one snapshot of what waits (snapshot.py), the ledger and the archive as they
 stood then, no row of the log behind the snapshot's end. `Version` says which. The views are those of view_sql.py, and a
 view is prepared only when a query names it. The ledger's view goes on to the end of the log by itself, so it is
 complete without the ledger job, as far back as the log is kept.
 
-Rows of the tables are read where they lie, through Arrow: columns and row groups that a query does not need are
-not read. What comes from the log is put into a file of this session, so that memory holds a batch of it and not all.
+DuckDB reads the rows of tables where they lie, through Arrow: columns and row groups that a query does not need are
+not read. The session writes what comes from the log to a file of its own, so that memory holds a batch of it, not all.
 
 Read only: one SELECT (or EXPLAIN) at a time, on a database in memory without access to files or the network. Refuses
-everything else by name. `memory` bounds DuckDB; what exceeds it goes to a temporary folder where DuckDB can.
+everything else by name. `memory_bytes` bounds DuckDB; what exceeds it goes to a temporary folder where DuckDB can.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
+import duckdb
 import msgspec
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.fs as fs
 
-from timeball.errors import NotFound, OverLimit, RequestError, SetupError
+from timeball.errors import NotFound, OverLimit, RequestError, TimeballError
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.table_store import as_dataset, open_table, sibling
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_spans
+from timeball.pipeline.table_store import ALWAYS, Due, as_dataset, files_dataset, files_gone, table_files
 from timeball.pipeline.views import view_sql
-from timeball.pipeline.views.log_events import EVENT_SCHEMA, read_events
-from timeball.pipeline.views.snapshot import Snapshot, table_files
-
-if TYPE_CHECKING:
-    import duckdb
-    from deltalake import DeltaTable
+from timeball.pipeline.views.due_histogram import Load, count_due
+from timeball.pipeline.views.snapshot import Snapshot, Version
 
 T = TypeVar("T")
 
@@ -44,39 +41,23 @@ MEMORY_BYTES = 1 << 30
 LOG_ROWS = 100_000  # of the log's end in the view `log`
 BATCH_ROWS = 8_192
 INTERRUPT_S = 0.1
-_LEDGER_APP_ID = "timeball-ledger"
-_ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 _WAITING_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field("place", pa.string())])
 
 
-class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """What a query saw: the table at a version, rows of the log below `log_end`, ledger and archive if they were asked.
-
-    `is_whole` is False when retention has let go of a part of what waited at an older version.
-    """
-
-    now_ms: int
-    table: int
-    log_end: int
-    ledger: int | None = None
-    archive: int | None = None
-    is_whole: bool = True
-
-
 class Answer(msgspec.Struct, frozen=True):
-    """Rows as batches; to be read once, while the session is open."""
+    """Rows as batches, to be read once while the session is open."""
 
     version: Version
     rows: pa.RecordBatchReader
 
 
 def view_columns() -> dict[str, list[str]]:
-    """Every view with its columns. (What the ledger and archive jobs add to their tables comes on top.)"""
+    """Return every view with its columns. (What the ledger and archive jobs add to their tables comes on top.)"""
     bases = {
         "waiting_rows": _WAITING_SCHEMA,
         "table_rows": TABLE_SCHEMA,
         "ledger_events": EVENT_SCHEMA,
-        "archive_rows": _ARCHIVE_SCHEMA,
+        "archive_rows": ARCHIVE_SCHEMA,
         "log_rows": READ_SCHEMA,
     }
     with tempfile.TemporaryDirectory() as scratch, _open_database(Path(scratch), MEMORY_BYTES) as database:
@@ -87,31 +68,40 @@ def view_columns() -> dict[str, list[str]]:
 
 
 class SqlSession:
-    """Queries on one version. Use as a context manager."""
+    """Queries on one version. Use as a context manager.
+
+    The snapshot is given, or chosen by `version`, `upcoming` and `table_uri` (Snapshot.take). `due` cuts the view
+    `pending` to promises due within these bounds; without `bodies` it has no column `body`, and none is fetched for it.
+    """
 
     def __init__(
         self,
         endpoint: str,
         *,
+        snapshot: Snapshot | None = None,
         version: int | None = None,
+        upcoming: bool = False,
         table_uri: str | None = None,
+        bodies: bool = True,
+        due: Due = ALWAYS,
         memory_bytes: int = MEMORY_BYTES,
         log_rows: int = LOG_ROWS,
     ) -> None:
         self._log_rows = log_rows
         self._memory_bytes = memory_bytes
-        self._columns: dict[str, list[str]] = {}  # of the base relations there are
+        self._columns: dict[str, list[str]] = {}  # of the relations there are
+        self._promise_columns = [name for name in TABLE_SCHEMA.names if bodies or name != "body"]
         with ExitStack() as opened:
             self._scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
             self._database = opened.enter_context(_open_database(self._scratch, memory_bytes))
             self._worker = opened.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
             self._broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
-            self._snapshot = Snapshot.take(self._broker, version=version, table_uri=table_uri)
+            self.snapshot = snapshot or Snapshot.take(
+                self._broker, version=version, upcoming=upcoming, table_uri=table_uri
+            )
             self._opened = opened.pop_all()
-        shot = self._snapshot
-        self.version = Version(
-            now_ms=shot.now_ms, table=shot.version, log_end=shot.end_seq, is_whole=shot.is_whole
-        )
+        self.due = due
+        self.version = self.snapshot.shown()
 
     def __enter__(self) -> Self:
         return self
@@ -120,13 +110,11 @@ class SqlSession:
         self.close()
 
     def close(self) -> None:
-        """Let go of everything, also of rows not read yet."""
+        """Close the database and the connection; rows not read yet are lost."""
         self._opened.close()
 
     def run(self, text: str) -> Answer:
-        """The answer to one SELECT; RequestError says what is wrong with it, and names the views there are."""
-        import duckdb
-
+        """Answer one SELECT; RequestError says what is wrong with it, and names the views there are."""
         try:
             self._check(text)
             self._prepare(view_sql.named(text))
@@ -135,10 +123,12 @@ class SqlSession:
             raise self._plain(error) from error
         return Answer(self.version, pa.RecordBatchReader.from_batches(rows.schema, self._read(rows)))
 
-    def _read(self, rows: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        """DuckDB works while it is read, so it may fail then."""
-        import duckdb
+    def due_load(self, *, by_topic: bool = False) -> Load:
+        """Count what waits by the second it is due."""
+        return count_due(lambda text: self.run(text).rows.read_all(), by_topic=by_topic)
 
+    def _read(self, rows: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        """Read on; DuckDB works while it is read, so it may fail here."""
         try:
             while (batch := self._work(lambda: next(rows, None))) is not None:
                 yield batch
@@ -146,7 +136,7 @@ class SqlSession:
             raise self._plain(error) from error
 
     def _work(self, call: Callable[[], T]) -> T:
-        """Let DuckDB work on a thread of its own: Ctrl-C reaches this one at once, and the query is told."""
+        """Let DuckDB work on a thread of its own: Ctrl-C reaches this one at once, which interrupts the query."""
         future = self._worker.submit(call)
         try:
             return future.result()
@@ -157,8 +147,6 @@ class SqlSession:
             raise
 
     def _check(self, text: str) -> None:
-        import duckdb
-
         statements = self._database.extract_statements(text)
         if len(statements) != 1:
             raise RequestError(f"{len(statements)} statements: one query at a time")
@@ -168,8 +156,10 @@ class SqlSession:
                 f"only SELECT: the views cannot be changed ({statements[0].type.name} refused)"
             )
 
-    def _plain(self, error: Exception) -> RequestError | OverLimit:
+    def _plain(self, error: Exception) -> TimeballError:
         text = str(error)
+        if "FileNotFoundError" in text or isinstance(error, FileNotFoundError):
+            return files_gone(self.snapshot.uri, error)
         if "Out of Memory" in text:
             return OverLimit(
                 f"the query needs more than {self._memory_bytes:,} bytes of memory: allow more, or ask for less"
@@ -178,10 +168,10 @@ class SqlSession:
         views = f"; views: {', '.join(view_sql.VIEWS)}" if "Catalog Error" in text else ""
         return RequestError(f"SQL: {sentence}{views}")
 
-    # ---- base relations -------------------------------------------------------------------------------------
+    # ---- relations ------------------------------------------------------------------------------------------
 
     def _prepare(self, names: Iterable[str]) -> None:
-        """Make the views that are named, and what they stand on."""
+        """Make the views that are named, and the relations they stand on."""
         for base in view_sql.needed_bases(names):
             if base not in self._columns:
                 getattr(self, f"_make_{base}")()
@@ -191,95 +181,75 @@ class SqlSession:
             self._database.execute(f"create or replace view {view} as {query}")
 
     def _make_waiting_rows(self) -> None:
-        shot = self._snapshot
-        self._database.register(
-            "gone_rows",
-            pa.table({"seq": pa.concat_arrays([pa.array(shot.settled()), pa.array(shot.moved())])}),
-        )
-        paths = [file.path for file in shot.files()]
-        self._database.register("waiting_table", _dataset(shot.uri, paths))
-        self._database.register("waiting_log", self._spooled("waiting", _WAITING_SCHEMA, self._in_the_log()))
-        self._database.execute(
-            f"""create view waiting_rows as
-                select *, 'table' as place from waiting_table anti join gone_rows using (seq)
-                where due_ms >= {shot.due_from_ms}
-                union all select * from waiting_log"""
-        )
+        shot = self.snapshot
+        ledger = shot.open_beside("ledger") if shot.first_seq > 1 else None
+        cancels = EVENT_SCHEMA.empty_table() if ledger is None else as_dataset(ledger, EVENT_SCHEMA)
+        self._database.register("ledger_rows", cancels)
+        bounds = view_sql.clipped(shot, self.due)
+        paths = [file.path for file in table_files(shot.uri, shot.version) if file.may_hold(bounds)]
+        self._database.register("waiting_table_rows", files_dataset(shot.uri, paths))
+        for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows"):
+            self._fetch(name, shot.watermark)
+        query = view_sql.waiting_sql(shot, self._promise_columns, self.due)
+        self._database.execute(f"create view waiting_rows as {query}")
 
-    def _in_the_log(self) -> Iterator[pa.RecordBatch]:
-        for place, rows in self._snapshot.places(among=("tail", "level")):
-            yield pa.RecordBatch.from_arrays(
-                [*rows.columns, pa.repeat(pa.scalar(place), rows.num_rows)], schema=_WAITING_SCHEMA
-            )
+    def _fetch(self, name: str, marked_seq: int) -> None:
+        """Make a relation of the log; one that does not begin where the log does begins at `marked_seq`."""
+        rows = view_sql.LOG_RELATIONS[name]
+        columns = view_sql.log_columns(name, self._promise_columns)
+        begin, end = self.snapshot.log_range(0 if rows.begin == "first" else marked_seq)
+        self._spool(name, begin, end, rows.kinds, columns)
+
+    def _spool(
+        self, name: str, begin: int, end: int, kinds: Sequence[int] | None, columns: Sequence[str]
+    ) -> None:
+        """Write rows of the log to a file of this session, a relation that can be read more than once."""
+        schema = pa.schema([READ_SCHEMA.field(column) for column in columns])
+        path = self._scratch / f"{name}.arrow"
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            if begin < end:
+                for batch in self._broker.read_log(begin, end, kinds, columns=columns):
+                    writer.write_batch(batch.select(columns))
+        self._database.register(name, ds.dataset(str(path), schema, format="ipc"))
 
     def _make_table_rows(self) -> None:
-        shot = self._snapshot
+        shot = self.snapshot
         paths = [file.path for file in table_files(shot.uri, shot.version)]
-        self._database.register("table_rows", _dataset(shot.uri, paths))
+        self._database.register("table_rows", files_dataset(shot.uri, paths))
 
     def _make_ledger_events(self) -> None:
-        """The ledger up to where it has come, then the log."""
-        shot = self._snapshot
-        begin, kept = shot.first_seq, ""
-        table = self._beside("ledger")
+        """Make the ledger up to where it has come, and go on with the log."""
+        shot = self.snapshot
+        begin, kept = 0, ""
+        table = shot.open_beside("ledger")
         if table is not None:
-            begin = max(begin, int(table.transaction_version(_LEDGER_APP_ID) or 0))
+            begin = int(table.transaction_version(LEDGER_APP_ID) or 0)
             self.version = msgspec.structs.replace(self.version, ledger=table.version())
             self._database.register("ledger_table", as_dataset(table, EVENT_SCHEMA))
             kept = f"select * from ledger_table where event_seq < {shot.end_seq} union all by name "
-        fresh = self._spooled("events", EVENT_SCHEMA, read_events(self._broker, begin, shot.end_seq))
-        self._database.register("fresh_events", fresh)
-        self._database.execute(f"create view ledger_events as {kept} select * from fresh_events")
+        self._fetch("event_rows", begin)
+        self._database.register("span_rows", read_spans(self._broker, *shot.log_range(begin)))
+        self._database.execute(f"create view ledger_events as {kept}({view_sql.events_sql()})")
 
     def _make_archive_rows(self) -> None:
-        table = self._beside("archive")
+        table = self.snapshot.open_beside("archive")
         if table is None:
             raise NotFound(
                 "there is no archive beside the pending table; 'timeball pipeline run archive' makes one"
             )
         self.version = msgspec.structs.replace(self.version, archive=table.version())
-        self._database.register("archive_table", as_dataset(table, _ARCHIVE_SCHEMA))
+        self._database.register("archive_table", as_dataset(table, ARCHIVE_SCHEMA))
         self._database.execute(
-            f"create view archive_rows as select * from archive_table where seq < {self._snapshot.end_seq}"
+            f"create view archive_rows as select * from archive_table where seq < {self.snapshot.end_seq}"
         )
 
     def _make_log_rows(self) -> None:
-        end = self._snapshot.end_seq
-        begin = max(self._snapshot.first_seq, end - self._log_rows)
-        rows = self._broker.read_log(begin, end) if begin < end else iter(())
-        self._database.register("log_rows", self._spooled("log", READ_SCHEMA, rows))
-
-    def _beside(self, name: str) -> DeltaTable | None:
-        try:
-            return open_table(sibling(self._snapshot.uri, name))
-        except NotFound:
-            return None
-
-    def _spooled(self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ds.Dataset:
-        """Batches in a file of this session, as a relation that can be read more than once."""
-        path = self._scratch / f"{name}.arrow"
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-        return ds.dataset(str(path), schema, format="ipc")
-
-
-def _dataset(uri: str, paths: list[str]) -> ds.Dataset | pa.Table:
-    """Files of the pending table as a relation."""
-    if not paths:
-        return TABLE_SCHEMA.empty_table()
-    files, root = fs.FileSystem.from_uri(uri)
-    return ds.dataset([f"{root}/{path}" for path in paths], TABLE_SCHEMA, format="parquet", filesystem=files)
+        begin, end = self.snapshot.log_range(self.snapshot.end_seq - self._log_rows)
+        self._spool("log_rows", begin, end, None, READ_SCHEMA.names)
 
 
 def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnection:
-    """An empty database in memory that reaches neither files nor the network."""
-    try:
-        import duckdb
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"{error.name} is not installed: install the extra, pip install 'timeball[sql]'"
-        ) from error
+    """Open an empty database in memory that reaches neither files nor the network."""
     database = duckdb.connect(
         ":memory:",
         config={

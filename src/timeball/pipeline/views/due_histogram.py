@@ -1,17 +1,16 @@
 """How much falls due when: rows a second and topic, as three columns of numbers.
 
-Whoever counts (Arrow in this process, Spark on a cluster, a dry run on rows that nobody has sent yet) hands over due
-instants or counts; what is asked of them is the same: a curve in seconds, minutes, hours or days, its peaks, one topic
-of it, a part of it.
+A load comes from counts by SQL (DuckDB in this process, Spark on a cluster) or from due instants (a file of rows that
+may be sent). It answers a curve in seconds, minutes, hours or days, its peaks, one topic of it, a part of it.
 
 Only seconds in which something is due take room, and there is a bound: a load of more than CELLS_MAX cells (a second
-and a topic each) becomes coarser, minutes and then hours. `width_s` says which; nothing is ever left out. Pure
+and a topic each) becomes coarser, minutes and then hours. `width_s` says which; every row is counted. Pure
 functions on columns, in UTC.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.limits import SECOND_MS
-from timeball.message import Int64Array
+from timeball.message import Int64Array, int64
 
 CELLS_MAX = 8_000_000  # 24 bytes each, and twice that while they are sorted
 BARS_MAX = 48  # what a terminal shows without scrolling
@@ -163,6 +162,34 @@ def from_cells(
         if load.cells > CELLS_MAX and width > load.width_s:
             load = load.coarser(width)
     return load
+
+
+_COUNT_TEXT = """
+SELECT {topic} AS topic, cast(floor(due_ms / {width_ms}) AS bigint) AS cell, count(*) AS rows
+FROM {pending} GROUP BY 1, 2 LIMIT {limit}
+"""
+
+
+def count_due(
+    run: Callable[[str], pa.Table], *, by_topic: bool = False, relation: Callable[[str], str] = str
+) -> Load:
+    """Count the rows of the relation `pending` by SQL, coarser when they have too many cells."""
+    found = pa.table({})
+    width_s = 1
+    for width_s in WIDTHS_S:
+        text = _COUNT_TEXT.format(
+            topic="topic" if by_topic else "''",
+            width_ms=width_s * SECOND_MS,
+            pending=relation("pending"),
+            limit=CELLS_MAX + 1,
+        )
+        found = run(text).combine_chunks()
+        if found.num_rows <= CELLS_MAX:
+            break
+    topics = found.column("topic").cast(pa.string()).combine_chunks().dictionary_encode()
+    second, rows = (int64(found.column(name).combine_chunks()) for name in ("cell", "rows"))
+    codes = int64(topics.indices.cast(pa.int64()))
+    return from_cells(topics.dictionary.to_pylist(), codes, second * width_s, rows, width_s)
 
 
 def from_due_ms(due_ms: Int64Array, topics: pa.Array | None = None) -> Load:

@@ -1,16 +1,15 @@
-"""The forecast: what waits, as a due load, and what is said about it.
+"""The forecast: what is said of a due load, an older forecast held against what came, and loads from files.
 
-What waits is taken from one Snapshot, so it is of one version; what is due already is being delivered, and no forecast.
-Only instants are read, and topics if somebody asks for them: bodies stay where they are. A load is a few numbers a
-second, so that from here on it makes no difference who counted, this process or a cluster (jobs/forecast.py), and
-whether the rows are promises, or a file of rows that somebody thinks of sending.
+What waits is counted by SQL on one snapshot (due_histogram.count_due, by DuckDB here or by Spark on a cluster), so it
+is of one version; what is due already is being delivered, and no forecast. A load is a few numbers a second, so from
+here on it makes no difference where it comes from, promises or a file of rows that may be sent.
 
 No Spark in here: a forecast of some million promises should not wait for a JVM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from timeball.errors import InvalidMessage, NotFound, OutOfRange, RequestError, 
 from timeball.limits import INSTANT_MS_MAX, SECOND_MS
 from timeball.message import Int64Array, Kind, int64
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.table_store import open_table
+from timeball.pipeline.table_store import Due, open_table
 from timeball.pipeline.views.due_histogram import (
     ALL_TOPICS,
     Counting,
@@ -35,7 +34,7 @@ from timeball.pipeline.views.due_histogram import (
     from_due_ms,
     unlike,
 )
-from timeball.pipeline.views.snapshot import ALWAYS, PLACES, Due, Snapshot
+from timeball.pipeline.views.snapshot import Snapshot
 
 DUE_COLUMNS = ("due_ms", "due")  # where an instant is looked for when nobody names its column
 TOPIC_COLUMN = "topic"
@@ -70,26 +69,7 @@ class Report(msgspec.Struct, frozen=True):
     topics: dict[str, TopicLoad]
 
 
-# ---- from what waits to a load ----------------------------------------------------------------------------
-
-
-def gather(
-    snapshot: Snapshot,
-    *,
-    by_topic: bool = False,
-    due: Due = ALWAYS,
-    among: Sequence[str] = PLACES,
-    seen: Callable[[int], object] = lambda rows: None,
-) -> Load:
-    """What waits in these places and is due within these bounds, as a load; `seen` is told of rows as they are read."""
-    counting = Counting()
-    columns = ["due_ms", TOPIC_COLUMN] if by_topic else ["due_ms"]
-    for _, rows in snapshot.places(columns, due, among):
-        counting.add(
-            from_due_ms(int64(rows.column("due_ms")), rows.column(TOPIC_COLUMN) if by_topic else None)
-        )
-        seen(rows.num_rows)
-    return counting.result()
+# ---- which version ----------------------------------------------------------------------------------------
 
 
 def version_at(uri: str, instant_ms: int) -> int:

@@ -1,4 +1,4 @@
-"""What waits and what happened as Spark views: the same names, the same text and the same answers as `timeball sql`.
+"""The views in Spark: the same names, the same text and the same answers as `timeball sql`.
 
     from timeball.pipeline.views import spark_views
     version = spark_views.register(spark, "grpc://broker:7400")
@@ -11,34 +11,71 @@ the table's clean-up bound how long that works: then a query fails, and never an
 
 from __future__ import annotations
 
-import msgspec
-import pyarrow as pa
-from pyspark import StorageLevel
-from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
-from pyspark.sql import functions as f
+from collections.abc import Sequence
+from typing import Any
 
-from timeball.errors import NotFound
-from timeball.message import TABLE_SCHEMA, Kind
+import msgspec
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+
+from timeball.message import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import archive, ledger
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_spans
 from timeball.pipeline.source.schema import spark_schema
-from timeball.pipeline.table_store import open_table
+from timeball.pipeline.source.table_reader import read_delta
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import ALWAYS, Due
 from timeball.pipeline.views import view_sql
-from timeball.pipeline.views.duckdb_session import Version
-from timeball.pipeline.views.snapshot import LEVEL_PROPERTIES, Snapshot, cancelled_before
+from timeball.pipeline.views.due_histogram import Load, count_due
+from timeball.pipeline.views.snapshot import Snapshot, Version
 
 KEPT = ("waiting_rows", "ledger_events")
-COLLECTED_ROWS = (
-    1_000_000  # of the kept log: so few settlements are sent to every task instead of being shuffled
-)
+# Settlements of a kept log of so few rows are broadcast to every task instead of being shuffled.
+BROADCAST_ROWS = 1_000_000
 
 
 def waiting_frame(
     spark: SparkSession, endpoint: str, version: int | None = None, *, bodies: bool = True
 ) -> DataFrame:
-    """What waits (see snapshot.py), one row a promise: TABLE_SCHEMA and `place`; without bodies if none are wanted."""
+    """Return what waits, one row a promise: TABLE_SCHEMA and `place`; without bodies if none are wanted."""
     with Endpoint(endpoint) as broker:
-        return _waiting(spark, endpoint, Snapshot.take(broker, version=version), bodies=bodies)
+        shot = Snapshot.take(broker, version=version)
+    return waiting_at(spark, endpoint, shot, bodies=bodies)
+
+
+def waiting_at(
+    spark: SparkSession, endpoint: str, shot: Snapshot, *, due: Due = ALWAYS, bodies: bool = True
+) -> DataFrame:
+    """Return what waits as of a snapshot and is due within the bounds."""
+    columns = [name for name in TABLE_SCHEMA.names if bodies or name != "body"]
+    frames = {
+        name: _log(spark, endpoint, shot, name, columns)
+        for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows")
+    }
+    frames["ledger_rows"] = _ledger(spark, shot)
+    frames["waiting_table_rows"] = _table(spark, endpoint, shot, columns)
+    few = shot.end_seq - shot.first_seq <= BROADCAST_ROWS
+    hint = "/*+ BROADCAST(gone) */" if few else ""
+    text = view_sql.waiting_sql(shot, columns, due, relation=view_sql.SPARK_RELATION, hint=hint)
+    return _run(spark, text, frames)
+
+
+def due_load(
+    spark: SparkSession, endpoint: str, shot: Snapshot, *, by_topic: bool = False, due: Due = ALWAYS
+) -> Load:
+    """Count what waits as of a snapshot and is due within the bounds, on the executors: see forecast.count_due."""
+    frame = waiting_at(spark, endpoint, shot, due=due, bodies=False)
+    return count_on_spark(frame, by_topic=by_topic)
+
+
+def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
+    """Count rows (due_ms, topic) on the executors."""
+    with spark_errors():
+        return count_due(
+            lambda text: _run(frame.sparkSession, text, {"pending": frame}).toArrow(),
+            by_topic=by_topic,
+            relation=view_sql.SPARK_RELATION,
+        )
 
 
 def register(
@@ -46,140 +83,95 @@ def register(
 ) -> Version:
     """Make the views pending, pending_table, promises, ledger, log, and archive if there is one, as temporary views.
 
-    `prefix` stands before their names. `keep`: what waits and the events are read once and kept by Spark, in memory or
+    `prefix` stands before their names. `keep`: Spark reads what waits and the events once and keeps them, in memory or
     on disk, for many queries; `spark.catalog.clearCache()` lets go of them. Returns what the views show.
     """
     with Endpoint(endpoint) as broker:
         shot = Snapshot.take(broker, version=version)
-        shown = Version(now_ms=shot.now_ms, table=shot.version, log_end=shot.end_seq, is_whole=shot.is_whole)
-        bases = {
-            "waiting_rows": _waiting(spark, endpoint, shot, bodies=True),
-            "table_rows": _table(spark, endpoint, shot, TABLE_SCHEMA.names),
-            "log_rows": _source(spark, endpoint, shot, shot.first_seq).load(),
-        }
-    bases["ledger_events"], ledger_version = _events(spark, endpoint, shot)
-    passed = _archive(spark, shot)
-    shown = msgspec.structs.replace(shown, ledger=ledger_version)
+    events, ledger_version = _events(spark, endpoint, shot)
+    frames = {
+        "waiting_rows": waiting_at(spark, endpoint, shot),
+        "table_rows": _table(spark, endpoint, shot, TABLE_SCHEMA.names),
+        "ledger_events": events,
+        "log_rows": _source(spark, endpoint, shot, 0).load(),
+    }
+    shown = msgspec.structs.replace(shot.shown(), ledger=ledger_version)
+    passed = shot.open_beside("archive")
     if passed is not None:
-        bases["archive_rows"], archive_version = passed
-        shown = msgspec.structs.replace(shown, archive=archive_version)
-    for base, frame in bases.items():
+        frames["archive_rows"] = read_delta(spark, passed, spark_schema(ARCHIVE_SCHEMA)).where(
+            f"seq < {shot.end_seq}"
+        )
+        shown = msgspec.structs.replace(shown, archive=int(passed.version()))
+    for base, frame in frames.items():
         if keep and base in KEPT:
             frame.persist(StorageLevel.MEMORY_AND_DISK)
         frame.createOrReplaceTempView(base)
-    texts = view_sql.definitions("spark", {base: frame.columns for base, frame in bases.items()})
+    texts = view_sql.definitions("spark", {base: frame.columns for base, frame in frames.items()})
     for view, query in texts.items():
         spark.sql(query).createOrReplaceTempView(f"{prefix}{view}")
-    for base in bases:  # a view keeps its plan, not these names
+    for base in frames:  # a view keeps its plan, not these names
         spark.catalog.dropTempView(base)
     return shown
 
 
-# ---- what waits ---------------------------------------------------------------------------------------------
+# ---- the relations ------------------------------------------------------------------------------------------
 
 
-def _waiting(spark: SparkSession, endpoint: str, shot: Snapshot, *, bodies: bool) -> DataFrame:
-    columns = [name for name in TABLE_SCHEMA.names if bodies or name != "body"]
-    due = f.col("due_ms") >= shot.due_from_ms
-    moved = spark.createDataFrame([(int(seq),) for seq in shot.moved()], "seq bigint")
-    table = _table(spark, endpoint, shot, columns).where(due)
-    if len(shot.moved()):
-        table = table.join(f.broadcast(moved), "seq", "left_anti")
-    tail = _tail(spark, endpoint, shot, columns).where(due)
-    levels = _levels(spark, endpoint, shot, columns)
-    levels = levels.where(due) if shot.only_cancels else levels
-    placed = [frame.withColumn("place", f.lit(place)) for place, frame in
-              (("table", table), ("tail", tail), ("level", levels))]  # fmt: skip
-    there = placed[0].unionByName(placed[1]).unionByName(placed[2])
-    return there.join(_settled(spark, endpoint, shot), "seq", "left_anti").select(*columns, "place")
+def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) -> DataFrame:
+    """Return the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA."""
+    with Endpoint(endpoint) as broker:
+        spans = read_spans(broker, from_seq, to_seq)
+    source = spark.read.format("timeball").option("endpoint", endpoint)
+    source = source.option("from_seq", str(from_seq)).option("to_seq", str(to_seq))
+    frames = {
+        "event_rows": _columns(source, "event_rows", TABLE_SCHEMA.names),
+        "span_rows": spark.createDataFrame(spans, spark_schema(EVENT_SCHEMA)),
+    }
+    return _run(spark, view_sql.events_sql(view_sql.SPARK_RELATION), frames)
+
+
+def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:
+    """Return the ledger up to where it has come, then the log; and the ledger's version."""
+    table = shot.open_beside("ledger")
+    if table is None:
+        return read_events(spark, endpoint, *shot.log_range()), None
+    kept = read_delta(spark, table, spark_schema(EVENT_SCHEMA)).where(f"event_seq < {shot.end_seq}")
+    mark = int(table.transaction_version(LEDGER_APP_ID) or 0)
+    fresh = read_events(spark, endpoint, *shot.log_range(mark))
+    return kept.unionByName(fresh, allowMissingColumns=True), int(table.version())
+
+
+def _run(spark: SparkSession, text: str, frames: dict[str, DataFrame]) -> DataFrame:
+    named: dict[str, Any] = frames
+    return spark.sql(text, **named)
+
+
+def _log(spark: SparkSession, endpoint: str, shot: Snapshot, name: str, columns: Sequence[str]) -> DataFrame:
+    begin = 0 if view_sql.LOG_RELATIONS[name].begin == "first" else shot.watermark
+    return _columns(_source(spark, endpoint, shot, begin), name, columns)
+
+
+def _columns(source: DataFrameReader, name: str, columns: Sequence[str]) -> DataFrame:
+    kinds = ",".join(str(int(kind)) for kind in view_sql.LOG_RELATIONS[name].kinds)
+    return (
+        source.option("kinds", kinds).option("columns", ",".join(view_sql.log_columns(name, columns))).load()
+    )
 
 
 def _source(spark: SparkSession, endpoint: str, shot: Snapshot, from_seq: int) -> DataFrameReader:
-    """A read of the log up to the snapshot's end."""
-    end = max(shot.end_seq, shot.first_seq)  # an older version may have been made before the log begins
-    begin = min(max(from_seq, shot.first_seq), end)
+    """Return a read of the log up to the snapshot's end."""
+    begin, end = shot.log_range(from_seq)
     source = spark.read.format("timeball").option("endpoint", endpoint)
     return source.option("from_seq", str(begin)).option("to_seq", str(end))
 
 
-def _log(
-    spark: SparkSession, endpoint: str, shot: Snapshot, kinds: str, from_seq: int, columns: list[str]
-) -> DataFrame:
-    source = _source(spark, endpoint, shot, from_seq).option("kinds", kinds)
-    return source.option("columns", ",".join(dict.fromkeys(columns))).load()
-
-
-def _settled(spark: SparkSession, endpoint: str, shot: Snapshot) -> DataFrame:
-    kinds = "cancel" if shot.only_cancels else "release,cancel"
-    rows = _log(spark, endpoint, shot, kinds, shot.first_seq, ["source_seq"])
-    numbers = rows.select(f.col("source_seq").alias("seq"))
-    forgotten = cancelled_before(shot.uri, min(shot.first_seq, shot.end_seq))
-    if len(forgotten):
-        numbers = numbers.unionByName(spark.createDataFrame(pa.table({"seq": forgotten})))
-    return f.broadcast(numbers) if shot.end_seq - shot.first_seq <= COLLECTED_ROWS else numbers
-
-
-def _table(spark: SparkSession, endpoint: str, shot: Snapshot, columns: list[str]) -> DataFrame:
+def _table(spark: SparkSession, endpoint: str, shot: Snapshot, columns: Sequence[str]) -> DataFrame:
     source = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
     source = source.option("version", str(shot.version)).option("columns", ",".join(columns))
     return source.option("table_uri", shot.uri).load()
 
 
-def _tail(spark: SparkSession, endpoint: str, shot: Snapshot, columns: list[str]) -> DataFrame:
-    """Promises behind the watermark under their own numbers, each once."""
-    begin = max(shot.watermark, shot.first_seq)
-    kinds = ["kind", "source_seq", "store_ms", *columns]
-    is_moved = f.col("kind") == int(Kind.MOVED)
-    own = _log(spark, endpoint, shot, "promise", begin, kinds).withColumn("accepted_ms", f.col("store_ms"))
-    own = own.select(*columns)
-    if not len(shot.moved()):
-        return own
-    moved = _log(spark, endpoint, shot, "moved", begin, kinds).where(is_moved & (f.col("source_seq") < begin))
-    return own.unionByName(
-        moved.withColumn("seq", f.col("source_seq")).select(*columns).dropDuplicates(["seq"])
-    )
-
-
-def _levels(spark: SparkSession, endpoint: str, shot: Snapshot, columns: list[str]) -> DataFrame:
-    """Promises of delay levels, under the topic and queue they are for."""
-    rows = _log(spark, endpoint, shot, "level_promise", shot.first_seq, ["store_ms", "properties", *columns])
-
-    def real(group: int, hidden: str) -> Column:
-        text = f.regexp_extract("properties", LEVEL_PROPERTIES.replace("?P<", "?<"), group)
-        kind = "int" if hidden == "queue_id" else "string"
-        return f.coalesce(f.when(text != "", text).cast(kind), f.col(hidden))
-
-    rows = rows.withColumns(
-        {"topic": real(1, "topic"), "queue_id": real(2, "queue_id"), "accepted_ms": f.col("store_ms")}
-    )
-    return rows.select(*columns)
-
-
-# ---- what happened ------------------------------------------------------------------------------------------
-
-
-def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:
-    """The ledger up to where it has come, then the log; and the ledger's version."""
-    begin, kept, version = shot.first_seq, None, None
-    try:
-        table = open_table(ledger.ledger_uri(shot.uri))
-    except NotFound:
-        table = None
-    if table is not None:
-        begin, version = max(begin, ledger.bounds(table)[1]), int(table.version())
-        kept = ledger.read_ledger(spark, table).where(f.col("event_seq") < shot.end_seq)
-    end = max(begin, shot.end_seq)
-    fresh = ledger.read_events(spark, endpoint, begin, end)
-    started = ledger.read_starts(endpoint, begin, end)
-    if started.num_rows:
-        fresh = fresh.unionByName(spark.createDataFrame(started, spark_schema(ledger.LEDGER_SCHEMA)))
-    return (fresh if kept is None else kept.unionByName(fresh, allowMissingColumns=True)), version
-
-
-def _archive(spark: SparkSession, shot: Snapshot) -> tuple[DataFrame, int] | None:
-    try:
-        table = open_table(archive.archive_uri(shot.uri))
-    except NotFound:
-        return None
-    found = archive.read_archive(spark, table)
-    return found.where(f.col("seq") < shot.end_seq), int(table.version())
+def _ledger(spark: SparkSession, shot: Snapshot) -> DataFrame:
+    table = shot.open_beside("ledger") if shot.first_seq > 1 else None
+    schema = spark_schema(EVENT_SCHEMA)
+    return spark.createDataFrame([], schema) if table is None else read_delta(spark, table, schema)

@@ -1,4 +1,4 @@
-"""The answer of `timeball forecast`: what was counted and what is only thought of, as one document.
+"""What `timeball forecast` answers: what waits, counted on one snapshot, and what is only thought of.
 
 Everything is said twice where there is an extra load: as it is, and with it. The extra rows are cut to the window, and
 those outside are counted, so that a mistyped instant is seen.
@@ -6,16 +6,90 @@ those outside are counted, so that a mistyped instant is seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from timeball.cli.forecast.counting import Counted
-from timeball.cli.forecast.wishes import Asked, Extra
+from timeball.cli.connection import connect
+from timeball.cli.forecast.options import Asked, Extra, Window
+from timeball.cli.output import progress_bar
 from timeball.limits import SECOND_MS
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.jobs.campaigns import Campaigns, held
+from timeball.pipeline.table_store import Due
 from timeball.pipeline.views.consumer_model import Queue, WhatIf, queues, rate_needed, serve
 from timeball.pipeline.views.due_histogram import Load, Unit, merge
-from timeball.pipeline.views.forecast import Check, Report, check, report
+from timeball.pipeline.views.forecast import Check, Report, check, released_since, report, version_at
+from timeball.pipeline.views.snapshot import Snapshot
+
+# ---- counting -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What waits within the bounds, as of `now_ms` and one version of the table.
+
+    `came`: what came since, and until when. `held`: by paused campaign, what would wait if it were resumed.
+    """
+
+    now_ms: int
+    version: int
+    is_whole: bool
+    due: Due
+    load: Load
+    came: tuple[Load, int] | None = None
+    held: dict[str, int] = field(default_factory=dict)
+
+
+def count(
+    endpoint: str, master: str | None, window: Window, *, by_topic: bool = False, quiet: bool = False
+) -> Counted:
+    """Pin a snapshot, and count by SQL: in this process with DuckDB, or on Spark when a master is named.
+
+    DuckDB counts millions of promises in less time than Spark needs to start. Spark is for a table that only the
+    cluster reaches, or that is larger than one machine should read.
+    """
+    with connect(endpoint) as ball:
+        ball.status()  # says at once what is wrong; what follows is patient with a broker that restarts
+    with Endpoint(endpoint) as broker:
+        version = window.version
+        if window.timestamp_ms is not None:
+            version = version_at(broker.status().table.uri, window.timestamp_ms)
+        shot = Snapshot.take(broker, version=version, upcoming=True)
+        due = window.bounds(shot.now_ms)
+        if master is None:
+            load = _count_here(endpoint, shot, due, by_topic, quiet)
+        else:
+            load = _count_on(master, endpoint, shot, due, by_topic)
+        came = released_since(broker, shot, by_topic=by_topic) if window.is_checked else None
+        # A pause is of now; an older version may have been made before it.
+        is_now = window.version is None and window.timestamp_ms is None
+        paused = held(Campaigns(broker.status().table.uri).events()) if is_now else {}
+    return Counted(shot.now_ms, shot.version, shot.is_whole, due, load, came, paused)
+
+
+def _count_here(endpoint: str, shot: Snapshot, due: Due, by_topic: bool, quiet: bool) -> Load:
+    from timeball.pipeline.views.duckdb_session import SqlSession
+
+    with progress_bar(quiet=quiet) as progress:
+        progress.add_task("reading what waits", total=None)
+        with SqlSession(endpoint, snapshot=shot, bodies=False, due=due) as session:
+            return session.due_load(by_topic=by_topic)
+
+
+def _count_on(master: str, endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
+    from timeball.cli.spark import close_session, open_session
+
+    spark = open_session(master, "timeball-forecast")
+    try:
+        from timeball.pipeline.views import spark_views
+
+        return spark_views.due_load(spark, endpoint, shot, by_topic=by_topic, due=due)
+    finally:
+        close_session(spark)
+
+
+# ---- the document -------------------------------------------------------------------------------------------
 
 
 class Forecast(msgspec.Struct, kw_only=True, frozen=True):

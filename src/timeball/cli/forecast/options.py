@@ -12,8 +12,8 @@ from timeball.cli.quantities import parse_duration_ms, parse_instant_ms
 from timeball.errors import RequestError
 
 if TYPE_CHECKING:
+    from timeball.pipeline.table_store import Due
     from timeball.pipeline.views.due_histogram import Load
-    from timeball.pipeline.views.snapshot import Due
 
 THE_OTHERS = (
     "*"  # as in pipeline/views/consumer_model.py: other commands should not wait for the pipeline's modules

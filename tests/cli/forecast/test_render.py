@@ -8,9 +8,9 @@ import pytest
 from tests.cli.forecast.days import EXTRA, answered, asked, counted
 from tests.cli.forecast.days import NO_EXTRA as NONE
 
-from timeball.cli.forecast.answer import answer
-from timeball.cli.forecast.lines import describe, show_span
-from timeball.cli.forecast.wishes import Extra, Moment
+from timeball.cli.forecast.options import Extra, Moment
+from timeball.cli.forecast.render import describe, show_span
+from timeball.cli.forecast.report import answer
 
 
 def lines(**more: object) -> list[str]:

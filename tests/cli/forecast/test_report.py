@@ -1,12 +1,19 @@
-"""The document of `timeball forecast`: as it is, and with what is only thought of."""
+"""What `timeball forecast` counts on a real broker, and its document: as it is, and with what is only thought of."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.cli.forecast.days import EIGHT_MS, EXTRA, NINE_MS, TEN_MS, answered, asked, counted
+from tests.cli.unreachable import NOWHERE
+from tests.node_fixture import running_node
+from tests.pipeline.traffic import send
 
-from timeball.cli.forecast.answer import answer
-from timeball.cli.forecast.wishes import Extra, Moment
+from timeball.cli.forecast.options import Extra, Moment, Window
+from timeball.cli.forecast.report import answer, count
+from timeball.errors import NotFound, Unavailable
+from timeball.limits import DAY_MS
 from timeball.pipeline.views.due_histogram import Peak
 from timeball.pipeline.views.forecast import Bar
 
@@ -68,3 +75,28 @@ def test_only_what_came_of_some_topics_is_held_against_them() -> None:
     others = answer(counted(came=90), asked(topics=["mail"]), Extra()).document
     assert others.check and (others.check.said, others.check.came, others.check.same_hour) == (0, 0, 1)
     assert answered().document.check is None
+
+
+def test_what_is_counted_within_the_window_as_of_now_or_of_a_version(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", compact_self=False) as node:
+        send(node.endpoint, 10)
+        node.run(node.broker.compact())
+        send(node.endpoint, 5, topic="mail", after_ms=DAY_MS)
+        found = count(node.endpoint, None, Window(), by_topic=True)
+        assert {name: part.total for name, part in found.load.by_topic().items()} == {"orders": 10, "mail": 5}
+        assert (found.version, found.is_whole, found.due) == (1, True, (None, None))
+        near = count(node.endpoint, None, Window(end=Moment(2 * DAY_MS, is_relative=True)))
+        assert (near.load.total, near.load.topics) == (5, ("",))
+        node.run(node.broker.compact())
+        send(node.endpoint, 5)
+        assert count(node.endpoint, None, Window(version=1)).load.total == 10  # what waited when it was made
+        assert count(node.endpoint, None, Window(version=0)).load.total == 0
+        made = count(node.endpoint, None, Window(timestamp_ms=found.now_ms + DAY_MS))
+        assert (made.version, made.load.total) == (2, 15)
+        with pytest.raises(NotFound, match="no version so old"):
+            count(node.endpoint, None, Window(timestamp_ms=1_000))
+
+
+def test_a_broker_that_is_not_there_is_told_at_once() -> None:
+    with pytest.raises(Unavailable, match="no broker answers"):
+        count(NOWHERE, None, Window())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from timeball.cli.forecast.answer import Forecast
-from timeball.cli.forecast.wishes import THE_OTHERS
+from timeball.cli.forecast.options import THE_OTHERS
+from timeball.cli.forecast.report import Forecast
 from timeball.cli.output import bars
 from timeball.cli.quantities import show_ms
 from timeball.pipeline.views.consumer_model import Outcome, WhatIf
