@@ -1,7 +1,7 @@
 """What a message may be: one table of rules, each for a whole column and for a single value.
 
     admission         refuses a batch by `check_columns`, and an instant by `check_instants`
-    Spark's writer    sorts rows out by `first_broken`
+    Spark's writer    sorts rows out by `first_broken`; its survey makes Spark expressions of the rules' `shape`
     codecs, client    check a message before it is a row, by `fault` and `check`
 
 Which topic a caller may send to is no rule of the message: broker/policy.py decides that. Nothing here waits, or reads
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,19 +37,27 @@ BYTES_MAX = {
 ANY_QUEUE = -1
 
 
+Shape = Literal["name", "present", "longest", "words", "between"]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One rule about one column.
 
     `in_column` gives True for each row that breaks it, False for a null; `in_value` says the same of one value. Both
     are given the instant by which a due instant is measured. Only a text of `needs_bytes` bytes, or more, can break it.
+    `shape` and the bounds say the same as data, for an engine that runs neither: numbers lie
+    between `low` and `high(now_ms)`, a text of "words" has fewer than `needs_bytes` spaces.
     """
 
     column: str
     text: str  # what is wrong with a row that breaks it, for people
     in_column: Callable[[pa.Array, int], BoolArray]
     in_value: Callable[[Any, int], bool]
+    shape: Shape
     needs_bytes: int = 0
+    low: int = 0
+    high: Callable[[int], int] = lambda _: 0
 
 
 def size_bytes(text: str | bytes) -> int:
@@ -67,6 +75,7 @@ def _longest(column: str) -> Rule:
         lambda values, _: byte_lengths(values) > most,
         # Characters first: a text of a quarter as many fits, whatever it is made of.
         lambda value, _: 4 * len(value) > most and size_bytes(value) > most,
+        "longest",
         most + 1,
     )
 
@@ -76,7 +85,10 @@ def _between(column: str, text: str, low: int, high: Callable[[int], int]) -> Ru
         numbers = values.fill_null(low).to_numpy() if values.null_count else values.to_numpy()
         return np.asarray((numbers < low) | (numbers > high(now_ms)), dtype=np.bool_)
 
-    return Rule(column, text, in_column, lambda value, now_ms: not low <= value <= high(now_ms))
+    def in_value(value: int, now_ms: int) -> bool:
+        return not low <= value <= high(now_ms)
+
+    return Rule(column, text, in_column, in_value, "between", low=low, high=high)
 
 
 def _bad_topics(values: pa.Array, _: int) -> BoolArray:
@@ -99,12 +111,14 @@ RULES: tuple[Rule, ...] = (
         "topic: missing, too long, or with other characters than letters, digits, % | _ -",
         _bad_topics,
         _is_bad_topic,
+        "name",
     ),
     Rule(
         "body",
         "body: missing",
         lambda values, _: np.asarray(values.is_null()),
         lambda value, _: value is None,
+        "present",
     ),
     _longest("body"),
     _longest("tag"),
@@ -116,6 +130,7 @@ RULES: tuple[Rule, ...] = (
             pc.greater_equal(pc.count_substring(values, " "), limits.KEYS_PER_MESSAGE_MAX).fill_null(False)
         ),
         lambda value, _: value.count(" ") >= limits.KEYS_PER_MESSAGE_MAX,
+        "words",
         limits.KEYS_PER_MESSAGE_MAX,
     ),
     _longest("unique_key"),

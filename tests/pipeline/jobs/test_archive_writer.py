@@ -174,7 +174,7 @@ def test_a_task_that_fails_removes_its_own_files(
     node: RunningNode, broker: Endpoint, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second range is none, and is refused when five files of the first one have been written."""
-    monkeypatch.setattr(chunks, "RUN_ROWS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
     end = broker.status().log.durable_seq
     writer = ArchiveWriter(node.endpoint, uri, 1, end)
     written = writer.write(iter([pa.record_batch({"from_seq": [1], "to_seq": [end]})]))

@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import attached_seqs
 
+from timeball import rules
 from timeball.errors import InvalidMessage
 from timeball.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
@@ -88,7 +89,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     folder = Path(before.table.uri).parent
     report = run(spark, node, people(spark, before.now_ms), dry_run=True)
     assert (report.dry_run, report.rows, report.rejected) == (True, 998, 2)
-    assert report.reasons == {bulk_input.NO_INSTANT: 1, bulk_input.RULES[0][0]: 1}
+    assert report.reasons == {bulk_input.NO_INSTANT: 1, rules.RULES[0].text: 1}
     assert report.load.total == 998 and report.load.width_s == 60
     assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in BAD)
     assert broker.status().log.next_seq == before.log.next_seq
@@ -122,7 +123,7 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
     assert report.rejects_uri is not None
     rejects = DeltaTable(report.rejects_uri).to_pyarrow_table().to_pylist()
     assert {(row["campaign"], row["reason"], json.loads(row["row"])["id"]) for row in rejects} == {
-        ("spring", bulk_input.RULES[0][0], "k0"),
+        ("spring", rules.RULES[0].text, "k0"),
         ("spring", bulk_input.NO_INSTANT, "k500"),
     }
     again = run(spark, node, frame)

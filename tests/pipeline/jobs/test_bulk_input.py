@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.errors import InvalidMessage
 from timeball.message import decode_properties
 from timeball.pipeline.jobs import bulk_input
@@ -73,13 +73,11 @@ COLUMNS = Columns(
 def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
     """The same rows, by the same rule: else the sink would refuse what was promised to be fine, or less."""
     rows = edge_rows()
-    broken = promise_columns.broken_rules(promise_columns.normalise(rows, NOW_MS), NOW_MS)
-    wanted = [None if index < 0 else promise_columns.RULES[index][0] for index in broken]
+    broken = promise_columns.first_broken(promise_columns.normalise(rows, NOW_MS), NOW_MS)
+    wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
     found = screen(spark.createDataFrame(rows), COLUMNS, NOW_MS).select("reason").toArrow().to_pydict()
     assert found["reason"] == wanted
-    assert (
-        len(set(wanted)) == len(promise_columns.RULES) - 1 + 1
-    )  # each rule but that of the queue, and none at all
+    assert len(set(wanted)) == len(rules.RULES) - 1 + 1  # each rule but that of the queue, and none at all
 
 
 @pytest.mark.spark

@@ -183,7 +183,7 @@ def test_a_resume_that_is_cut_goes_on(
     times: int,
     then: str,
 ) -> None:
-    monkeypatch.setattr("timeball.pipeline.source.chunks.RUN_ROWS", ROWS // 2)  # two runs, two ranges
+    monkeypatch.setattr("timeball.pipeline.source.chunks.CHUNK_ROWS", ROWS // 2)  # two runs, two ranges
     campaign = campaign_of(node)
     attach(campaign, ROWS)
     before = waiting(broker)

@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.pipeline.source import chunks as module
-from timeball.pipeline.source.chunks import runs
+from timeball.pipeline.source.chunks import chunks
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 20), st.integers(1, 500))
 def test_runs_lose_nothing_and_stay_bounded(counts: list[int], most_rows: int, most_bytes: int) -> None:
-    before = module.RUN_ROWS, module.RUN_BYTES
-    module.RUN_ROWS, module.RUN_BYTES = most_rows, most_bytes
+    before = module.CHUNK_ROWS, module.CHUNK_BYTES
+    module.CHUNK_ROWS, module.CHUNK_BYTES = most_rows, most_bytes
     try:
         batches = [
             pa.record_batch({"a": pa.array([i] * count, pa.int64())}) for i, count in enumerate(counts)
         ]
-        tables = list(runs(iter(batches)))
+        tables = list(chunks(iter(batches)))
     finally:
-        module.RUN_ROWS, module.RUN_BYTES = before
+        module.CHUNK_ROWS, module.CHUNK_BYTES = before
     assert [v for t in tables for v in t.column("a").to_pylist()] == [
         i for i, n in enumerate(counts) for _ in range(n)
     ]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.types import StructType
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.errors import InvalidMessage
 from timeball.message import TABLE_SCHEMA, decode_properties
 from timeball.pipeline.source import promise_columns
@@ -45,8 +45,8 @@ def schema(ddl: str) -> StructType:
 
 def first_broken(**columns: object) -> str | None:
     rows = promise_columns.normalise(table(**columns), NOW_MS)
-    index = promise_columns.broken_rules(rows, NOW_MS)[0]
-    return None if index < 0 else promise_columns.RULES[index][0]
+    index = promise_columns.first_broken(rows, NOW_MS)[0]
+    return None if index < 0 else rules.RULES[index].text
 
 
 def test_columns_that_can_be_promises() -> None:

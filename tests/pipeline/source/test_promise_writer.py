@@ -110,7 +110,7 @@ def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, br
 def test_a_failed_task_takes_its_own_files_back(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "RUN_ROWS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
     before, reserved = broker.reserve(1), broker.reserve(1)
     with pytest.raises(InvalidMessage, match=r"^1 of 1 rows"):
         task(node, {"topic": ["fine", "not fine"], "body": ["b"] * 2, "due_ms": [later(broker)] * 2})

@@ -43,7 +43,7 @@ from timeball.limits import DAY_MS
 from timeball.message import READ_SCHEMA, Kind, int64
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA
-from timeball.pipeline.source.chunks import runs
+from timeball.pipeline.source.chunks import chunks
 from timeball.pipeline.source.delta_writer import app_version
 from timeball.pipeline.source.options import RANGE_COLUMNS
 from timeball.pipeline.table_store import Store, open_table
@@ -177,7 +177,7 @@ class ArchiveWriter(DataSourceArrowWriter):
         store = Store(self.uri)
         try:
             with Endpoint(self.endpoint) as endpoint:
-                for rows in runs(passed(endpoint, iterator)):
+                for rows in chunks(passed(endpoint, iterator)):
                     written.files.extend(write_files(store, rows))
         except BaseException:  # an interrupt leaves orphans behind just as an error does
             store.remove(entry.path for entry in written.files)

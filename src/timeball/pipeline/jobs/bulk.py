@@ -38,7 +38,7 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
 from timeball.pipeline.jobs.campaign import Campaign, find_attach
 from timeball.pipeline.jobs.campaigns import Campaigns, Event, check_id, last
-from timeball.pipeline.source.chunks import RUN_BYTES, RUN_ROWS
+from timeball.pipeline.source.chunks import CHUNK_BYTES, CHUNK_ROWS
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import sibling
 from timeball.pipeline.views.due_histogram import Load
@@ -49,8 +49,8 @@ LOG = logging.getLogger("timeball.pipeline")
 REJECTS = "rejects"
 REJECT_SCHEMA = pa.schema([("campaign", pa.string()), ("reason", pa.string()), ("row", pa.string())])
 TASK_ROWS, TASK_BYTES = (
-    RUN_ROWS // 2,
-    RUN_BYTES // 2,
+    CHUNK_ROWS // 2,
+    CHUNK_BYTES // 2,
 )  # of one task: one run, and two tasks for a million rows
 TASKS_MAX = 2_000  # each writes a file or more, and an attach takes 10,000
 _PAYLOAD = ("body", "keys", "tag", "unique_key", "properties")

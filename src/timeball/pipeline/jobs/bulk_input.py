@@ -1,8 +1,7 @@
-"""Anybody's DataFrame as promises: which columns are what, and which rows cannot be promises, as Spark expressions.
+"""Turn any DataFrame into columns of promises, and say which rows cannot be promises, as Spark expressions.
 
-The rules are those of promises.RULES, in their order and with their words, but written as column expressions: the rows
-that break one are found, counted and put aside without a Python function, before anything is written. The sink checks
-all rows once more with its own; a test holds the two against each other.
+The rules are rules.RULES, as expressions made from their `shape`: Spark finds, counts and puts aside rows that break
+one without a Python function, before anything is written. The writer checks all rows once more, in Arrow.
 
 A promise is due at an instant, so a wall-clock time without a zone is refused until the caller names one:
 
@@ -21,10 +20,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.errors import InvalidMessage
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END
-from timeball.pipeline.source.promise_columns import RULES
 
 REASON = "reason"
 ROW = "row"  # the original, for the table of rejects
@@ -199,37 +197,27 @@ def reason(found: DataFrame, now_ms: int) -> Column:
         (f.col("_no_zone"), NO_ZONE),
         (f.col("due_ms").isNull(), NO_INSTANT),
     ]
-    broken += [
-        (breaks, text)
-        for (text, _), (needs, breaks) in zip(RULES, rules(now_ms), strict=True)
-        if needs in found.columns
-    ]
+    broken += [(breaks(rule, now_ms), rule.text) for rule in rules.RULES if rule.column in found.columns]
     said = f.lit(None).cast("string")
-    for breaks, text in reversed(broken):
-        said = f.when(breaks, f.lit(text)).otherwise(said)
+    for condition, text in reversed(broken):
+        said = f.when(condition, f.lit(text)).otherwise(said)
     return said
 
 
-def rules(now_ms: int) -> list[tuple[str, Column]]:
-    """For each of promises.RULES the column that it is about, and when a row breaks it."""
-
-    def long(name: str, most: int) -> tuple[str, Column]:
-        return name, f.octet_length(name) > most
-
-    topic = f.coalesce("topic", f.lit(""))
-    name_pattern = limits.NAME.pattern.removesuffix("$") + r"\z"  # Java's $ would let a line end pass
-    blanks = f.length("keys") - f.length(f.replace(f.col("keys"), f.lit(" "), f.lit("")))
-    due = f.col("due_ms")
-    return [
-        ("topic", ~topic.rlike(name_pattern) | (f.octet_length(topic) > limits.TOPIC_BYTES_MAX)),
-        ("body", f.col("body").isNull()),
-        long("body", limits.BODY_BYTES_MAX),
-        long("tag", limits.TAG_BYTES_MAX),
-        long("keys", limits.KEYS_BYTES_MAX),
-        ("keys", blanks >= limits.KEYS_PER_MESSAGE_MAX),
-        long("unique_key", limits.UNIQUE_KEY_BYTES_MAX),
-        long("properties", limits.PROPERTIES_BYTES_MAX),
-        ("queue_id", (f.col("queue_id") < -1) | (f.col("queue_id") >= limits.QUEUES_PER_TOPIC_MAX)),
-        ("due_ms", (due < 0) | (due > limits.INSTANT_MS_MAX)),
-        ("due_ms", (due < 0) | (due > now_ms + limits.DELAY_MS_MAX)),
-    ]
+def breaks(rule: rules.Rule, now_ms: int) -> Column:
+    """Return the condition under which a row breaks a rule, as an expression that Spark runs without Python."""
+    column = f.col(rule.column)
+    match rule.shape:
+        case "name":
+            name = f.coalesce(column, f.lit(""))
+            pattern = limits.NAME.pattern.removesuffix("$") + r"\z"  # Java's $ would let a line end pass
+            return ~name.rlike(pattern) | (f.octet_length(name) > limits.TOPIC_BYTES_MAX)
+        case "present":
+            return column.isNull()
+        case "longest":
+            return f.octet_length(column) >= rule.needs_bytes
+        case "words":
+            blanks = f.length(column) - f.length(f.replace(column, f.lit(" "), f.lit("")))
+            return blanks >= rule.needs_bytes
+        case "between":
+            return (column < rule.low) | (column > rule.high(now_ms))

@@ -47,7 +47,7 @@ from timeball.pipeline.jobs.campaign import (
 )
 from timeball.pipeline.jobs.campaigns import Event, last
 from timeball.pipeline.source import promise_columns
-from timeball.pipeline.source.chunks import runs
+from timeball.pipeline.source.chunks import chunks
 from timeball.pipeline.table_store import Store
 from timeball.pipeline.views.snapshot import settled_status
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry, within
@@ -236,7 +236,7 @@ class Held:
         files: list[FileEntry] = []
         ranges: list[tuple[int, int]] = []
         try:
-            for rows in runs(self._held(paused)):
+            for rows in chunks(self._held(paused)):
                 rows = again(rows.combine_chunks(), resuming.at_ms, _shift_ms(resuming))
                 first_seq = broker.reserve(rows.num_rows)
                 files.extend(

@@ -19,6 +19,7 @@ from pathlib import Path
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
+import timeball
 from timeball.errors import TimeballError
 from timeball.pipeline.dispatch.due_stream import DueDataSource
 from timeball.pipeline.run.java import cached_file, java_home
@@ -138,7 +139,7 @@ def _logging() -> str:
 
 def _show_package_to_workers() -> None:
     """Workers are processes of their own: they must find this package even when it is not installed."""
-    root = str(Path(__file__).resolve().parents[3])
+    root = str(Path(timeball.__file__).resolve().parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths and not root.endswith("site-packages"):
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, paths)])

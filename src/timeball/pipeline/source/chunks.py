@@ -10,18 +10,18 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-RUN_ROWS = 1_000_000
-RUN_BYTES = 256 * 1024 * 1024  # with its sorted copy and the encoder's pages: under 1 GB in a worker
+CHUNK_ROWS = 1_000_000
+CHUNK_BYTES = 256 * 1024 * 1024  # with its sorted copy and the encoder's pages: under 1 GB in a worker
 
 
-def runs(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Batches gathered into tables of at most RUN_ROWS rows and about RUN_BYTES bytes."""
+def chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Batches gathered into tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes."""
     held: list[pa.RecordBatch] = []
     rows = size = 0
     for whole in batches:
-        for begin in range(0, whole.num_rows, RUN_ROWS):
-            batch = whole.slice(begin, RUN_ROWS)
-            if held and (rows + batch.num_rows > RUN_ROWS or size + batch.nbytes > RUN_BYTES):
+        for begin in range(0, whole.num_rows, CHUNK_ROWS):
+            batch = whole.slice(begin, CHUNK_ROWS)
+            if held and (rows + batch.num_rows > CHUNK_ROWS or size + batch.nbytes > CHUNK_BYTES):
                 yield pa.Table.from_batches(held)
                 held, rows, size = [], 0, 0
             held.append(batch)

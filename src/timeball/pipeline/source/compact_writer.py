@@ -26,7 +26,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 from timeball.errors import OutOfRange
 from timeball.message import TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.source.chunks import runs
+from timeball.pipeline.source.chunks import chunks
 from timeball.pipeline.source.options import WriteOptions
 from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter
 from timeball.pipeline.table_store import Store
@@ -74,7 +74,7 @@ def write_piece(endpoint: Endpoint, store: Store, piece: Piece) -> Piece:
         for batch in endpoint.read_log(piece.from_seq, piece.to_seq, [Kind.PROMISE])
     )
     try:
-        for rows in runs(batch for batch in batches if batch.num_rows):
+        for rows in chunks(batch for batch in batches if batch.num_rows):
             piece.files.extend(store.put_rows(sort_rows(rows), status.now_ms))
     except BaseException:  # an interrupt leaves orphans behind just as an error does
         store.remove(entry.path for entry in piece.files)

@@ -16,7 +16,6 @@ Spark is imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import google_crc32c
@@ -25,14 +24,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
+from timeball import rules
 from timeball.errors import InvalidMessage
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, int64
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-BoolArray = npt.NDArray[np.bool_]
 
 _SPARK_TYPES: dict[str, tuple[str, ...]] = {
     "topic": ("string",),
@@ -47,7 +45,6 @@ _SPARK_TYPES: dict[str, tuple[str, ...]] = {
     "due_ms": ("bigint", "int"),
     "due": ("timestamp",),
 }
-_NO_QUEUE = -1
 _SUMMED = ("topic", "tag", "keys", "unique_key", "properties", "queue_id", "flag", "sys_flag")
 _BETWEEN = pa.scalar(b"\x1f", pa.large_binary())
 CHECKSUM_ROWS = 65_536  # joined at a time, so that a run's bodies are not copied whole
@@ -83,7 +80,7 @@ def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
     if "properties" in given:
         columns["properties"] = _properties(given["properties"])
     queue = given.get("queue_id", pa.nulls(count, pa.int32()))
-    columns["queue_id"] = queue.cast(pa.int32()).fill_null(_NO_QUEUE)
+    columns["queue_id"] = queue.cast(pa.int32()).fill_null(rules.ANY_QUEUE)
     for name in ("born_ms", "accepted_ms"):
         columns[name] = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
     for name in ("flag", "sys_flag", "reconsume_times"):
@@ -122,81 +119,13 @@ def _properties(column: pa.Array) -> pa.Array:
     return pc.if_else(column.is_valid(), pc.binary_join(lists, ""), pa.scalar(None, pa.string()))
 
 
-# ---- the rules --------------------------------------------------------------------------------------------
-
-Rule = tuple[str, Callable[[pa.Table, int], BoolArray]]
-
-
-def _long(name: str, most: int) -> Callable[[pa.Table, int], BoolArray]:
-    def breaks(rows: pa.Table, _: int) -> BoolArray:
-        return _true(pc.greater(pc.binary_length(rows.column(name)), most))
-
-    return breaks
-
-
-def _bad_topic(rows: pa.Table, _: int) -> BoolArray:
-    # Checked once a name: a million rows have a handful of topics.
-    topics = rows.column("topic").combine_chunks().fill_null("").dictionary_encode()
-    good = pc.match_substring_regex(topics.dictionary, limits.NAME.pattern)
-    short = pc.less_equal(pc.binary_length(topics.dictionary), limits.TOPIC_BYTES_MAX)
-    return ~_true(pc.and_(good, short).take(topics.indices))
-
-
-def _many_keys(rows: pa.Table, _: int) -> BoolArray:
-    return _true(pc.greater_equal(pc.count_substring(rows.column("keys"), " "), limits.KEYS_PER_MESSAGE_MAX))
-
-
-RULES: list[Rule] = [
-    ("topic: missing, too long, or with other characters than letters, digits, % | _ -", _bad_topic),
-    ("body: missing", lambda rows, _: _true(rows.column("body").is_null())),
-    (f"body: more than {limits.BODY_BYTES_MAX} bytes", _long("body", limits.BODY_BYTES_MAX)),
-    (f"tag: more than {limits.TAG_BYTES_MAX} bytes", _long("tag", limits.TAG_BYTES_MAX)),
-    (f"keys: more than {limits.KEYS_BYTES_MAX} bytes", _long("keys", limits.KEYS_BYTES_MAX)),
-    (f"keys: more than {limits.KEYS_PER_MESSAGE_MAX} of them", _many_keys),
-    (
-        f"unique_key: more than {limits.UNIQUE_KEY_BYTES_MAX} bytes",
-        _long("unique_key", limits.UNIQUE_KEY_BYTES_MAX),
-    ),
-    (
-        f"properties: more than {limits.PROPERTIES_BYTES_MAX} bytes",
-        _long("properties", limits.PROPERTIES_BYTES_MAX),
-    ),
-    (
-        f"queue_id: not between 0 and {limits.QUEUES_PER_TOPIC_MAX - 1}",
-        lambda rows, _: _outside(rows, "queue_id", _NO_QUEUE, limits.QUEUES_PER_TOPIC_MAX - 1),
-    ),
-    ("due: before 1970", lambda rows, _: _outside(rows, "due_ms", 0, limits.INSTANT_MS_MAX)),
-    (
-        f"due: more than {limits.DELAY_MS_MAX // limits.DAY_MS} days ahead",
-        lambda rows, now_ms: _outside(rows, "due_ms", 0, now_ms + limits.DELAY_MS_MAX),
-    ),
-]
-
-
-def broken_rules(rows: pa.Table, now_ms: int) -> npt.NDArray[np.int8]:
-    """For each row of `normalise`d columns the index in RULES of the first rule it breaks, or -1."""
-    first = np.full(rows.num_rows, -1, np.int8)
-    for index, (_, breaks) in enumerate(RULES):
-        first[(first < 0) & breaks(rows, now_ms)] = index
-    return first
-
-
-def _true(column: pa.ChunkedArray | pa.Array) -> BoolArray:
-    return np.asarray(column.fill_null(False).to_numpy(zero_copy_only=False), dtype=np.bool_)
-
-
-def _outside(rows: pa.Table, name: str, low: int, high: int) -> BoolArray:
-    column = rows.column(name)
-    return _true(pc.or_(pc.less(column, low), pc.greater(column, high)))
-
-
 # ---- what a valid row still lacks -------------------------------------------------------------------------
 
 
 def with_unique_keys(rows: pa.Table) -> pa.Table:
     """Rows whose unique_key is null or empty are given a random one."""
     column = rows.column("unique_key").combine_chunks()
-    if column.null_count == 0 and not _true(pc.equal(column, "")).any():
+    if column.null_count == 0 and not pc.any(pc.equal(column, "")).as_py():
         return rows
     lacking = pc.or_(column.is_null(), pc.fill_null(pc.equal(column, ""), True))
     filled = pc.if_else(lacking, random_keys(len(column)), column)
@@ -226,6 +155,12 @@ def checksum(rows: pa.Table) -> int:
         )
         total += sum(map(google_crc32c.value, joined.to_pylist()))
     return total & (1 << 64) - 1
+
+
+def first_broken(rows: pa.Table, now_ms: int) -> npt.NDArray[np.int8]:
+    """Return for each row of `normalise`d columns the index in rules.RULES of the first rule it breaks, or -1."""
+    columns = {name: rows.column(name).combine_chunks() for name in rows.column_names}
+    return rules.first_broken(columns, rows.num_rows, now_ms)
 
 
 def due_order(rows: pa.Table) -> Int64Array:

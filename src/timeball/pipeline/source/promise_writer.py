@@ -4,7 +4,7 @@ Tasks write files, the driver attaches them, all in one record of the broker's l
 is a promise or none is, however often a task or the whole job is repeated. Nothing is visible before, and what a
 dead task leaves behind belongs to no table.
 
-    task     collect up to RUN_ROWS / RUN_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
+    task     collect up to CHUNK_ROWS / CHUNK_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
     driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
 
 What is repeated is known by its name. A batch write has the name that its caller gives it, or one for itself. A stream
@@ -28,11 +28,11 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.errors import InvalidMessage, OverLimit, SetupError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source import promise_columns
-from timeball.pipeline.source.chunks import runs
+from timeball.pipeline.source.chunks import chunks
 from timeball.pipeline.source.compact_writer import CompactWriter
 from timeball.pipeline.source.options import RANGE_COLUMNS, WriteOptions
 from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter
@@ -76,7 +76,7 @@ class PromiseTask:
         with Endpoint(self.options.endpoint) as endpoint:
             store = Store(self.options.table_uri or endpoint.status().table.uri)
             try:
-                for rows in runs(batches):
+                for rows in chunks(batches):
                     self._write_run(rows, endpoint, store, written)
             except BaseException:  # an interrupt leaves orphans behind just as an error does
                 store.remove(entry.path for entry in written.files)
@@ -89,7 +89,7 @@ class PromiseTask:
         written.given += rows.num_rows
         if self.summed:
             written.checksum += promise_columns.checksum(rows)
-        broken = promise_columns.broken_rules(rows, now_ms)
+        broken = promise_columns.first_broken(rows, now_ms)
         bad = int(np.count_nonzero(broken >= 0))
         if bad:
             if self.options.on_invalid == "fail":
@@ -120,7 +120,7 @@ def refusal(rows: pa.Table, broken: np.ndarray) -> str:
     topic = rows.column("topic")[first].as_py()
     return (
         f"{len(bad)} of {rows.num_rows} rows are invalid; the first (topic {topic!r}): "
-        f"{promise_columns.RULES[broken[first]][0]}; option on_invalid=drop leaves such rows out"
+        f"{rules.RULES[broken[first]].text}; option on_invalid=drop leaves such rows out"
     )
 
 
