@@ -8,9 +8,8 @@ import pytest
 from tests.pipeline.traffic import log_rows
 
 from timeball.message import Kind
-from timeball.pipeline.log_events import EVENT_SCHEMA, attach_events
+from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.views import view_sql
-from timeball.table.attachment import Attachment, Reservation, encode
 
 
 @pytest.mark.parametrize(
@@ -74,16 +73,3 @@ def test_what_is_accepted_or_cancelled_has_no_lateness_and_no_place() -> None:
         (found,) = events(rows)
         assert (found["event"], found["first_seq"], found["at_ms"]) == (event, number, 2_000)
         assert found["lateness_ms"] is found["queue_id"] is found["queue_offset"] is None
-
-
-def test_a_bulk_attach_is_an_event_a_range_and_other_attaches_are_none() -> None:
-    bulk = Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (20, 1)])
-    moved = Attachment(job="compact", job_id="c", epoch=1, from_seq=1, to_seq=9)
-    body = pa.array([encode(bulk), encode(moved), encode(Reservation(5))], pa.binary())
-    found = pa.Table.from_pylist(
-        list(attach_events(log_rows(Kind.TABLE, 3, store_ms=7, body=body))), EVENT_SCHEMA
-    )
-    assert [(row["first_seq"], row["rows"], row["at_ms"]) for row in found.to_pylist()] == [
-        (10, 5, 7),
-        (20, 1, 7),
-    ]
