@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -51,12 +52,12 @@ def commands() -> set[str]:
     """Every command as it is typed, `timeball pipeline run` for nested ones."""
     found: set[str] = set()
 
-    def walk(command: object, path: str) -> None:
-        inner = getattr(command, "commands", None)
-        if not inner:
+    def walk(command: Any, path: str) -> None:
+        names = list(getattr(command, "commands", ()))
+        if not names:
             found.add(path)
-        for name, below in (inner or {}).items():
-            walk(below, f"{path} {name}")
+        for name in names:
+            walk(command.get_command(None, name), f"{path} {name}")
 
     walk(typer.main.get_command(main.app), "timeball")
     return found
