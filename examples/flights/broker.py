@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import msgspec
 
-from timeball.cli.children import no_child_left_behind
+from timeball.cli.subprocesses import no_child_left_behind
 from timeball.config import StrategyName
 from timeball.errors import SetupError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.cli.in_process import run_here
 
-from timeball.cli.messages import show_wait
+from timeball.cli.units import show_wait
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:

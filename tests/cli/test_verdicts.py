@@ -8,8 +8,8 @@ from typing import get_args, get_type_hints
 import pytest
 import typer
 
+from timeball.cli.cancel import SENTENCES, report, sentence
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.verdicts import SENTENCES, report, sentence
 from timeball.client.answers import Verdict
 
 

@@ -21,10 +21,9 @@ import msgspec
 import typer
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.messages import show_instant
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
 from timeball.cli.output import bars, note, print_json, print_line, progress_bar
-from timeball.cli.quantities import show_bytes
+from timeball.cli.units import show_bytes, show_instant
 from timeball.errors import NotFound, RequestError, SetupError
 
 if TYPE_CHECKING:

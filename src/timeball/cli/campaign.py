@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.cli.connection import connect
-from timeball.cli.messages import show_instant
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
 from timeball.cli.output import err, print_json, print_line
-from timeball.cli.quantities import show_ms
+from timeball.cli.units import show_instant, show_ms
 
 if TYPE_CHECKING:
     from timeball.pipeline.jobs.campaign import Campaign, Progress

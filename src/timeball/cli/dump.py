@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.messages import show_instant
 from timeball.cli.options import JsonOption
 from timeball.cli.output import print_json, print_line
-from timeball.cli.quantities import show_bytes
+from timeball.cli.units import show_bytes, show_instant
 from timeball.errors import RequestError, SetupError
 
 if TYPE_CHECKING:

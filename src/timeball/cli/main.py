@@ -25,12 +25,13 @@ EPILOG = (
     "4 set-up, 5 storage. TIMEBALL_DEBUG=1 shows stack traces."
 )
 
-# Part of the help -> commands, each in the module of its name; a module of several commands has an `app`.
+# Part of the help -> commands. Each is in the module of its name or in `PLACES`; a group of commands is an `app`.
 PARTS = {
     "Run a broker": ["up", "serve", "pipeline"],
     "Messages": ["send", "schedule", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
     "Look and check": ["pending", "sql", "forecast", "status", "audit", "dump", "bench"],
 }
+PLACES = {"schedule": "send", "reschedule": "cancel"}
 COMMANDS = {name: part for part, names in PARTS.items() for name in names}
 
 
@@ -46,7 +47,7 @@ class Commands(TyperGroup):
         """Return one command; None when there is none of this name."""
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"timeball.cli.{cmd_name}")
+        module = import_module(f"timeball.cli.{PLACES.get(cmd_name, cmd_name)}")
         alone, part = typer.Typer(callback=_no_options, rich_markup_mode="rich"), COMMANDS[cmd_name]
         if hasattr(module, "app"):
             alone.add_typer(module.app, name=cmd_name, rich_help_panel=part)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import inspect
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from timeball.cli.quantities import parse_duration_ms, parse_size_bytes, show_bytes, show_ms
+from timeball.cli.units import parse_duration_ms, parse_size_bytes, show_bytes, show_ms
 from timeball.config import Settings, option_name, types
 from timeball.errors import RequestError, SetupError
 
@@ -40,6 +41,15 @@ def as_parameter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
     parser.__name__ = parse.__name__
     return parser
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Put the option's name in front of what refuses its value in this block."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"{option} {error}") from error
 
 
 def settings_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from timeball.cli.connection import connect
-from timeball.cli.messages import show_instant
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
 from timeball.cli.output import note, print_json, print_line
-from timeball.cli.quantities import parse_duration_ms
+from timeball.cli.units import parse_duration_ms, show_instant
 from timeball.errors import NotFound
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ import typer
 
 from timeball.cli.campaign import TableOption
 from timeball.cli.connection import connect
-from timeball.cli.messages import naming
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, naming
 from timeball.cli.output import bars, print_json, print_line, progress_bar
-from timeball.cli.quantities import parse_duration_ms, parse_instant_ms, show_bytes, show_ms
+from timeball.cli.units import parse_duration_ms, parse_instant_ms, show_bytes, show_ms
 from timeball.errors import InvalidDelay, RequestError
 
 if TYPE_CHECKING:

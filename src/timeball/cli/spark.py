@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from timeball.cli.children import no_child_left_behind
+from timeball.cli.subprocesses import no_child_left_behind
 from timeball.errors import SetupError, TimeballError, Unavailable
 
 if TYPE_CHECKING:

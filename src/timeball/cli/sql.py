@@ -20,7 +20,7 @@ import typer
 from timeball.cli.connection import connect
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
 from timeball.cli.output import note, print_json, print_line
-from timeball.cli.quantities import parse_size_bytes
+from timeball.cli.units import parse_size_bytes
 from timeball.errors import SetupError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from rich.table import Table
 from timeball.cli.connection import connect
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
 from timeball.cli.output import out, print_json
-from timeball.cli.quantities import show_bytes
+from timeball.cli.units import show_bytes
 
 
 def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:

@@ -17,7 +17,7 @@ from timeball.cli import log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import note, print_json
 from timeball.cli.serve import announce, local_endpoint
-from timeball.cli.supervisor import Say, Supervisor
+from timeball.cli.subprocesses import Say, Supervisor
 from timeball.config import Settings
 
 

@@ -23,7 +23,7 @@ from timeball.cli.forecast.options import (
 )
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
 from timeball.cli.output import note, print_json, print_line
-from timeball.cli.quantities import parse_duration_ms, parse_instant_ms
+from timeball.cli.units import parse_duration_ms, parse_instant_ms
 from timeball.errors import RequestError
 
 _MOMENT = {"metavar": "INSTANT|DURATION", "parser": as_parameter(parse_moment)}

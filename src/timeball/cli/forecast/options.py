@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from timeball.cli.quantities import parse_duration_ms, parse_instant_ms
+from timeball.cli.units import parse_duration_ms, parse_instant_ms
 from timeball.errors import RequestError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from timeball.cli.forecast.options import THE_OTHERS
 from timeball.cli.forecast.report import Forecast
 from timeball.cli.output import bars
-from timeball.cli.quantities import show_ms
+from timeball.cli.units import show_ms
 from timeball.pipeline.views.consumer_model import Outcome, WhatIf
 from timeball.pipeline.views.due_histogram import BARS_MAX, UNIT_S, Peak, Unit, bar_name
 from timeball.pipeline.views.forecast import Check

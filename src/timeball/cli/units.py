@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: 256MiB, 72h, 1h30m, 250ms.
+"""Sizes, durations and instants as people write them, and as they are shown: 256MiB, 72h, 1h30m, 2030-01-31T09:00:00Z.
 
 A bare number keeps the unit that the option's name ends in (`--segment-bytes`, `--retention-ms`). Anything
 that does not parse is refused: "10m" must never quietly become ten of something else.
@@ -97,3 +97,21 @@ def show_ms(duration_ms: int) -> str:
         if duration_ms and duration_ms % factor == 0 and (unit != "d" or duration_ms >= 10 * factor):
             return f"{duration_ms // factor}{unit}"
     return f"{duration_ms}ms"
+
+
+def show_instant(instant_ms: int) -> str:
+    """An instant as ISO 8601 in UTC, with milliseconds."""
+    import numpy as np
+
+    return f"{np.datetime64(instant_ms, 'ms')}Z"
+
+
+def show_wait(wait_ms: int) -> str:
+    """How long it is until then, in its two largest units: 1,166 d 15 h; below a minute to the millisecond."""
+    if wait_ms < 60_000:
+        return f"{wait_ms / 1000:.3f} s"
+    minutes = wait_ms // 60_000
+    days, hours = minutes // 1_440, minutes // 60 % 24
+    if days:
+        return f"{days:,} d {hours} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {wait_ms // 1000 % 60} s"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.cli.quantities import (
+from timeball.cli.units import (
     parse_duration_ms,
     parse_instant_ms,
     parse_property,

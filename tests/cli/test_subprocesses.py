@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from tests.bounds import BOUND_S
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.supervisor import Supervisor
+from timeball.cli.subprocesses import Supervisor, no_child_left_behind
 from timeball.clock import ManualClock
 
 
@@ -116,3 +117,17 @@ def test_a_stop_in_the_pause_between_two_starts_does_not_wait_for_its_end() -> N
 
     asyncio.run(scenario())
     assert said == ["started", "ended", "stopped"]
+
+
+def test_an_interrupt_ends_what_was_started_and_nothing_else() -> None:
+    """With its children; a process from before the block goes on."""
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            with pytest.raises(KeyboardInterrupt), no_child_left_behind():
+                java = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+                raise KeyboardInterrupt
+            # Its own child may have been ended a moment earlier, and the shell have gone by itself: both will do.
+            java.wait(60)
+            assert psutil.pid_exists(other.pid) and other.poll() is None
+        finally:
+            other.kill()

@@ -1,9 +1,9 @@
-"""The pipeline beside the broker: a child process that may die as often as it likes.
+"""Processes that a command starts: the pipeline beside the broker, and none that outlives an interrupted start.
 
-Spark is never in the way of a promise. So it runs in a process of its own, is started once the broker serves,
-is started again with a growing pause when it ends, and is never a reason for the broker to end. Only what a new
-start cannot mend (no Java, no pyspark: exit code 4) is said once, and the broker goes on alone. The child
-holds the read end of a pipe whose other end is ours: should this process be killed, it ends as well.
+Spark is never in the way of a promise. So the pipeline runs in a process of its own, is started once the broker serves,
+is started again with a growing pause when it ends, and is never a reason for the broker to end. Only what a new start
+cannot mend (no Java, no pyspark: exit code 4) is said once, and the broker goes on alone. The child holds the read end
+of a pipe whose other end is ours: should this process be killed, it ends as well.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
 
 from timeball.cli.exit_codes import ExitCode
 from timeball.clock import Clock, SystemClock
@@ -94,3 +97,32 @@ def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
 
 def _how(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+@contextmanager
+def no_child_left_behind() -> Iterator[None]:
+    """Ctrl-C or a failure in this block ends the processes that it has started.
+
+    For the start of a process: a JVM that is interrupted in the middle of its start may wait for ever, and its caller
+    has no handle yet that could end it.
+    """
+    here = psutil.Process()
+    before = set(here.children())
+    try:
+        yield
+    except BaseException:  # Ctrl-C above all, and it goes on below
+        for child in set(here.children()) - before:
+            for process in (*_descendants(child), child):
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass  # it has ended by itself
+        raise
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return none of a process that has ended meanwhile."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
