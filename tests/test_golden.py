@@ -64,7 +64,7 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [
         {
             "kind": 1, "topic": "orders", "queue_id": 2, "queue_offset": 40, "unique_key": "A16", "body": b"\x00\xff",
-            "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", "prepared_seq": 99, **PRODUCER,
+            "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PRODUCER,
         },
         {"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PROMISE},
     ],
@@ -80,9 +80,9 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
 }  # fmt: skip
 # first_seq -> position, length, span, append_ms, synced_to: two commits, the first of two frames.
 HEADERS = {
-    100: (64, 1792, 2, ACCEPTED_MS, 64),
-    102: (1856, 1600, 11, ACCEPTED_MS, 64),
-    113: (3456, 2240, 3, DUE_MS + 1, 3456),
+    100: (64, 1728, 2, ACCEPTED_MS, 64),
+    102: (1792, 1536, 11, ACCEPTED_MS, 64),
+    113: (3328, 2112, 3, DUE_MS + 1, 3328),
 }
 # Transactions, which came later: a half message and its end, and the fact that one is open.
 HALF: dict[str, Any] = {
@@ -90,17 +90,17 @@ HALF: dict[str, Any] = {
     "properties": "TRAN_MSG\x01true\x02PGROUP\x01payers\x02", "reconsume_times": 0, **PRODUCER, "sys_flag": 4,
 }  # fmt: skip
 TRANSACTION_FRAMES: dict[int, list[dict[str, Any]]] = {
-    100: [{"kind": 8, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **HALF}],
+    100: [{"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **HALF}],
     101: [
         {
-            "kind": 9, "topic": "orders", "queue_id": -1, "unique_key": "A18", "body": b"asked 15 times",
-            "store_ms": ACCEPTED_MS + 1, "prepared_seq": 100,
+            "kind": 4, "topic": "orders", "queue_id": -1, "unique_key": "A18", "body": b"asked 15 times",
+            "store_ms": ACCEPTED_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
         },
     ],
 }  # fmt: skip
 TRANSACTION_HEADERS = {
-    100: (64, 1600, 1, ACCEPTED_MS, 64),
-    101: (1664, 1600, 1, ACCEPTED_MS + 1, 1664),
+    100: (64, 1536, 1, ACCEPTED_MS, 64),
+    101: (1600, 1472, 1, ACCEPTED_MS + 1, 1600),
 }
 # A promise of a delay level, and its release at the tenth second.
 LEVELLED: dict[str, Any] = {
@@ -123,8 +123,8 @@ LEVEL_FRAMES: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 LEVEL_HEADERS = {
-    100: (64, 1600, 1, ACCEPTED_MS, 64),
-    101: (1664, 1600, 1, ACCEPTED_MS + 10_000, 1664),
+    100: (64, 1536, 1, ACCEPTED_MS, 64),
+    101: (1600, 1536, 1, ACCEPTED_MS + 10_000, 1600),
 }
 # A promise that a cascade keeps, and its second row an hour later.
 HOPPING: dict[str, Any] = {
@@ -142,8 +142,8 @@ MOVED_FRAMES: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 MOVED_HEADERS = {
-    100: (64, 1536, 1, ACCEPTED_MS, 64),
-    101: (1600, 1536, 1, ACCEPTED_MS + 3_600_000, 1600),
+    100: (64, 1472, 1, ACCEPTED_MS, 64),
+    101: (1536, 1472, 1, ACCEPTED_MS + 3_600_000, 1536),
 }
 # What the broker keeps of itself: a topic ahead of its first message; a value that is deleted.
 META_FRAMES: dict[int, list[dict[str, Any]]] = {
@@ -164,8 +164,8 @@ META_FRAMES: dict[int, list[dict[str, Any]]] = {
     ],
 }
 META_HEADERS = {
-    100: (64, 1728, 2, ACCEPTED_MS, 64),
-    102: (1792, 1728, 2, ACCEPTED_MS + 1_000, 1792),
+    100: (64, 1664, 2, ACCEPTED_MS, 64),
+    102: (1728, 1664, 2, ACCEPTED_MS + 1_000, 1728),
 }
 LOGS = {
     "commit-log-1-meta.log": (META_FRAMES, META_HEADERS),
@@ -414,8 +414,8 @@ def test_the_frame_index_says_what_it_said() -> None:
     segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
     files.replace(frame_index.index_name(segment), golden("frame-index-1.frames"))
     assert frame_index.load(files, segment, 116)
-    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5696, DUE_MS + 1)
-    assert segment.frame_positions.tolist() == [64, 1856, 3456]
+    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5440, DUE_MS + 1)
+    assert segment.frame_positions.tolist() == [64, 1792, 3328]
     assert segment.frame_seqs.tolist() == [100, 102, 113]
 
 

@@ -29,14 +29,13 @@ KINDS_ON_DISK = {
     "CANCEL": 4,
     "TABLE": 5,
     "LEVEL_PROMISE": 7,
-    "HALF": 8,
-    "ROLLBACK": 9,
     "MOVED": 10,
+    "META": 11,
 }
 COLUMNS_ON_DISK = (
     "kind:int8 topic:string queue_id:int32 queue_offset:int64 tag:string keys:string unique_key:string "
     "body:binary properties:string born_ms:int64 born_host:string store_ms:int64 store_host:string flag:int32 "
-    "sys_flag:int32 reconsume_times:int32 prepared_seq:int64 due_ms:int64 accepted_ms:int64 source_seq:int64"
+    "sys_flag:int32 reconsume_times:int32 due_ms:int64 accepted_ms:int64 source_seq:int64"
 )
 
 

@@ -28,13 +28,12 @@ class Kind(IntEnum):
 
     INVALID = 0
     MESSAGE = 1  # visible at once
-    PROMISE = 2  # accepted, due later
+    # Accepted, due later. Without an instant it is a half message: due when its transaction is committed.
+    PROMISE = 2
     RELEASE = 3  # the message, now visible; `source_seq` names the promise it keeps
     CANCEL = 4  # the promise named by `source_seq` will not be kept
     TABLE = 5  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
     LEVEL_PROMISE = 7  # as PROMISE, waiting in the queue of a delay level: it has a place there
-    HALF = 8  # a transaction's message, which nobody sees before a row whose `prepared_seq` names it
-    ROLLBACK = 9  # the half message named by `prepared_seq` will not be published
     MOVED = 10  # the promise named by `source_seq`, written again so that it can go on waiting
     META = 11  # state of the broker: `unique_key` names it, the body is its value; the last row counts
 
@@ -57,14 +56,14 @@ LOG_SCHEMA = pa.schema(
         ("flag", pa.int32()),
         ("sys_flag", pa.int32()),
         ("reconsume_times", pa.int32()),
-        ("prepared_seq", pa.int64()),  # transactions: the half message that this row commits or rolls back
-        ("due_ms", pa.int64()),  # null for an ordinary message
+        ("due_ms", pa.int64()),  # null for an ordinary message, a half message and the rows that end one
         (
             "accepted_ms",
             pa.int64(),
         ),  # releases, cancels, moves: when the promise was appended (null: of a receipt)
         # Releases and cancels: the promise settled. Moves: the promise. Promises: the row handed out that
-        # they bring back to a consumer, if they are for that (broker/receiving/).
+        # they bring back to a consumer, if they are for that (broker/receiving/), or the half message that they
+        # take the place of.
         ("source_seq", pa.int64()),
     ]
 )

@@ -55,6 +55,10 @@ def log(world: World, *kinds: Kind) -> list[dict[str, Any]]:
     return [row for rows in reader.rows(1, reader.next_seq, kinds) for row in rows.to_pylist()]
 
 
+def halves_in_log(world: World) -> list[dict[str, Any]]:
+    return [row for row in log(world, Kind.PROMISE) if row["due_ms"] is None]
+
+
 def due(world: World) -> list[int]:
     """Numbers of all halves that are to be asked about now."""
     found = []
@@ -75,8 +79,8 @@ async def left_after_a_cut(world: World) -> World:
 @on_node()
 async def test_nobody_sees_a_half(world: World) -> None:
     seq = await prepare(world, 2)
-    assert [(row["kind"], row["topic"], row["queue_offset"]) for row in log(world, Kind.HALF)] == [
-        (Kind.HALF, "orders", None)
+    assert [(row["kind"], row["topic"], row["queue_offset"]) for row in halves_in_log(world)] == [
+        (Kind.PROMISE, "orders", None)
     ] * 2
     assert "orders" in world.broker.topics()
     assert (await visible(world)) == []
@@ -97,10 +101,10 @@ async def test_a_commit_shows_the_message_as_it_was(world: World) -> None:
     seq = await prepare(world, **whole)
     world.clock.advance(10)
     assert await commit(world, seq) is Outcome.COMMITTED
-    [half], [row] = log(world, Kind.HALF), log(world, Kind.MESSAGE)
+    [half], [row] = halves_in_log(world), log(world, Kind.RELEASE)
     changed = {name for name in half if half[name] != row[name]}
-    assert changed == {"seq", "kind", "queue_offset", "store_ms", "sys_flag", "prepared_seq"}
-    assert (row["prepared_seq"], row["queue_id"], row["queue_offset"]) == (seq, 1, 0)
+    assert changed == {"seq", "kind", "queue_offset", "store_ms", "sys_flag", "accepted_ms", "source_seq"}
+    assert (row["source_seq"], row["queue_id"], row["queue_offset"]) == (seq, 1, 0)
     assert row["sys_flag"] == 9  # compressed, and committed instead of prepared
     assert world.broker.transactions.open() == []
     assert await visible(world) == ["A0"]
@@ -111,18 +115,18 @@ async def test_a_rollback_shows_nothing(world: World) -> None:
     seq = await prepare(world)
     assert await roll_back(world, seq) is Outcome.ROLLED_BACK
     assert (await visible(world)) == world.broker.transactions.open() == []
-    [row] = log(world, Kind.ROLLBACK)
-    assert (row["prepared_seq"], row["unique_key"], row["body"]) == (seq, "A0", None)
+    [row] = log(world, Kind.CANCEL)
+    assert (row["source_seq"], row["unique_key"], row["body"]) == (seq, "A0", None)
 
 
 @on_node()
 async def test_a_delay_begins_with_the_commit(world: World) -> None:
     seq = await prepare(world, delay_ms=[5])
-    assert [half["due_ms"] for half in log(world, Kind.HALF)] == [None]  # not looked at
+    assert [half["unique_key"] for half in halves_in_log(world)] == ["A0"]  # its delay is not looked at
     await world.advance(HOUR_MS)
     assert await commit(world, seq, delay_ms=1_000) is Outcome.COMMITTED
-    [promise] = log(world, Kind.PROMISE)
-    assert (promise["due_ms"], promise["prepared_seq"]) == (world.clock.wall + 1_000, seq)
+    [promise] = [row for row in log(world, Kind.PROMISE) if row["due_ms"] is not None]
+    assert (promise["due_ms"], promise["source_seq"]) == (world.clock.wall + 1_000, seq)
     assert await visible(world) == []
     await world.advance(1_000)
     assert await visible(world) == ["A0"]
@@ -136,14 +140,14 @@ async def test_an_end_is_repeated_and_counts_once(world: World) -> None:
     assert outcomes == [Outcome.COMMITTED] * 5 + [Outcome.ROLLED_BACK]
     assert await commit(world, first) is await roll_back(world, first) is Outcome.COMMITTED
     assert await commit(world, second) is await roll_back(world, second) is Outcome.ROLLED_BACK
-    assert len(log(world, Kind.MESSAGE)) == len(log(world, Kind.ROLLBACK)) == 1
+    assert len(log(world, Kind.RELEASE)) == len(log(world, Kind.CANCEL)) == 1
 
 
 @on_node()
 async def test_who_comes_first_decides(world: World) -> None:
     seq = await prepare(world)
     assert await asyncio.gather(roll_back(world, seq), commit(world, seq)) == [Outcome.ROLLED_BACK] * 2
-    assert log(world, Kind.MESSAGE) == []
+    assert log(world, Kind.MESSAGE, Kind.RELEASE) == []
 
 
 @on_node()
@@ -164,7 +168,7 @@ async def test_without_an_id_it_has_ended_somehow(world: World) -> None:
     seq = await prepare(world, unique_key=[None])
     await commit(world, seq)
     assert await commit(world, seq) is Outcome.ENDED
-    assert len(log(world, Kind.MESSAGE)) == 1
+    assert len(log(world, Kind.RELEASE)) == 1
 
 
 @on_node()
@@ -200,9 +204,9 @@ async def test_commits_that_come_together_share_an_append_and_not_their_mistakes
         "Outcome.COMMITTED", "not this one", "Outcome.COMMITTED", "Outcome.COMMITTED",
     ]  # fmt: skip
     assert world.broker.parts.writer.statistics.commits == commits + 1
-    published = log(world, Kind.MESSAGE, Kind.PROMISE)
-    assert [(row["unique_key"], row["prepared_seq"], row["kind"]) for row in published] == [
-        ("A0", first, Kind.MESSAGE), ("A2", first + 2, Kind.MESSAGE), ("A3", first + 3, Kind.PROMISE),
+    published = [row for row in log(world, Kind.RELEASE, Kind.PROMISE) if row["source_seq"] is not None]
+    assert [(row["unique_key"], row["source_seq"], row["kind"]) for row in published] == [
+        ("A0", first, Kind.RELEASE), ("A2", first + 2, Kind.RELEASE), ("A3", first + 3, Kind.PROMISE),
     ]  # fmt: skip
     assert world.broker.transactions.open() == [(first + 1, 0)]
 
@@ -335,7 +339,7 @@ async def test_what_is_discarded_is_rolled_back_and_said(
     await world.broker.transactions.discard(half, "its producer was asked 15 times")
     await world.broker.transactions.discard(half, "and again")
     assert f"half message rolled back seq={seq} group=payers topic=orders unique_key=A0 " in caplog.text
-    [row] = log(world, Kind.ROLLBACK)
+    [row] = log(world, Kind.CANCEL)
     assert row["body"] == b"its producer was asked 15 times"
     assert await commit(world, seq) is Outcome.ROLLED_BACK
 
@@ -417,7 +421,7 @@ def test_at_whichever_call_the_power_goes_it_is_ended_once() -> None:
 
 async def ended_once(left: World, told: list[str]) -> int:
     await left.start()
-    found = {row["unique_key"]: row["seq"] for row in log(left, Kind.HALF)}
+    found = {row["unique_key"]: row["seq"] for row in halves_in_log(left)}
     assert not told or len(found) == 2
     still = [seq for seq, _ in left.broker.transactions.open()]
     if found:
@@ -426,7 +430,7 @@ async def ended_once(left: World, told: list[str]) -> int:
         assert await commit(left, found["A0"]) is Outcome.COMMITTED
         assert await roll_back(left, found["A1"]) is Outcome.ROLLED_BACK
     assert await visible(left) == ["A0"] * bool(found)
-    assert len(log(left, Kind.ROLLBACK)) == bool(found)
+    assert len(log(left, Kind.CANCEL)) == bool(found)
     await left.stop()
     await left.abandon()
     return len(found)

@@ -274,8 +274,9 @@ class World:
         for rows in broker.read_log(broker.parts.reader.first_seq, broker.parts.reader.next_seq):
             kinds = rows.column("kind").to_numpy()
             promised = np.isin(kinds, [Kind.PROMISE, Kind.LEVEL_PROMISE])
-            outcome.promises.update(rows.column("seq").to_numpy()[promised].tolist())
-            ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])
+            has_instant = np.asarray(rows.column("due_ms").is_valid())  # a half message waits for none
+            outcome.promises.update(rows.column("seq").to_numpy()[promised & has_instant].tolist())
+            ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]) & has_instant
             outcome.settled += rows.column("source_seq").filter(pa.array(ended)).to_pylist()
         return outcome
 

@@ -29,7 +29,7 @@ from timeball.log.format import with_seq
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
-_HAVE_PLACES = [int(Kind.MESSAGE), int(Kind.LEVEL_PROMISE)]
+_HAVE_PLACES = [int(Kind.MESSAGE), int(Kind.RELEASE), int(Kind.LEVEL_PROMISE)]
 
 
 class Appended(NamedTuple):

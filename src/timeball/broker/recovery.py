@@ -11,7 +11,8 @@
     5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
     6. the tick goes on from the checkpoint's with every release record of an instant since
     7. a cancel record that names the promise's next number says that it was moved there
-    8. half messages of the checkpoint's list and from C on, named by no row from C on, are open
+    8. promises without an instant (half messages) of the checkpoint's list and from C on, named by no row from C on,
+       are open
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
                    or p is covered by the checkpoint's mark: below settled_before_seq, due before
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -153,23 +155,31 @@ def _replay(reader: LogReader, from_seq: int, tables: Tables, ledger: AttachStat
         if present & HAVE_PLACES:
             visible = np.flatnonzero(np.isin(kinds, list(HAVE_PLACES)))
             tables.topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
+        has_instant = np.asarray(rows.column("due_ms").is_valid())
         if present & places.KINDS:
-            replayed.promises.append(places.placed(rows.filter(pa.array(np.isin(kinds, list(places.KINDS))))))
+            promised = np.isin(kinds, list(places.KINDS))
+            replayed.promises.append(places.placed(rows.filter(pa.array(promised & has_instant))))
+            replayed.halves.append(seqs[(kinds == Kind.PROMISE) & ~has_instant])
+            # A promise that publishes a half takes its place. Others name what is no half; `load` asks for halves only.
+            replayed.ended.append(_sources(rows, (kinds == Kind.PROMISE) & has_instant))
         if present & {Kind.RELEASE, Kind.CANCEL}:
-            done = rows.filter(pa.array(np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])))
+            settling = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])
+            replayed.ended.append(_sources(rows, settling & ~has_instant))
+            done = rows.filter(pa.array(settling & has_instant))
             due, seq = (done.column(name).to_numpy() for name in ("due_ms", "source_seq"))
             released = done.column("kind").to_numpy() == Kind.RELEASE
             replayed.settled.append((due, seq))
             replayed.released.append((due[released], seq[released]))
             replayed.moved += _moved(done)
-        if Kind.HALF in present:
-            replayed.halves.append(seqs[kinds == Kind.HALF])
-        ended = rows.column("prepared_seq").drop_null()
-        if len(ended):
-            replayed.ended.append(ended.to_numpy())
         for at in np.flatnonzero(kinds == Kind.TABLE).tolist() if Kind.TABLE in present else ():
             _replay_change(int(seqs[at]), rows.slice(at, 1), ledger, replayed)
     return replayed
+
+
+def _sources(rows: pa.RecordBatch, chosen: npt.NDArray[np.bool_]) -> Int64Array:
+    """Return the numbers that these rows name."""
+    named = rows.column("source_seq").filter(pa.array(chosen)).drop_null()
+    return np.asarray(named.to_numpy(), dtype=np.int64)
 
 
 def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
@@ -203,7 +213,8 @@ def _live_files(facts: cp.Facts, attaches: list[tuple[int, Attachment]]) -> list
 def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Placed]:
     """Promises between the watermark and the checkpoint."""
     begin = max(watermark, reader.first_seq)
-    return [places.placed(rows) for rows in reader.coalesced(begin, to_seq, places.KINDS, BATCH_ROWS)]
+    batches = reader.coalesced(begin, to_seq, places.KINDS, BATCH_ROWS)
+    return [places.placed(rows.filter(rows.column("due_ms").is_valid())) for rows in batches]
 
 
 def _in_levels(topics: Topics, facts: dict[int, cp.LevelFacts]) -> Int64Array:

@@ -105,10 +105,12 @@ class Broker:
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
-    def _publish(self, batch: pa.RecordBatch, half_seqs: Int64Array) -> asyncio.Future[int]:
+    def _publish(self, batch: pa.RecordBatch, halves: pa.RecordBatch) -> asyncio.Future[int]:
         rows, level, now_ms = self._admit(batch)
-        rows = transactions.ending_rows(rows, half_seqs)
-        return self._append(rows, level, now_ms, partial(self.transactions.ended, half_seqs))[1]
+        rows = transactions.ending_rows(rows, halves)
+        return self._append(
+            rows, level, now_ms, partial(self.transactions.ended, halves.column("seq").to_pylist())
+        )[1]
 
     def _append(
         self,

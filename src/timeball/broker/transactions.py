@@ -1,8 +1,9 @@
 """Transactions: half messages, kept in the log and shown to nobody until their producer says what is to become of them.
 
-    HALF      the message as it came; its delay, if it has one, has not begun
-    commit    an ordinary row (MESSAGE or a promise) whose `prepared_seq` names the half
-    ROLLBACK  the half named by `prepared_seq` will not be published
+    PROMISE without an instant   the half message as it came; its delay, if it has one, has not begun
+    RELEASE                      commit: the message is visible; `source_seq` names the half
+    PROMISE                      commit of a message with a delay, which begins now; `source_seq` names the half
+    CANCEL                       rollback; `source_seq` names the half, the body says why when the broker gave it up
 
 A half is ended once: whoever comes first takes it on the event loop, and whoever comes later is told what
 became of it. It is open until the row that ends it is durable; so a broker that was killed in between finds either
@@ -53,7 +54,7 @@ _LOAD_ROWS = 1_024  # so many bodies are in memory at a time when a broker start
 COMMITS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 SWEEP_ENTRIES_MIN = 1_024  # instants to ask at, of halves that have ended or were put off
 
-Append = Callable[[pa.RecordBatch, Int64Array], Awaitable[int]]
+Publish = Callable[[pa.RecordBatch, pa.RecordBatch], Awaitable[int]]
 Delay = Callable[[dict[str, str]], Mapping[str, int]]
 
 
@@ -85,10 +86,10 @@ def at_once(properties: dict[str, str]) -> Mapping[str, int]:
 
 
 class Transactions:
-    """The open halves. Belongs to the event loop. `append` sends a batch whose rows publish the halves numbered so."""
+    """The open halves. Belongs to the event loop. `publish` sends a batch, each row in place of the half beside it."""
 
-    def __init__(self, parts: Parts, append: Append, halves: Iterable[Half] = ()) -> None:
-        self._parts, self._append = parts, append
+    def __init__(self, parts: Parts, publish: Publish, halves: Iterable[Half] = ()) -> None:
+        self._parts, self._publish = parts, publish
         self._open = {half.seq: half for half in halves}
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
         heapq.heapify(self._due)
@@ -181,19 +182,21 @@ class Transactions:
                 outcomes.append(error)
         if delays:
             good = np.array([outcome is Outcome.COMMITTED for outcome in outcomes])
-            await self._append(_messages(rows.filter(pa.array(good)), delays), seqs[good])
+            halves = rows.filter(pa.array(good))
+            await self._publish(_messages(halves, delays), halves)
         return outcomes
 
     async def _roll_back(self, half: Half, why: str = "") -> Outcome:
         row = build_rows(
             1,
-            kind=int(Kind.ROLLBACK),
+            kind=int(Kind.CANCEL),
             topic=half.topic,
             queue_id=-1,
             unique_key=half.unique_key,
             body=why.encode() or None,
             store_ms=self._parts.clock.now_ms(),
-            prepared_seq=half.seq,
+            accepted_ms=half.store_ms,
+            source_seq=half.seq,
         )
         _, durable = self._parts.writer.append(row, on_durable=lambda: self.ended([half.seq]))
         await durable
@@ -242,15 +245,22 @@ def half_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def half_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Admitted rows, as halves."""
-    kinds = pa.array(np.full(rows.num_rows, Kind.HALF, dtype=np.int8))
-    return rows.set_column(LOG_SCHEMA.get_field_index("kind"), LOG_SCHEMA.field("kind"), kinds)
+    """Return admitted rows as halves: promises without an instant."""
+    return _with_column(rows, "kind", pa.array(np.full(rows.num_rows, Kind.PROMISE, dtype=np.int8)))
 
 
-def ending_rows(rows: pa.RecordBatch, seqs: Int64Array) -> pa.RecordBatch:
-    """Admitted rows that say which halves they publish."""
-    at = LOG_SCHEMA.get_field_index("prepared_seq")
-    return rows.set_column(at, LOG_SCHEMA.field(at), pa.array(seqs))
+def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
+    """Return admitted rows as what publishes these halves (READ_SCHEMA): those for now are their releases."""
+    kinds = rows.column("kind").to_numpy()
+    is_now = kinds == Kind.MESSAGE
+    accepted = pa.array(halves.column("store_ms").to_numpy(), mask=~is_now)
+    rows = _with_column(rows, "kind", pa.array(np.where(is_now, np.int8(Kind.RELEASE), kinds)))
+    return _with_column(_with_column(rows, "accepted_ms", accepted), "source_seq", halves.column("seq"))
+
+
+def _with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
+    at = LOG_SCHEMA.get_field_index(name)
+    return rows.set_column(at, LOG_SCHEMA.field(at), values)
 
 
 def load(
@@ -307,16 +317,17 @@ def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Ou
     if not reader.first_seq <= seq < reader.next_seq:
         return Outcome.NOT_FOUND
     try:
-        [half] = reader.take(_seqs(seq)).select(["kind", "unique_key", "properties"]).to_pylist()
+        [half] = reader.take(_seqs(seq)).select(["kind", "due_ms", "unique_key", "properties"]).to_pylist()
     except OutOfRange:
         return Outcome.NOT_FOUND
-    if half["kind"] != Kind.HALF or decode_properties(half["properties"] or "").get(GROUP, "") != group:
+    is_half = half["kind"] == Kind.PROMISE and half["due_ms"] is None
+    if not is_half or decode_properties(half["properties"] or "").get(GROUP, "") != group:
         return Outcome.NOT_FOUND
     if half["unique_key"] is not None:
         seqs = key_index.find(hash_text(pa.array([half["unique_key"]], pa.string())))
-        for row in reader.take(seqs).select(["kind", "prepared_seq"]).to_pylist():
-            if row["prepared_seq"] == seq:
-                return Outcome.ROLLED_BACK if row["kind"] == Kind.ROLLBACK else Outcome.COMMITTED
+        for row in reader.take(seqs).select(["kind", "source_seq"]).to_pylist():
+            if row["source_seq"] == seq:
+                return Outcome.ROLLED_BACK if row["kind"] == Kind.CANCEL else Outcome.COMMITTED
     return Outcome.ENDED
 
 

@@ -115,10 +115,11 @@ async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
     assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
 
 
+@pytest.mark.parametrize("kind", [Kind.PROMISE, Kind.RELEASE, Kind.CANCEL])
 @on_node()
-async def test_a_row_of_another_kind_is_no_promise(world: World) -> None:
+async def test_a_half_message_and_its_end_are_no_promise(world: World, kind: Kind) -> None:
     await world.send("a", [None])
-    row = build_rows(1, kind=int(Kind.HALF), topic="a", unique_key="half", body=b"", store_ms=1)
+    row = build_rows(1, kind=int(kind), topic="a", unique_key="half", body=b"", store_ms=1, source_seq=1)
     seq, durable = world.broker.parts.writer.append(row)
     await durable
     assert look_up(world, ids=["half", "k00000"], seqs=[1, seq]) == Found()

@@ -67,6 +67,11 @@ def test_a_release_says_where_and_how_late() -> None:
     ]  # fmt: skip
 
 
+def test_a_half_message_and_its_end_are_no_events() -> None:
+    for kind in (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL):
+        assert events(log_rows(kind, 1, topic="t", store_ms=1_007, source_seq=5)) == []
+
+
 def test_what_is_accepted_or_cancelled_has_no_lateness_and_no_place() -> None:
     for kind, event, number in ((Kind.PROMISE, "accepted", 1), (Kind.CANCEL, "cancelled", 8)):
         rows = log_rows(kind, 1, due_ms=1_000, store_ms=2_000, source_seq=8, queue_id=-1)

@@ -177,7 +177,7 @@ class Search:
         for rows in self._reader.rows(seq, seq + 1):
             there = True
             for row in rows.select(COLUMNS).to_pylist():
-                if row["kind"] in _PROMISES:
+                if row["kind"] in _PROMISES and row["due_ms"] is not None:
                     self._add(str(seq), row, row["store_ms"], at_seq=seq)
         return there
 
@@ -204,7 +204,9 @@ class Search:
     # -- rows ----------------------------------------------------------------------------------------------------
 
     def _add_logged(self, subject: str, row: dict[str, Any]) -> None:
-        """A row of the log that speaks of a promise: the promise as it was accepted, moved or ended."""
+        """Note the promise that a row of the log accepts, moves or ends. A half message waits for no instant."""
+        if row["due_ms"] is None:
+            return
         if row["kind"] in _PROMISES:
             self._add(subject, row, row["store_ms"], at_seq=row["seq"])
         elif row["kind"] == Kind.MOVED:
@@ -237,7 +239,7 @@ class Search:
         )  # fmt: skip
 
     def _note_settling(self, row: dict[str, Any]) -> None:
-        if row["kind"] in SETTLING:
+        if row["kind"] in SETTLING and row["due_ms"] is not None:
             verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
             self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"], next_seq_of(row))
 

@@ -142,7 +142,6 @@ def moved_rows(
         "properties": pa.array([_unspent(properties) for properties in said], pa.string()),
         "store_ms": now,
         "store_host": pa.array([host] * count, pa.string()),
-        "prepared_seq": nothing,
         "due_ms": pa.array(np.full(count, due_ms, dtype=np.int64)),
         "accepted_ms": nothing,
     }

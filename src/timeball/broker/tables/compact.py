@@ -97,7 +97,8 @@ def promises(
 ) -> pa.Table:
     """TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
     parts = []
-    for rows in reader.coalesced(from_seq, to_seq, [Kind.PROMISE], 65_536):
+    for found in reader.coalesced(from_seq, to_seq, [Kind.PROMISE], 65_536):
+        rows = found.filter(found.column("due_ms").is_valid()) if found.column("due_ms").null_count else found
         waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
         waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
         if waiting.any():

@@ -168,7 +168,7 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     source = source.option("kinds", "promise,moved").option("from_seq", str(begin))
     tail = source.option("columns", f"kind,source_seq,{columns}").load()
     number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
-    tail = tail.withColumn("seq", number).drop("kind", "source_seq")
+    tail = tail.withColumn("seq", number).drop("kind", "source_seq").where("due_ms is not null")
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
     levels = source.option("kinds", "level_promise").option("to_seq", str(scope.end)).load()
     return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))

@@ -58,8 +58,8 @@ class Compacted(WriterCommitMessage):
 def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
     """Promises of a batch of the log that may still be pending, in TABLE_SCHEMA."""
     wanted = pc.greater_equal(batch.column("due_ms"), settled_before_ms)
-    # Mostly all of them: a filter that keeps everything copies everything.
-    rows = batch if pc.all(wanted).as_py() else batch.filter(wanted)
+    # Mostly all of them: a filter that keeps everything copies everything. A half message has no instant.
+    rows = batch if not wanted.null_count and pc.all(wanted).as_py() else batch.filter(wanted)
     accepted = rows.column("store_ms")
     columns = [accepted if name == "accepted_ms" else rows.column(name) for name in TABLE_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)

@@ -189,6 +189,7 @@ def clipped(shot: Snapshot, due: Due) -> tuple[int, int | None]:
 
 # ---- what happened ------------------------------------------------------------------------------------------
 
+# A half message has no instant and is no promise yet; what ends it is the end of none.
 _EVENTS_TEXT = f"""
 SELECT CASE kind WHEN {int(Kind.RELEASE)} THEN 'released' WHEN {int(Kind.CANCEL)} THEN 'cancelled'
             ELSE 'accepted' END AS event,
@@ -198,7 +199,7 @@ SELECT CASE kind WHEN {int(Kind.RELEASE)} THEN 'released' WHEN {int(Kind.CANCEL)
        CASE WHEN kind = {int(Kind.RELEASE)} THEN queue_id END AS queue_id,
        CASE WHEN kind = {int(Kind.RELEASE)} THEN queue_offset END AS queue_offset,
        cast(coalesce(reconsume_times, 0) + 1 AS int) AS attempt, seq AS event_seq
-FROM {{event_rows}}
+FROM {{event_rows}} WHERE due_ms IS NOT NULL
 UNION ALL SELECT * FROM {{span_rows}}
 """
 

@@ -99,9 +99,8 @@ class Queries:
         visible, waiting = _Newest(rows_max), _Newest(rows_max)
         for end in range(len(seqs), 0, -OPENED_AT_ONCE):
             found = _matching(parts.reader.take(seqs[max(0, end - OPENED_AT_ONCE) : end]), fields)
-            kinds = found.column("kind").to_numpy()
-            visible.add(found.filter(pa.array(np.isin(kinds, VISIBLE))))
-            waiting.add(found.filter(pa.array(np.isin(kinds, WAITING))))
+            visible.add(found.filter(pa.array(np.isin(found.column("kind").to_numpy(), VISIBLE))))
+            waiting.add(found.filter(_waits(found)))
             if visible.is_full:
                 break
         rows = visible.rows()
@@ -126,7 +125,13 @@ def _read(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch | None:
         rows = reader.take(seqs)
     except OutOfRange:
         return None
-    return rows if rows.column("kind")[0].as_py() in (*VISIBLE, *WAITING) else None
+    return rows if rows.column("kind")[0].as_py() in VISIBLE or _waits(rows)[0].as_py() else None
+
+
+def _waits(rows: pa.RecordBatch) -> pa.Array:
+    """Return which rows accepted a message that waits for an instant; half messages wait for none."""
+    promised = pa.array(np.isin(rows.column("kind").to_numpy(), WAITING))
+    return pc.and_(promised, rows.column("due_ms").is_valid())
 
 
 def _matching(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:

@@ -87,7 +87,6 @@ def test_the_digest_is_the_one_that_all_clients_spell_alike() -> None:
         ({}, MessageType.NORMAL),
         ({"due_ms": NOW_MS}, MessageType.DELAY),
         ({"properties": encode_properties({"__SHARDINGKEY": "g1"})}, MessageType.FIFO),
-        ({"prepared_seq": 5}, MessageType.TRANSACTION),
         ({"sys_flag": 8}, MessageType.TRANSACTION),
         ({"sys_flag": 12}, MessageType.NORMAL),  # rolled back: nobody sees it
     ],

@@ -80,15 +80,27 @@ def test_a_stored_message_says_all_its_fields() -> None:
     batch = rows(
         seq=[17], topic=["orders"], queue_id=[3], queue_offset=[9], body=[b"close it"],
         properties=["KEYS\x0117\x02TAGS\x01A\x02"], born_ms=[1_000], born_host=["10.1.2.3:4567"],
-        store_ms=[2_000], flag=[5], sys_flag=[MessageFlag.COMPRESSED], reconsume_times=[2], prepared_seq=[4],
+        store_ms=[2_000], flag=[5], sys_flag=[MessageFlag.COMPRESSED], reconsume_times=[2], source_seq=[4],
     )  # fmt: skip
     [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert message == {
         "magic": MAGIC_V1, "queue_id": 3, "flag": 5, "queue_offset": 9, "seq": 17, "sys_flag": 1, "born_ms": 1_000,
         "born": (bytes([10, 1, 2, 3]), 4567), "store_ms": 2_000, "store": (V4.address, V4.port),
-        "reconsume_times": 2, "prepared_seq": 4, "body": b"close it", "topic": "orders",
+        "reconsume_times": 2, "prepared_seq": 0, "body": b"close it", "topic": "orders",
         "properties": "KEYS\x0117\x02TAGS\x01A\x02",
     }  # fmt: skip
+
+
+def test_a_commit_names_its_half_and_other_releases_name_none() -> None:
+    flags = [
+        MessageFlag.TRANSACTION_COMMIT,
+        MessageFlag.TRANSACTION_PREPARED,
+        MessageFlag.TRANSACTION_ROLLBACK,
+        0,
+    ]
+    batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, sys_flag=flags, source_seq=[7] * 4)
+    found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert [message["prepared_seq"] for message in found] == [7, 0, 0, 0]
 
 
 def test_what_a_row_leaves_out_is_zero_or_empty() -> None:

@@ -67,7 +67,6 @@ class _Row(NamedTuple):
     store_host: str | None
     sys_flag: int | None
     reconsume_times: int | None
-    prepared_seq: int | None
     due_ms: int | None
 
 
@@ -118,7 +117,7 @@ def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> Syste
     # What a retry topic's rows have waited for was the end of an invisible time: nobody's wish.
     delivery_ms = None if came_again else row.due_ms
     keys = row.keys or properties.get(names.KEYS)
-    was_half = row.prepared_seq is not None or (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
+    was_half = (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
     return SystemProperties(
         tag=row.tag or properties.get(names.TAGS),
         keys=[key for key in keys.split(" ") if key] if keys else None,

@@ -68,7 +68,7 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> l
     found: list[bytes] = []
     for (
         seq, topic, queue_id, offset, body, properties, tag, keys, unique_key, born_ms, born, store_ms, flag, sys_flag,
-        times, prepared,
+        times, source,
     ) in zip(*columns, strict=True):  # fmt: skip
         host = hosts.get(born)
         if host is None:
@@ -77,7 +77,7 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> l
         found.append(
             _stored(
                 seq, topic.encode(), queue_id, offset or 0, body or b"", text.encode(), born_ms or 0, host,
-                store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, prepared or 0,
+                store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, source or 0,
             )
         )  # fmt: skip
     return found
@@ -93,19 +93,21 @@ def _with_columns(properties: str, tag: str | None, keys: str | None, unique_key
 
 _STORED = [
     "seq", "topic", "queue_id", "queue_offset", "body", "properties", "tag", "keys", "unique_key", "born_ms",
-    "born_host", "store_ms", "flag", "sys_flag", "reconsume_times", "prepared_seq",
+    "born_host", "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq",
 ]  # fmt: skip
 
 
 # Plain numbers: arithmetic with an IntFlag makes an object of every result, 3 us of each message.
 _BORN_HOST_V6, _STORE_HOST_V6 = int(MessageFlag.BORN_HOST_V6), int(MessageFlag.STORE_HOST_V6)
+_ENDED, _COMMITTED = int(MessageFlag.TRANSACTION_ROLLBACK), int(MessageFlag.TRANSACTION_COMMIT)
 _NO_HOST_V6 = ~(_BORN_HOST_V6 | _STORE_HOST_V6)
 
 
 def _stored(
     seq: int, topic: bytes, queue_id: int, offset: int, body: bytes, properties: bytes, born_ms: int, born: Host,
-    store_ms: int, store: Host, flag: int, sys_flag: int, times: int, prepared: int,
+    store_ms: int, store: Host, flag: int, sys_flag: int, times: int, source: int,
 ) -> bytes:  # fmt: skip
+    prepared = source if sys_flag & _ENDED == _COMMITTED else 0  # the half that a commit has published
     sys_flag &= _NO_HOST_V6
     if born.is_v6:
         sys_flag |= _BORN_HOST_V6
