@@ -207,7 +207,7 @@ class Node:
         self.broker = Broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
-        await self.broker.receiving.restore()
+        await self.broker.consuming.restore()
         await self._restore(found, kept)
         levels.restore(found.levels, found.levels_settled_seq)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
@@ -286,8 +286,7 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
         _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
-        await self.broker.receiving.close()
-        await self.broker.popper.close()
+        await self.broker.consuming.close()
         await self.broker.parts.hour_log.close()
         await self.broker.parts.levels.close()
         if self.broker.parts.writer.failed is None:

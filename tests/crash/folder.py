@@ -21,8 +21,8 @@ from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.popping.in_flight import saved
-from timeball.broker.popping.popper import Ask
+from timeball.broker.consuming.in_flight import saved
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.request_modes import RequestMode
 from timeball.broker.registry.topic_config import TopicConfig
@@ -100,8 +100,10 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     tail = await world.send("a", [HOUR_MS, 2 * HOUR_MS, 50 * MINUTE_MS])
     await world.send_levels("b", [4, 10])
     await world.send("a", [None] * 4)
-    await broker.popper.pop(Ask(POPS, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
-    await broker.receiving.receive(Ask(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
+    await broker.consuming.receive(ReceiveRequest(POPS, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
+    await broker.consuming.receive(
+        ReceiveRequest(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS, in_log=True), 0
+    )
     assert (broker.parts.reader.first_seq > 1) == (world.settings.retention_ms == 1)
     await world.stop()
     return {"cancel": [far[3], table[1], tail[1]], "move": [far[4], table[2], tail[2]]}, halves
@@ -140,9 +142,9 @@ async def _look(world: World, kept: Kept) -> Look:
     found["committed"] = str(await commit(world, kept.halves[0]))
     await world.send("a", [None, SECOND_MS])
     await world.advance(11 * MINUTE_MS)
-    world.broker.popper.wake()
-    windows = world.broker.popper.windows.all()
-    await world.until(lambda: not any(window.held for window in windows), "what POP handed out is back")
+    world.broker.consuming.wake()
+    windows = world.broker.consuming.leases.all()
+    await world.until(lambda: not any(window.in_flight for window in windows), "what POP handed out is back")
     await world.consume()
     await world.advance(AFTER_MS)
     await world.consume()
@@ -175,7 +177,7 @@ def _known(world: World) -> Look:
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
         "modes": parts.request_modes.get("a", POPS),
         "secret": parts.receipt_secret.get(),
-        "held": [saved(window) for window in broker.popper.windows.all() if not window.idle],
+        "held": [saved(queue) for queue in broker.consuming.leases.all() if not queue.idle],
         "halves": sorted(broker.transactions.open()),
         "ledger": (parts.ledger.epochs, parts.ledger.reserved, parts.ledger.attach_seq),
         "files": sorted(str(entry) for entry in parts.hour_log.pending.live_entries()),

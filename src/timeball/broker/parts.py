@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from timeball.broker.popping.in_flight import InFlight
+from timeball.broker.consuming.in_flight import InFlight
 from timeball.broker.rates import Rates
 from timeball.broker.registry.groups import Groups
 from timeball.broker.registry.meta import MetaLog

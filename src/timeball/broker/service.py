@@ -25,13 +25,12 @@ from timeball.broker import (
     transactions,
 )
 from timeball.broker.appending import Accepted, Appending
+from timeball.broker.consuming.engine import Consuming
 from timeball.broker.dispatching import Brought, Dispatching
 from timeball.broker.ingress import Ingress
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.policy import Policy
-from timeball.broker.popping.popper import Popper
 from timeball.broker.rates import Stat
-from timeball.broker.receiving import Receiving
 from timeball.broker.revoking.cancel import Verdict, cancel, settle
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import RangesCancelled, cancel_ranges
@@ -68,8 +67,7 @@ class Broker:
         self.dispatching = Dispatching(parts, table)
         self.mover = TableChanges(parts, promises_since_watermark=promises_since_watermark)
         self.appending = Appending(parts, self.waiters, self.mover.tail_count)
-        self.popper = Popper(self)
-        self.receiving = Receiving(self)
+        self.consuming = Consuming(parts, self.appending, self.waiters, self.policy, self.save_offsets)
         self.sends, self.halves = Ingress(self.send_nowait), Ingress(self.prepare_nowait)
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)
@@ -365,4 +363,4 @@ class Broker:
 
     def save_offsets(self) -> None:
         """Append to the log how far consumer groups have come since the last time."""
-        self.parts.offsets.save(self.receiving.parked())
+        self.parts.offsets.save(self.consuming.parked())

@@ -8,7 +8,7 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
 
-from timeball.broker.popping.popper import Ask
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.receipt_secret import SIZE_BYTES, ReceiptSecret
 from timeball.message import Kind
 
@@ -33,7 +33,7 @@ async def test_receipts_are_as_good_after_a_restart(world: World) -> None:
 async def test_the_first_receive_makes_it_and_waits_for_the_disk(world: World) -> None:
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(1))
-    await world.broker.receiving.receive(Ask("g", "orders"), 0)
+    await world.broker.consuming.receive(ReceiveRequest("g", "orders", in_log=True), 0)
     kept = world.broker.parts.receipt_secret
     assert kept.is_made
     files = world.files.crash(survival="nothing")

@@ -13,7 +13,7 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 from tests.table.small_table import NOW_MS, table_rows
 
-from timeball.broker.popping.popper import Ask
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.tables import compact
 from timeball.broker.tables.compact import TailCount
 from timeball.message import TABLE_SCHEMA
@@ -122,14 +122,14 @@ def test_files_are_a_bucket_each_and_none_for_no_rows() -> None:
 async def test_receipts_that_were_acknowledged_are_not_moved_and_not_looked_at_again(world: World) -> None:
     await world.send("a", [HOUR_MS] * 8)
     await world.send("now", [None] * 12)
-    verbs = world.broker.receiving
-    received = await verbs.receive(Ask("g", "now", invisible_ms=HOUR_MS), 0)
+    verbs = world.broker.consuming
+    received = await verbs.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS, in_log=True), 0)
     assert await verbs.acknowledge(received.receipts) == [True] * 12
     await world.node.upkeep.compact_if_worth()  # type: ignore[union-attr]
     assert world.broker.status()["schedule"]["table_rows"] == 8
     assert world.broker.mover.tail_count.rows == 0
     watermark = world.broker.status()["watermark"]
-    received = await verbs.receive(Ask("h", "now", invisible_ms=HOUR_MS), 0)
+    received = await verbs.receive(ReceiveRequest("h", "now", invisible_ms=HOUR_MS, in_log=True), 0)
     await verbs.acknowledge(received.receipts)
     await world.node.upkeep.compact_if_worth()  # type: ignore[union-attr]
     assert world.broker.status()["watermark"] > watermark, "nothing was left to move, and that is known"

@@ -17,8 +17,8 @@ from tests.pipeline.traffic import send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
-from timeball.broker.popping.popper import Ask
-from timeball.broker.receiving import AnyReceipt
+from timeball.broker.consuming.receipts import AnyReceipt
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.cli.pending import count_waiting
 from timeball.clock import ManualClock
 from timeball.config import MIB
@@ -160,17 +160,20 @@ def test_moved_promises_balance(spark: SparkSession, node: RunningNode, broker: 
 
 def test_receipts_balance(spark: SparkSession, node: RunningNode) -> None:
     """A message that is handed out is a promise: acknowledged, given other time, dead, or over and here again."""
-    verbs = node.broker.receiving
+    verbs = node.broker.consuming
 
     def receive(rows: int, invisible_ms: int = 10**6) -> list[AnyReceipt]:
-        ask = Ask("g", "plain", rows=rows, invisible_ms=invisible_ms)
+        ask = ReceiveRequest("g", "plain", rows=rows, invisible_ms=invisible_ms, in_log=True)
         return node.run(verbs.receive(ask, 0)).receipts
 
     send(node.endpoint, 10)
     node.run(node.broker.send(batch(12, topic=["plain"] * 12)))
     acked, moved, dead, held = receive(4), receive(2), receive(1), receive(3)
     assert all(node.run(verbs.acknowledge(acked)))
-    assert all(node.run(verbs.change(one, ms)) is not None for one, ms in zip(moved, (0, 10**7), strict=True))
+    assert all(
+        node.run(verbs.change_invisible_time(one, ms)) is not None
+        for one, ms in zip(moved, (0, 10**7), strict=True)
+    )
     assert node.run(verbs.dead_letter(dead[0]))
     receive(2, invisible_ms=1)
     with Timeball(node.endpoint) as ball:
@@ -255,7 +258,7 @@ async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
             while node.broker.settled_before_ms <= clock.wall:
                 await asyncio.sleep(0.005)
     await node.node.upkeep.checkpoint()
-    await node.node.upkeep.let_go()
+    await node.node.upkeep.drop_before()
 
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])

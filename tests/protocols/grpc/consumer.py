@@ -87,16 +87,16 @@ class Consumer:
 
     async def pass_time(self, ms: int = MINUTE_MS) -> None:
         """Time passes, and what is due then has come back."""
-        self.world.broker.popper.wake()
+        self.world.broker.consuming.wake()
         await self.world.advance(ms)
-        self.world.broker.popper.wake()
-        windows = self.world.broker.popper.windows
+        self.world.broker.consuming.wake()
+        leases = self.world.broker.consuming.leases
         await self.world.until(
             lambda: (
                 not any(
                     held.deadline_ms <= self.world.clock.wall
-                    for w in windows.all()
-                    for held in w.held.values()
+                    for w in leases.all()
+                    for held in w.in_flight.values()
                 )
             ),
             "it has come back",

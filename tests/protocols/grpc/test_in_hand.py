@@ -29,7 +29,7 @@ POLICY = RetryPolicy(customized_retry_policy=CustomizedRetry([1_000, 2_000, 20_0
 
 
 @dataclass
-class Held:
+class Lease:
     """A message in a hand. `due_ms` None: for as long as its client is there, since it is renewed."""
 
     message: d.Message
@@ -42,7 +42,7 @@ class Model:
     """What must be so."""
 
     waiting: set[str] = field(default_factory=set)
-    held: dict[str, Held] = field(default_factory=dict)
+    in_flight: dict[str, Lease] = field(default_factory=dict)
     stale: list[d.Message] = field(default_factory=list)  # handles that are not valid any more
     acknowledged: set[str] = field(default_factory=set)
     tried: dict[str, int] = field(default_factory=dict)
@@ -54,10 +54,10 @@ class Model:
         self.waiting.discard(key)
         self.tried[key] = self.tried.get(key, 0) + 1
         assert message.system_properties.delivery_attempt == self.tried[key]
-        self.held[key] = Held(message, consumer, due_ms)
+        self.in_flight[key] = Lease(message, consumer, due_ms)
 
     def come_back(self, key: str, *, counts: bool = True) -> None:
-        self.stale.append(self.held.pop(key).message)
+        self.stale.append(self.in_flight.pop(key).message)
         if not counts:
             self.tried[key] -= 1
         if self.tried[key] >= ATTEMPTS_MAX:
@@ -111,8 +111,8 @@ class Life:
         await responses.aclose()
         await self.quiet()
 
-    def _one(self) -> tuple[str, Held] | None:
-        held = sorted(self.model.held.items())
+    def _one(self) -> tuple[str, Lease] | None:
+        held = sorted(self.model.in_flight.items())
         return self.random.choice(held) if held else None
 
     async def ack(self) -> None:
@@ -120,7 +120,7 @@ class Life:
             key, held = chosen
             response = await held.consumer.ack(held.message)
             assert response.status.code == d.Code.OK, (key, response)
-            self.model.stale.append(self.model.held.pop(key).message)
+            self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.acknowledged.add(key)
 
     async def ack_stale(self) -> None:
@@ -146,7 +146,7 @@ class Life:
         if self.random.random() < 0.3 and (chosen := self._one()) is not None:
             key, held = chosen
             assert await held.consumer.dead_letter(held.message) == d.Code.OK
-            self.model.stale.append(self.model.held.pop(key).message)
+            self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.dead.add(key)
 
     async def go(self) -> None:
@@ -154,7 +154,7 @@ class Life:
         consumer = self.random.choice(self.consumers)
         consumer.edge.site.clients.gone(consumer.name)
         await self.quiet()
-        for key, held in list(self.model.held.items()):
+        for key, held in list(self.model.in_flight.items()):
             if held.consumer is consumer and held.due_ms is None:
                 pause_ms = 20_000  # the policy's: RocketMQ begins with the third of its list
                 held.due_ms = self.world.clock.wall + pause_ms
@@ -169,7 +169,7 @@ class Life:
             await self.consumers[0].pass_time(STEP_MS if ms is None else ms)
             await asyncio.gather(*self.edges[-1]._renewals.look())
             now_ms = self.world.clock.wall
-            for key, held in list(self.model.held.items()):
+            for key, held in list(self.model.in_flight.items()):
                 if held.due_ms is not None and held.due_ms <= now_ms:
                     self.unanswerable.discard(key)
                     self.model.come_back(key, counts=not self.suspended.pop(key, False))
@@ -177,7 +177,7 @@ class Life:
     async def restart(self) -> None:
         if self.random.random() < 0.3:
             await self.quiet()
-            for held in self.model.held.values():
+            for held in self.model.in_flight.values():
                 if held.due_ms is None:
                     return  # what was renewed would be lost to its first handle: documented, not modelled
             await self.edges[-1].close()
@@ -190,7 +190,7 @@ class Life:
     async def quiet(self) -> None:
         """What goes on behind the calls is done."""
         edge = self.edges[-1]
-        await asyncio.gather(*self.world.broker.receiving._tasks, *edge._renewals._tasks)
+        await asyncio.gather(*self.world.broker.consuming._tasks, *edge._renewals._tasks)
         await self.pass_time(0)
 
     async def end(self) -> None:
@@ -253,14 +253,16 @@ async def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _break(world: World, breach: str) -> None:
-    receiving = world.broker.receiving
+    engine = world.broker.consuming
     if breach == "acknowledged, and nothing settled":
-        receiving.acknowledge = _says_yes
+        engine.acknowledge = _says_yes
     elif breach == "not renewed":
-        change = receiving.change
-        receiving.change = lambda receipt, ms, **how: change(receipt, ms, **how) if how else _nothing()
+        change = engine.change_invisible_time
+        engine.change_invisible_time = lambda receipt, ms, **how: (
+            change(receipt, ms, **how) if how else _nothing()
+        )
     else:
-        receiving.give_back = _nothing
+        engine.give_back = _nothing
 
 
 @pytest.mark.parametrize("breach", ["acknowledged, and nothing settled", "not renewed", "not given back"])

@@ -193,16 +193,16 @@ async def test_a_renewal_that_fails_is_tried_again(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await push(consumer)
     await consumer.pass_time(FIRST_MS - AHEAD_MS + 1_000)
-    receiving = consumer.world.broker.receiving
-    change, failures = receiving.change, []
+    engine = consumer.world.broker.consuming
+    change, failures = engine.change_invisible_time, []
 
     async def failing(*args: Any, **how: Any) -> Any:
         failures.append(args)
         raise Unavailable("not now")
 
-    receiving.change = failing
+    engine.change_invisible_time = failing
     await look(consumer)
-    receiving.change = change
+    engine.change_invisible_time = change
     assert len(failures) == 1
     await consumer.pass_time(1_000)
     assert await look(consumer) == 1
@@ -216,15 +216,15 @@ async def test_an_answer_that_fails_leaves_it_in_hand(consumer: Consumer) -> Non
     await consumer.send()
     (message,) = await push(consumer)
     await stay(consumer, 2 * MINUTE_MS)
-    receiving = consumer.world.broker.receiving
-    acknowledge = receiving.acknowledge
+    engine = consumer.world.broker.consuming
+    acknowledge = engine.acknowledge
 
     async def failing(receipts: Any) -> Any:
         raise Unavailable("not now")
 
-    receiving.acknowledge = failing
+    engine.acknowledge = failing
     assert (await consumer.ack(message)).status.code == d.Code.HA_NOT_AVAILABLE
-    receiving.acknowledge = acknowledge
+    engine.acknowledge = acknowledge
     await stay(consumer, 20 * MINUTE_MS)
     assert (await consumer.ack(message)).status.code == OK
 

@@ -12,7 +12,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 from tests.protocols.remoting.pairs import Pair, site_of
 
-from timeball.broker.popping.popper import Ask
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.protocols.remoting.clients import Consuming
 from timeball.protocols.remoting.codec import check_points
@@ -54,12 +54,12 @@ class Room:
 
     async def come_back(self, ms: int = MINUTE_MS) -> None:
         self.world.clock.advance(ms)
-        self.world.broker.popper.wake()
-        windows = self.world.broker.popper.windows
+        self.world.broker.consuming.wake()
+        leases = self.world.broker.consuming.leases
         await self.world.until(
             lambda: (
                 not any(
-                    h.deadline_ms <= self.world.clock.wall for w in windows.all() for h in w.held.values()
+                    h.deadline_ms <= self.world.clock.wall for w in leases.all() for h in w.in_flight.values()
                 )
             ),
             "it has come back",
@@ -274,7 +274,7 @@ async def test_what_is_popped_for_a_client_that_has_gone_is_given_back(world: Wo
         )
         with pytest.raises(AssertionError):  # no answer is due to nobody
             await room.pop()
-        assert (await world.broker.popper.pop(Ask(GROUP, TOPIC), 0)).rows.num_rows == 1
+        assert (await world.broker.consuming.receive(ReceiveRequest(GROUP, TOPIC), 0)).rows.num_rows == 1
 
 
 # ---- who consumes what ----------------------------------------------------------------------------------------

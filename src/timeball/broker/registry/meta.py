@@ -6,7 +6,7 @@
     mode/<topic>@<group>               RequestMode              request_modes.py
     offsets/<group>@<topic>            {queue: offset}          offsets.py
     offsets/parked                     Parked                   offsets.py
-    in_flight/<group>@<topic>@<queue>  a window of POP          popping/in_flight.py
+    in_flight/<group>@<topic>@<queue>  leases at a clean stop   consuming/in_flight.py
     secret/receipts                    32 bytes, as base64      receipt_secret.py
 
 Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log

@@ -40,7 +40,7 @@ class GrpcEdge:
             ReceiptHandles(broker.parts.receipt_secret.get),
             Unread(),
         )
-        self._renewals = Renewals(broker.receiving, site.clients, broker.parts.clock.now_ms)
+        self._renewals = Renewals(broker.consuming, site.clients, broker.parts.clock.now_ms)
         rooms = [
             Routes(site).handlers(),
             Sends(site).handlers(),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from timeball import limits
-from timeball.broker.receipts import AnyReceipt
+from timeball.broker.consuming.receipts import AnyReceipt
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code, Status
 from timeball.protocols.grpc._generated.service_pb2 import (
     AckMessageRequest,
@@ -43,7 +43,7 @@ class Receipts:
     """See the module. Belongs to the event loop."""
 
     def __init__(self, site: Site, handles: ReceiptHandles, renewals: Renewals) -> None:
-        self._receiving, self._clients = site.broker.receiving, site.clients
+        self._consuming, self._clients = site.broker.consuming, site.clients
         self._handles, self._renewals = handles, renewals
 
     def handlers(self) -> Handlers:
@@ -67,7 +67,7 @@ class Receipts:
             except Refused as error:
                 refused[at] = status_of(error)
         async with self._renewals.answering(receipts) as newest:
-            verdicts = iter(await self._receiving.acknowledge(newest))
+            verdicts = iter(await self._consuming.acknowledge(newest))
         fine, late = ok(), status_of(invalid(LATE))
         statuses = [
             refused[at] if at in refused else fine if next(verdicts) else late
@@ -96,7 +96,7 @@ class Receipts:
             )
         async with self._renewals.answering([receipt]) as (newest,):
             by_policy = invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push(call)
-            changed = await self._receiving.change(
+            changed = await self._consuming.change_invisible_time(
                 newest, None if by_policy else invisible_ms, counts=not request.suspend
             )
         if changed is None:
@@ -107,7 +107,7 @@ class Receipts:
         self, call: Call, request: ForwardMessageToDeadLetterQueueRequest
     ) -> ForwardMessageToDeadLetterQueueResponse:
         async with self._renewals.answering([self._receipt(request)]) as (newest,):
-            is_valid = await self._receiving.dead_letter(newest)
+            is_valid = await self._consuming.dead_letter(newest)
         if not is_valid:
             raise invalid(LATE)
         return ForwardMessageToDeadLetterQueueResponse(status=ok())

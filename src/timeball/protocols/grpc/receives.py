@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 from timeball import limits
-from timeball.broker.popping.popper import Ask
-from timeball.broker.receiving.receipts import Received
+from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
 from timeball.protocols.grpc.calls import Call, Handlers
@@ -54,7 +53,7 @@ class Receives:
         )
         self._unread.check(call.peer)
         with self._consuming.waiting(call):
-            received = await self._broker.receiving.receive(ask, waits_ms)
+            received = await self._broker.consuming.receive(ask, waits_ms)
         if not received.receipts:
             yield ReceiveMessageResponse(
                 status=status(Code.MESSAGE_NOT_FOUND, f"no message in {waits_ms} ms; ask again")
@@ -73,9 +72,9 @@ class Receives:
                 yield ReceiveMessageResponse(delivery_timestamp=timestamp(now_ms))
         finally:
             if not is_read:
-                self._broker.receiving.not_seen(received.receipts)
+                self._broker.consuming.not_seen(received.receipts)
 
-    def _ask(self, request: ReceiveMessageRequest) -> Ask:
+    def _ask(self, request: ReceiveMessageRequest) -> ReceiveRequest:
         group, queue = self._consuming.group(request.group), request.message_queue
         topic = self._consuming.topic(queue.topic)
         if not 1 <= request.batch_size <= limits.POP_ROWS_MAX:
@@ -91,7 +90,7 @@ class Receives:
         if len(request.attempt_id) > ATTEMPT_ID_CHARACTERS_MAX:
             raise Refused(Code.BAD_REQUEST, f"attempt_id: at most {ATTEMPT_ID_CHARACTERS_MAX} characters")
         in_order = group.consume_message_orderly
-        return Ask(
+        return ReceiveRequest(
             group.group_name,
             topic.name,
             queue_id=queue.id if in_order and request.auto_renew else -1,
@@ -100,9 +99,12 @@ class Receives:
             wanted=self._consuming.wanted(request.filter_expression, topic),
             in_order=in_order,
             attempt_id=request.attempt_id if in_order else "",
+            in_log=True,
         )
 
-    def _messages(self, request: ReceiveMessageRequest, ask: Ask, received: Received) -> Iterator[Message]:
+    def _messages(
+        self, request: ReceiveMessageRequest, ask: ReceiveRequest, received: Received
+    ) -> Iterator[Message]:
         handed_out = HandedOut([self._handles.encode(each) for each in received.receipts], ask.invisible_ms)
         asked, store_host = request.message_queue.topic, self._site.settings.broker_name
         return messages(received.rows, asked, ask.topic, store_host, handed_out)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from timeball import limits
-from timeball.broker.receipts import AnyReceipt
-from timeball.broker.receiving import Receiving
+from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.receipts import AnyReceipt
 from timeball.errors import TimeballError
 from timeball.protocols.grpc.clients import Client, Clients
 
@@ -55,8 +55,8 @@ class _Held:
 class Renewals:
     """See the module. Belongs to the event loop; `close` ends its tasks."""
 
-    def __init__(self, receiving: Receiving, clients: Clients, now_ms: Callable[[], int]) -> None:
-        self._receiving, self._clients, self._now_ms = receiving, clients, now_ms
+    def __init__(self, consuming: Consuming, clients: Clients, now_ms: Callable[[], int]) -> None:
+        self._consuming, self._clients, self._now_ms = consuming, clients, now_ms
         self._held: dict[AnyReceipt, _Held] = {}  # by the receipt that was given first
         self._of_client: dict[str, set[AnyReceipt]] = {}
         self._due: dict[int, set[AnyReceipt]] = {}  # by the second in which to renew
@@ -151,7 +151,7 @@ class Renewals:
         left_ms = IN_ALL_MS - (now_ms - held.since_ms)
         step_ms = min(STEPS_MS[min(held.times, len(STEPS_MS) - 1)], max(left_ms, AHEAD_MS))
         try:
-            changed = await self._receiving.change(held.receipt, step_ms)
+            changed = await self._consuming.change_invisible_time(held.receipt, step_ms)
             if changed is None:
                 self._drop(first)  # settled meanwhile, or its time was over
                 return
@@ -193,7 +193,7 @@ class Renewals:
         renewing = [held.renewing for held in mine if held.renewing is not None]
         if renewing:
             await asyncio.wait(renewing)
-        await self._receiving.give_back([held.receipt for held in mine])
+        await self._consuming.give_back([held.receipt for held in mine])
 
     async def _look_on(self) -> None:
         while self._held:

@@ -12,15 +12,16 @@ the client could not make it from the header. What is popped for a client that h
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import pyarrow as pa
 
 from timeball.access import Verb
+from timeball.broker.consuming.receipts import PositionReceipt
+from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.kept import FiltersKept
-from timeball.broker.popping.popper import Ask, Popped, Receipt
 from timeball.broker.registry.request_modes import RequestMode
 from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.broker.registry.topics import Topic
@@ -124,14 +125,14 @@ class Pops:
                 f"maxMsgNums {fields.max_msg_nums}: the broker's pop message's num is 1 to {ROWS_MAX}",
             )
         topic = self._readable(fields)
-        ask = Ask(
+        ask = ReceiveRequest(
             fields.consumer_group, fields.topic, queue_id=max(-1, fields.queue_id), rows=fields.max_msg_nums,
             invisible_ms=fields.invisible_time, wanted=_wanted(self._filters, fields, topic),
             from_max=fields.init_mode == 1, in_order=fields.order, attempt_id=fields.attempt_id,
         )  # fmt: skip
         try:
             with call.connection.waits():
-                popped = await self._broker.popper.pop(ask, max(0, fields.poll_time))
+                popped = await self._broker.consuming.receive(ask, max(0, fields.poll_time))
         except OverLimit as error:
             # The client comes again after a pause, instead of at once.
             return call.answer(ResponseCode.POLLING_FULL, str(error), ext=_header(ask, None))
@@ -139,14 +140,14 @@ class Pops:
             code = ResponseCode.POLLING_TIMEOUT if fields.poll_time > 0 else ResponseCode.PULL_NOT_FOUND
             return call.answer(code, code.name, ext=_header(ask, popped))
         if not call.connection.is_open:
-            self._broker.popper.give_back(popped.receipts(ask.group))
+            self._broker.consuming.not_seen(popped.receipts)
             return None
         return self._found(call, ask, popped)
 
-    def _found(self, call: Call, ask: Ask, popped: Popped) -> Reply:
+    def _found(self, call: Call, ask: ReceiveRequest, popped: Received) -> Reply:
         places = [
             (check_points.retry_mark(receipt.topic), receipt.queue_id, receipt.offset)
-            for receipt in popped.receipts(ask.group)
+            for receipt in cast("list[PositionReceipt]", popped.receipts)  # POP's leases are kept in memory
         ]
         header = _header(ask, popped)
         header["startOffsetInfo"] = check_points.start_offset_info(places)
@@ -163,13 +164,13 @@ class Pops:
     async def _notification(self, call: Call) -> Reply:
         fields = call.fields(_Notification)
         self._readable(fields)
-        ask = Ask(
+        ask = ReceiveRequest(
             fields.consumer_group, fields.topic, queue_id=max(-1, fields.queue_id), in_order=fields.order
         )
         full = found = False
         try:
             with call.connection.waits():
-                found = await self._broker.popper.wait_for_some(ask, max(0, fields.poll_time))
+                found = await self._broker.consuming.wait_for_some(ask, max(0, fields.poll_time))
         except OverLimit:
             full = True
         return call.answer(ext={"hasMsg": _bool(found), "pollingFull": _bool(full)})
@@ -186,23 +187,23 @@ class Pops:
     def _ack(self, call: Call) -> Reply:
         fields = call.fields(_Ack)
         receipt, _ = self._receipt(fields)
-        if not self._broker.popper.ack([receipt])[0]:
+        if not self._broker.consuming.acknowledge_positions([receipt])[0]:
             return _not_valid(call, receipt)
         return call.answer()
 
     def _batch_ack(self, call: Call) -> Reply:
-        receipts: list[Receipt] = []
+        receipts: list[PositionReceipt] = []
         for one in call.body(_BatchAcks).acks:
             self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=one.t, group=one.c)
             topic = check_points.real_topic(one.t, one.c, one.r)
             receipts += [
-                Receipt(one.c, topic, one.q, one.so + bit, one.pt) for bit in check_points.bits(one.b)
+                PositionReceipt(one.c, topic, one.q, one.so + bit, one.pt) for bit in check_points.bits(one.b)
             ]
             if len(receipts) > check_points.BITS_MAX:
                 raise OutOfRange(
                     f"more than {check_points.BITS_MAX} messages in one acknowledgement; split it"
                 )
-        if not any(self._broker.popper.ack(receipts)):
+        if not any(self._broker.consuming.acknowledge_positions(receipts)):
             return call.answer(ResponseCode.NO_MESSAGE, "none of these is in hand")
         return call.answer()
 
@@ -210,8 +211,8 @@ class Pops:
         fields = call.fields(_ChangeInvisible)
         receipt, old = self._receipt(fields)
         now_ms = self._parts.clock.now_ms()
-        new = await self._broker.popper.change_invisible(receipt, fields.invisible_time)
-        if new is None:
+        new = await self._broker.consuming.change_invisible_time(receipt, fields.invisible_time)
+        if not isinstance(new, PositionReceipt):
             return _not_valid(call, receipt)
         # The client makes the new check point of these. In order the pop time stays, and all counts from there.
         in_order = old.revive_queue_id == check_points.REVIVE_QUEUE_IN_ORDER
@@ -224,13 +225,15 @@ class Pops:
             }
         )
 
-    def _receipt(self, fields: _Ack) -> tuple[Receipt, CheckPoint]:
+    def _receipt(self, fields: _Ack) -> tuple[PositionReceipt, CheckPoint]:
         topic = self._parts.topics.get(fields.topic)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise _illegal_queue(ResponseCode.MESSAGE_ILLEGAL, fields, topic)
         point = check_points.parse(fields.extra_info)
         name = check_points.real_topic(fields.topic, fields.consumer_group, point.retry)
-        return Receipt(fields.consumer_group, name, fields.queue_id, fields.offset, point.pop_ms), point
+        return PositionReceipt(
+            fields.consumer_group, name, fields.queue_id, fields.offset, point.pop_ms
+        ), point
 
     # -- who consumes what ---------------------------------------------------------------------------------------
 
@@ -286,7 +289,7 @@ def _wanted(filters: FiltersKept, fields: _Pop, topic: Topic) -> Filter:
         raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, remark) from error
 
 
-def _header(ask: Ask, popped: Popped | None) -> dict[str, str]:
+def _header(ask: ReceiveRequest, popped: Received | None) -> dict[str, str]:
     revive = check_points.REVIVE_QUEUE_IN_ORDER if ask.in_order else check_points.REVIVE_QUEUE
     return {
         "popTime": str(popped.pop_ms if popped else 0),
@@ -296,7 +299,7 @@ def _header(ask: Ask, popped: Popped | None) -> dict[str, str]:
     }
 
 
-def _as_asked(popped: Popped, ask: Ask, places: list[Place], broker_name: str) -> pa.RecordBatch:
+def _as_asked(popped: Received, ask: ReceiveRequest, places: list[Place], broker_name: str) -> pa.RecordBatch:
     """The rows as the client is to see them: retries under the topic it has asked for, with their check points.
 
     A POP_CK that a producer has set would be taken for ours, so it is taken off.
@@ -330,7 +333,7 @@ def _illegal_queue(code: ResponseCode, fields: _Queue, topic: Topic) -> Refused:
     )
 
 
-def _not_valid(call: Call, receipt: Receipt) -> Reply:
+def _not_valid(call: Call, receipt: PositionReceipt) -> Reply:
     return call.answer(
         ResponseCode.NO_MESSAGE,
         f"offset {receipt.offset} of queue {receipt.queue_id} of {receipt.topic} is not in hand since "

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.receipts import AnyReceipt, PositionReceipt, Receipt
+from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.codec.receipt_handles import CHARACTERS_MAX, ReceiptHandles
 from timeball.protocols.grpc.codec.statuses import Refused

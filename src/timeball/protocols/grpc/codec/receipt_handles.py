@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable
 from hashlib import blake2b
 
-from timeball.broker.receipts import AnyReceipt, PositionReceipt, Receipt
+from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.codec.statuses import Refused
 

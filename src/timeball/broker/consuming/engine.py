@@ -1,0 +1,347 @@
+"""The one engine by which groups share messages out: remoting's POP, gRPC's receive and Flight's groups call it.
+
+A request is served in three steps. The engine selects positions of the group's queues and leases them, on the event
+loop and between two awaits: so no lock is taken, and no position is leased twice. It reads their rows. Then the leases
+are kept where the request says: in memory (memory_leases.py), or in the log as promises (log_leases.py). When reading
+or writing fails, the positions come back at once: no consumer has seen their rows.
+
+What is not acknowledged in time comes back through the group's retry topic, counted, and ends in its dead letters.
+In order, a queue gives nothing while any of its messages is leased, and what comes back is the next to be given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.appending import Appending
+from timeball.broker.consuming import crash_recovery
+from timeball.broker.consuming.leases import Leases
+from timeball.broker.consuming.log_leases import Change, LogLeases
+from timeball.broker.consuming.memory_leases import MemoryLeases
+from timeball.broker.consuming.queue_leases import NO_RECEIPT, QueueLeases
+from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
+from timeball.broker.consuming.redelivery_rows import is_of, times_of
+from timeball.broker.consuming.requests import NO_ROWS, Received, ReceiveRequest, check_invisible
+from timeball.broker.consuming.selection import Selection
+from timeball.broker.consuming.wait_queue import WaitQueue
+from timeball.broker.filters.filter import BoolArray
+from timeball.broker.parts import Parts, in_thread
+from timeball.broker.policy import Policy
+from timeball.broker.pulling import Waiters
+from timeball.broker.rates import Stat, of_group
+from timeball.broker.registry.offsets import Parked
+from timeball.broker.registry.topics import Topic
+from timeball.errors import OutOfRange, TimeballError
+from timeball.message import READ_SCHEMA, Int64Array
+
+logger = logging.getLogger(__name__)
+
+RETRY_TURN = (
+    5  # each fifth request looks at the retry topic first: RocketMQ's popFromRetryProbability of 20 %
+)
+
+_RECONSUME_TIMES = READ_SCHEMA.get_field_index("reconsume_times")
+
+
+class Consuming:
+    """The verbs. Belongs to the event loop; `close` ends its tasks. `save_offsets` appends them to the log."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        appending: Appending,
+        waiters: Waiters,
+        policy: Policy,
+        save_offsets: Callable[[], None],
+    ) -> None:
+        self._parts, self._waiters, self._policy = parts, waiters, policy
+        self._save_offsets = save_offsets
+        self.leases = Leases(parts)
+        self._memory = MemoryLeases(parts, appending, waiters, self.leases)
+        self._log = LogLeases(parts, appending, self.leases)
+        self._turn = itertools.count()
+        self._waiting = WaitQueue()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def restore(self) -> None:
+        """After a crash: do not hand out again what the promises in the log say was handed out."""
+        parts = self._parts
+        known = parts.offsets.parked
+        found = await in_thread(parts.reader_thread, crash_recovery.done_positions, parts.reader, known)
+        crash_recovery.restore(parts, self.leases, found)
+
+    async def close(self) -> None:
+        """Finish what is given back for consumers that have gone, and save the leases kept in memory."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._memory.close()
+
+    def wake(self) -> None:
+        """Read the clock now."""
+        self._memory.redelivery.wake()
+
+    def parked(self) -> Parked:
+        """Return what a crash must know of leases in the log, beside the offsets of this moment."""
+        return self._log.parked()
+
+    # -- handing out -------------------------------------------------------------------------------------------
+
+    def check(self, request: ReceiveRequest) -> None:
+        """Raise OutOfRange, InvalidName, NotFound, Forbidden for what this consumer may not ask for."""
+        request.check()
+        self._policy.check_group(request.group)
+        self._policy.readable(request.topic)
+
+    async def receive(self, request: ReceiveRequest, wait_ms: int) -> Received:
+        """Lease up to `request.rows` rows; wait up to `wait_ms` for the first. Raise RequestError, OverLimit."""
+        self.check(request)
+        deadline_s = _now_s() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        hand_out = self._hand_out_in_memory
+        if request.in_log:
+            if not self._parts.receipt_secret.is_made:
+                self._parts.receipt_secret.get()
+                await self._parts.writer.flushed()  # a receipt must not outlive the secret that sealed it
+            hand_out = self._hand_out_counted if request.in_order else self._hand_out_in_log
+        while True:
+            selection = await self._select(request, deadline_s)
+            if selection.found:
+                received = await hand_out(request, selection)
+                if received.receipts:
+                    return received
+            elif not selection.unseen:
+                return Received(NO_ROWS, [], rest=selection.rest)
+            await asyncio.sleep(0)  # the filter passes few: others get their turn between two looks
+
+    async def wait_for_some(self, request: ReceiveRequest, wait_ms: int) -> bool:
+        """Whether a request would find rows, filters aside; waits up to `wait_ms` for that and leases nothing."""
+        self.check(request)
+        deadline_s = _now_s() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        while True:
+            for queue, topic in self._queues(request):
+                has_some = queue.returned or queue.next_offset < topic.queues[queue.queue_id].index.max_offset
+                if has_some and not (request.in_order and queue.in_flight):
+                    return True
+            if not await self._wait(request, deadline_s):
+                return False
+
+    async def _select(self, request: ReceiveRequest, deadline_s: float) -> Selection:
+        """Lease what there is, or the first that comes before `deadline_s` on the loop's clock."""
+        selection = self._select_now(request)
+        if selection.found or selection.unseen or _now_s() >= deadline_s:
+            return selection
+        async with self._waiting.turn(request, deadline_s) as has_turn:
+            while has_turn:
+                selection = self._select_now(request)
+                if selection.found or selection.unseen or not await self._wait(request, deadline_s):
+                    break
+        return selection
+
+    async def _wait(self, request: ReceiveRequest, deadline_s: float) -> bool:
+        """Wait for news; false when the time is up."""
+        left_s = deadline_s - _now_s()
+        return left_s > 0 and await self._waiters.wait_any(request.topics(), left_s)
+
+    def _select_now(self, request: ReceiveRequest) -> Selection:
+        queues, now_ms = self._queues(request), self._parts.clock.now_ms()
+        pop_ms = now_ms
+        if request.in_order:
+            # Positions are handed out again here, and an old receipt must not pass for the new one.
+            pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue, _ in queues), default=0))
+        elif request.in_log:
+            pop_ms = NO_RECEIPT  # the receipts name promises
+        selection = Selection(
+            max(0, min(request.rows, self.leases.room)), pop_ms, now_ms + request.invisible_ms,
+            in_order=request.in_order, attempt_id=request.attempt_id,
+        )  # fmt: skip
+        for queue, topic in queues:
+            index = topic.queues[queue.queue_id].index
+            # A message in the retry topic passed the filter before.
+            selection.lease(queue, index, request.wanted if topic.name == request.topic else None)
+            selection.rest += index.max_offset - queue.next_offset
+        if not selection.found or pop_ms == NO_RECEIPT:
+            self._memory.store(
+                selection.queues
+            )  # else when the rows are read: a queue must not be narrowed before
+        return selection
+
+    def _queues(self, request: ReceiveRequest) -> list[tuple[QueueLeases, Topic]]:
+        """Return the group's queues that this request may lease from, in the order of looking."""
+        turn = next(self._turn)
+        names = request.topics()
+        found = []
+        for name in reversed(names) if turn % RETRY_TURN == 0 else names:
+            is_main = name == request.topic
+            topic = self._parts.topics.get(name) if is_main else self._parts.topics.find(name)
+            if topic is None:
+                continue
+            count = topic.read_queues
+            if is_main and request.queue_id >= count:
+                raise OutOfRange(f"queue {request.queue_id}: topic {name!r} has {count}")
+            ids = [request.queue_id] if is_main and request.queue_id >= 0 else range(count)
+            queues = [
+                self.leases.open(request.group, topic, i, from_max=request.from_max and is_main) for i in ids
+            ]
+            for queue in queues:
+                if queue.returned:
+                    queue.drop_before(self._parts.reader.first_seq)
+            first = turn % max(1, len(queues))
+            found += [(queue, topic) for queue in queues[first:] + queues[:first]]
+        return found
+
+    async def _read(self, request: ReceiveRequest, selection: Selection) -> tuple[pa.RecordBatch, BoolArray]:
+        """Return the rows wanted of a selection, which gives up the others, and which were wanted."""
+        rows, keep = await in_thread(self._parts.reader_thread, self._read_rows, request, selection.seqs)
+        if not keep.all():
+            rows = rows.filter(pa.array(keep))
+            self._memory.finish(selection.split_unwanted(keep))
+        return rows, keep
+
+    def _read_rows(self, request: ReceiveRequest, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
+        """Return the rows, and which of them the consumer is to have (reader thread)."""
+        rows = self._parts.reader.take(seqs)
+        keep = np.ones(len(seqs), dtype=np.bool_)
+        main = np.array([name == request.topic for name in rows.column("topic").to_pylist()])
+        if request.wanted is not None and not request.wanted.matches_all:
+            keep &= ~main | request.wanted.exact(rows)
+        texts = rows.column("properties")
+        for at in np.flatnonzero(~main).tolist():
+            keep[at] = is_of(request.group, texts[at].as_py())
+        return rows, keep
+
+    # -- where the leases are kept -------------------------------------------------------------------------------
+
+    async def _hand_out_in_memory(self, request: ReceiveRequest, selection: Selection) -> Received:
+        self._memory.hold(selection)
+        try:
+            rows, _ = await self._read(request, selection)
+        except BaseException:  # also a consumer that has gone away: it has not seen these rows
+            self._memory.give_up(selection)
+            raise
+        self._memory.store(selection.queues)
+        self._parts.rates.got(request.topic, request.group, rows.num_rows, selection.size_bytes)
+        pop_ms, found = selection.pop_ms, selection.found
+        return Received(
+            rows,
+            [PositionReceipt(request.group, q.topic, q.queue_id, offset, pop_ms) for q, offset, _ in found],
+            pop_ms,
+            [lease.times for _, _, lease in found],
+            selection.rest,
+        )
+
+    async def _hand_out_counted(self, request: ReceiveRequest, selection: Selection) -> Received:
+        """In order: what has used up its attempts goes to the dead letters instead of to the consumer."""
+        received = await self._hand_out_in_memory(request, selection)
+        times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
+        late = times > self._parts.groups.times_max(request.group)
+        rows = received.rows.set_column(
+            _RECONSUME_TIMES, READ_SCHEMA.field(_RECONSUME_TIMES), pa.array(times.astype(np.int32))
+        )
+        if late.any():
+            try:
+                for receipt, is_late in zip(received.receipts, late, strict=True):
+                    if is_late:
+                        await self.dead_letter(receipt)
+            except BaseException:  # also a consumer that has gone away: it has not seen the others
+                self.not_seen(received.receipts)
+                raise
+            rows = rows.filter(pa.array(~late))
+        receipts = [one for one, is_late in zip(received.receipts, late, strict=True) if not is_late]
+        return Received(rows, receipts, received.pop_ms, rest=received.rest)
+
+    async def _hand_out_in_log(self, request: ReceiveRequest, selection: Selection) -> Received:
+        try:
+            self._save_new_groups()
+            rows, _ = await self._read(request, selection)
+            if not selection.found:
+                return Received(rows, [])
+            durable, receipts = self._log.write(
+                request, rows, selection, lambda: self._memory.finish(selection.found)
+            )
+        except BaseException:  # also a consumer that has gone away: it has not seen these rows
+            self._memory.give_up(selection)
+            raise
+        try:
+            await durable
+        except asyncio.CancelledError:
+            self.not_seen(receipts)
+            raise
+        self._parts.rates.got(request.topic, request.group, rows.num_rows, selection.size_bytes)
+        return Received(rows, list(receipts), rest=selection.rest)
+
+    def _save_new_groups(self) -> None:
+        """Append where a group begins ahead of what it is handed: after a crash it must not begin elsewhere."""
+        if self.leases.has_new_groups:
+            self.leases.has_new_groups = False
+            self._save_offsets()
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
+        """End leases kept in memory; false for a receipt that is not valid (any more)."""
+        return self._memory.acknowledge(receipts)
+
+    async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
+        """End these leases, those in the log durably; false for a receipt that is not valid. Raise OutOfRange."""
+        in_log = [one for one in receipts if isinstance(one, Receipt)]
+        settled = await self._log.acknowledge(in_log)
+        for one, is_valid in zip(in_log, settled, strict=True):
+            if is_valid:
+                self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(one.topic, one.group), 1)
+        verdicts = iter(settled)
+        in_memory = iter(self._memory.acknowledge(_positions(receipts)))
+        return [next(verdicts if isinstance(one, Receipt) else in_memory) for one in receipts]
+
+    async def change_invisible_time(
+        self, receipt: AnyReceipt, invisible_ms: int | None, *, counts: bool = True
+    ) -> AnyReceipt | None:
+        """Make a lease end `invisible_ms` from now; return the new receipt, None when the old one is not valid.
+
+        None: after as long as the group's retry policy says for this attempt (of a lease in memory: at once).
+        Without `counts` this lease is no attempt (RocketMQ's `suspend`); in order it is one all the same.
+        """
+        check_invisible(invisible_ms or 0, 0)
+        if isinstance(receipt, Receipt):
+            return await self._log.change(Change(receipt, invisible_ms, counts))
+        return await self._memory.change(receipt, invisible_ms or 0)
+
+    async def dead_letter(self, receipt: AnyReceipt) -> bool:
+        """Put the message into the group's dead letters now; false when the receipt is not valid (any more)."""
+        if isinstance(receipt, Receipt):
+            return await self._log.dead_letter(receipt)
+        return await self._memory.dead_letter(receipt)
+
+    async def give_back(self, receipts: Sequence[AnyReceipt]) -> None:
+        """End the leases of a consumer that has gone without an answer, as after an attempt that failed."""
+        self._memory.give_back(_positions(receipts))
+        await self._change_all([Change(one, None) for one in receipts if isinstance(one, Receipt)])
+
+    def not_seen(self, receipts: Sequence[AnyReceipt]) -> None:
+        """End leases whose consumer was gone before it had the messages: they come at once, and it was no attempt."""
+        self._memory.give_back(_positions(receipts))
+        changes = [Change(one, 0, counts=False) for one in receipts if isinstance(one, Receipt)]
+        if changes:
+            task = asyncio.create_task(self._change_all(changes))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _change_all(self, changes: Sequence[Change]) -> None:
+        try:
+            await self._parts.writer.flushed()  # no promise is changed before it is there
+            await asyncio.gather(*map(self._log.change, changes))
+        except TimeballError as error:
+            # Their promises stand as they were: they come when their time is over.
+            logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
+
+
+def _positions(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:
+    return [one for one in receipts if isinstance(one, PositionReceipt)]
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
