@@ -1,6 +1,6 @@
 """The log, as tables: Spark moves the data that waits, and accounts for it.
 
-Receives: rows of the log over Flight, files of the pending table by their URI, anybody's DataFrame.
+Receives: rows of the log over Flight, files of the pending table by their URI, any DataFrame.
 Keeps: nothing of its own but Spark's checkpoints and the ledger; the truth is the broker's log.
 Hands on: files for the pending table (attached in one step), the ledger, audit reports.
 

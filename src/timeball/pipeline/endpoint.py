@@ -120,7 +120,7 @@ class Endpoint:
         self._client.close()
 
     def status(self) -> Status:
-        """Where log, watermark and table stand now."""
+        """Ask where log, watermark and table stand now."""
         return self._call("status", {}, Status)
 
     def reserve(self, rows: int) -> int:
@@ -142,12 +142,12 @@ class Endpoint:
         )
 
     def starts(self, from_seq: int, to_seq: int) -> list[Start]:
-        """When the log was taken up again, of the starts whose first row lies in [from_seq, to_seq)."""
+        """Read the starts of the log whose first row lies in [from_seq, to_seq)."""
         answer = self._call("starts", {"from_seq": from_seq, "to_seq": to_seq}, dict[str, list[Start]])
         return answer["starts"]
 
     def lease_dispatcher(self, lease_ms: int) -> None:
-        """Tell the broker that somebody brings what is due for the next `lease_ms`; 0: nobody does any more."""
+        """Tell the broker that a dispatcher brings what is due for the next `lease_ms`; 0 ends the lease."""
         self._call("dispatcher", {"lease_ms": lease_ms}, dict[str, Any])
 
     def release(self, batches: Iterable[pa.RecordBatch]) -> list[ReleaseAnswer]:
@@ -168,7 +168,7 @@ class Endpoint:
         return answers
 
     def lease_compactor(self, lease_ms: int) -> None:
-        """Tell the broker that somebody else compacts for the next `lease_ms`."""
+        """Tell the broker that a job compacts for the next `lease_ms`."""
         self._call("compactor", {"lease_ms": lease_ms}, dict[str, Any])
 
     def read_log(
@@ -179,7 +179,7 @@ class Endpoint:
         coalesce_rows: int = COALESCE_ROWS,
         columns: Sequence[str] | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Rows with from_seq <= seq < to_seq of these kinds, in order, as batches of `columns` of READ_SCHEMA."""
+        """Read rows from_seq <= seq < to_seq of these kinds, in order, as batches of `columns` of READ_SCHEMA."""
         ticket = {
             "read": "log",
             "from_seq": from_seq,
@@ -191,12 +191,12 @@ class Endpoint:
         yield from self._get(ticket)
 
     def queues(self, topic: str) -> dict[int, tuple[int, int]]:
-        """Of each queue of a topic the first offset that is kept and the next one; NotFound without such a topic."""
+        """Return each queue's first kept offset and its next one; NotFound without such a topic."""
         answer = self._call("queues", {"topic": topic}, dict[str, dict[int, QueueStatus]])
         return {queue: (each.min, each.max) for queue, each in answer["queues"].items()}
 
     def read_queue(self, topic: str, queue_id: int, begin: int, end: int) -> Iterator[pa.RecordBatch]:
-        """Rows begin <= offset < end of a queue, in order, as batches in READ_SCHEMA; OutOfRange if it is shorter."""
+        """Read rows begin <= offset < end of a queue, in order, in READ_SCHEMA; OutOfRange if it is shorter."""
         while begin < end:
             ticket = {"read": "queue", "topic": topic, "queue_id": queue_id, "offset": begin}
             count = 0
@@ -249,7 +249,7 @@ class Endpoint:
 
 
 def from_wire(error: Exception, uri: str) -> TimeballError:
-    """The error that the broker raised; what the transport itself reports is `Unavailable`."""
+    """Return the error that the broker raised; what the transport itself reports is `Unavailable`."""
     code = getattr(error, "extra_info", b"") or b""
     if code and not isinstance(error, flight.FlightUnavailableError):
         return from_code(code.decode("utf-8", "replace"), _sentence(str(error)))
@@ -263,6 +263,6 @@ def from_wire(error: Exception, uri: str) -> TimeballError:
 
 
 def _sentence(text: str) -> str:
-    """What the broker wrote, without the transport's additions ("Detail: Failed", "gRPC client debug …")."""
+    """Return what the broker wrote, without the transport's additions ("Detail: Failed", "gRPC client debug …")."""
     text = text.split(". gRPC client debug context", 1)[0]
     return text.removesuffix(". Detail: Failed")

@@ -52,7 +52,7 @@ _KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
 
 
 def plain(error: BaseException) -> TimeballError:
-    """The sentence for what Spark raised; already plain errors come back as they are."""
+    """Return our error for what Spark raised; an error of ours comes back as it is."""
     if isinstance(error, TimeballError):
         return error
     text = str(error)

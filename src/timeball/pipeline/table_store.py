@@ -1,7 +1,7 @@
 """Files of the pending table as an executor sees them: put, remove, list, read.
 
 An executor may sit on another machine, so the table is a URI and the file system is Arrow's (local folders,
-S3, GCS, HDFS). A file that nobody attaches is no part of the table, whatever its name: writing needs no
+S3, GCS, HDFS). A file that is never attached is no part of the table: writing needs no
 protocol, and a dead task leaves only bytes, which the broker sweeps. Durability is the broker's too: it syncs what
 it attaches.
 """
@@ -157,7 +157,7 @@ def files_gone(uri: str, error: Exception) -> OutOfRange:
 
 
 def open_table(uri: str, version: int | None = None) -> DeltaTable:
-    """The Delta table at `uri`; NotFound when there is none, or not that version."""
+    """Open the Delta table at `uri`; NotFound when there is none, or not that version."""
     try:
         return DeltaTable(uri, version=version)
     except TableNotFoundError as error:
@@ -167,7 +167,7 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
 
 
 def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
-    """The rows of one version in these columns, with all that it is partitioned by, read by Arrow alone.
+    """Return the rows of one version in these columns, and in those it is partitioned by, read by Arrow alone.
 
     delta-rs brings a file system of its own for this, whose threads may abort a process that ends.
     """
@@ -183,5 +183,5 @@ def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
 
 
 def sibling(uri: str, name: str) -> str:
-    """The URI of a folder next to the table: the ledger and the jobs' checkpoints live there."""
+    """Return the URI of a folder next to the table: the ledger and the jobs' checkpoints live there."""
     return uri.rstrip("/").rpartition("/")[0] + "/" + name

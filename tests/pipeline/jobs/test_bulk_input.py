@@ -7,7 +7,8 @@ import datetime as dt
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
 
 from timeball import limits, rules
 from timeball.errors import InvalidMessage
@@ -83,7 +84,12 @@ def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
 @pytest.mark.spark
 def test_a_rule_that_differs_is_noticed(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(bulk_input.limits, "TAG_BYTES_MAX", 254)
+    real = bulk_input.breaks
+
+    def off_by_one(rule: rules.Rule, now_ms: int) -> Column:
+        return f.octet_length("tag") > 254 if rule.column == "tag" else real(rule, now_ms)
+
+    monkeypatch.setattr(bulk_input, "breaks", off_by_one)
     with pytest.raises(AssertionError):
         test_the_expressions_find_what_the_sink_would(spark)
 

@@ -148,7 +148,7 @@ def answer_to(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Check, count, answer, print, draw."""
+    """Return check, count, answer, print, draw."""
     from timeball.cli.forecast.picture import check_picture, draw
     from timeball.cli.forecast.render import describe
     from timeball.cli.forecast.report import answer, count

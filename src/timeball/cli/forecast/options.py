@@ -38,12 +38,12 @@ class Moment:
     is_relative: bool = False
 
     def at_ms(self, now_ms: int) -> int:
-        """As an instant."""
+        """Return it as an instant."""
         return now_ms + self.ms if self.is_relative else self.ms
 
 
 def parse_moment(text: str) -> Moment:
-    """An instant (2030-01-31T09:00:00Z, or milliseconds since 1970), or how much later than now: 36h."""
+    """Parse an instant (2030-01-31T09:00:00Z, or milliseconds since 1970), or how much later than now: 36h."""
     if text.strip().isdecimal():
         return Moment(parse_instant_ms(text))
     try:
@@ -57,7 +57,7 @@ def parse_moment(text: str) -> Moment:
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
-    """Rows a second by topic from N and TOPIC=N; THE_OTHERS stands for the topics that are not named."""
+    """Parse rows a second by topic from N and TOPIC=N; THE_OTHERS stands for the topics that are not named."""
     rates: dict[str, float] = {}
     for text in texts:
         name, equals, number = text.rpartition("=")
@@ -85,14 +85,14 @@ class Window:
     is_checked: bool = False
 
     def check(self) -> None:
-        """RequestError for options that exclude each other."""
+        """Raise RequestError for options that exclude each other."""
         if self.version is not None and self.timestamp_ms is not None:
             raise RequestError("--version and --timestamp: give one of them")
         if self.is_checked and self.version is None and self.timestamp_ms is None:
             raise RequestError("--check holds an older forecast against what came: name it with --version")
 
     def bounds(self, now_ms: int) -> Due:
-        """from <= due_ms < until; None is open. RequestError when that holds no instant."""
+        """Return from <= due_ms < until, None for an open end; RequestError when that holds no instant."""
         low = None if self.begin is None else self.begin.at_ms(now_ms)
         high = None if self.end is None else self.end.at_ms(now_ms)
         if high is not None and high <= (now_ms if low is None else low):
@@ -115,7 +115,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Extra:
-    """A load that nobody has sent yet, from numbers, from a file, or both."""
+    """A load that is not sent yet, from numbers, from a file, or both."""
 
     rows: int | None = None
     at: Moment | None = None
@@ -126,7 +126,7 @@ class Extra:
 
     @property
     def is_none(self) -> bool:
-        """Nothing extra."""
+        """Return whether there is no extra load."""
         return self.rows is None and self.file is None
 
     def check(self) -> None:
@@ -141,7 +141,7 @@ class Extra:
             raise RequestError("--extra-column says nothing without --extra")
 
     def load(self, now_ms: int) -> Load:
-        """The rows, each in its second."""
+        """Return the rows, each in its second."""
         from timeball.pipeline.views.consumer_model import spread
         from timeball.pipeline.views.due_histogram import ALL_TOPICS, merge
         from timeball.pipeline.views.forecast import load_of_file

@@ -27,7 +27,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def check_picture(file: Path) -> None:
-    """Refuse a file that nobody could write in the end."""
+    """Refuse a file that cannot be written in the end."""
     if file.suffix.lower() not in KINDS:
         raise RequestError(f"--picture {file}: its name should end in {', '.join(KINDS)}")
     if not file.absolute().parent.is_dir():
@@ -93,7 +93,7 @@ def _draw_load(found: Answer, axes: Any) -> None:
 
 
 def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
-    """What came, as an outline over the bars; returns its height."""
+    """Draw what came as an outline over the bars, and return its height."""
     curve = came.curve(unit)
     if not len(curve.rows):
         return 0
@@ -106,14 +106,14 @@ def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
 
 
 def _unit(found: Answer) -> Unit:
-    """That of the bars, but for more of them than a picture has room for."""
+    """Return the unit of the bars, coarser where a picture has no room for so many."""
     both = merge([found.load, *([] if found.extra is None else [found.extra])])
     unit = Unit(found.document.load.by)
     return unit if len(found.document.load.curve) <= BARS_MAX else both.curve(bars_max=BARS_MAX).unit
 
 
 def _parts(load: Load) -> dict[str, Load]:
-    """The largest topics, and all others as one."""
+    """Return the largest topics, and all others as one."""
     topics = load.by_topic()
     shown = dict(list(topics.items())[:TOPICS_SHOWN])
     if len(topics) > len(shown):
@@ -144,7 +144,7 @@ def _whose(name: str, found: Answer) -> str:
 
 
 def _thinned(seconds: FloatArray, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """At most CORNERS_MAX corners: of neighbours the highest one, so that no peak is lost."""
+    """Return at most CORNERS_MAX corners: of neighbours the highest one, so that no peak is lost."""
     step = -(-len(rows) // CORNERS_MAX)
     if step <= 1:
         return seconds, rows

@@ -18,7 +18,7 @@ _A_CELL = {60_000: "minute", 3_600_000: "hour"}
 
 
 def describe(found: Forecast) -> Iterator[str]:
-    """The whole answer, line by line."""
+    """Yield the answer line by line."""
     yield from bars(_bars(found))
     yield _summary(found)
     if not found.is_whole:
@@ -43,7 +43,7 @@ def describe(found: Forecast) -> Iterator[str]:
 
 
 def _bars(found: Forecast) -> dict[str, int]:
-    """Rows by the name of the bar; with the empty ones between them, unless these are most."""
+    """Return rows by the name of the bar; with the empty ones between them, unless these are most."""
     unit, curve = Unit(found.load.by), found.load.curve
     rows = {bar.at_ms: bar.rows for bar in curve}
     if curve:
@@ -135,12 +135,12 @@ def _check(check: Check) -> Iterator[str]:
 
 
 def instant(at_ms: int) -> str:
-    """To the second, in UTC: 2030-01-31T09:00:00Z."""
+    """Return an instant as text, to the second in UTC: 2030-01-31T09:00:00Z."""
     return datetime.fromtimestamp(at_ms // 1_000, UTC).isoformat().replace("+00:00", "Z")
 
 
 def show_span(span_ms: int) -> str:
-    """A lateness as people say it: 40 ms, 2.4 s, 3 min 20 s, 5 h 7 min, 3 d 4 h."""
+    """Return a span as text: 40 ms, 2.4 s, 3 min 20 s, 5 h 7 min, 3 d 4 h."""
     if span_ms < 1_000:
         return f"{span_ms} ms"
     if span_ms < 60_000:

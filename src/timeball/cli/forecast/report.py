@@ -130,7 +130,7 @@ class Answer:
 
 
 def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
-    """Everything that was asked."""
+    """Build the whole answer."""
     from_ms = counted.now_ms if counted.due[0] is None else counted.due[0]
     until_ms = counted.due[1]
     load = counted.load.only(asked.topics) if asked.topics else counted.load

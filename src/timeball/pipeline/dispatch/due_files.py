@@ -35,7 +35,7 @@ class Span:
     due_ms: Int64Array
 
     def part(self, begin: int, end: int) -> Span:
-        """Some of its rows."""
+        """Return some of its rows."""
         return Span(self.uri, self.first_row + begin, self.due_ms[begin:end])
 
 
@@ -59,14 +59,14 @@ class DueFiles:
         self._known: dict[str, _File] = {}
 
     def at(self, version: int) -> None:
-        """Look at this version from now on."""
+        """Use this version from now on."""
         if version != self._version:
             self._live, self._version = table_files(self.uri, version), version
             live = {self._uri_of(file) for file in self._live}
             self._known = {uri: known for uri, known in self._known.items() if uri in live}
 
     def between(self, low_ms: int, high_ms: int) -> list[Span]:
-        """The rows due at low_ms <= due_ms < high_ms, a span a file; what lies before is forgotten."""
+        """Return the rows due at low_ms <= due_ms < high_ms, a span a file, and forget what lies before."""
         found = []
         for file in self._live:
             if file.may_hold((low_ms, high_ms)):
@@ -119,7 +119,7 @@ def _instants(uri: str, groups: list[int]) -> Iterator[Int64Array]:
 
 
 def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa.Table:
-    """These rows of a file; only the row groups that hold them are read. Raises OSError."""
+    """Read these rows of a file; only the row groups that hold them are read. Raises OSError."""
     files, path = fs.FileSystem.from_uri(uri)
     with files.open_input_file(path) as source:
         parquet = pq.ParquetFile(source)
@@ -135,12 +135,12 @@ def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa
 
 
 def count(spans: Sequence[Span]) -> int:
-    """Rows in all of them."""
+    """Return rows in all of them."""
     return sum(len(span.due_ms) for span in spans)
 
 
 def end_of(spans: Sequence[Span], rows: int, high_ms: int) -> int:
-    """The instant before which at most `rows` of these are due; at least all that is due in the first ms."""
+    """Return the instant before which at most `rows` of these are due; at least all that is due in the first ms."""
     if count(spans) <= rows:
         return high_ms
     due = np.sort(np.concatenate([span.due_ms for span in spans]))
@@ -148,7 +148,7 @@ def end_of(spans: Sequence[Span], rows: int, high_ms: int) -> int:
 
 
 def tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
-    """These rows in pieces of about `rows`, the earliest first, so that few tasks at a time are in time with many.
+    """Cut these rows into pieces of about `rows`, the earliest first, so that few tasks at a time keep up with many.
 
     One file is cut where its row groups begin, because a task decodes whole ones. Several are cut by instants, across
     files; where one instant has too many, by rows.
@@ -188,7 +188,7 @@ def _within(span: Span, low_ms: int | None, high_ms: int | None) -> Span:
 
 
 def pointers(spans: Sequence[Span]) -> pa.RecordBatch:
-    """What travels to a task: POINTER_SCHEMA, a row a span."""
+    """Return what travels to a task: POINTER_SCHEMA, a row a span."""
     columns = [[s.uri for s in spans], [s.first_row for s in spans], [len(s.due_ms) for s in spans]]
     return pa.RecordBatch.from_arrays(
         [pa.array(values, field.type) for values, field in zip(columns, POINTER_SCHEMA, strict=True)],

@@ -65,7 +65,7 @@ _PARSERS = {
 
 
 def describe() -> dict[str, str]:
-    """What each option is for, with its default."""
+    """Return what each option is for, with its default."""
     return {
         "endpoint": f"where the broker listens ({DEFAULT_ENDPOINT})",
         "table_uri": "where driver and executors reach the pending table, if not where the broker says",
@@ -77,7 +77,7 @@ def describe() -> dict[str, str]:
 
 
 def due_options(options: Mapping[str, str]) -> DueOptions:
-    """Checked options; SetupError names the first bad one."""
+    """Check the options; SetupError names the first bad one."""
     found: dict[str, Any] = {}
     for key, text in options.items():
         name = key.lower()
@@ -135,13 +135,13 @@ class DueStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._files: DueFiles | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """A new query begins with what is due, but not for long: that is the broker's."""
+        """Return where a new query starts: with what falls due now, since what was due before is the broker's."""
         status = self._broker().status()
         begin = status.now_ms - self.options.behind_ms
         return {"due_ms": begin, "from_ms": begin, "version": status.table.version}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """The end of the next epoch; `start` itself while nothing is due."""
+        """Return the end of the next epoch; `start` itself while nothing is due."""
         options, status = self.options, self._broker().status()
         self._now_ms = status.now_ms
         begin = max(int(start["due_ms"]), status.now_ms - options.behind_ms)
@@ -157,7 +157,7 @@ class DueStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._final_ms = self._broker().status().now_ms + 1
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """The broker's clock when last asked: how far the query lags behind it."""
+        """Return the broker's clock when last asked, which shows how far the query lags."""
         return None if self._now_ms is None else {"due_ms": self._now_ms}
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
@@ -181,7 +181,7 @@ class DueStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._endpoint = None
 
     def _is_time(self, spans: list[Span], now_ms: int) -> bool:
-        """Whether the first of these is near enough: planned too early, an epoch would hold the first ones only."""
+        """Return whether the first of these is near: a micro-batch planned too early holds the first ones only."""
         first_ms = min((int(span.due_ms[0]) for span in spans), default=None)
         return first_ms is not None and first_ms <= now_ms + self.options.lead_ms // 2
 

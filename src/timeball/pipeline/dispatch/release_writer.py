@@ -54,7 +54,7 @@ class BrokerClock:
         self.look_again()
 
     def now_ms(self) -> int:
-        """Milliseconds since 1970, as the broker's scheduler counts them."""
+        """Return milliseconds since 1970 as the broker's scheduler counts them."""
         passed_ms = (self._clock.monotonic_ns() - self._read_ns) // 1_000_000
         if passed_ms >= CLOCK_EVERY_MS:
             self.look_again()
@@ -95,7 +95,7 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
 
 
 def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
-    """The rows that these pointers name, sorted by (due_ms, seq); None when their files are gone."""
+    """Read the rows that these pointers name, sorted by (due_ms, seq); None when their files are gone."""
     tables = []
     for span in spans:
         try:
@@ -140,7 +140,7 @@ def bring(rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clo
 
 
 class Kept:
-    """An iterator that keeps what it has given out, for whoever gets the answers."""
+    """An iterator that keeps what it has given out, until the answers come."""
 
     def __init__(self, source: Iterator[pa.RecordBatch]) -> None:
         self._source = source
@@ -155,7 +155,7 @@ class Kept:
 def due_batches(
     rows: pa.RecordBatch, watch: BrokerClock, give_up_ns: int, clock: Clock
 ) -> Iterator[pa.RecordBatch]:
-    """These sorted rows in batches, each when the last of it is due; ends when it is time to give up."""
+    """Yield these sorted rows in batches, each when the last of it is due; end when it is time to give up."""
     due = int64(rows.column("due_ms"))
     at = 0
     while at < len(due):

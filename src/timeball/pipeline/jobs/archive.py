@@ -8,7 +8,7 @@ The stream carries only ranges of the log; each epoch is a batch from the archiv
 checkpoint nor retention leaves a hole without an error.
 
 Small files are joined every TIDY_EVERY epochs, neighbours of one day into one sorted file again; what was replaced, and
-what a dead task left behind, is removed a week later, so that nobody loses a file while reading it.
+what a dead task left behind, is removed a week later, so that no reader loses a file while reading it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SINCE_MS = "timeball.since_ms"  # and the instant of that row: what passed befor
 TRIGGER = "5 seconds"
 EPOCH_ROWS = 1_000_000
 PIECE_ROWS = 500_000  # of the log, for one task: a file
-# Nobody waits for the archive, and every epoch is a file or two: one a minute, or half a million rows.
+# An archive is not urgent, and each micro-batch is a file or two: one a minute, or half a million rows.
 OPTIONS = {
     "max_rows_per_batch": str(EPOCH_ROWS),
     "rows_per_partition": str(EPOCH_ROWS),
@@ -68,12 +68,12 @@ ALWAYS = Bounds()
 
 
 def archive_uri(table_uri: str) -> str:
-    """Where the archive of a broker with this pending table lies unless it is said otherwise."""
+    """Return where the archive of a broker with this pending table lies unless it is said otherwise."""
     return sibling(table_uri, NAME)
 
 
 def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
-    """The archive at `uri`; created empty, for what passes from the log's first row on, when there is none."""
+    """Open the archive at `uri`; create it, for what passes from the log's first row on, when there is none."""
     try:
         return open_table(uri)
     except NotFound:
@@ -92,7 +92,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
 
 
 def beginning(endpoint: Endpoint) -> tuple[int, int]:
-    """(first row that the log has, its instant); the instant is 0 when nothing was ever removed."""
+    """Return (first row of the log, its instant); the instant is 0 when nothing was ever removed."""
     status = endpoint.status()
     if status.log.first_seq <= 1:
         return status.log.first_seq, 0
@@ -113,7 +113,7 @@ class Reach:
 
 
 def reach(table: DeltaTable) -> Reach:
-    """How far an archive goes back and forward; StorageError for another table."""
+    """Return how far an archive goes back and forward; StorageError for another table."""
     known = table.metadata().configuration
     mark = app_version(table, APP_ID)
     if SINCE not in known or SINCE_MS not in known or mark is None:
@@ -126,7 +126,7 @@ def reach(table: DeltaTable) -> Reach:
 def files(
     table: DeltaTable, passed_ms: Bounds = ALWAYS, due_ms: Bounds = ALWAYS, topics: Sequence[str] = ()
 ) -> list[str]:
-    """URIs of the files that can hold rows of these topics (none: of all) which passed, or were due, within bounds."""
+    """Return URIs of files that can hold rows of these topics (none: all) that passed, or were due, within bounds."""
 
     def may_hold(action: dict[str, Any]) -> bool:
         low, high = action.get("min.topic"), action.get("max.topic")
@@ -152,7 +152,7 @@ def messages(
     until_ms: int | None = None,
     topics: Sequence[str] = (),
 ) -> DataFrame:
-    """The archive's messages that became visible at from_ms <= store_ms < until_ms, of these topics (none: of all).
+    """Read messages that became visible at from_ms <= store_ms < until_ms, of these topics (none: of all).
 
     Only files that can hold some of them are read.
     """
@@ -229,7 +229,7 @@ class Small:
 
 
 def tidy(uri: str, every: int = TIDY_EVERY) -> None:
-    """Every so many versions: join small files, remove what nobody has named for a week. Nothing waits for it."""
+    """Every TIDY_EVERY versions, join small files and remove those that no version has named for a week."""
     table = open_table(uri)
     if table.version() % every != every - 1:
         return
@@ -237,12 +237,12 @@ def tidy(uri: str, every: int = TIDY_EVERY) -> None:
         join(table)
         table.vacuum(dry_run=False, full=True)
         table.create_checkpoint()
-    except DeltaError as error:  # somebody else has committed; the next time will do
+    except DeltaError as error:  # another process has committed; the next time will do
         LOG.warning("archive not tidied job=archive reason=%s", error)
 
 
 def join(table: DeltaTable) -> int:
-    """Join neighbouring small files; returns how many have gone. Readers of older versions keep theirs."""
+    """Return join neighbouring small files; returns how many have gone. Readers of older versions keep theirs."""
     store = Store(table.table_uri)
     gone = 0
     for group in neighbours(small_files(table)):
@@ -261,7 +261,7 @@ def join(table: DeltaTable) -> int:
 
 
 def small_files(table: DeltaTable) -> list[Small]:
-    """Files less than half of what a joined one may be, by day and by their place in the log."""
+    """Return files less than half of what a joined one may be, by day and by their place in the log."""
     found = [
         Small(a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"])
         for a in pa.table(table.get_add_actions(flatten=True)).to_pylist()
@@ -271,7 +271,7 @@ def small_files(table: DeltaTable) -> list[Small]:
 
 
 def neighbours(small: Sequence[Small]) -> Iterator[list[Small]]:
-    """Groups of at least two files of one day that together stay within JOINED_ROWS and JOINED_BYTES."""
+    """Group at least two files of one day that together stay within JOINED_ROWS and JOINED_BYTES."""
     group: list[Small] = []
     for each in small:
         rows, size = (

@@ -14,7 +14,7 @@ an epoch goes in only where the one before it ended. At commit, with M that mark
 
     high <= M     it is there already: nothing is added
     low == M      added, the mark moves to high
-    else          OutOfRange: somebody else has archived meanwhile; planned again from M
+    else          OutOfRange: another job has archived meanwhile; planned again from M
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ArchiveFile:
     stats: str
 
     def add(self, now_ms: int, *, data_change: bool = True) -> AddAction:
-        """As an entry of the Delta log."""
+        """Return it as an entry of the Delta log."""
         return AddAction(self.path, self.size_bytes, {PARTITION: self.day}, now_ms, data_change, self.stats)
 
 
@@ -86,7 +86,7 @@ class Archived(WriterCommitMessage):
 
 
 def by_topic(rows: pa.Table) -> pa.Table:
-    """Rows by (topic, seq). Names are compared once each, not once a row."""
+    """Sort rows by (topic, seq). Names are compared once each, not once a row."""
     topics = rows.column("topic").combine_chunks().dictionary_encode()
     rank = np.argsort(np.argsort(np.array(topics.dictionary.to_pylist(), dtype=object)))
     order = np.lexsort((int64(rows.column("seq").combine_chunks()), rank[topics.indices.to_numpy()]))
@@ -94,7 +94,7 @@ def by_topic(rows: pa.Table) -> pa.Table:
 
 
 def by_day(rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """Rows by the day (UTC) on which they passed, nearly always one; their order within a day stays."""
+    """Split rows by the day (UTC) on which they passed, nearly always one; their order within a day stays."""
     days = int64(rows.column("store_ms").combine_chunks()) // DAY_MS
     for day in np.unique(days).tolist():
         mine = days == day
@@ -103,7 +103,7 @@ def by_day(rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
 
 
 def encode_file(rows: pa.Table) -> bytes:
-    """A Parquet file of sorted rows."""
+    """Encode sorted rows as a Parquet file."""
     sink = io.BytesIO()
     pq.write_table(
         rows.select(FILE_SCHEMA.names).cast(FILE_SCHEMA),
@@ -128,7 +128,7 @@ def write_files(store: Store, rows: pa.Table) -> Iterator[ArchiveFile]:
 
 
 def statistics(rows: pa.Table) -> str:
-    """Delta's statistics of a file: rows, and the least, the greatest and the number of nulls of some columns."""
+    """Return Delta's statistics of a file: rows, and of some columns the least, the greatest and the nulls."""
     ranges = {name: pc.min_max(rows.column(name)) for name in _BOUNDED}
     known = {name: found for name, found in ranges.items() if found["min"].is_valid}
     return json.dumps(
@@ -185,7 +185,7 @@ class ArchiveWriter(DataSourceArrowWriter):
         return written
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """One Delta commit, also for an epoch without rows: the mark must move."""
+        """Commit once, also for an epoch without rows: the mark must move."""
         files = [entry for message in messages if isinstance(message, Archived) for entry in message.files]
         table = open_table(self.uri)
         mark = app_version(table, APP_ID) or 0
@@ -201,14 +201,14 @@ class ArchiveWriter(DataSourceArrowWriter):
             raise OutOfRange(f"another archive job was at work: {error}; planned again") from error
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """After a failed task: remove what the others wrote. All messages present: a commit was tried."""
+        """Remove what the others wrote after a failed task. When all messages are present a commit was tried."""
         if any(message is None for message in messages):
             written = [message for message in messages if isinstance(message, Archived)]
             Store(self.uri).remove(entry.path for message in written for entry in message.files)
 
 
 def passed(endpoint: Endpoint, ranges: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Rows of the log that consumers could read, of all ranges (from_seq, to_seq)."""
+    """Read rows of the log that consumers could read, of all ranges (from_seq, to_seq)."""
     for batch in ranges:
         for row in batch.to_pylist():  # a handful: one row is half a million of the log
             yield from endpoint.read_log(row["from_seq"], row["to_seq"], PASSED)
@@ -221,7 +221,7 @@ def add(table: DeltaTable, files: list[ArchiveFile], mark: int) -> None:
 
 
 def commit(table: DeltaTable, actions: list[AddAction | RemoveAction], *marks: Transaction) -> None:
-    """One Delta commit."""
+    """Commit once to the Delta log."""
     properties = CommitProperties(app_transactions=list(marks)) if marks else None
     table.create_write_transaction(
         actions, "append", ARCHIVE_SCHEMA, partition_by=[PARTITION], commit_properties=properties

@@ -14,7 +14,7 @@ since <= seq < E, with E the end of the log.
     queue_gaps  positions of a queue that are missing or taken twice, in the part of the log that is kept
     overdue     not settled although due more than `overdue_ms` ago: reported, since a broker may have been down
 
-Order of looking matters on a broker that works: first the table's version, then E. Whatever has left the table by
+Order of looking matters on a broker that works: first the table's version, then E. A promise that has left the table by
 that version was settled before, so its settlement is below E. Rows in several places (the table and the tail; a
 promise and the rows that moved it) are the same promise once. A promise may be written again behind E and its older row
 be let go by retention meanwhile: then the audit looks again, because it could take that for a loss.
@@ -112,7 +112,7 @@ def _look_and_judge(spark: SparkSession, endpoint: str, uri: str | None, overdue
 
 
 def _has_let_go(endpoint: str, scope: Scope) -> bool:
-    """Whether the log begins later than it did when the audit looked."""
+    """Return whether the log begins later than it did when the audit looked."""
     with Endpoint(endpoint) as broker:
         return broker.status().log.first_seq > scope.first
 
@@ -121,7 +121,7 @@ def _has_let_go(endpoint: str, scope: Scope) -> bool:
 
 
 def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
-    """What to look at, and all events in it with a column `seq`, one row a promise and event."""
+    """Return the scope, and all events in it with a column `seq`, one row a promise and event."""
     with Endpoint(endpoint) as broker:
         status = settled_status(broker)
         end = broker.status()
@@ -148,13 +148,13 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
         )
     fresh = read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
     history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
-    history = history.where("rows > 0")  # a start of the broker is nobody's event
+    history = history.where("rows > 0")  # a start of the broker is no promise's event
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
     return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms")
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Promises at rest, as the event 'waiting', more than once where they lie in several places.
+    """Return promises at rest, as the event 'waiting', more than once where they lie in several places.
 
     Rows of the table, PROMISE rows of the tail, and its MOVED rows under the number of the promise they hold, whose
     own row may be gone. LEVEL_PROMISE rows of the whole log: retention leaves them there until they are settled.
@@ -163,7 +163,7 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
     table = source.option("read", "pending").option("version", str(scope.version)).load()
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
-    # Where nobody compacts, the tail is the whole log, whatever retention has let go of it since.
+    # Where nothing compacts, the tail is the whole log, less what retention has removed since.
     begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
     source = source.option("kinds", "promise,moved").option("from_seq", str(begin))
     tail = source.option("columns", f"kind,source_seq,{columns}").load()
@@ -175,7 +175,7 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
 
 
 def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
+    """Return queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
     source = spark.read.format("timeball").option("endpoint", endpoint)
     source = source.option("kinds", "message,release,level_promise")
     source = source.option("columns", "topic,queue_id,queue_offset").option("to_seq", str(scope.end))
@@ -183,7 +183,7 @@ def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
 
 
 def gaps(visible: DataFrame) -> DataFrame:
-    """`visible` (topic, queue_id, queue_offset) reduced to the queues that are not dense."""
+    """Reduce `visible` (topic, queue_id, queue_offset) to the queues that are not dense."""
     taken = visible.groupBy("topic", "queue_id", "queue_offset").agg(f.count("*").alias("times"))
     queues = taken.groupBy("topic", "queue_id").agg(
         f.min("queue_offset").alias("first"),
@@ -199,7 +199,7 @@ def gaps(visible: DataFrame) -> DataFrame:
 
 
 def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
-    """One row a promise: what happened to it, and a flag for each breach.
+    """Fold events into one row a promise: what happened to it, and a flag for each breach.
 
     `witnessed`: seq, event (accepted, released, cancelled, waiting), topic, unique_key, due_ms, at_ms.
     """
@@ -240,7 +240,7 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
 
 
 def balance(judged: DataFrame, uneven_queues: DataFrame, scope: Scope) -> AuditReport:
-    """Count, and fetch some rows of every breach there is."""
+    """Return count, and fetch some rows of every breach there is."""
 
     def count(condition: Column) -> Column:
         return f.count(f.when(condition, 1))

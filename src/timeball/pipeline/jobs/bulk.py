@@ -78,12 +78,12 @@ class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows_per_s(self) -> int:
-        """Of the whole call, survey included."""
+        """Return rows a second of the whole call, survey included."""
         return int(self.rows / self.seconds) if self.seconds else 0
 
     @property
     def amplification(self) -> float | None:
-        """Bytes written for a byte of payload."""
+        """Return the bytes written for a byte of payload."""
         return self.written_bytes / self.payload_bytes if self.payload_bytes and self.files else None
 
 
@@ -97,7 +97,7 @@ class Survey(msgspec.Struct, frozen=True):
 
     @property
     def load(self) -> Load:
-        """The due load of the valid rows, a cell a minute."""
+        """Return the due load of the valid rows, a cell a minute."""
         return Load(topic=np.zeros_like(self.minute), second=self.minute * 60, rows=self.rows, width_s=60)
 
 
@@ -172,7 +172,7 @@ class Job:
         self._planned = bool(known)
 
     def attached_before(self) -> Event | None:
-        """The campaign's event 'attached' of an earlier call; InvalidMessage when it was cancelled."""
+        """Return the campaign's event 'attached' of an earlier call; InvalidMessage when it was cancelled."""
         events = self._campaign.events() if self._planned else []
         if last(events, "cancelled"):
             raise InvalidMessage(
@@ -181,12 +181,12 @@ class Job:
         return last(events, "attached")
 
     def survey(self, screened: DataFrame) -> Survey:
-        """One pass over the rows."""
+        """Count the rows in one pass."""
         self._tell("survey")
         return take_survey(screened)
 
     def write(self, frame: DataFrame, columns: Columns, survey: Survey) -> None:
-        """Everything that leaves a trace, in an order that can be cut anywhere."""
+        """Do the steps that leave a trace, in an order that can be cut anywhere."""
         rows = int(survey.rows.sum())
         detail: dict[str, object] = {
             "rejected": sum(survey.reasons.values()),
@@ -231,7 +231,7 @@ class Job:
         writer.mode("append").save()
 
     def find(self) -> Attachment | None:
-        """The campaign's attach in the log."""
+        """Return the campaign's attach in the log."""
         events = Campaigns(self._campaign.table_uri).events(self._campaign.id)
         return find_attach(self._broker, self._campaign.id, events[0].log_seq) if events else None
 
@@ -274,12 +274,12 @@ class Deal(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """Tasks in all."""
+        """Return the number of tasks."""
         return int(self.tasks.sum())
 
 
 def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
-    """Spans of about a task's worth each; a minute that is worth more has several tasks to itself."""
+    """Cut the time into spans of about a task's worth; a minute that is worth more has several tasks to itself."""
     worth = np.maximum(survey.rows / task_rows, survey.payload_bytes / task_bytes)
     worth = worth / max(1.0, worth.sum() / TASKS_MAX)
     total = np.cumsum(worth)
@@ -295,7 +295,7 @@ def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
 
 
 def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
-    """The rows, a partition a task; without a shuffle when one task does."""
+    """Partition the rows by task; without a shuffle when one task does."""
     deal = plan_deal(survey, TASK_ROWS, TASK_BYTES)
     if deal.total == 1:
         return valid.coalesce(1)
@@ -303,7 +303,7 @@ def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
     names = [f.col(name) for name in valid.columns]
 
     def task(low: int, high: int) -> Column:
-        """Of a row that lies in the spans low <= i < high."""
+        """Return the task of a row that lies in the spans low <= i < high."""
         if high - low == 1:
             first = f.lit(int(deal.first[low]))
             if deal.tasks[low] == 1:

@@ -51,13 +51,13 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def taken(self) -> list[str]:
-        """The columns with a part to play."""
+        """Return the columns with a part to play."""
         named = (self.due, self.topic, self.body, self.keys, self.tag, self.unique_key, self.properties)
         return [name for name in named if name is not None]
 
 
 def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
-    """(row, topic, body, due_ms, … , reason): `reason` is null for rows that can be promises at `now_ms`."""
+    """Return (row, topic, body, due_ms, …, reason): `reason` is null for rows that can be promises at `now_ms`."""
     check(frame.schema, columns)
     found = frame.select(
         f.struct("*").alias(ROW),
@@ -76,7 +76,7 @@ def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
 
 
 def check(schema: StructType, columns: Columns) -> None:
-    """InvalidMessage for a column that is not there, named twice, or cannot be what it is said to be."""
+    """Raise InvalidMessage for a column that is missing, named twice, or of a type that cannot serve."""
     names = schema.fieldNames()
     for name in columns.taken:
         if name not in names:
@@ -163,7 +163,7 @@ def _due_ms(frame: DataFrame, columns: Columns) -> Column:
 
 
 def _no_zone(frame: DataFrame, columns: Columns) -> Column:
-    """Whether a row's instant is a text that could be read if only its zone were known."""
+    """Return whether a row's instant is a text that lacks nothing but its zone."""
     if columns.zone is not None or _kind(frame.schema, columns.due) != "string":
         return f.lit(False)
     text = f.trim(_column(columns.due))
@@ -171,7 +171,7 @@ def _no_zone(frame: DataFrame, columns: Columns) -> Column:
 
 
 def _in_zone(naive: Column, zone: str | None) -> Column:
-    """A wall-clock time in a zone as an instant, whatever the session's own zone is.
+    """Convert a wall-clock time in a zone to an instant, independent of the session's zone.
 
     What the clock skips in spring is moved on by the hour skipped; what it shows twice in autumn is the first time.
     """
@@ -183,7 +183,7 @@ def _in_zone(naive: Column, zone: str | None) -> Column:
 
 
 def _up_to_ms(instant: Column) -> Column:
-    """Milliseconds since 1970, rounded up: a promise may never be early."""
+    """Convert to milliseconds since 1970, rounded up: a promise may never be early."""
     finer = f.pmod(f.unix_micros(instant), f.lit(1000)) > 0
     return f.unix_millis(instant) + finer.cast("bigint")
 
@@ -192,7 +192,7 @@ def _up_to_ms(instant: Column) -> Column:
 
 
 def reason(found: DataFrame, now_ms: int) -> Column:
-    """The first rule a row breaks, in words; null when it breaks none."""
+    """Return the first rule a row breaks, in words; null when it breaks none."""
     broken: list[tuple[Column, str]] = [
         (f.col("_no_zone"), NO_ZONE),
         (f.col("due_ms").isNull(), NO_INSTANT),

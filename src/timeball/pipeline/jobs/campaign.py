@@ -72,7 +72,7 @@ class Settled(msgspec.Struct, frozen=True):
 
     @property
     def all(self) -> Int64Array:
-        """Released or cancelled."""
+        """Return the numbers that are released or cancelled."""
         return seq_ranges.ordered([self.released, self.cancelled])
 
 
@@ -88,7 +88,7 @@ class Campaign:
     # ---- what was decided -----------------------------------------------------------------------------------
 
     def events(self) -> list[Event]:
-        """Its events, after what a process that died has left open is completed from the log; NotFound if none."""
+        """Return its events, after completing from the log what a process that died left open; NotFound if none."""
         found = self.table.of(self.id)
         for begun, ended in (("planned", "attached"), ("resuming", "resumed")):
             opened = last(found, begun)
@@ -97,7 +97,7 @@ class Campaign:
         return self.table.of(self.id)
 
     def begin(self, rows: int, at_ms: int, detail: dict[str, object]) -> Event:
-        """Its first event; of two that are written at the same time, the one that counts."""
+        """Record its first event; return the one that counts of two that are written at the same time."""
         self.record("planned", rows=rows, at_ms=at_ms, detail=detail)
         return self.table.of(self.id)[0]
 
@@ -109,7 +109,7 @@ class Campaign:
         return self.record(ended, opened.number, rows=found.rows, ranges=found.ranges)
 
     def job_id(self, opened: Event) -> str:
-        """The name of the attach that follows a 'planned' or a 'resuming'."""
+        """Return the name of the attach that follows a 'planned' or a 'resuming'."""
         return self.id if opened.event == "planned" else f"{self.id}/resume-{opened.number}"
 
     def record(
@@ -140,7 +140,7 @@ class Campaign:
     # ---- what happened --------------------------------------------------------------------------------------
 
     def settled(self, events: list[Event], end: Status) -> Settled:
-        """What the log before `end` says of all numbers that the campaign has ever had."""
+        """Read what the log before `end` says of all numbers that the campaign has ever had."""
         ranges, begin = all_ranges(events), max(events[0].log_seq, end.log.first_seq)
         begin = min(begin, end.log.durable_seq)
 
@@ -169,7 +169,7 @@ class Campaign:
         )
 
     def progress(self) -> Progress:
-        """How far it is, as of one status of the broker."""
+        """Return how far it is, as of one status of the broker."""
         events = self.events()
         attached, ended = last(events, "attached"), last(events, "ended")
         if attached is None:
@@ -212,7 +212,7 @@ class Campaign:
         return rows, first_ms, last_ms
 
     def _held(self, events: list[Event], settled: Settled) -> int:
-        """Of the pauses that nobody has resumed: what they hold, or have cancelled so far."""
+        """Count what the pauses that are not resumed hold, or have cancelled so far."""
         held = 0
         for number in _pauses(events):
             if last(events, "resumed", number=number) is None:
@@ -248,7 +248,7 @@ class Campaign:
         return self.broker.cancel_ranges(ranges, f"campaign {self.id}").cancelled
 
     def is_cancelled(self) -> bool:
-        """Whether somebody has decided so, perhaps meanwhile."""
+        """Return whether it was cancelled, perhaps meanwhile by another process."""
         return last(self.table.events(self.id), "cancelled") is not None
 
 
@@ -256,7 +256,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment | None:
-    """The attach of this job in the log from row `from_seq` on, as far as it is kept."""
+    """Return the attach of this job in the log from row `from_seq` on, as far as it is kept."""
     log = broker.status().log
     begin = min(max(from_seq, log.first_seq), log.durable_seq)
     for batch in broker.read_log(begin, log.durable_seq, [Kind.TABLE], columns=["body"]):
@@ -268,27 +268,27 @@ def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment 
 
 
 def all_ranges(events: list[Event]) -> list[tuple[int, int]]:
-    """Every number the campaign's promises have had."""
+    """Return every number the campaign's promises have had."""
     return [each for event in events if event.event in ("attached", "resumed") for each in event.ranges]
 
 
 def held_ranges(events: list[Event]) -> list[tuple[int, int]]:
-    """Every number that a pause has taken back. Its row may stay in the table when the log has let go of the rest."""
+    """Return every number that a pause has taken back. Its row may outlive in the table what the log had of it."""
     return [each for event in events if event.event == "paused" for each in event.ranges]
 
 
 def pause_reason(campaign: str, number: int) -> str:
-    """On whose account a pause cancels."""
+    """Return the reason that a pause gives for its cancels."""
     return f"pause {campaign} {number}"
 
 
 def properties(reason: str) -> str:
-    """How a reason stands in the properties of a CANCEL row."""
+    """Return how a reason stands in the properties of a CANCEL row."""
     return encode_properties({CANCEL_REASON: reason})
 
 
 def state(events: list[Event], is_done: bool) -> str:
-    """One of STATES."""
+    """Return one of STATES."""
     if last(events, "cancelled"):
         return "cancelled"
     newest = last(events, "planned", "attached", "pausing", "paused", "resuming", "resumed")
@@ -299,7 +299,7 @@ def state(events: list[Event], is_done: bool) -> str:
 
 
 def must_be_attached(events: list[Event]) -> Event:
-    """The event 'attached'; InvalidMessage when the campaign was cancelled, OutOfRange when it is not there yet."""
+    """Return the event 'attached'; InvalidMessage when it was cancelled, OutOfRange when it is not attached yet."""
     if last(events, "cancelled"):
         raise InvalidMessage(f"campaign {events[0].campaign} was cancelled")
     attached = last(events, "attached")

@@ -67,12 +67,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def app_id(self) -> str:
-        """What makes it unique in the table."""
+        """Return what makes it unique in the table."""
         return f"{self.campaign}/{self.event}-{self.number}"
 
 
 def check_id(campaign: str) -> str:
-    """The id itself; InvalidMessage when it cannot be one. It is a folder's name, and a job's in the broker's log."""
+    """Return the id; InvalidMessage when it cannot name a folder and a job in the broker's log."""
     if not ID.fullmatch(campaign) or campaign in RESERVED:
         raise InvalidMessage(
             f"campaign {campaign!r}: letters, digits, dots, dashes and underscores, at most 100, and none of "
@@ -102,7 +102,7 @@ class Campaigns:
         raise StorageError(f"cannot write to the campaigns at {self.uri}: others write all the time")
 
     def events(self, campaign: str | None = None) -> list[Event]:
-        """All events (of one campaign), oldest first; empty when there is no table yet."""
+        """Read all events (of one campaign), oldest first; none when there is no table yet."""
         table = self._open()
         if table is None:
             return []
@@ -114,14 +114,14 @@ class Campaigns:
         return sorted(found, key=lambda e: (e.log_seq, e.at_ms, e.number, EVENTS.index(e.event)))
 
     def of(self, campaign: str) -> list[Event]:
-        """The events of a campaign; NotFound when it has none."""
+        """Read the events of a campaign; NotFound when it has none."""
         found = self.events(campaign)
         if not found:
             raise NotFound(f"no campaign {campaign!r}; `timeball campaign list` shows those there are")
         return found
 
     def _create(self) -> DeltaTable | None:
-        """The new table; None when somebody else makes it at this moment."""
+        """Create the table; None when another process creates it at this moment."""
         try:
             return DeltaTable.create(
                 self.uri, SCHEMA, mode="ignore", name=NAME, description="What was decided about bulk writes"
@@ -139,7 +139,7 @@ class Campaigns:
 
 
 def _appended(table: DeltaTable, event: Event) -> bool:
-    """False when somebody else wrote since `table` was opened, perhaps this very event."""
+    """Append the event; False when another writer committed since `table` was opened."""
     row = msgspec.structs.asdict(event)
     for name in ("ranges", "detail"):
         row[name] = msgspec.json.encode(row[name]).decode()
@@ -169,7 +169,7 @@ def _event(row: dict[str, Any]) -> Event:
 
 
 def last(events: Sequence[Event], *names: str, number: int | None = None) -> Event | None:
-    """The newest event with one of these names (and this number)."""
+    """Return the newest event with one of these names (and this number)."""
     found = [e for e in events if e.event in names and number in (None, e.number)]
     return found[-1] if found else None
 

@@ -1,10 +1,10 @@
 """`compact`: a stream that moves waiting promises from the log's tail to the pending table.
 
-The broker does the same by itself when nobody else does; a lease, renewed while the query lives, keeps it from doing
+The broker does the same by itself when no job does; a lease, renewed while the query lives, keeps it from doing
 so at the same time. Should both do it after all, the watermark settles it (see pipeline/source/compact_writer.py).
 
 Only promises that an `hour_log` keeps are compacted. What a `timer_wheel` or a `level_cascade` keeps waits in the log;
-then there is no such stream to run, whatever a caller asks for.
+then there is no such stream to run.
 
 Compaction costs one table version and some files each time, and itself appends a row to the log. So an epoch waits for
 `compact_rows` new rows, or for `compact_interval_ms` with at least `compact_rows_min`: the broker's own settings.
@@ -56,14 +56,14 @@ def start(
 
 
 def superfluous(endpoint: str) -> str | None:
-    """Why there is nothing to compact for this broker; None when there is."""
+    """Return why there is nothing to compact for this broker; None when there is."""
     with Endpoint(endpoint) as broker:
         strategy = broker.status().strategy
     return None if strategy == COMPACTED else nothing_to_compact(strategy)
 
 
 def nothing_to_compact(strategy: str) -> str:
-    """The sentence for people."""
+    """Return the sentence for people."""
     return f"nothing to compact: with the strategy {strategy} messages wait in the log"
 
 

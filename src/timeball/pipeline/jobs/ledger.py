@@ -42,12 +42,12 @@ TIDY_EVERY = 100  # versions; each left a file or two, which are then joined
 
 
 def ledger_uri(table_uri: str) -> str:
-    """Where the ledger of a pending table lies unless it is said otherwise."""
+    """Return where the ledger of a pending table lies unless it is said otherwise."""
     return sibling(table_uri, NAME)
 
 
 def open_ledger(uri: str, since: int) -> DeltaTable:
-    """The ledger at `uri`; created empty, for events from row `since` on, when there is none."""
+    """Open the ledger at `uri`; create it, for events from row `since` on, when there is none."""
     try:
         return open_table(uri)
     except NotFound:
@@ -63,7 +63,7 @@ def open_ledger(uri: str, since: int) -> DeltaTable:
 
 
 def bounds(table: DeltaTable) -> tuple[int, int]:
-    """(since, watermark): the ledger holds the events of rows since <= seq < watermark."""
+    """Return (since, watermark): the ledger holds the events of rows since <= seq < watermark."""
     since = table.metadata().configuration.get(SINCE)
     watermark = app_version(table, LEDGER_APP_ID)
     if since is None or watermark is None:
@@ -136,7 +136,7 @@ def start(
 
 
 def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:
-    """One row a promise, with the causes of its lateness: view_sql.COLUMNS.
+    """Return one row a promise, with the causes of its lateness: view_sql.COLUMNS.
 
     From the ledger as far as it reaches; the due instants of bulk promises that still wait come from the pending table.
     """
@@ -148,6 +148,6 @@ def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> Data
 
 
 def one_row_each(spark: SparkSession, history: DataFrame, waiting: DataFrame) -> DataFrame:
-    """Events in EVENT_SCHEMA, and rows (seq, due_ms, topic, unique_key) that fill gaps, as view_sql has them."""
+    """Fold events in EVENT_SCHEMA, and rows (seq, due_ms, topic, unique_key) that fill gaps, into one row a promise."""
     text = promises_sql("spark", events="{history}", waiting="{waiting}")
     return spark.sql(text, history=history, waiting=waiting)

@@ -51,7 +51,7 @@ def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> N
 
 
 def epoch_writer(name: str, extend: Extend, endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
-    """What an epoch does."""
+    """Return the function that Spark calls for each micro-batch."""
 
     def write(ranges: DataFrame, batch_id: int) -> None:
         ends = [row["to_seq"] for row in ranges.collect()]

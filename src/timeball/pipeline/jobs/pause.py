@@ -156,7 +156,7 @@ class Held:
     # ---- pause ----------------------------------------------------------------------------------------------
 
     def copy(self, events: list[Event]) -> None:
-        """All that waits, in one commit; nothing when it is there already."""
+        """Copy all that waits, in one commit; nothing when it is there already."""
         try:
             table = DeltaTable.create(self.uri, TABLE_SCHEMA, mode="ignore", name=COPIED)
             if table.transaction_version(COPIED) is not None:
@@ -173,7 +173,7 @@ class Held:
             raise StorageError(f"cannot write to {self.uri}: {error}") from error
 
     def _put(self, batches: Iterator[pa.RecordBatch]) -> list[AddAction | RemoveAction]:
-        """Batches in one file, which is no part of the table yet; none for no rows."""
+        """Write batches to one file, which is no part of the table yet; none for no rows."""
         name, rows = f"{uuid.uuid4().hex}.parquet", 0
         files, root = fs.FileSystem.from_uri(self.uri)
         with pq.ParquetWriter(
@@ -203,7 +203,7 @@ class Held:
             yield (batch if kept.all() else batch.filter(pa.array(kept))).cast(TABLE_SCHEMA)
 
     def numbers(self, pausing: Event) -> Int64Array:
-        """Sorted numbers that the pause has cancelled; each of them must have been copied."""
+        """Return sorted numbers that the pause has cancelled; each of them must have been copied."""
         campaign, log = self.campaign, self.campaign.broker.status().log
         if pausing.log_seq < log.first_seq:
             raise OutOfRange(
@@ -230,7 +230,7 @@ class Held:
     # ---- resume ---------------------------------------------------------------------------------------------
 
     def attach(self, paused: Event, resuming: Event) -> Event:
-        """The held rows as promises again, all or none; returns the event 'resumed'."""
+        """Attach the held rows as promises again, all or none; return the event 'resumed'."""
         campaign, broker = self.campaign, self.campaign.broker
         store = Store(campaign.table_uri)
         files: list[FileEntry] = []
@@ -288,7 +288,7 @@ class Held:
                 yield from pq.ParquetFile(source).iter_batches(65_536, columns=columns)
 
     def remove(self) -> None:
-        """Bodies are not kept longer than needed. What cannot be removed is only waste."""
+        """Remove the copies: bodies are not kept longer than needed. What cannot be removed is only waste."""
         try:
             files, path = fs.FileSystem.from_uri(self.uri)
             files.delete_dir(path)
@@ -299,7 +299,7 @@ class Held:
 
 
 def again(rows: pa.Table, now_ms: int, shift_ms: int) -> pa.Table:
-    """Held rows as they are to wait again, sorted by due: later by `shift_ms`, and none before `now_ms`."""
+    """Return held rows as they are to wait again, sorted by due: later by `shift_ms`, and none before `now_ms`."""
     due_ms = np.maximum(int64(rows.column("due_ms").combine_chunks()) + shift_ms, now_ms)
     at = rows.schema.get_field_index("due_ms")
     moved = rows.set_column(at, TABLE_SCHEMA.field("due_ms"), pa.array(due_ms))

@@ -83,12 +83,12 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job_id(self) -> str:
-        """The same for the same arguments."""
+        """Return the job's name, the same for the same arguments."""
         return "replay-" + hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:24]
 
     @property
     def end_ms(self) -> int:
-        """Where the end of the window falls."""
+        """Return where the end of the window falls."""
         return self.start_ms + int(-(-(self.until_ms - self.from_ms) * self.stretch // 1))
 
 
@@ -133,7 +133,7 @@ class Sources:
 
 
 def look(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
-    """Where the archive and the log stand: everything stamped before `now_ms` lies below `end`."""
+    """Return where archive and log stand: everything stamped before `now_ms` lies below `end`."""
     with Endpoint(endpoint) as broker:
         status = _all_durable(broker)
         first = status.log.first_seq
@@ -154,7 +154,7 @@ def look(endpoint: str, archive_uri: str | None = None, table_uri: str | None = 
 
 
 def _all_durable(broker: Endpoint) -> Status:
-    """A status whose `durable_seq` has reached every row that was numbered when its `now_ms` was."""
+    """Return A status whose `durable_seq` has reached every row that was numbered when its `now_ms` was."""
     asked = broker.status()
     for _ in range(_DURABLE_TRIES):
         status = broker.status()
@@ -184,12 +184,12 @@ def check_covered(window: Window, sources: Sources) -> None:
 
 
 def moment(by: By) -> Column:
-    """The instant of a message that passed. One without a due instant was sent to be visible at once."""
+    """Return the instant of a message that passed. One without a due instant was sent to be visible at once."""
     return f.coalesce(f.col("due_ms"), f.col("store_ms")) if by == "due" else f.col("store_ms")
 
 
 def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
-    """The messages of a window, in the columns that a replay needs, with `at_ms`, the instant of each."""
+    """Read the messages of a window, in the columns that a replay needs, with `at_ms`, the instant of each."""
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_READ))
     source = source.option("kinds", ",".join(str(int(kind)) for kind in PASSED))
     source = source.option("from_seq", str(sources.mark)).option("to_seq", str(sources.end))
@@ -203,7 +203,7 @@ def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources)
 
 
 def within(rows: DataFrame, window: Window) -> DataFrame:
-    """Rows of the log or the archive, reduced to those of the window, with `at_ms`."""
+    """Reduce rows of the log or the archive to those of the window, with `at_ms`."""
     at = moment(window.by)
     topic = f.col("topic")
     wanted = topic.isin(*window.topics) if window.topics else ~topic.rlike(SECOND_TRIES)
@@ -215,14 +215,14 @@ def within(rows: DataFrame, window: Window) -> DataFrame:
 
 
 def due(window: Window) -> Column:
-    """The new instant. Rounded up: a promise may be late by part of a millisecond, but never early."""
+    """Return the new instant, rounded up: a promise may be late by part of a millisecond, but never early."""
     return f.lit(window.start_ms) + f.ceil((f.col("at_ms") - window.from_ms) * f.lit(window.stretch)).cast(
         "bigint"
     )
 
 
 def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
-    """What passed as rows for the data source's writer; with `count` rows known, in parts that a task can hold.
+    """Turn what passed into rows for the data source's writer; with `count` rows known, in parts that a task can hold.
 
     What passes again in one instant lies in one part, in the order in which it passed.
     """
@@ -254,7 +254,7 @@ def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataF
 
 
 def width_ms(span_ms: int) -> int:
-    """The finest step that shows a span in at most BARS_MAX bars."""
+    """Return the finest step that shows a span in at most BARS_MAX bars."""
     return next((width for width in _WIDTHS_MS if span_ms <= width * BARS_MAX), _WIDTHS_MS[-1])
 
 
@@ -269,7 +269,7 @@ def plan(
     archive_uri: str | None = None,
     table_uri: str | None = None,
 ) -> ReplayPlan:
-    """What `run` would schedule. Reads, and writes nothing."""
+    """Count what `run` would schedule; write nothing."""
     window.check()
     sources = look(endpoint, archive_uri, table_uri)
     check_covered(window, sources)
@@ -350,7 +350,7 @@ def run(
 
 
 def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
-    """What the replay of this name has scheduled; None while it has not. InvalidMessage when it was cancelled."""
+    """Return what the replay of this name has scheduled, or None; InvalidMessage when it was cancelled."""
     with Endpoint(endpoint) as broker:
         campaign = Campaign(broker, job_id, table_uri)
         events = campaign.events() if campaign.table.events(job_id) else []

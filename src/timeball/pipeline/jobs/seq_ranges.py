@@ -19,7 +19,7 @@ from timeball.table.attachment import Ranges, within
 
 
 def as_ranges(seq: Int64Array) -> list[tuple[int, int]]:
-    """Sorted, unique numbers as ranges, as few as possible."""
+    """Turn sorted, unique numbers into ranges, as few as possible."""
     if not len(seq):
         return []
     starts = np.flatnonzero(np.diff(seq, prepend=seq[0] - 2) != 1)
@@ -28,7 +28,7 @@ def as_ranges(seq: Int64Array) -> list[tuple[int, int]]:
 
 
 def ordered(parts: Sequence[Int64Array]) -> Int64Array:
-    """All numbers of the parts, sorted, each once. By sorting: numpy's own `unique` makes a table of hashes first."""
+    """Sort all numbers of the parts, each once. numpy's own `unique` builds a hash table first, which takes longer."""
     joined = np.concatenate([np.empty(0, np.int64), *parts])
     joined.sort()
     kept: Int64Array = joined[np.diff(joined, prepend=-1) != 0]
@@ -36,12 +36,12 @@ def ordered(parts: Sequence[Int64Array]) -> Int64Array:
 
 
 def count(ranges: Ranges) -> int:
-    """How many numbers these are."""
+    """Return how many numbers these are."""
     return sum(rows for _, rows in ranges)
 
 
 def is_in(seq: Int64Array, numbers: Int64Array) -> npt.NDArray[np.bool_]:
-    """Which of `seq` are among the sorted `numbers`."""
+    """Return which of `seq` are among the sorted `numbers`."""
     if not len(numbers):
         return np.zeros(len(seq), dtype=np.bool_)
     at = np.minimum(np.searchsorted(numbers, seq), len(numbers) - 1)
@@ -51,7 +51,7 @@ def is_in(seq: Int64Array, numbers: Int64Array) -> npt.NDArray[np.bool_]:
 def table_rows(
     uri: str, version: int, ranges: Ranges, columns: Sequence[str], due_from_ms: int
 ) -> Iterator[pa.RecordBatch]:
-    """Rows of one version of the pending table numbered in `ranges` and due at `due_from_ms` or later.
+    """Read rows of one version of the pending table numbered in `ranges` and due at `due_from_ms` or later.
 
     In `columns`, which have seq; the files by their first instant.
     """

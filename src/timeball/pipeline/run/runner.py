@@ -85,11 +85,11 @@ class Job:
 
     @property
     def running(self) -> bool:
-        """Whether a query is at work now."""
+        """Return whether a query is at work now."""
         return self.query is not None and bool(self.query.isActive)
 
     def tick(self, now_ns: int, *, once: bool) -> None:
-        """Look after the query: start, report, restart. Raises when Spark is lost; with `once`, what does not pass."""
+        """Start, report or restart the query. Raises when Spark is lost; with `once`, also what does not pass."""
         if self.done:
             return
         if self.query is None:
@@ -165,7 +165,7 @@ class Job:
         self.rows += epoch.rows or 0
 
     def status(self, started_ms: int) -> JobStatus:
-        """What the job says of itself now."""
+        """Return the job's status."""
         return JobStatus(
             job=self.name,
             state=self.state,
@@ -181,7 +181,7 @@ class Job:
 
     @property
     def state(self) -> State:
-        """In one word; `stopped` and `failed` are for the runner to say."""
+        """Return the state; only the runner says `stopped` and `failed`."""
         if self.ended is not None:
             return self.ended
         if self.done:
@@ -211,7 +211,7 @@ def run(
     stop = stop or threading.Event()
     # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    folder = checkpoint or _default_folder(endpoint)  # first: without a broker nobody should wait for Spark
+    folder = checkpoint or _default_folder(endpoint)  # first: without a broker, do not wait for Spark
     session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
     make_active(session)
     try:
@@ -226,7 +226,7 @@ def run(
 
 
 def check_names(jobs: Sequence[str]) -> None:
-    """SetupError for a name that is no streaming job, or is there twice."""
+    """Raise SetupError for a name that is no streaming job, or is there twice."""
     for name in jobs:
         if name not in JOBS:
             raise SetupError(f"no job {name!r}; there are {', '.join(JOBS)}")
@@ -255,7 +255,7 @@ def _job(
 
 
 def _lives(spark: SparkSession) -> bool:
-    """Whether the JVM is there and its context was not stopped; queries cannot be started again in one that was."""
+    """Return whether the JVM is there and its context was not stopped: no query starts in a stopped one."""
     try:
         return not spark.sparkContext._jsc.sc().isStopped()
     except (Py4JError, OSError, AttributeError):  # the last one, when this side has noticed the stop
@@ -317,7 +317,7 @@ def finish(query: StreamingQuery, patience_s: float = STOP_PATIENCE_S) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`. Taken after Spark's own handler is in place; only the main thread can."""
+    """Let SIGTERM and SIGINT set `stop`, after Spark's own handler is in place; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -67,7 +67,7 @@ appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
 
 
 def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a session on `master` is built with; `conf` has the last word."""
+    """Return the settings of a session on `master`; `conf` has the last word."""
     chosen = {**COMMON, **(LOCAL if master.startswith("local") else {}), **(conf or {})}
     java_options = "spark.driver.extraJavaOptions"
     chosen[java_options] = f"{_logging()} {chosen.get(java_options, '')}".strip()
@@ -77,7 +77,7 @@ def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, st
 def build_session(
     master: str = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """A session that knows the format `timeball`; SetupError when Java or Spark cannot start."""
+    """Build a session that knows the format `timeball`; SetupError when Java or Spark cannot start."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     _show_package_to_workers()
     with spark_errors(), _java(), warnings.catch_warnings():
@@ -118,7 +118,7 @@ def make_active(spark: SparkSession) -> None:
 
 @contextmanager
 def _java() -> Iterator[None]:
-    """JAVA_HOME is ours only while the JVM is launched; other programs may want another."""
+    """Set JAVA_HOME only while the JVM is launched; other programs may want another."""
     before = os.environ.get("JAVA_HOME")
     if SparkContext._gateway is None:
         os.environ["JAVA_HOME"] = str(java_home())
@@ -132,13 +132,13 @@ def _java() -> Iterator[None]:
 
 
 def _logging() -> str:
-    """Options of the JVM that name our log settings: Spark's own ones greet every user with six lines of warnings."""
+    """Return the JVM options that name our log settings: Spark's own ones print six lines of warnings at each start."""
     path = cached_file("log4j2.properties", LOG_SETTINGS)
     return f"-Dlog4j2.configurationFile={path.as_uri()}"
 
 
 def _show_package_to_workers() -> None:
-    """Workers are processes of their own: they must find this package even when it is not installed."""
+    """Put this package on PYTHONPATH: workers are processes of their own, and it may not be installed."""
     root = str(Path(timeball.__file__).resolve().parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths and not root.endswith("site-packages"):

@@ -15,7 +15,7 @@ CHUNK_BYTES = 256 * 1024 * 1024  # with its sorted copy and the encoder's pages:
 
 
 def chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Batches gathered into tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes."""
+    """Gather batches into tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes."""
     held: list[pa.RecordBatch] = []
     rows = size = 0
     for whole in batches:

@@ -8,7 +8,7 @@ the broker merges files when it reads.
 
 The watermark decides, never Spark's memory. At commit, with W the broker's watermark:
 
-    piece ends at or below W     somebody has attached it already (a repeated epoch, another compactor): dropped
+    piece ends at or below W     it is attached already (a repeated epoch, another compactor): dropped
     the pieces left fill [W, E)  attached, as (job "spark-compact", epoch E)
     anything else                OutOfRange; the epoch is planned again from W by the next attempt of the query
 """
@@ -56,7 +56,7 @@ class Compacted(WriterCommitMessage):
 
 
 def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
-    """Promises of a batch of the log that may still be pending, in TABLE_SCHEMA."""
+    """Return the promises of a batch of the log that may still be pending, in TABLE_SCHEMA."""
     wanted = pc.greater_equal(batch.column("due_ms"), settled_before_ms)
     # Mostly all of them: a filter that keeps everything copies everything. A half message has no instant.
     rows = batch if not wanted.null_count and pc.all(wanted).as_py() else batch.filter(wanted)
@@ -83,7 +83,7 @@ def write_piece(endpoint: Endpoint, store: Store, piece: Piece) -> Piece:
 
 
 def plan(pieces: Sequence[Piece], watermark: int) -> tuple[list[Piece], list[Piece]]:
-    """(pieces to attach, pieces to drop) at this watermark; OutOfRange when they do not fit: see the module."""
+    """Return (pieces to attach, pieces to drop) at this watermark; OutOfRange when they do not fit."""
     ordered = sorted(pieces, key=lambda piece: piece.from_seq)
     done = [piece for piece in ordered if piece.to_seq <= watermark]
     left = ordered[len(done) :]
@@ -115,7 +115,7 @@ class CompactWriter(DataSourceStreamArrowWriter):
         return done
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """One attach for the epoch; a repeated epoch changes nothing."""
+        """Attach the epoch's files; a repeated epoch changes nothing."""
         pieces = [piece for message in messages if isinstance(message, Compacted) for piece in message.pieces]
         with Endpoint(self.options.endpoint) as endpoint:
             for attempt in range(1, ATTACH_TRIES + 1):

@@ -82,7 +82,7 @@ class DeltaWriter(DataSourceArrowWriter):
         self.uri, self.app_id, self.app_version, self.app_since = uri, app_id, app_version, app_since
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """One file a task."""
+        """Write one file a task."""
         path = f"{uuid.uuid4().hex}.parquet"
         files, root = fs.FileSystem.from_uri(self.uri)
         rows, sink = 0, None
@@ -103,7 +103,7 @@ class DeltaWriter(DataSourceArrowWriter):
         return AddedFile(path, size_bytes or 0, rows)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """One Delta commit; none when the table has this version of the application already."""
+        """Commit once; not at all when the table has this version of the application already."""
         added = [message for message in messages if isinstance(message, AddedFile) and message.rows]
         table = open_table(self.uri)
         reached = app_version(table, self.app_id) or 0
@@ -136,6 +136,6 @@ class DeltaWriter(DataSourceArrowWriter):
 
 
 def app_version(table: DeltaTable, app_id: str) -> int | None:
-    """The version that `app_id` has reached in this table."""
+    """Return the version that `app_id` has reached in this table."""
     version = table.transaction_version(app_id)
     return None if version is None else int(version)

@@ -1,4 +1,4 @@
-"""Reading the log: rows from_seq <= seq < to_seq, cut into even pieces, fetched over Flight by whoever needs them.
+"""Reading the log: rows from_seq <= seq < to_seq, cut into even pieces, fetched over Flight by the tasks.
 
     read=log      the rows themselves; kinds and columns are chosen by the broker, topics and instants here, in Arrow
     read=ranges   (from_seq, to_seq) of each piece: pointers, for writers that fetch the rows themselves
@@ -40,7 +40,7 @@ class LogPart(InputPartition):
 
 
 def split_range(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
-    """Even pieces of at most `rows` each; none for an empty range."""
+    """Cut a range into even pieces of at most `rows` each; none for an empty range."""
     span = max(0, end - begin)
     pieces = -(-span // rows)
     cuts = [begin + span * i // pieces for i in range(pieces + 1)] if pieces else []
@@ -48,17 +48,17 @@ def split_range(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
 
 
 def piece_rows(rows: int, options: ReadOptions) -> int:
-    """How many of `rows` rows a task gets: no more than rows_per_partition, and less for min_partitions."""
+    """Return how many of `rows` rows a task gets: no more than rows_per_partition, and less for min_partitions."""
     return max(1, min(options.rows_per_partition, -(-rows // options.min_partitions)))
 
 
 def log_parts(begin: int, end: int, options: ReadOptions) -> list[LogPart]:
-    """The pieces of begin <= seq < end that tasks read."""
+    """Return the pieces of begin <= seq < end that tasks read."""
     return [LogPart(*piece) for piece in split_range(begin, end, piece_rows(end - begin, options))]
 
 
 def start_seq(position: int | str | None, status: Status, otherwise: str) -> int:
-    """The sequence number an option names."""
+    """Return the sequence number an option names."""
     named = {
         "first": status.log.first_seq,
         "latest": status.log.durable_seq,
@@ -79,7 +79,7 @@ def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
 
 
 def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.RecordBatch]:
-    """The rows of one piece that are wanted, in the columns asked for."""
+    """Read the rows of one piece that are wanted, in the columns asked for."""
     if options.read == "ranges":
         row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
         yield row if options.columns is None else row.select(list(options.columns))
@@ -97,7 +97,7 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
 
 
 def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
-    """The columns that must travel: those asked for, and those by which rows are left out or read on. None for all."""
+    """Return the columns that must travel: those asked for, and those by which rows are filtered. None for all."""
     if options.columns is None:
         return None
     names = {"seq", *options.columns, *rows.columns}

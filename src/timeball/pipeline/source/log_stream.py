@@ -4,8 +4,8 @@
 may rest. "Worth a batch" is `min_rows_per_batch` new rows, or `few_rows` after `max_trigger_delay_ms`: a consumer
 that itself appends to the log (compaction does: one TABLE row) would otherwise wake itself up for ever.
 
-With read=ranges and from_seq=watermark an epoch covers [watermark, end), whatever Spark's checkpoint gives as
-its start. The sink's own mark says from where, the offset only how far; so a checkpoint that was lost, is older, or
+With read=ranges and from_seq=watermark a micro-batch covers [watermark, end), independent of the start in Spark's
+checkpoint. The sink's own mark says from where, the offset only how far; so a checkpoint that was lost, is older, or
 belongs to a time when another compactor was at work cannot open a hole or attach a row twice.
 """
 
@@ -47,17 +47,17 @@ class BrokerStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._endpoint: Endpoint | None = None
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """At most max_rows_per_batch rows."""
+        """Limit a micro-batch to max_rows_per_batch rows."""
         return ReadMaxRows(self.options.max_rows_per_batch)
 
     def rows_max(self, limit: ReadLimit) -> int | None:
-        """How many rows a batch may have; None for all there are."""
+        """Return how many rows a batch may have; None for all there are."""
         if isinstance(limit, ReadAllAvailable):
             return None
         return int(getattr(limit, "max_rows", self.options.max_rows_per_batch))
 
     def worth(self, rows: int) -> bool:
-        """Whether so many new rows are a batch, now."""
+        """Return whether so many new rows are a micro-batch now."""
         options = self.options
         if rows >= min(options.min_rows_per_batch, options.max_rows_per_batch):
             return True
@@ -65,7 +65,7 @@ class BrokerStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return 0 < options.max_trigger_delay_ms <= waited_ms and rows >= options.few_rows
 
     def begin_batch(self) -> None:
-        """The wait of `max_trigger_delay_ms` starts anew."""
+        """Start the wait of `max_trigger_delay_ms` anew."""
         self._idle_since_ns = self._clock.monotonic_ns()
 
     def stop(self) -> None:
@@ -75,7 +75,7 @@ class BrokerStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._endpoint = None
 
     def broker(self) -> Endpoint:
-        """The connection of the driver's side."""
+        """Return the driver's connection."""
         if self._endpoint is None:
             self._endpoint = Endpoint(self.options.endpoint)
         return self._endpoint
@@ -96,11 +96,11 @@ class LogStream(BrokerStream):
         self._latest_seq: int | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Where a new query starts: from_seq, by default the first row that is kept."""
+        """Return where a new query starts: from_seq, by default the first row that is kept."""
         return {"seq": start_seq(self.options.from_seq, self.broker().status(), "first")}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """The end of the next micro-batch; `start` itself when it should not take place."""
+        """Return the end of the next micro-batch; `start` itself when it should not take place."""
         begin = int(start["seq"])
         durable = self.broker().status().log.durable_seq
         if durable < begin:

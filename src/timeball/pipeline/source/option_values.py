@@ -16,7 +16,7 @@ MOST = 2**62
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """One of these words, in any case."""
+    """Parse one of these words, in any case."""
 
     def parse(text: str) -> str:
         if text.lower() not in words:
@@ -27,7 +27,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 def count(least: int, most: int = MOST) -> Callable[[str], int]:
-    """A whole number from `least` to `most`."""
+    """Parse a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -42,7 +42,7 @@ def count(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def position(*named: str) -> Callable[[str], int | str]:
-    """A sequence number, or one of these names."""
+    """Parse a sequence number, or one of these names."""
 
     def parse(text: str) -> int | str:
         if text.lower() in named:
@@ -56,7 +56,7 @@ def position(*named: str) -> Callable[[str], int | str]:
 
 
 def offsets(*named: str) -> Callable[[str], int | str | Offsets]:
-    """Where to stand in queues: a name, one offset for all of them, or queue=offset,queue=offset."""
+    """Parse where to stand in queues: a name, one offset for all of them, or queue=offset,queue=offset."""
     wanted = ", ".join([*named, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
 
     def parse(text: str) -> int | str | Offsets:
@@ -77,12 +77,12 @@ def offsets(*named: str) -> Callable[[str], int | str | Offsets]:
 
 
 def queue_id(text: str) -> int:
-    """The number of a queue."""
+    """Parse the number of a queue."""
     return count(0, limits.QUEUES_PER_TOPIC_MAX - 1)(text)
 
 
 def endpoint(text: str) -> str:
-    """Where a broker answers."""
+    """Parse the address of a broker."""
     scheme, _, place = text.partition("://")
     host, _, port = place.rpartition(":")
     if scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not host or not port.isdigit():
@@ -91,7 +91,7 @@ def endpoint(text: str) -> str:
 
 
 def kinds(text: str) -> tuple[int, ...]:
-    """Kinds of rows, by name or number."""
+    """Parse kinds of rows, by name or number."""
     known = {kind.name.lower(): int(kind) for kind in Kind if kind}
     known.update({str(value): value for value in known.values()})
     found = tuple(known.get(word.strip().lower(), 0) for word in text.split(","))
@@ -101,7 +101,7 @@ def kinds(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names of columns."""
+    """Parse names of columns."""
     found = tuple(name.strip() for name in text.split(","))
     if not all(found) or len(set(found)) != len(found):
         raise ValueError("column names, separated by commas, each once")
@@ -109,14 +109,14 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def text(given: str) -> str:
-    """Any text but none."""
+    """Parse a text that is not empty."""
     if not given:
         raise ValueError("may not be empty")
     return given
 
 
 def instant_ms(text: str) -> int:
-    """Milliseconds since 1970, or ISO 8601 with an offset from UTC."""
+    """Parse milliseconds since 1970, or ISO 8601 with an offset from UTC."""
     if text.isdecimal():
         return count(0, limits.INSTANT_MS_MAX)(text)
     try:

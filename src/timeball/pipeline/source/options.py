@@ -1,7 +1,7 @@
 """Options of the data source `timeball`: text in, checked values out, and an error that names the option.
 
 Spark hands options over as text under lower-case names, from `.option(...)` and from `.load(path)` alike. An
-option nobody knows is refused, because a misspelt `max_rows_per_bach` would otherwise be obeyed by silence; and so
+unknown option is refused, because a misspelt `max_rows_per_bach` would otherwise be obeyed by silence; and so
 is one that means nothing for what is read, such as `kinds` with read=pending.
 """
 
@@ -91,7 +91,7 @@ ONLY_STREAM = ("max_rows_per_batch", "min_rows_per_batch", "max_trigger_delay_ms
 
 
 def describe() -> dict[str, str]:
-    """What each option means, for help texts and documentation."""
+    """Return what each option means, for help texts and documentation."""
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
         "read": "log, queue, pending, ledger, or ranges: only (from_seq, to_seq), for writers that fetch rows (log)",
@@ -122,7 +122,7 @@ def describe() -> dict[str, str]:
 
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
-    """Checked options of a read; SetupError names the first bad one."""
+    """Check the options of a read; SetupError names the first bad one."""
     parsed = _parse(options, ReadOptions)
     for key in options:
         fits = FITS.get(key.lower(), READS)
@@ -166,7 +166,7 @@ def check_stream(options: ReadOptions) -> None:
 
 
 def write_options(options: Mapping[str, str]) -> WriteOptions:
-    """Checked options of a write; SetupError names the first bad one."""
+    """Check the options of a write; SetupError names the first bad one."""
     parsed = _parse({k: v for k, v in options.items() if k.lower() not in SPARK_OPTIONS}, WriteOptions)
     if parsed.epoch and parsed.job_id is None:
         raise SetupError("option epoch: only with job_id, the name of the writes that it counts")

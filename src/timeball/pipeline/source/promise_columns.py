@@ -71,7 +71,7 @@ def check_columns(schema: StructType) -> None:
 
 
 def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
-    """The input's columns in TABLE_SCHEMA's types and order, `seq` still null; nothing is checked yet."""
+    """Give the input's columns TABLE_SCHEMA's types and order, `seq` still null; check nothing yet."""
     count = rows.num_rows
     given = {name: rows.column(name).combine_chunks() for name in rows.column_names}
     columns: dict[str, pa.Array] = {name: given[name] for name in _TEXT_COLUMNS if name in given}
@@ -123,7 +123,7 @@ def _properties(column: pa.Array) -> pa.Array:
 
 
 def with_unique_keys(rows: pa.Table) -> pa.Table:
-    """Rows whose unique_key is null or empty are given a random one."""
+    """Give rows whose unique_key is null or empty a random one."""
     column = rows.column("unique_key").combine_chunks()
     if column.null_count == 0 and not pc.any(pc.equal(column, "")).as_py():
         return rows
@@ -135,14 +135,14 @@ def with_unique_keys(rows: pa.Table) -> pa.Table:
 
 
 def random_keys(count: int) -> pa.Array:
-    """`count` strings of 32 hexadecimal characters from the system's random source."""
+    """Return `count` strings of 32 hexadecimal characters from the system's random source."""
     text = os.urandom(16 * count).hex().encode("ascii")
     offsets = np.arange(0, 32 * (count + 1), 32, dtype=np.int32)
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
 def checksum(rows: pa.Table) -> int:
-    """A number that stands for these `normalise`d rows, in whatever order and however they are cut into tasks.
+    """Return a number that stands for these `normalise`d rows, in any order and however they are cut into tasks.
 
     The due instant is left out: `now() + interval 1 hour` is another one when the same write is run again.
     """
@@ -164,11 +164,11 @@ def first_broken(rows: pa.Table, now_ms: int) -> npt.NDArray[np.int8]:
 
 
 def due_order(rows: pa.Table) -> Int64Array:
-    """Positions of the rows by due instant; equal ones keep their order."""
+    """Sort by due instant: return the rows' positions; equal ones keep their order."""
     return np.argsort(int64(rows.column("due_ms").combine_chunks()), kind="stable").astype(np.int64)
 
 
 def numbered(rows: pa.Table, first_seq: int) -> pa.Table:
-    """`rows` with dense sequence numbers from `first_seq` on, in the order they are in."""
+    """Number `rows` from `first_seq` on, in the order they are in."""
     seqs = pa.array(np.arange(first_seq, first_seq + rows.num_rows, dtype=np.int64))
     return rows.set_column(0, TABLE_SCHEMA.field("seq"), seqs)

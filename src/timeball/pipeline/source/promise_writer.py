@@ -57,7 +57,7 @@ class Written(WriterCommitMessage):
 
 
 def stream_writer(schema: StructType, options: WriteOptions) -> DataSourceStreamArrowWriter:
-    """The sink of a stream: compaction for (from_seq, to_seq), promises for everything else."""
+    """Return the sink of a stream: compaction for (from_seq, to_seq), promises for everything else."""
     if tuple(schema.fieldNames()) == RANGE_COLUMNS:
         return CompactWriter(options)
     return PromiseStreamWriter(schema, options)
@@ -108,13 +108,13 @@ class PromiseTask:
 
 
 def query_id() -> str | None:
-    """The id of the stream that this task belongs to; it stays the same as long as the stream's checkpoint does."""
+    """Return the id of the stream that this task belongs to; it lives as long as the stream's checkpoint."""
     context = TaskContext.get()
     return None if context is None else context.getLocalProperty(QUERY_ID)
 
 
 def refusal(rows: pa.Table, broken: np.ndarray) -> str:
-    """The sentence about rows that break a rule: how many, and the first."""
+    """Return the sentence about rows that break a rule: how many, and the first."""
     bad = np.flatnonzero(broken >= 0)
     first = int(bad[0])
     topic = rows.column("topic")[first].as_py()
@@ -173,7 +173,7 @@ def attach_all(
 
 
 def digest(parts: Sequence[Written], options: WriteOptions) -> str:
-    """What stands for the rows of a write: how many, and their checksum."""
+    """Return what stands for the rows of a write: how many, and their checksum."""
     if options.on_repeat == "skip":
         return ANY_ROWS
     checksum = sum(part.checksum for part in parts) & (1 << 64) - 1
@@ -181,7 +181,7 @@ def digest(parts: Sequence[Written], options: WriteOptions) -> str:
 
 
 def remove_written(messages: Sequence[WriterCommitMessage | None], options: WriteOptions) -> None:
-    """After a failed task: remove what the others wrote. All messages present: a commit was tried, see the module."""
+    """Remove what the others wrote after a failed task. When all messages are present a commit was tried."""
     if all(message is not None for message in messages):
         return
     files = [entry for message in messages if isinstance(message, Written) for entry in message.files]

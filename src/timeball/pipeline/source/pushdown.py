@@ -32,18 +32,18 @@ class Bounds:
     high: int | None = None
 
     def may_hold(self, least: int | None, most: int | None) -> bool:
-        """Whether a file with values least..most (None: not known) can have a row within the bounds."""
+        """Return whether a file with values least..most (None: not known) can have a row within the bounds."""
         below = self.high is not None and least is not None and least > self.high
         above = self.low is not None and most is not None and most < self.low
         return not (below or above)
 
     def clip(self, begin: int, end: int) -> tuple[int, int]:
-        """The half-open range begin..end, cut to the bounds."""
+        """Return the half-open range begin..end, cut to the bounds."""
         begin = begin if self.low is None else max(begin, self.low)
         return begin, end if self.high is None else min(end, self.high + 1)
 
     def holds(self, column: pa.Array) -> pa.Array:
-        """For each value whether it lies within; a null does not."""
+        """Return for each value whether it lies within; a null does not."""
         inside = column.is_valid()
         if self.low is not None:
             inside = pc.and_(inside, pc.fill_null(pc.greater_equal(column, self.low), False))
@@ -64,15 +64,15 @@ class Wanted:
 
     @property
     def columns(self) -> list[str]:
-        """The columns it looks at."""
+        """Return the columns it looks at."""
         return [name for name, _ in self.ranges] + ([] if self.topics is None else ["topic"])
 
     def range(self, column: str) -> Bounds:
-        """The bounds of one column."""
+        """Return the bounds of one column."""
         return dict(self.ranges).get(column, OPEN)
 
     def keep(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch without the rows that nobody wants."""
+        """Filter a batch to the rows that are wanted."""
         masks = [limits.holds(batch.column(name)) for name, limits in self.ranges]
         if self.topics is not None:
             masks.append(pc.is_in(batch.column("topic"), pa.array(sorted(self.topics), pa.string())))
@@ -83,13 +83,13 @@ class Wanted:
 
 
 def wanted(columns: Sequence[str], topic: str | None, filters: Sequence[Filter]) -> Wanted:
-    """What the option `topic` and the filters leave; of numbers, only these columns are looked at."""
+    """Return what the option `topic` and the filters leave; of numbers, only these columns are looked at."""
     ranges = ((name, bounds(filters, name)) for name in columns)
     return Wanted(tuple(pair for pair in ranges if pair[1] != OPEN), topics(topic, filters))
 
 
 def bounds(filters: Sequence[Filter], column: str) -> Bounds:
-    """The inclusive range that all filters on an integer column together allow."""
+    """Return the inclusive range that all filters on an integer column together allow."""
     low: list[int] = []
     high: list[int] = []
     for each in filters:
@@ -110,7 +110,7 @@ def bounds(filters: Sequence[Filter], column: str) -> Bounds:
 
 
 def kinds(wanted: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[int, ...] | None:
-    """The kinds that both the option (None: all) and the filters leave."""
+    """Return the kinds that both the option (None: all) and the filters leave."""
     for values in _listed(filters, "kind"):
         named = tuple(v for v in values if isinstance(v, int))
         wanted = named if wanted is None else tuple(k for k in wanted if k in named)
@@ -118,7 +118,7 @@ def kinds(wanted: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[in
 
 
 def topics(wanted: str | None, filters: Sequence[Filter]) -> frozenset[str] | None:
-    """The topics that both the option (None: all) and the filters leave; None for all."""
+    """Return the topics that both the option (None: all) and the filters leave; None for all."""
     left = None if wanted is None else frozenset([wanted])
     for values in _listed(filters, "topic"):
         named = frozenset(value for value in values if isinstance(value, str))
@@ -127,7 +127,7 @@ def topics(wanted: str | None, filters: Sequence[Filter]) -> frozenset[str] | No
 
 
 def _listed(filters: Sequence[Filter], name: str) -> Iterator[tuple[object, ...]]:
-    """What each filter of a column by equality or by a list asks for."""
+    """Return what each filter of a column by equality or by a list asks for."""
     for each in filters:
         if getattr(each, "attribute", None) == (name,):
             if isinstance(each, EqualTo):

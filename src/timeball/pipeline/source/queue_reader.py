@@ -1,7 +1,7 @@
 """Reading a topic: the rows that stand in its queues, by offset, as consumers see them.
 
 A partition is a piece of one queue. Rows keep their queue's order within a partition; between queues there is none, as
-in every consumer group. Reading moves no group's offsets and takes nothing from anybody.
+in every consumer group. Reading moves no group's offsets and takes no message from a consumer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class QueuePart(InputPartition):
 
 
 def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> Kept:
-    """What the queues to be read hold; NotFound names the option when there is no such topic or queue."""
+    """Return what the queues to be read hold; NotFound names the option when there is no such topic or queue."""
     topic = options.topic or ""
     try:
         kept = endpoint.queues(topic)
@@ -56,7 +56,7 @@ def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> Kept:
 
 
 def offsets_at(name: str, position: int | str | Offsets, kept: Kept) -> Offsets:
-    """The offset that an option names in each queue; OutOfRange where that is not kept."""
+    """Return the offset that an option names in each queue; OutOfRange where that is not kept."""
     if isinstance(position, dict):
         for queue in position:
             if queue not in kept:
@@ -77,7 +77,7 @@ def offsets_at(name: str, position: int | str | Offsets, kept: Kept) -> Offsets:
 
 
 def name_of_rest(name: str) -> str:
-    """Where queues stand that an option does not name: all of them is read."""
+    """Return where queues stand that an option does not name: all of them is read."""
     return "first" if name == "from_offset" else "latest"
 
 
@@ -92,7 +92,7 @@ def check_offsets(topic: str, begin: Mapping[int, int], kept: Kept) -> None:
 
 
 def queue_parts(begin: Mapping[int, int], end: Mapping[int, int], options: ReadOptions) -> list[QueuePart]:
-    """The pieces of all queues that tasks read."""
+    """Return the pieces of all queues that tasks read."""
     total = sum(max(0, end[queue] - begin.get(queue, 0)) for queue in end)
     rows = piece_rows(total, options)
     return [
@@ -103,7 +103,7 @@ def queue_parts(begin: Mapping[int, int], end: Mapping[int, int], options: ReadO
 
 
 def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iterator[pa.RecordBatch]:
-    """The rows of one piece that are wanted, in the columns asked for."""
+    """Read the rows of one piece that are wanted, in the columns asked for."""
     with Endpoint(options.endpoint) as endpoint:
         topic = options.topic or ""
 

@@ -38,11 +38,11 @@ class QueueStream(BrokerStream):
         self._latest: dict[int, int] | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Where a new query starts: from_offset, by default the first rows that are kept."""
+        """Return where a new query starts: from_offset, by default the first rows that are kept."""
         return to_json(offsets_at("from_offset", self.options.from_offset, self._kept()))
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """The end of the next micro-batch; `start` itself when it should not take place."""
+        """Return the end of the next micro-batch; `start` itself when it should not take place."""
         begin, kept = from_json(start), self._kept()
         self._check_same(begin, kept)
         self._latest = {queue: end for queue, (_, end) in kept.items()}
@@ -90,7 +90,7 @@ class QueueStream(BrokerStream):
 
 
 def share(lag: Mapping[int, int], rows: int) -> dict[int, int]:
-    """How many of `rows` rows each queue gives, in proportion to its lag; all that are there when these are fewer."""
+    """Share `rows` rows out among the queues, in proportion to their lag; all that are there when these are fewer."""
     total = sum(lag.values())
     if total <= rows:
         return dict(lag)
@@ -103,10 +103,10 @@ def share(lag: Mapping[int, int], rows: int) -> dict[int, int]:
 
 
 def to_json(offsets: Mapping[int, int]) -> Offset:
-    """In the order of the queues, so that equal offsets are equal texts."""
+    """Encode in the order of the queues, so that equal offsets are equal texts."""
     return {str(queue): offsets[queue] for queue in sorted(offsets)}
 
 
 def from_json(offset: Offset) -> dict[int, int]:
-    """Inverse of `to_json`."""
+    """Decode what `to_json` encoded."""
     return {int(queue): int(value) for queue, value in offset.items()}

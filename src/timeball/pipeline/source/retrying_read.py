@@ -1,6 +1,6 @@
 """A read that goes on where it broke off when the broker goes away and comes back.
 
-Rows of the log and of queues never change and have numbers, so whoever remembers the last number can read on, and
+Rows of the log and of queues never change and have numbers, so a reader that remembers the last number can read on, and
 hands on every row once. The broker is waited for as long as any call waits (endpoint.PATIENCE_S); one that is there and
 breaks off again and again without a single row between is a failure.
 """
@@ -24,7 +24,7 @@ After = Callable[[pa.RecordBatch, int], int]  # the position behind a batch that
 
 
 def resuming(endpoint: Endpoint, read: Read, position: int, after: After) -> Iterator[pa.RecordBatch]:
-    """All batches of `read(position)`; Unavailable when the broker stays away."""
+    """Yield all batches of `read(position)`; Unavailable when the broker stays away."""
     broken = 0
     while True:
         try:
@@ -43,10 +43,10 @@ def resuming(endpoint: Endpoint, read: Read, position: int, after: After) -> Ite
 
 
 def behind_last_seq(batch: pa.RecordBatch, _: int) -> int:
-    """`after` for rows of the log; they must have their number."""
+    """Return the position behind rows of the log, which must have their number."""
     return int(batch.column("seq")[-1].as_py()) + 1
 
 
 def behind_rows(batch: pa.RecordBatch, position: int) -> int:
-    """`after` for rows of a queue, which has one at each offset."""
+    """Return the position behind rows of a queue, which has one at each offset."""
     return position + int(batch.num_rows)

@@ -39,12 +39,12 @@ _TYPES: dict[pa.DataType, DataType] = {
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """The Spark schema that reads batches of this Arrow schema."""
+    """Return the Spark schema that reads batches of this Arrow schema."""
     return StructType([StructField(field.name, _TYPES[field.type], True) for field in schema])
 
 
 def arrow_schema(options: ReadOptions) -> pa.Schema:
-    """What a read with these options yields; SetupError names a column that is not there."""
+    """Return what a read with these options yields; SetupError names a column that is not there."""
     if options.read == "ledger":
         check_columns(options, EVENT_SCHEMA.names)
         return pick(EVENT_SCHEMA, options.columns)
@@ -52,5 +52,5 @@ def arrow_schema(options: ReadOptions) -> pa.Schema:
 
 
 def pick(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
-    """`schema` reduced to `columns`, in their order; all of it for None."""
+    """Reduce `schema` to `columns`, in their order; all of it for None."""
     return schema if columns is None else pa.schema([schema.field(name) for name in columns])

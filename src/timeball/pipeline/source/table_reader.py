@@ -93,7 +93,7 @@ class TableReader(DataSourceReader):
 
 
 def table_of(options: ReadOptions) -> DeltaTable:
-    """The version of the table that a read is about."""
+    """Return the version of the table that a read is about."""
     uri, version = options.ledger_uri, options.version
     if uri is None:
         with Endpoint(options.endpoint) as endpoint:
@@ -117,7 +117,7 @@ def read_delta(
 
 
 def open_as_of(uri: str, instant_ms: int) -> DeltaTable:
-    """The version that was current at an instant; NotFound when the table is younger, or its log shorter."""
+    """Open the version that was current at an instant; NotFound when the table is younger, or its log shorter."""
     table = open_table(uri)
     instant = datetime.fromtimestamp(instant_ms / 1000, UTC)
     table.load_as_version(instant)
@@ -133,7 +133,7 @@ def open_as_of(uri: str, instant_ms: int) -> DeltaTable:
 
 
 def table_files(table: DeltaTable, rows: Wanted) -> list[tuple[str, int]]:
-    """(URI, rows) of the files that can hold rows that are wanted."""
+    """Return (URI, rows) of the files that can hold rows that are wanted."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if not actions.num_rows:
         return []
@@ -151,7 +151,7 @@ def _values(actions: pa.Table, name: str) -> list[Any]:
 
 
 def deal(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
-    """Files as partitions of about `rows_per_part` rows; a large file is cut where a row group begins."""
+    """Deal files out into partitions of about `rows_per_part` rows; a large file is cut where a row group begins."""
     slices = [piece for uri, rows in files for piece in cut(uri, rows, max(rows_per_part, ROW_GROUP_ROWS))]
     total = sum(piece.rows for piece in slices)
     parts = [TablePart([]) for _ in range(min(len(slices), max(1, -(-total // rows_per_part))))]
@@ -164,7 +164,7 @@ def deal(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
 
 
 def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
-    """A file as even slices of whole row groups."""
+    """Cut a file into even slices of whole row groups."""
     groups, per_slice = -(-rows // ROW_GROUP_ROWS), max(1, rows_per_slice // ROW_GROUP_ROWS)
     slices = max(1, -(-groups // per_slice))
     cuts = [groups * i // slices * ROW_GROUP_ROWS for i in range(slices)]
@@ -173,7 +173,7 @@ def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
 
 
 def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.RecordBatch]:
-    """The rows of a slice that are wanted, in `schema`."""
+    """Read the rows of a slice that are wanted, in `schema`."""
     files, path = fs.FileSystem.from_uri(piece.uri)
     with files.open_input_file(path) as source:
         file = pq.ParquetFile(source)
@@ -189,7 +189,7 @@ def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.Rec
 
 
 def groups_of(footer: Any, piece: Slice) -> list[int]:
-    """The row groups that begin within the slice."""
+    """Return the row groups that begin within the slice."""
     found, row = [], 0
     for group in range(footer.num_row_groups):
         if piece.begin_row <= row and (piece.end_row is None or row < piece.end_row):
@@ -199,7 +199,7 @@ def groups_of(footer: Any, piece: Slice) -> list[int]:
 
 
 def may_hold(footer: Any, group: int, rows: Wanted) -> bool:
-    """Whether a row group can have a row that is wanted, by the bounds in the footer."""
+    """Return whether a row group can have a row that is wanted, by the bounds in the footer."""
     if not rows.ranges:
         return True
     for index in range(footer.num_columns):
@@ -212,7 +212,7 @@ def may_hold(footer: Any, group: int, rows: Wanted) -> bool:
 
 
 def fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch in exactly this schema; a column that is not there is null."""
+    """Fit a batch to exactly this schema; a column that is not there is null."""
     columns = [
         batch.column(field.name).cast(field.type)
         if field.name in batch.schema.names

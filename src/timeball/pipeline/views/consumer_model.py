@@ -4,7 +4,7 @@ A queue as a fluid: the rows of a second stand in it from the beginning of that 
 rows a second, first come, first served. For one queue with arrivals a(k) at second t(k), before which P(k) wait:
 
     X(k) = a(0) + … + a(k-1) - rate * (t(k) - t(0))        what would be left if the consumers never idled
-    P(k) = X(k) - min(X(0), …, X(k))                       and they do idle: whatever X fell below, was idleness
+    P(k) = X(k) - min(X(0), …, X(k))                       and they do idle: where X falls below its least, they did
 
 so one pass over the seconds in which something is due answers it, however far these are apart. The rows of a second
 wait between P/rate and (P + a)/rate, evenly: quantiles over messages are read from the sum of these spans, exactly.
@@ -59,11 +59,11 @@ class Queue:
 
     @property
     def after(self) -> FloatArray:
-        """Rows that wait just after those of the second have come."""
+        """Return the rows that wait just after those of the second have come."""
         return np.asarray(self.before + self.rows, dtype=np.float64)
 
     def outcome(self) -> Outcome:
-        """The figures; see Outcome."""
+        """Return the figures."""
         if len(self.second) == 0:
             return Outcome(self.rate, 0, 0, None, 0, 0, 0, None)
         after = self.after
@@ -86,7 +86,7 @@ class Queue:
         return int(self.second[last]) * SECOND_MS + _ms(float(self.after[last]) / self.rate)
 
     def backlog(self) -> tuple[FloatArray, FloatArray]:
-        """(seconds, rows) of the corners of the backlog's curve, for a picture."""
+        """Return (seconds, rows) of the corners of the backlog's curve, for a picture."""
         if len(self.second) == 0:
             return np.empty(0), np.empty(0)
         after = self.after
@@ -101,7 +101,7 @@ class Queue:
 
 
 def queue(load: Load, rate: float, backlog: int = 0, from_s: int | None = None) -> Queue:
-    """The rows of `load`, topics together, before consumers that take `rate` rows a second.
+    """Put the rows of `load`, topics together, before consumers that take `rate` rows a second.
 
     `backlog` rows are there already at `from_s`, or when the first row is due.
     """
@@ -125,7 +125,7 @@ def queue(load: Load, rate: float, backlog: int = 0, from_s: int | None = None) 
 
 
 def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
-    """Lateness in seconds below which these shares of all messages of all queues lie."""
+    """Return lateness in seconds below which these shares of all messages of all queues lie."""
     low = np.concatenate([q.before / q.rate for q in queues])
     high = np.concatenate([q.after / q.rate for q in queues])
     rates = np.concatenate([np.full(len(q.second), q.rate) for q in queues])
@@ -144,7 +144,7 @@ def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
 
 class WhatIf(msgspec.Struct, frozen=True):
     """Outcomes by the name of the queue (a topic, or THE_OTHERS), the quantiles of all messages together,
-    and the topics that nobody consumes here, with their rows.
+    and the topics that have no consumers here, with their rows.
     """
 
     queues: dict[str, Outcome]
@@ -155,7 +155,7 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None) -> WhatIf:
-    """`load` before consumers of these rates; THE_OTHERS names those that share all other topics.
+    """Put `load` before consumers of these rates; THE_OTHERS names those that share all other topics.
 
     The backlog belongs to THE_OTHERS when there are such, else to the only queue.
     """
@@ -179,7 +179,7 @@ def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int 
 def queues(
     load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None
 ) -> dict[str, Queue]:
-    """One queue for each rate; RequestError when a rate is none, or nobody can say whose the backlog is."""
+    """Build one queue for each rate; RequestError when a rate is none, or the backlog could be of several."""
     for name, rate in rates.items():
         if not rate > 0 or rate == float("inf"):
             raise RequestError(
@@ -200,7 +200,7 @@ def queues(
 
 
 def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int | None = None) -> float:
-    """The lowest rate (rows a second, to 0.1 %) at which no row waits longer than `lateness_max_ms`."""
+    """Return the lowest rate (rows a second, to 0.1 %) at which no row waits longer than `lateness_max_ms`."""
     if not lateness_max_ms > 0:
         raise RequestError("the largest lateness must be above 0 ms")
     if load.total + backlog == 0:
@@ -223,7 +223,7 @@ def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int 
 
 
 def spread(rows: int, at_ms: int, over_ms: int = 0, topic: str = ALL_TOPICS) -> Load:
-    """`rows` rows due from `at_ms` on, evenly within `over_ms`; all at once for 0."""
+    """Spread `rows` rows due from `at_ms` on evenly within `over_ms`; all at once for 0."""
     if rows < 0 or over_ms < 0:
         raise RequestError("an extra load has no negative number of rows, and no negative length")
     steps = max(1, min(-(-over_ms // SECOND_MS), rows, CELLS_MAX))

@@ -59,7 +59,7 @@ class Curve:
 
 
 def bar_name(at_ms: int, unit: Unit) -> str:
-    """How a bar that begins at `at_ms` is called, in UTC: 2030-01-31T09, for an hour."""
+    """Return the name of a bar that begins at `at_ms`, in UTC: 2030-01-31T09, for an hour."""
     return str(np.datetime64(at_ms, "ms").astype(f"datetime64[{_NUMPY_UNIT[unit]}]"))
 
 
@@ -82,20 +82,20 @@ class Load:
 
     @property
     def total(self) -> int:
-        """All rows."""
+        """Return all rows."""
         return int(self.rows.sum())
 
     @property
     def cells(self) -> int:
-        """Seconds and topics with something due."""
+        """Return seconds and topics with something due."""
         return len(self.rows)
 
     def per_second(self) -> tuple[Int64Array, Int64Array]:
-        """(second, rows) with the topics together: each second once, in order."""
+        """Return (second, rows) with the topics together: each second once, in order."""
         return _summed(self.second, self.rows)
 
     def curve(self, unit: Unit = Unit.AUTO, bars_max: int = BARS_MAX) -> Curve:
-        """Rows by `unit`, all topics together; a unit finer than the load itself is raised to its width."""
+        """Return rows by `unit`, all topics together; a unit finer than the load itself is raised to its width."""
         if unit is Unit.AUTO:
             found = [self.curve(each) for each in UNIT_S if UNIT_S[each] >= self.width_s]
             return next((each for each in found if len(each.rows) <= bars_max), found[-1])
@@ -104,7 +104,7 @@ class Load:
         return Curve(unit, start_s, rows)
 
     def peaks(self, count: int) -> list[Peak]:
-        """The `count` fullest seconds, one a minute at most: else the neighbours of the first would be the others."""
+        """Return the `count` fullest seconds, one a minute at most, or they would all be neighbours of the first."""
         second, rows = self.per_second()
         if not len(second):
             return []
@@ -118,13 +118,13 @@ class Load:
         return [Peak(int(second[best[i]]) * SECOND_MS, int(rows[best[i]]), int(in_minute[i])) for i in first]
 
     def only(self, names: Iterable[str]) -> Load:
-        """The load of these topics."""
+        """Return the load of these topics."""
         wanted = set(names)
         codes = [code for code, name in enumerate(self.topics) if name in wanted]
         return self._kept(np.isin(self.topic, codes))
 
     def by_topic(self) -> dict[str, Load]:
-        """The load of each topic with something due, the largest first."""
+        """Return the load of each topic with something due, the largest first."""
         sums = np.bincount(self.topic, self.rows, minlength=len(self.topics))
         # Sorted once: a look at all cells for each of a hundred thousand topics would take hours.
         cells = np.argsort(self.topic, kind="stable")
@@ -136,13 +136,13 @@ class Load:
         }
 
     def between(self, from_s: int | None = None, until_s: int | None = None) -> Load:
-        """The cells with from_s <= second < until_s."""
+        """Return the cells with from_s <= second < until_s."""
         low = 0 if from_s is None else int(np.searchsorted(self.second, from_s, side="left"))
         high = self.cells if until_s is None else int(np.searchsorted(self.second, until_s, side="left"))
         return self._kept(slice(low, high))
 
     def coarser(self, width_s: int) -> Load:
-        """The same rows in cells of `width_s` seconds."""
+        """Return the same rows in cells of `width_s` seconds."""
         second = self.second // width_s * width_s
         return from_cells(self.topics, self.topic, second, self.rows, max(width_s, self.width_s))
 
@@ -153,7 +153,7 @@ class Load:
 def from_cells(
     topics: Sequence[str], topic: Int64Array, second: Int64Array, rows: Int64Array, width_s: int = 1
 ) -> Load:
-    """A load from cells in any order, equal ones added; coarser than `width_s` when there are too many."""
+    """Build a load from cells in any order, equal ones added; coarser than `width_s` when there are too many."""
     names = tuple(topics) or (ALL_TOPICS,)
     count = len(names)  # a second fits 38 bits, a topic 17: one number sorts faster than two
     cell, sums = _summed(second * count + topic, rows)
@@ -193,7 +193,7 @@ def count_due(
 
 
 def from_due_ms(due_ms: Int64Array, topics: pa.Array | None = None) -> Load:
-    """The load of rows due at these instants (milliseconds), by topic if these are given."""
+    """Build the load of rows due at these instants (milliseconds), by topic if these are given."""
     seconds = np.asarray(due_ms, dtype=np.int64) // SECOND_MS
     ones = np.ones(len(seconds), np.int64)
     if topics is None:
@@ -207,7 +207,7 @@ def from_due_ms(due_ms: Int64Array, topics: pa.Array | None = None) -> Load:
 
 
 def merge(loads: Iterable[Load]) -> Load:
-    """All rows of all loads, as fine as the coarsest of them."""
+    """Merge loads, as fine as the coarsest of them."""
     parts = list(loads)
     if len(parts) < 2:
         return parts[0] if parts else Load()
@@ -235,14 +235,14 @@ class Counting:
             self.result()
 
     def result(self) -> Load:
-        """All that was added."""
+        """Return all that was added."""
         joined = merge(self._parts)
         self._parts, self._cells = [joined], joined.cells
         return joined
 
 
 def _summed(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Each key once, in order, and the sum of its values."""
+    """Return each key once, in order, and the sum of its values."""
     if len(keys) == 0:
         return _no_numbers(), _no_numbers()
     if np.any(keys[1:] < keys[:-1]):
@@ -253,7 +253,7 @@ def _summed(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, Int64Arra
 
 
 def unlike(said: Load, came: Load, unit: Unit) -> float:
-    """The share of rows, of both, that the two do not have in the same bars: 0 is the same curve, 1 another."""
+    """Return the share of rows, of both, that the two do not have in the same bars: 0 is the same curve, 1 another."""
     all_rows = said.total + came.total
     if not all_rows:
         return 0.0

@@ -36,7 +36,7 @@ from timeball.pipeline.views.due_histogram import (
 )
 from timeball.pipeline.views.snapshot import Snapshot
 
-DUE_COLUMNS = ("due_ms", "due")  # where an instant is looked for when nobody names its column
+DUE_COLUMNS = ("due_ms", "due")  # where an instant is looked for unless its column is named
 TOPIC_COLUMN = "topic"
 FORMATS = {".parquet": "parquet", ".csv": "csv"}
 
@@ -73,7 +73,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def version_at(uri: str, instant_ms: int) -> int:
-    """The version of the pending table that was current at an instant; NotFound when none is so old."""
+    """Return the version of the pending table that was current at an instant; NotFound when none is so old."""
     try:
         table = open_table(uri)
     except NotFound as error:
@@ -105,7 +105,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def released_since(broker: Endpoint, snapshot: Snapshot, *, by_topic: bool = False) -> tuple[Load, int]:
-    """The load that came after `snapshot`, by the instant at which each row stood in its queue; and the broker's now.
+    """Return what came after `snapshot`, by the instant at which each row was in its queue, and the broker's now.
 
     OutOfRange when retention has removed a part of it: what is left would look like a wrong forecast.
     """
@@ -137,8 +137,8 @@ def check(said: Load, came: Load, due: Due, now_ms: int) -> Check:
 
 
 def load_of_file(path: Path, column: str | None = None, topic: str | None = None) -> Load:
-    """The load of a Parquet or CSV file: instants in `column` (due_ms or due if left out), all for `topic`, or each
-    for what stands in the column `topic`. RequestError and SetupError name the file.
+    """Build the load of a Parquet or CSV file: instants in `column` (due_ms or due if left out), all for `topic`, or
+    each for what stands in the column `topic`. RequestError and SetupError name the file.
     """
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
@@ -173,7 +173,7 @@ def _topics(batch: pa.RecordBatch, has_topic: bool, topic: str | None) -> pa.Arr
 
 
 def _instants(column: pa.Array, named: str) -> Int64Array:
-    """Milliseconds since 1970, rounded up as a write would; InvalidMessage for what names no instant."""
+    """Return milliseconds since 1970, rounded up as a write would; InvalidMessage for what names no instant."""
     if column.null_count:
         raise InvalidMessage(f"{named}: {column.null_count:,} rows have no instant")
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
@@ -195,7 +195,7 @@ def _instants(column: pa.Array, named: str) -> Int64Array:
 
 
 def report(load: Load, by: Unit = Unit.AUTO, *, peaks: int = 5, by_topic: bool = False) -> Report:
-    """The load in bars of `by`, with its highest peaks, and the same for each topic."""
+    """Return the load in bars of `by`, with its highest peaks, and the same for each topic."""
     curve = load.curve(by)
     topics = {name: _topic(part, curve.unit) for name, part in load.by_topic().items()} if by_topic else {}
     return Report(
