@@ -15,7 +15,7 @@ from tests.docs_pages import DOCS, PAGES, ROOT, first_cells, page, section
 from tests.node_fixture import running_node
 
 import timeball.client.exchange as client_exchange
-from timeball import __version__, config, errors
+from timeball import __version__, config, errors, wire
 from timeball.cli import exit_codes, main
 from timeball.key_sidecar import KeySidecar
 from timeball.log import checkpoint, frame_index, queue_file
@@ -105,7 +105,7 @@ def test_every_code_that_can_cross_the_wire() -> None:
 
 def test_every_flight_verb() -> None:
     text = page("docs/flight.md")
-    reads = {ticket.__struct_config__.tag for ticket in codec.Ticket.__args__}
+    reads = {ticket.__struct_config__.tag for ticket in wire.Ticket.__args__}
     for verb in ["send", *codec.ACTIONS, *reads]:
         assert section(text, verb), f"docs/flight.md has no heading for {verb}"
     listed = re.findall(r"^### (\w+)$", section(text, "Actions"), re.MULTILINE)
@@ -117,7 +117,7 @@ def test_every_argument_of_a_verb() -> None:
     for verb, (body, _, _) in codec.ACTIONS.items():
         names = body.__struct_fields__ if body else ()
         assert not absent([f'"{name}"' for name in names], section(text, verb)), verb
-    for ticket in codec.Ticket.__args__:
+    for ticket in wire.Ticket.__args__:
         verb = ticket.__struct_config__.tag
         assert not absent([f'"{name}"' for name in ticket.__struct_fields__], section(text, verb)), verb
 

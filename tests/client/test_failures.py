@@ -30,6 +30,10 @@ def test_no_answer_is_unavailable_and_names_the_endpoint(error: flight.FlightErr
     assert type(ours) is Unavailable and ENDPOINT in str(ours)
 
 
+def test_a_connection_that_broke_is_unavailable() -> None:
+    assert type(translate(flight.FlightInternalError("stream broke"), ENDPOINT)) is Unavailable
+
+
 def test_another_server_is_named_as_such() -> None:
     ours = translate(pa.ArrowInvalid("what?"), ENDPOINT)
     assert type(ours) is TimeballError and "something else than a broker" in str(ours)

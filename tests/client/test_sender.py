@@ -9,10 +9,10 @@ import pytest
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
 from timeball import Timeball
-from timeball.client.answers import SendAck
 from timeball.client.exchange import Lost
 from timeball.client.sender import outcome
 from timeball.errors import InvalidMessage, InvalidName, RequestError, Unavailable
+from timeball.wire import SendAck
 
 
 def test_threads_share_a_client(ball: Timeball) -> None:

@@ -14,8 +14,9 @@ from timeball.errors import Corrupt
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log.segment import Segments
-from timeball.log.starts import Start, last_epoch, starts
+from timeball.log.starts import last_epoch, starts
 from timeball.message import Kind, build_rows
+from timeball.wire import Start
 
 SMALL = 4096
 EVER = 1 << 62

@@ -22,10 +22,10 @@ from tests.races import COLUMNS, KINDS, Recorder
 
 from timeball import Timeball
 from timeball.broker.revoking.recall_handle import encode_handle
-from timeball.client.answers import Verdict
 from timeball.message import Int64Array, Kind
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.schedule.hour_log.store import HourLog
+from timeball.wire import Verdict
 
 TOPIC = "races"
 AHEAD_MS, SPREAD_MS, MOVED_MS = 300, 600, 350

@@ -31,9 +31,9 @@ from timeball.broker.ingress import Ingress
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat
-from timeball.broker.revoking.cancel import Verdict, cancel, settle
+from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.promise_lookup import Names
-from timeball.broker.revoking.ranges import RangesCancelled, cancel_ranges
+from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
 from timeball.broker.revoking.reschedule import reschedule
 from timeball.broker.tables.changes import TableChanges
@@ -41,10 +41,11 @@ from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import OutOfRange
 from timeball.log.meta_rows import without_secrets
-from timeball.log.starts import Start, starts
+from timeball.log.starts import starts
 from timeball.message import READ_SCHEMA, Int64Array, Kind
 from timeball.schedule.strategy import Strategy
-from timeball.table.attachment import Attached, Attachment
+from timeball.table.attachment import Attachment
+from timeball.wire import Attached, RangesCancelled, Start, Verdict
 
 OF_THE_TABLE = ("table_", "dispatched_", "fetched_")  # counts that a keeper leaves to the hour log
 

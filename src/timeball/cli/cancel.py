@@ -16,7 +16,7 @@ from timeball.cli.units import show_instant
 from timeball.errors import RequestError
 
 if TYPE_CHECKING:
-    from timeball.client.answers import Verdict
+    from timeball.wire import Verdict
 
 SENTENCES = {
     "cancelled": "{subject}: cancelled",

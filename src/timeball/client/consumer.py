@@ -15,14 +15,14 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.client.answers import QueueRange
+from timeball import limits, wire
 from timeball.client.calls import Calls
 from timeball.client.dialing import check_process
 from timeball.client.instants import After, delay_ms
 from timeball.client.messages import Message, view
 from timeball.clock import Clock
 from timeball.errors import NotFound, RequestError
+from timeball.wire import QueueRange
 
 COMMIT_INTERVAL_MS = 1_000  # at most this much is delivered again after a crash of the consumer
 Start = Literal["earliest", "latest"]
@@ -190,13 +190,7 @@ class Consumer:
         return None
 
     def _pull(self, topic: str, wanted: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
-        ticket: dict[str, Any] = {
-            "read": "pull",
-            "topic": topic,
-            "offsets": {str(queue): offset for queue, offset in wanted.items()},
-            "rows": rows,
-            "wait_ms": wait_ms,
-        }
+        ticket = wire.Pull(topic=topic, offsets=dict(wanted), rows=rows, wait_ms=wait_ms)
         return self._calls.rows(ticket, wait_ms)
 
     def _monotonic_ms(self) -> int:
@@ -205,17 +199,17 @@ class Consumer:
 
 def queues(calls: Calls, topic: str) -> dict[int, QueueRange]:
     """First and next offset of each queue of a topic; NotFound."""
-    found = calls.action("queues", {"topic": topic}, dict[str, dict[int, QueueRange]])
+    found = calls.action("queues", wire.Queues(topic=topic), dict[str, dict[int, QueueRange]])
     return found["queues"]
 
 
 def offsets(calls: Calls, group: str, topic: str) -> dict[int, int]:
     """What a group has committed."""
-    found = calls.action("offsets", {"group": group, "topic": topic}, dict[str, dict[int, int]])
+    found = calls.action("offsets", wire.GetOffsets(group=group, topic=topic), dict[str, dict[int, int]])
     return found["offsets"]
 
 
 def commit(calls: Calls, group: str, topic: str, wanted: dict[int, int]) -> None:
     """Have the broker remember these offsets."""
-    body = {"group": group, "topic": topic, "offsets": {str(q): offset for q, offset in wanted.items()}}
+    body = wire.Commit(group=group, topic=topic, offsets=dict(wanted))
     calls.action("commit", body, dict[str, Any])

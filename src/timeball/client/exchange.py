@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball import limits, rules
-from timeball.client.answers import SendAck
 from timeball.client.failures import translate
 from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
+from timeball.wire import SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0
 
@@ -42,17 +42,7 @@ class Lost(Unavailable):
     code = "answer_lost"
 
 
-class _Answer(msgspec.Struct):
-    """An acknowledgement or a refusal; which of the two, the fields say."""
-
-    first_seq: int = -1
-    rows: int = 0
-    store_ms: int = 0
-    error: str | None = None
-    text: str = ""
-
-
-_decoder = msgspec.json.Decoder(_Answer)
+_decoder = msgspec.json.Decoder(SendAnswer)
 
 
 def _too_large(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
@@ -171,7 +161,7 @@ class SendExchange:
         for future in lost:
             future.set_exception(end)
 
-    def _settle(self, answer: _Answer) -> None:
+    def _settle(self, answer: SendAnswer) -> None:
         with self._state:
             future = self._waiting.popleft() if self._waiting else None
         if future is None:

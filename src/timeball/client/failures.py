@@ -1,7 +1,8 @@
 """Flight's errors turned back into ours, so that a caller catches one family whatever the wire is.
 
-The broker's errors travel as a code and a sentence (docs/protocols); everything else that gRPC can say means
-that no answer came, and becomes Unavailable. gRPC's debug context is cut off: it names no remedy.
+The broker's errors travel as a code and a sentence (docs/protocols). What Flight itself reports means that no answer
+came, and becomes Unavailable, so that a program can tell "wait" from "give up". gRPC's debug context is cut off: it
+names no remedy.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import pyarrow.flight as flight
 
 from timeball.errors import OverLimit, TimeballError, Unavailable, from_code
 
-TOO_LONG = (
-    "Received message larger than max"  # gRPC's own words; it says them before the broker sees a request
-)
+# gRPC's own words; it says them before the broker sees a request.
+TOO_LONG = "Received message larger than max"
 _TAILS = (". Detail: Failed", ". gRPC client debug context", ". Client context")
 
 
 def translate(error: BaseException, endpoint: str) -> TimeballError:
-    """Our error for what Flight raised while speaking to `endpoint`."""
+    """Return our error for what Flight raised while speaking to `endpoint`."""
     if isinstance(error, TimeballError):
         return error
     text = str(error)
@@ -30,12 +30,14 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
     if isinstance(error, flight.FlightServerError) and error.extra_info:
         return from_code(bytes(error.extra_info).decode("ascii", "replace"), text)
     if TOO_LONG in text:
-        return OverLimit(f"{endpoint} takes no request as long as this one: name less at once")
+        return OverLimit(f"{endpoint} takes no request as long as this one: name fewer things at once")
     if isinstance(error, flight.FlightTimedOutError):
         return Unavailable(f"{endpoint} did not answer in time")
     if isinstance(error, (flight.FlightUnavailableError, flight.FlightCancelledError)):
         reason = text.rsplit("with message: ", 1)[-1]
-        return Unavailable(f"no broker answers at {endpoint}: {reason}")
+        return Unavailable(f"no broker answers at {endpoint}; is `timeball serve` running there? ({reason})")
+    if isinstance(error, flight.FlightError):
+        return Unavailable(f"the connection to {endpoint} failed: {text}")
     return TimeballError(f"{endpoint} answered with something else than a broker would: {text}")
 
 

@@ -14,13 +14,14 @@ from typing import NoReturn
 
 import pyarrow as pa
 
-from timeball.client.answers import RefusedRows, SendAck, SendSummary
+from timeball.client.answers import RefusedRows, SendSummary
 from timeball.client.calls import Calls
 from timeball.client.dialing import is_inherited
 from timeball.client.exchange import Lost, NotSent, SendExchange
 from timeball.client.outgoing import ONE_SCHEMA, Rows, batches
 from timeball.clock import Clock
 from timeball.errors import RequestError, TimeballError, Unavailable
+from timeball.wire import SendAck
 
 
 class Sender:

@@ -22,9 +22,9 @@ from typing import Any, Literal, overload
 
 import pyarrow as pa
 
-from timeball import limits
+from timeball import limits, wire
 from timeball.client import consumer, outgoing
-from timeball.client.answers import Attached, QueueRange, Receipt, SendSummary, Verdict
+from timeball.client.answers import Receipt, SendSummary
 from timeball.client.calls import Calls
 from timeball.client.consumer import Consumer, Start
 from timeball.client.dialing import credentials
@@ -35,6 +35,7 @@ from timeball.client.outgoing import Body, Keys, Rows
 from timeball.client.sender import Sender
 from timeball.clock import SystemClock
 from timeball.errors import InvalidDelay, RequestError
+from timeball.wire import Attached, QueueRange, Verdict
 
 ENDPOINT = "grpc://127.0.0.1:7400"
 BATCH_ROWS = 8_192
@@ -327,7 +328,7 @@ class Timeball:
         *,
         kinds: Iterable[int] | None = None,
         columns: Sequence[str] | None = None,
-        coalesce_rows: int = 65_536,
+        coalesce_rows: int = wire.COALESCE_ROWS,
     ) -> pa.RecordBatchReader:
         """Rows of the log with from_seq <= seq < to_seq, in READ_SCHEMA; of these kinds (`message.Kind`) only.
 
@@ -339,37 +340,34 @@ class Timeball:
         ['audit']
         """
         return self._calls.stream(
-            {
-                "read": "log",
-                "from_seq": from_seq,
-                "to_seq": to_seq,
-                "kinds": None if kinds is None else [int(kind) for kind in kinds],
-                "columns": None if columns is None else list(columns),
-                "coalesce_rows": coalesce_rows,
-            }
+            wire.ReadLog(
+                from_seq=from_seq,
+                to_seq=to_seq,
+                kinds=None if kinds is None else [int(kind) for kind in kinds],
+                columns=None if columns is None else list(columns),
+                coalesce_rows=coalesce_rows,
+            )
         )
 
     def read_queue(self, topic: str, queue_id: int, offset: int, rows: int) -> pa.RecordBatchReader:
         """Visible rows of one queue from an offset on, without waiting; moves no position."""
-        batch = self._calls.rows(
-            {"read": "queue", "topic": topic, "queue_id": queue_id, "offset": offset, "rows": rows}
-        )
+        batch = self._calls.rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=offset, rows=rows))
         return pa.RecordBatchReader.from_batches(batch.schema, [batch])
 
     # ---- administration ---------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """What the broker holds and how late it is (docs/flight.md names the fields)."""
-        return self._calls.action("status", {}, dict[str, Any])
+        return self._calls.action("status", wire.Nothing(), dict[str, Any])
 
     def topics(self) -> dict[str, int]:
         """All topics, with their number of queues."""
-        found = self._calls.action("topics", {}, dict[str, dict[str, dict[str, int]]])
+        found = self._calls.action("topics", wire.Nothing(), dict[str, dict[str, dict[str, int]]])
         return {name: topic["queues"] for name, topic in found["topics"].items()}
 
     def create_topic(self, topic: str, queues: int = 8) -> None:
         """Make a topic; the first send makes one too, unless the broker is set not to."""
-        self._calls.action("create_topic", {"topic": topic, "queues": queues}, dict[str, Any])
+        self._calls.action("create_topic", wire.CreateTopic(topic=topic, queues=queues), dict[str, Any])
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """First and next offset of each queue of a topic; NotFound."""
@@ -379,7 +377,7 @@ class Timeball:
 
     def reserve(self, rows: int) -> int:
         """Set aside `rows` sequence numbers for a later bulk attach; returns the first."""
-        return self._calls.action("reserve", {"rows": rows}, dict[str, int])["first_seq"]
+        return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
     def attach(self, attachment: bytes) -> Attached:
         """Make files part of the pending table: the JSON of a `table.attachment.Attachment`. Safe to repeat."""
@@ -387,9 +385,9 @@ class Timeball:
 
     def compact(self) -> Attached | None:
         """Have the broker move its log's tail to the pending table now; None if there was nothing worth it."""
-        answer = self._calls.action("compact", {}, dict[str, Any])
+        answer = self._calls.action("compact", wire.Nothing(), dict[str, Any])
         return Attached(**answer) if answer else None
 
     def lease_compaction(self, lease_ms: int) -> None:
         """Say that an outside compactor is at work for so long: the broker does not compact meanwhile."""
-        self._calls.action("compactor", {"lease_ms": lease_ms}, dict[str, Any])
+        self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])

@@ -7,20 +7,10 @@ life that wrote nothing leaves no trace, and needs none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from timeball.errors import Corrupt
 from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A life's first frame: its first row, its instant, and that of the last frame of the life before it."""
-
-    first_seq: int
-    at_ms: int
-    before_ms: int
+from timeball.wire import Start
 
 
 def last_epoch(segments: Segments) -> int:

@@ -71,15 +71,6 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", 
         return sum(entry.rows for entry in self.files)
 
 
-class Attached(msgspec.Struct, frozen=True, kw_only=True):
-    """The broker's answer: the table version and watermark after the attach; `repeated` if it had it already."""
-
-    version: int
-    watermark: int
-    seq: int
-    repeated: bool = False
-
-
 def encode(change: Attachment | Reservation) -> bytes:
     """Return the JSON that stands in the log and goes over the wire."""
     return msgspec.json.encode(change)

@@ -25,12 +25,13 @@ from tests.crash_files import CrashFiles
 from tests.node_fixture import running_node
 
 from timeball import limits
-from timeball.broker.revoking.cancel import Verdict, cancel_rows, verdicts
+from timeball.broker.revoking.cancel import cancel_rows, verdicts
 from timeball.broker.revoking.promise_lookup import Candidate, Found
 from timeball.clock import ManualClock
 from timeball.errors import OutOfRange
 from timeball.message import Int64Array, Kind
 from timeball.schedule.hour_log.store import HourLog
+from timeball.wire import Verdict
 
 SOON_MS = 2 * SECOND_MS
 

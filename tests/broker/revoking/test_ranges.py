@@ -15,10 +15,10 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker.revoking import ranges as module
-from timeball.broker.revoking.ranges import RangesCancelled
 from timeball.errors import NotFound, OutOfRange, RequestError
 from timeball.message import CANCEL_REASON, Kind, decode_properties
 from timeball.table.attachment import within
+from timeball.wire import RangesCancelled
 
 SOON_MS = 2 * SECOND_MS
 DAY_MS = 24 * HOUR_MS

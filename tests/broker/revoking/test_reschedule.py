@@ -35,7 +35,6 @@ from tests.crash_files import CrashFiles
 
 from timeball import limits
 from timeball.broker.revoking import reschedule
-from timeball.broker.revoking.cancel import Verdict
 from timeball.clock import ManualClock
 from timeball.config import MIB
 from timeball.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
@@ -45,6 +44,7 @@ from timeball.log.recovery import open_log
 from timeball.log.segment import segment_name
 from timeball.message import Int64Array, Kind, decode_properties, encode_properties
 from timeball.schedule.hour_log.store import HourLog
+from timeball.wire import Verdict
 
 LATER_MS = 2 * HOUR_MS
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.accounts import ACCESS_FILE, access_file, guarded_node, keys
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball
+from timeball import Timeball, wire
 from timeball.access import ANONYMOUS
 from timeball.errors import Forbidden, RequestError, Unauthorized
 from timeball.protocols.flight import codec
@@ -182,7 +182,7 @@ def test_reads(shop: Timeball, other: Timeball, root: Timeball) -> None:
         lambda: other.read_queue("orders", 0, 0, 10),
         lambda: other.pull("orders", "readers", wait=0),
         lambda: shop.pull("orders", "readers", wait=0),
-        lambda: other._calls.rows({"read": "pull", "topic": "orders", "offsets": {"0": 0}, "rows": 1}),
+        lambda: other._calls.rows(wire.Pull(topic="orders", offsets={0: 0}, rows=1)),
     ):
         with pytest.raises(Forbidden):
             forbidden()

@@ -17,6 +17,7 @@ from timeball.errors import OverLimit, SetupError
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge
+from timeball.wire import BODY_BYTES_MAX
 
 
 def act(wire: flight.FlightClient, verb: str, body: bytes = b"{}", **options: Any) -> Any:
@@ -44,7 +45,7 @@ def test_errors_carry_code_and_sentence(wire: flight.FlightClient) -> None:
         act(wire, "queues", b'{"topic": "nowhere"}')
     assert caught.value.extra_info == b"not_found"
     with pytest.raises(flight.FlightServerError) as caught:
-        act(wire, "status", b" " * (codec.BODY_BYTES_MAX + 1))
+        act(wire, "status", b" " * (BODY_BYTES_MAX + 1))
     assert caught.value.extra_info == b"over_limit"
 
 
@@ -145,7 +146,7 @@ def test_an_action_longer_than_any_is_refused_by_its_length(
 ) -> None:
     with pytest.raises(pa.ArrowException, match="larger than max"):
         act(wire, "status", bytes(MESSAGE_BYTES_MAX))
-    with Timeball(node.endpoint) as ball, pytest.raises(OverLimit, match="name less at once"):
+    with Timeball(node.endpoint) as ball, pytest.raises(OverLimit, match="name fewer things at once"):
         ball.cancel(ids=["x" * 500] * 10_000)
     with pytest.raises(flight.FlightServerError, match="at most 65536"):  # received, and refused by us
         act(wire, "status", bytes(MESSAGE_BYTES_MAX - 100))

@@ -6,6 +6,7 @@ import pytest
 from tests.broker.on_node import batch
 from tests.node_fixture import RunningNode
 
+from timeball import wire
 from timeball.access import Caller, Verb
 from timeball.errors import Forbidden, NotFound
 from timeball.message import READ_SCHEMA
@@ -18,19 +19,19 @@ def perform(node: RunningNode, verb: str, request: codec.ActionRequest) -> Any:
 
 def test_every_action_has_a_verb(node: RunningNode) -> None:
     requests: dict[str, codec.ActionRequest] = {
-        "create_topic": codec.CreateTopic(topic="verbs", queues=2),
-        "commit": codec.Commit(group="g", topic="verbs", offsets={0: 0}),
-        "offsets": codec.GetOffsets(group="g", topic="verbs"),
-        "queues": codec.Queues(topic="verbs"),
-        "topics": codec.Nothing(),
-        "status": codec.Nothing(),
-        "cancel": codec.Cancel(ids=["nobody"]),
-        "reschedule": codec.Reschedule(keys=["nobody"], delay_ms=5),
-        "starts": codec.Starts(),
-        "reserve": codec.Reserve(rows=3),
-        "compactor": codec.Lease(lease_ms=0),
-        "dispatcher": codec.DispatcherLease(lease_ms=0),
-        "compact": codec.Nothing(),
+        "create_topic": wire.CreateTopic(topic="verbs", queues=2),
+        "commit": wire.Commit(group="g", topic="verbs", offsets={0: 0}),
+        "offsets": wire.GetOffsets(group="g", topic="verbs"),
+        "queues": wire.Queues(topic="verbs"),
+        "topics": wire.Nothing(),
+        "status": wire.Nothing(),
+        "cancel": wire.Cancel(ids=["nobody"]),
+        "reschedule": wire.Reschedule(keys=["nobody"], delay_ms=5),
+        "starts": wire.Starts(),
+        "reserve": wire.Reserve(rows=3),
+        "compactor": wire.Lease(lease_ms=0),
+        "dispatcher": wire.DispatcherLease(lease_ms=0),
+        "compact": wire.Nothing(),
         "attach": codec.decode_action("attach", b'{"job":"bulk","job_id":"verbs","epoch":1}'),
     }
     assert requests.keys() == codec.ACTIONS.keys() - {"cancel_range"}  # which has its own test below
@@ -60,8 +61,8 @@ def test_promises_of_topics_that_a_caller_may_not_touch_are_not_there(node: Runn
     sent = batch(2, topic=["mine", "theirs"], unique_key=["a", "b"], keys=["k", "k"], delay_ms=[60_000] * 2)
     first_seq = node.run(node.broker.send(sent)).first_seq
     requests = [
-        codec.Reschedule(ids=["a", "b"], delay_ms=90_000), codec.Reschedule(seqs=[first_seq + 1], delay_ms=5),
-        codec.Cancel(ids=["b"]), codec.Cancel(keys=["k"]),
+        wire.Reschedule(ids=["a", "b"], delay_ms=90_000), wire.Reschedule(seqs=[first_seq + 1], delay_ms=5),
+        wire.Cancel(ids=["b"]), wire.Cancel(keys=["k"]),
     ]  # fmt: skip
     told = [
         node.run(verbs.perform(node.broker, "", request, node.node.status, Mine())) for request in requests
@@ -76,13 +77,13 @@ def test_promises_of_topics_that_a_caller_may_not_touch_are_not_there(node: Runn
 def test_a_range_that_nobody_attached_is_not_cancelled(node: RunningNode) -> None:
     first_seq = node.run(node.broker.reserve(3))
     with pytest.raises(NotFound, match="set aside"):
-        perform(node, "cancel_range", codec.CancelRange(ranges=[(first_seq, 3)], reason="verbs"))
+        perform(node, "cancel_range", wire.CancelRange(ranges=[(first_seq, 3)], reason="verbs"))
 
 
 def test_rows_of_a_pull_and_of_a_queue(node: RunningNode) -> None:
-    perform(node, "create_topic", codec.CreateTopic(topic="empty", queues=1))
-    pull = codec.Pull(topic="empty", offsets={0: 0}, rows=5)
-    queue = codec.ReadQueue(topic="empty", queue_id=0, offset=0, rows=5)
+    perform(node, "create_topic", wire.CreateTopic(topic="empty", queues=1))
+    pull = wire.Pull(topic="empty", offsets={0: 0}, rows=5)
+    queue = wire.ReadQueue(topic="empty", queue_id=0, offset=0, rows=5)
     for request in (pull, queue):
         batch = node.run(verbs.rows(node.broker, request))
         assert batch.schema == READ_SCHEMA and batch.num_rows == 0
@@ -90,4 +91,4 @@ def test_rows_of_a_pull_and_of_a_queue(node: RunningNode) -> None:
 
 def test_the_brokers_errors_pass(node: RunningNode) -> None:
     with pytest.raises(NotFound):
-        perform(node, "queues", codec.Queues(topic="nowhere"))
+        perform(node, "queues", wire.Queues(topic="nowhere"))

@@ -33,17 +33,7 @@ from timeball.broker.revoking.log_scan import walk
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs
 from timeball.message import Kind, build_rows
 from timeball.schedule.strategy import Strategy
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What became of one promise. `at_ms`: when it was settled or moved; `due_ms`: where it was moved to."""
-
-    subject: str
-    verdict: str
-    seq: int | None = None
-    at_ms: int | None = None
-    due_ms: int | None = None
-
+from timeball.wire import Verdict
 
 # Settles those of these promises that still wait, durably; returns what it did, by number.
 Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]

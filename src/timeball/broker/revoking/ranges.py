@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -22,19 +21,7 @@ from timeball.errors import NotFound, OutOfRange, RequestError
 from timeball.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
 from timeball.table.attachment import Ranges, within
 from timeball.table.data_file import DataFile
-
-
-class RangesCancelled(msgspec.Struct, frozen=True):
-    """Of so many numbers: how many promises this call ended; all others were settled, or on their way, before.
-
-    `already_cancelled`: those of the settled ones that are known to have been cancelled; a call whose answer got lost
-    is asked again, and then the two make one count. They are remembered until their instant has passed.
-    """
-
-    rows: int
-    cancelled: int
-    already_cancelled: int
-    settled: int
+from timeball.wire import RangesCancelled
 
 
 async def cancel_ranges(parts: Parts, ranges: Ranges, reason: str) -> RangesCancelled:

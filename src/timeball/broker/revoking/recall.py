@@ -15,10 +15,11 @@ from __future__ import annotations
 from functools import partial
 
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.revoking.cancel import Verdict, cancel, settle
+from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.promise_lookup import CANCELLED, Names
 from timeball.broker.revoking.recall_handle import Handle, decode_handle
 from timeball.errors import InvalidMessage, NotFound
+from timeball.wire import Verdict
 
 SETTLED = ("cancelled", CANCELLED)
 

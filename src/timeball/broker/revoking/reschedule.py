@@ -29,7 +29,7 @@ from timeball.broker.delivery import in_frames
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.retry import SPENT
 from timeball.broker.revoking import promise_lookup
-from timeball.broker.revoking.cancel import Verdict, cancel_rows, settle, stop_waiting
+from timeball.broker.revoking.cancel import cancel_rows, settle, stop_waiting
 from timeball.broker.revoking.promise_lookup import Candidate, Names
 from timeball.errors import InvalidDelay, RequestError
 from timeball.message import (
@@ -41,6 +41,7 @@ from timeball.message import (
     encode_properties,
 )
 from timeball.schedule.delay_levels.rows import REAL_QUEUE
+from timeball.wire import Verdict
 
 REASON = "rescheduled"
 ROWS_AT_ONCE = 64  # bodies in memory: 256 MiB of the largest

@@ -21,7 +21,8 @@ from timeball.errors import RequestError, Unavailable
 from timeball.message import Kind, build_rows
 from timeball.schedule.places import Placed, take_promises
 from timeball.table import attachment as att
-from timeball.table.attachment import Attached, Attachment, FileEntry
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.wire import Attached
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from pyspark.sql.types import StructType
 from timeball import limits
 from timeball.errors import NotFound, SetupError
 from timeball.pipeline.dispatch.due_files import POINTER_SCHEMA, DueFiles, Span, end_of, pointers, tasks
-from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source import option_values as values
 from timeball.pipeline.source.options import DEFAULT_ENDPOINT, SPARK_OPTIONS
 from timeball.pipeline.source.schema import spark_schema
@@ -35,6 +35,7 @@ from timeball.pipeline.source.spark_api import (
     ReadLimit,
     SupportsTriggerAvailableNow,
 )
+from timeball.wire import Status
 
 NAME = "timeball_due"
 LEAD_MS = 1_000

@@ -23,11 +23,12 @@ import pyarrow.compute as pc
 
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.message import CANCEL_REASON, Int64Array, Kind, encode_properties, int64
-from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import seq_ranges
 from timeball.pipeline.jobs.campaigns import Campaigns, Event, check_id, last
 from timeball.pipeline.views.snapshot import settled_status
 from timeball.table import attachment as att
+from timeball.wire import Status
 
 STATES = ("planned", "active", "pausing", "paused", "resuming", "cancelled", "done")
 

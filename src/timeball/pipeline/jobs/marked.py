@@ -15,8 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.errors import OutOfRange, SetupError, TimeballError
-from timeball.pipeline.endpoint import LogStatus
 from timeball.pipeline.spark_errors import spark_errors
+from timeball.wire import LogStatus
 
 LOG = logging.getLogger("timeball.pipeline")
 

@@ -31,7 +31,7 @@ from pyspark.sql import functions as f
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END
-from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.archive_writer import PASSED
 from timeball.pipeline.jobs.campaign import Campaign
@@ -39,6 +39,7 @@ from timeball.pipeline.jobs.campaigns import Event, check_id, last
 from timeball.pipeline.source.pushdown import Bounds
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import open_table
+from timeball.wire import Status
 
 LOG = logging.getLogger("timeball.pipeline")
 

@@ -21,11 +21,12 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.errors import OutOfRange
 from timeball.message import READ_SCHEMA
-from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source.options import ReadOptions
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, kinds, wanted
 from timeball.pipeline.source.retrying_read import behind_last_seq, resuming
 from timeball.pipeline.source.spark_api import Filter
+from timeball.wire import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

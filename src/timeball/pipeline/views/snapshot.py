@@ -29,9 +29,10 @@ from deltalake import DeltaTable
 
 from timeball.errors import NotFound, Unavailable
 from timeball.message import Kind
-from timeball.pipeline.endpoint import Endpoint, Status
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import open_table, open_version, sibling
 from timeball.table import attachment as att
+from timeball.wire import Status
 
 _TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the TABLE row a version stands for
 _TRIES = 50

@@ -26,9 +26,9 @@ from timeball.errors import InvalidMessage, TimeballError, Unavailable
 from timeball.protocols.flight import ipc
 from timeball.protocols.flight.columns import check_bytes
 from timeball.protocols.flight.failures import internal
+from timeball.protocols.flight.protobuf import Data
 from timeball.protocols.flight.sends import STOPPING, refusal
 from timeball.protocols.flight.window import Budget, Slot, Window
-from timeball.protocols.flight.wire import Data
 
 
 class Columns(Protocol):

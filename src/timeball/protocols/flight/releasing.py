@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from timeball import limits, rules
+from timeball import limits, rules, wire
 from timeball.access import Caller
 from timeball.errors import InvalidMessage, OverLimit, Unavailable
 from timeball.message import TABLE_SCHEMA
@@ -81,7 +81,7 @@ class Releases:
 
     async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
         brought = await self._broker.release(batch, caller)
-        return codec.encode(codec.ReleaseAck(brought.released, brought.left))
+        return codec.encode(wire.ReleaseAck(brought.released, brought.left))
 
     def _answer(self, slot: Slot, task: asyncio.Task[bytes]) -> None:
         self._tasks.discard(task)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from timeball import wire
 from timeball.access import Caller
 from timeball.broker.appending import Accepted
 from timeball.broker.ingress import Ingress
@@ -62,7 +63,7 @@ class Sends:
         """Settle the slots of batches that are durable."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
-            piece.slot.settle(codec.encode(codec.SendAck(first_seq, piece.count, accepted.store_ms)))
+            piece.slot.settle(codec.encode(wire.SendAck(first_seq, piece.count, accepted.store_ms)))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Settle the slots of batches that were not taken."""

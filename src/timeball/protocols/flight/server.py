@@ -1,8 +1,8 @@
 """FlightEdge: the broker's verbs over Arrow Flight, carried by grpcio.
 
 pyarrow's own server takes a request of any length into memory, decompresses it and resolves its dictionaries before
-it says who calls. So grpcio carries the calls (as those of the edge `grpc`), `wire` reads Flight's few messages, and
-`ipc` the batches. Each call is a handler that reads when it wants to, so that the order is: who calls, how many are
+it says who calls. So grpcio carries the calls (as those of the edge `grpc`), `protobuf` reads Flight's few messages,
+and `ipc` the batches. Each call is a handler that reads when it wants to, so that the order is: who calls, how many are
 inside, then one message of bounded length, then what it says.
 
 A handler runs in a thread of its own; the broker lives on one asyncio loop. It decodes its request (codec), hands it
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import pyarrow as pa
 
-from timeball import limits
+from timeball import limits, wire
 from timeball.access import Caller, Verb
 from timeball.errors import NotFound, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.guard import OPEN, Guard
 from timeball.message import READ_SCHEMA
-from timeball.protocols.flight import codec, failures, ipc, verbs, wire
+from timeball.protocols.flight import codec, failures, ipc, protobuf, verbs
 from timeball.protocols.flight.columns import SendColumns
 from timeball.protocols.flight.exchange import Stream
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
@@ -144,7 +144,7 @@ class FlightEdge:
         """`send` and `release`: record batches in, one acknowledgement each out."""
         self._check_open()
         with self._streams_gate.enter():
-            messages = map(wire.data, requests)
+            messages = map(protobuf.data, requests)
             first = next(messages, None)
             stream = self._stream(caller, first.path if first else None)
             # When the call ends, however it does, who waits for the stream is woken.
@@ -158,14 +158,14 @@ class FlightEdge:
                 started = chain((first,), messages)
                 del first
                 for answer in stream.answers(started):
-                    yield wire.data_message(metadata=answer)
+                    yield protobuf.data_message(metadata=answer)
             finally:
                 self._streams.discard(stream)
 
     def _stream(self, caller: Caller, path: list[bytes] | None) -> Stream:
-        if path == codec.SEND_PATH:
+        if path == wire.SEND_PATH:
             return Stream(self._sends, caller, self._budget, SendColumns, self._decoding)
-        if path == codec.RELEASE_PATH:
+        if path == wire.RELEASE_PATH:
             self._broker.policy.allow(caller, Verb.ADMIN)  # before a batch is received; `release` asks again
             return Stream(self._releases, caller, self._budget, ReleaseColumns, self._decoding)
         raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
@@ -177,7 +177,7 @@ class FlightEdge:
             verb, request = self._reads.read(requests, context, _action)
             broker, status = self._broker, self._status
             answer = self._on_loop(context, lambda: verbs.perform(broker, verb, request, status, caller))
-            yield wire.result(codec.encode(answer))
+            yield protobuf.result(codec.encode(answer))
 
     def _do_get(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """Rows in READ_SCHEMA: of the log, of a queue, or of a long poll."""
@@ -185,12 +185,12 @@ class FlightEdge:
         with self._calls.enter():
             request = self._reads.read(requests, context, _ticket)
             schema = READ_SCHEMA
-            if isinstance(request, codec.ReadLog):
+            if isinstance(request, wire.ReadLog):
                 schema = pa.schema([READ_SCHEMA.field(name) for name in request.columns or READ_SCHEMA.names])
                 batches = self._log_rows(request, caller)
             else:
                 batches = self._queue_rows(request, context, caller)
-            yield wire.data_message(ipc.schema_header(schema))
+            yield protobuf.data_message(ipc.schema_header(schema))
             for batch in batches:
                 yield from self._parts(batch)
                 del batch  # not held while the next one is read
@@ -198,11 +198,11 @@ class FlightEdge:
     def _list_actions(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """The verbs of DoAction."""
         for verb, (_, _, text) in codec.ACTIONS.items():
-            yield wire.action_type(verb, text)
+            yield protobuf.action_type(verb, text)
 
     def _get_schema(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """Every DoGet has message.READ_SCHEMA."""
-        yield wire.result(READ_SCHEMA.serialize().to_pybytes())
+        yield protobuf.result(READ_SCHEMA.serialize().to_pybytes())
 
     def _refuse(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         raise RequestError("this method is not offered; use DoExchange, DoAction or DoGet")
@@ -257,12 +257,12 @@ class FlightEdge:
                 raise Unavailable(STOPPING)
 
     def _queue_rows(
-        self, request: codec.ReadQueue | codec.Pull, context: Any, caller: Caller
+        self, request: wire.ReadQueue | wire.Pull, context: Any, caller: Caller
     ) -> Iterator[pa.RecordBatch]:
-        cancel = isinstance(request, codec.Pull)
+        cancel = isinstance(request, wire.Pull)
         yield self._on_loop(context, lambda: verbs.rows(self._broker, request, caller), cancel=cancel)
 
-    def _log_rows(self, request: codec.ReadLog, caller: Caller) -> Iterator[pa.RecordBatch]:
+    def _log_rows(self, request: wire.ReadLog, caller: Caller) -> Iterator[pa.RecordBatch]:
         rows = self._broker.read_log(
             request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns, caller
         )
@@ -279,7 +279,7 @@ class FlightEdge:
             )
         try:
             for header, body in ipc.parts(batch, ANSWER_PART_BYTES):
-                yield wire.data_message(header, body)
+                yield protobuf.data_message(header, body)
         finally:
             self._answers.give(size_bytes)
 
@@ -331,13 +331,13 @@ def _until_gone(requests: Requests) -> Iterator[bytes]:
 
 
 def _action(message: bytes) -> tuple[str, codec.ActionRequest]:
-    verb, body = wire.action(message)
+    verb, body = protobuf.action(message)
     codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
     return verb, codec.decode_action(verb, bytes(body))
 
 
-def _ticket(message: bytes) -> codec.Ticket:
-    return codec.decode_ticket(wire.ticket(message))
+def _ticket(message: bytes) -> wire.Ticket:
+    return codec.decode_ticket(protobuf.ticket(message))
 
 
 def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from timeball import wire
 from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.flight import codec
 from timeball.table.attachment import Attachment
@@ -28,45 +29,45 @@ async def perform(
 ) -> Any:
     """Do an action for a caller; returns what becomes the JSON of its answer."""
     match request:
-        case codec.Nothing():
+        case wire.Nothing():
             return await _plain(broker, verb, status, caller)
-        case codec.CreateTopic():
+        case wire.CreateTopic():
             await broker.create_topic(request.topic, request.queues, caller)
             return {}
-        case codec.Queues():
+        case wire.Queues():
             ranges = broker.queues(request.topic, caller)
             return {"queues": {str(q): {"min": low, "max": high} for q, (low, high) in ranges.items()}}
-        case codec.GetOffsets():
+        case wire.GetOffsets():
             offsets = broker.offsets(request.group, request.topic, caller)
             return {"offsets": {str(queue): offset for queue, offset in offsets.items()}}
-        case codec.Commit():
+        case wire.Commit():
             await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
-        case codec.Cancel():
+        case wire.Cancel():
             return {
                 "verdicts": await broker.cancel(
                     ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller
                 )
             }
-        case codec.Reschedule():
+        case wire.Reschedule():
             return {
                 "verdicts": await broker.reschedule(
                     ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller,
                     due_ms=request.due_ms, delay_ms=request.delay_ms,
                 )
             }  # fmt: skip
-        case codec.CancelRange():
+        case wire.CancelRange():
             return await broker.cancel_ranges(request.ranges, request.reason, caller)
-        case codec.Starts():
+        case wire.Starts():
             return {
                 "starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq, caller)
             }
-        case codec.Reserve():
+        case wire.Reserve():
             return {"first_seq": await broker.reserve(request.rows, caller)}
-        case codec.Lease():
+        case wire.Lease():
             broker.compactor_lease(request.lease_ms, caller)
             return {}
-        case codec.DispatcherLease():
+        case wire.DispatcherLease():
             broker.dispatcher_lease(request.lease_ms, caller)
             return {}
         case Attachment():
@@ -84,9 +85,9 @@ async def _plain(broker: Broker, verb: str, status: Status, caller: Caller) -> A
 
 
 async def rows(
-    broker: Broker, request: codec.ReadQueue | codec.Pull, caller: Caller = ANONYMOUS
+    broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller = ANONYMOUS
 ) -> pa.RecordBatch:
     """The rows a queue read or a pull asks for, in READ_SCHEMA."""
-    if isinstance(request, codec.Pull):
+    if isinstance(request, wire.Pull):
         return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
     return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)

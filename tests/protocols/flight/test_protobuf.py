@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.errors import InvalidMessage
-from timeball.protocols.flight import wire
+from timeball.protocols.flight import protobuf
 
 
 @given(st.binary(max_size=300), st.binary(max_size=20_000), st.binary(max_size=300))
 def test_a_data_message_comes_back(header: bytes, body: bytes, metadata: bytes) -> None:
-    message = wire.data_message(header, memoryview(body), metadata)
-    data = wire.data(message)
+    message = protobuf.data_message(header, memoryview(body), metadata)
+    data = protobuf.data(message)
     assert (bytes(data.header), bytes(data.body), data.path) == (header, body, None)
     assert data.size_bytes == len(message)
 
@@ -27,24 +27,24 @@ def test_a_data_message_comes_back(header: bytes, body: bytes, metadata: bytes) 
 )
 def test_a_descriptor_s_path(descriptor: flight.FlightDescriptor, path: list[bytes] | None) -> None:
     written = descriptor.serialize()
-    assert wire.data(b"\x0a" + bytes([len(written)]) + written).path == path
+    assert protobuf.data(b"\x0a" + bytes([len(written)]) + written).path == path
 
 
 def test_actions_and_tickets() -> None:
-    verb, body = wire.action(b"\x0a\x06status\x12\x02{}")
+    verb, body = protobuf.action(b"\x0a\x06status\x12\x02{}")
     assert (verb, bytes(body)) == ("status", b"{}")
-    assert wire.ticket(flight.Ticket(b"x" * 300).serialize()) == b"x" * 300
-    assert wire.action(b"") == ("", b"")
+    assert protobuf.ticket(flight.Ticket(b"x" * 300).serialize()) == b"x" * 300
+    assert protobuf.action(b"") == ("", b"")
 
 
 def test_answers_are_what_flight_reads() -> None:
-    assert wire.result(b"{}") == b"\x0a\x02{}"
-    assert wire.action_type("status", "what") == b"\x0a\x06status\x12\x04what"
+    assert protobuf.result(b"{}") == b"\x0a\x02{}"
+    assert protobuf.action_type("status", "what") == b"\x0a\x06status\x12\x04what"
 
 
 @given(st.binary(max_size=64))
 def test_any_bytes_are_a_message_or_refused(junk: bytes) -> None:
-    for read in (wire.action, wire.ticket, wire.data):
+    for read in (protobuf.action, protobuf.ticket, protobuf.data):
         try:
             read(junk)
         except InvalidMessage:
@@ -58,4 +58,4 @@ def test_any_bytes_are_a_message_or_refused(junk: bytes) -> None:
 )
 def test_what_is_no_action_is_refused(junk: bytes) -> None:
     with pytest.raises(InvalidMessage):
-        wire.action(junk)
+        protobuf.action(junk)
