@@ -82,6 +82,8 @@ class TableFile:
     size_bytes: int
     min_due_ms: int | None
     max_due_ms: int | None
+    min_seq: int | None = None
+    max_seq: int | None = None
 
     def may_hold(self, due: Due) -> bool:
         """Return False when the statistics rule out a row due within these bounds."""
@@ -115,6 +117,8 @@ def table_files(uri: str, version: int) -> list[TableFile]:
             size_bytes=action["size_bytes"],
             min_due_ms=action.get("min.due_ms"),
             max_due_ms=action.get("max.due_ms"),
+            min_seq=action.get("min.seq"),
+            max_seq=action.get("max.seq"),
         )
         for action in actions.to_pylist()
     ]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from timeball.message import Int64Array, int64
-from timeball.pipeline.table_store import open_table, read_files
+from timeball.pipeline.table_store import TableFile, read_files, table_files
 from timeball.table.attachment import Ranges, within
 
 
@@ -55,16 +55,13 @@ def table_rows(
 
     In `columns`, which have seq; the files by their first instant.
     """
-    if not ranges or version == 0:
+    if not ranges:
         return
     low, high = min(first for first, _ in ranges), max(first + rows for first, rows in ranges)
-    actions = pa.table(open_table(uri, version).get_add_actions(flatten=True)).to_pylist()
     paths = [
-        action["path"]
-        for action in sorted(actions, key=lambda action: action["min.due_ms"])
-        if action["max.due_ms"] >= due_from_ms
-        and action["max.seq"] >= low
-        and any(first <= action["max.seq"] and action["min.seq"] < first + n for first, n in ranges)
+        file.path
+        for file in sorted(table_files(uri, version), key=lambda file: file.min_due_ms or 0)
+        if file.may_hold((due_from_ms, None)) and _may_hold(file, ranges)
     ]
     wanted = (ds.field("seq") >= low) & (ds.field("seq") < high) & (ds.field("due_ms") >= due_from_ms)
     for batch in read_files(uri, paths, columns, wanted):
@@ -72,3 +69,9 @@ def table_rows(
         rows = batch if inside.all() else batch.filter(pa.array(inside))
         if rows.num_rows:
             yield rows
+
+
+def _may_hold(file: TableFile, ranges: Ranges) -> bool:
+    if file.min_seq is None or file.max_seq is None:
+        return True
+    return any(first <= file.max_seq and file.min_seq < first + rows for first, rows in ranges)

@@ -17,23 +17,21 @@ import pyspark
 from timeball.errors import SetupError
 
 if TYPE_CHECKING:
-    from pyspark.sql.datasource import (
-        DataSourceStreamArrowWriter,
-        EqualTo,
-        Filter,
-        GreaterThan,
-        GreaterThanOrEqual,
-        In,
-        LessThan,
-        LessThanOrEqual,
-    )
-    from pyspark.sql.streaming.datasource import (
-        ReadAllAvailable,
-        ReadLimit,
-        ReadMaxRows,
-        SupportsTriggerAvailableNow,
-    )
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter as DataSourceStreamArrowWriter
+    from pyspark.sql.datasource import EqualTo as EqualTo
+    from pyspark.sql.datasource import Filter as Filter
+    from pyspark.sql.datasource import GreaterThan as GreaterThan
+    from pyspark.sql.datasource import GreaterThanOrEqual as GreaterThanOrEqual
+    from pyspark.sql.datasource import In as In
+    from pyspark.sql.datasource import LessThan as LessThan
+    from pyspark.sql.datasource import LessThanOrEqual as LessThanOrEqual
+    from pyspark.sql.streaming.datasource import ReadAllAvailable as ReadAllAvailable
+    from pyspark.sql.streaming.datasource import ReadLimit as ReadLimit
+    from pyspark.sql.streaming.datasource import ReadMaxRows as ReadMaxRows
+    from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow as SupportsTriggerAvailableNow
 else:
+    _BATCH = "EqualTo Filter GreaterThan GreaterThanOrEqual In LessThan LessThanOrEqual DataSourceStreamArrowWriter"
+    _STREAM = "ReadAllAvailable ReadLimit ReadMaxRows SupportsTriggerAvailableNow"
 
     class Missing:
         """Stands for a class that this PySpark has not got."""
@@ -44,35 +42,8 @@ else:
         except (ImportError, AttributeError):
             return Missing
 
-    _BATCH, _STREAM = "pyspark.sql.datasource", "pyspark.sql.streaming.datasource"
-    DataSourceStreamArrowWriter = _part(_BATCH, "DataSourceStreamArrowWriter")
-    EqualTo = _part(_BATCH, "EqualTo")
-    Filter = _part(_BATCH, "Filter")
-    GreaterThan = _part(_BATCH, "GreaterThan")
-    GreaterThanOrEqual = _part(_BATCH, "GreaterThanOrEqual")
-    In = _part(_BATCH, "In")
-    LessThan = _part(_BATCH, "LessThan")
-    LessThanOrEqual = _part(_BATCH, "LessThanOrEqual")
-    ReadAllAvailable = _part(_STREAM, "ReadAllAvailable")
-    ReadLimit = _part(_STREAM, "ReadLimit")
-    ReadMaxRows = _part(_STREAM, "ReadMaxRows")
-    SupportsTriggerAvailableNow = _part(_STREAM, "SupportsTriggerAvailableNow")
-
-__all__ = [
-    "DataSourceStreamArrowWriter",
-    "EqualTo",
-    "Filter",
-    "GreaterThan",
-    "GreaterThanOrEqual",
-    "In",
-    "LessThan",
-    "LessThanOrEqual",
-    "ReadAllAvailable",
-    "ReadLimit",
-    "ReadMaxRows",
-    "SupportsTriggerAvailableNow",
-    "check_streams",
-]
+    globals().update({name: _part("pyspark.sql.datasource", name) for name in _BATCH.split()})
+    globals().update({name: _part("pyspark.sql.streaming.datasource", name) for name in _STREAM.split()})
 
 
 def check_streams() -> None:
