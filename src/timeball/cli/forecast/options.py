@@ -76,7 +76,7 @@ def parse_rates(texts: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Window:
-    """Which promises: due within two moments, as of now, of a version, or of the version of an instant."""
+    """A choice of promises: due within two moments, as of now, of a version, or of the version of an instant."""
 
     begin: Moment | None = None
     end: Moment | None = None
@@ -102,7 +102,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Asked:
-    """What shall be said of the load."""
+    """The questions about the load."""
 
     by: str
     peaks: int

@@ -27,7 +27,7 @@ from timeball.pipeline.views.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Counted:
-    """What waits within the bounds, as of `now_ms` and one version of the table.
+    """A load: what waits within the bounds, as of `now_ms` and one version of the table.
 
     `came`: what came since, and until when. `held`: by paused campaign, what would wait if it were resumed.
     """
@@ -93,7 +93,7 @@ def _count_on(master: str, endpoint: str, shot: Snapshot, due: Due, by_topic: bo
 
 
 class Forecast(msgspec.Struct, kw_only=True, frozen=True):
-    """What --json prints. Instants in milliseconds since 1970; `from_ms` is included, `until_ms` is not.
+    """The document that --json prints. Instants in milliseconds since 1970; `from_ms` is included, `until_ms` is not.
 
     `waiting` and `extra` are rows within the window; the report holds both. `extra_outside`: extra rows that are not
     within it. `held`: by paused campaign, promises that wait for its resume, and are in nothing else here. `is_whole`

@@ -41,7 +41,7 @@ class Span:
 
 @dataclass
 class _File:
-    """What is known of a file: where its row groups begin and end, and the instants of some."""
+    """A file as far as it is known: where its row groups begin and end, and the instants of some."""
 
     starts: Int64Array
     low: Int64Array

@@ -126,7 +126,7 @@ class DuePart(InputPartition):
 
 
 class DueStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """See the module. One instance lives beside the driver for the whole query."""
+    """The due rows of files, as a stream of pointers. One instance lives beside the driver for the whole query."""
 
     def __init__(self, options: DueOptions) -> None:
         self.options = options

@@ -40,7 +40,7 @@ PATIENCE_MS = 10_000  # beyond the lead: then the broker's clock was set back, a
 
 @dataclass
 class Brought(WriterCommitMessage):
-    """What became of a task's rows."""
+    """The outcome of a task's rows."""
 
     released: int = 0
     left: int = 0
@@ -68,7 +68,7 @@ class BrokerClock:
 
 
 class ReleaseWriter(DataSourceStreamArrowWriter):
-    """See the module."""
+    """The sink of the stream: tasks wait for the clock, and bring the rows to the broker."""
 
     def __init__(self, options: DueOptions) -> None:
         self.options = options

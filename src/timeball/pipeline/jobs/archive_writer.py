@@ -77,7 +77,7 @@ class ArchiveFile:
 
 @dataclass
 class Archived(WriterCommitMessage):
-    """What one task wrote."""
+    """The files that one task wrote."""
 
     files: list[ArchiveFile] = field(default_factory=list)
 
@@ -166,7 +166,7 @@ class ArchiveDataSource(DataSource):
 
 
 class ArchiveWriter(DataSourceArrowWriter):
-    """See the module. Writes what passed in rows from_seq <= seq < to_seq of the log."""
+    """The sink of an epoch. Writes what passed in rows from_seq <= seq < to_seq of the log."""
 
     def __init__(self, endpoint: str, uri: str, from_seq: int, to_seq: int) -> None:
         self.endpoint, self.uri, self.from_seq, self.to_seq = endpoint, uri, from_seq, to_seq

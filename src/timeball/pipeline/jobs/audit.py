@@ -48,7 +48,7 @@ LOOKS_MAX = 3  # retention takes seconds or minutes from one segment to the next
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit looks at: events of rows since..end, the table at `version`, the tail from `watermark` on.
+    """The bounds of an audit: events of rows since..end, the table at `version`, the tail from `watermark` on.
 
     `first`: where the log began when it ended at `end`.
     """

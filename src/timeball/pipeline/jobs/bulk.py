@@ -57,7 +57,7 @@ _PAYLOAD = ("body", "keys", "tag", "unique_key", "properties")
 
 
 class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bulk write did, or in a dry run would do.
+    """The result of a bulk write, or of its dry run.
 
     `payload_bytes`: of bodies, keys, tags, ids and properties as they were given; `written_bytes`: of the files
     attached. `repeated`: the campaign was attached before, and this call has written nothing.
@@ -88,7 +88,7 @@ class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """What is in a DataFrame: valid rows and their payload by the minute they are due, the others by reason."""
+    """Counts of a DataFrame: valid rows and their payload by the minute they are due, the others by reason."""
 
     minute: Int64Array  # since 1970, in order
     rows: Int64Array
@@ -151,7 +151,7 @@ def run(
 
 
 class Job:
-    """The steps of one bulk write; see the module."""
+    """The steps of one bulk write."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ _AS_JSON = ("struct", "array", "map")
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True):
-    """Which column of a DataFrame is what of a promise.
+    """The part that each column of a DataFrame plays in a promise.
 
     `topic` names a column, `topic_name` is one topic for all. Without `body` all columns that are nothing else become
     one JSON object. `zone`: where a wall-clock time is meant to be read.

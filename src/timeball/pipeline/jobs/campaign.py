@@ -34,7 +34,7 @@ STATES = ("planned", "active", "pausing", "paused", "resuming", "cancelled", "do
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a campaign is. Counts are promises; instants in milliseconds, None when nothing waits.
+    """The progress of a campaign. Counts are promises; instants in milliseconds, None when nothing waits.
 
     `whole` is False when retention has let go of a part of the log in which it was settled: then `released` are all
     that neither wait nor are known to be cancelled.
@@ -55,7 +55,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cancel has done: `newly` by this call, `cancelled` of the campaign altogether; the rest is `released`."""
+    """The result of a cancel: `newly` by this call, `cancelled` of the campaign altogether; the rest is `released`."""
 
     campaign: str
     rows: int

@@ -54,7 +54,7 @@ SCHEMA = pa.schema(
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table; see the module."""
+    """One row of the table."""
 
     campaign: str
     event: str

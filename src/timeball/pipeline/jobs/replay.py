@@ -63,7 +63,7 @@ By = Literal["visible", "due"]
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """What to replay, and to when. Instants in milliseconds since 1970; `start_ms` is where `from_ms` falls."""
+    """A choice of what passed, and its new start: `start_ms` is where `from_ms` falls. Milliseconds since 1970."""
 
     from_ms: int
     until_ms: int
@@ -94,7 +94,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay would schedule. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names."""
+    """The plan of a replay. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names."""
 
     job_id: str
     rows: int
@@ -109,7 +109,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay has scheduled: `ranges` are (first_seq, rows). `repeated`: it had been done before."""
+    """The result of a replay: `ranges` are (first_seq, rows). `repeated`: it had been done before."""
 
     job_id: str
     rows: int

@@ -86,7 +86,7 @@ def _offset(offset: object) -> tuple[str, int] | None:
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is doing. `epochs` and `rows` count since this process began; `last` is its latest micro-batch."""
+    """The state of a job. `epochs` and `rows` count since this process began; `last` is its latest micro-batch."""
 
     job: str
     state: State
@@ -109,7 +109,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Board:
-    """Where jobs leave their status: a folder beside their checkpoints, on any file system that Arrow can write to."""
+    """The statuses of jobs, in a folder beside their checkpoints, on any file system that Arrow can write to."""
 
     def __init__(self, folder: str) -> None:
         self._written: dict[str, tuple[int, JobStatus]] = {}

@@ -99,7 +99,7 @@ def plan(pieces: Sequence[Piece], watermark: int) -> tuple[list[Piece], list[Pie
 
 
 class CompactWriter(DataSourceStreamArrowWriter):
-    """See the module. Takes the rows of `read=ranges`."""
+    """The sink of the stream compact. Takes the rows of `read=ranges`."""
 
     def __init__(self, options: WriteOptions) -> None:
         self.options = options

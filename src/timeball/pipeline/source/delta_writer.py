@@ -70,7 +70,7 @@ class DeltaDataSource(DataSource):
 
 
 class DeltaWriter(DataSourceArrowWriter):
-    """See the module."""
+    """The writer of `format("timeball_delta")`."""
 
     def __init__(
         self, names: list[str], uri: str, app_id: str, app_version: int, app_since: int | None

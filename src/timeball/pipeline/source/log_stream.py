@@ -34,7 +34,7 @@ Offset = dict[str, Any]
 
 
 class BrokerStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """What the streams share: a connection, and when a batch is worth while.
+    """The part that all streams share: a connection, and the rule when a micro-batch is worth while.
 
     One instance lives beside the driver for the whole query; tasks only call `read`.
     """
@@ -86,7 +86,7 @@ class BrokerStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class LogStream(BrokerStream):
-    """See the module."""
+    """The log, or ranges of it, as a stream."""
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         super().__init__(options, clock)

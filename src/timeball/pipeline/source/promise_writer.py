@@ -45,7 +45,7 @@ QUERY_ID = "sql.streaming.queryId"  # a property of Spark's own that each task o
 
 @dataclass
 class Written(WriterCommitMessage):
-    """What one task wrote."""
+    """The files and numbers that one task wrote."""
 
     files: list[FileEntry] = field(default_factory=list)
     ranges: list[tuple[int, int]] = field(default_factory=list)

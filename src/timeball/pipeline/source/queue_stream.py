@@ -30,7 +30,7 @@ from timeball.pipeline.source.spark_api import ReadLimit
 
 
 class QueueStream(BrokerStream):
-    """See the module."""
+    """A topic as a stream."""
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         super().__init__(options, clock)

@@ -55,7 +55,7 @@ class Slice:
 
 @dataclass
 class TablePart(InputPartition):
-    """What one task reads."""
+    """The slices that one task reads."""
 
     slices: list[Slice]
 

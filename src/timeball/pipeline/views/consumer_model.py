@@ -33,7 +33,7 @@ THE_OTHERS = "*"  # stands for all topics that have no rate of their own
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What becomes of one queue: all rows, in milliseconds; instants are since 1970.
+    """The figures of one queue: all rows, in milliseconds; instants are since 1970.
 
     `caught_up_ms` is when the largest backlog has been worked off; None when nothing is due.
     """

@@ -40,7 +40,7 @@ _PAUSE_S = 0.1
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """What a query saw: the table at a version, rows of the log below `log_end`, ledger and archive if they were asked.
+    """The version that a query saw: of the table, of ledger and archive if they were asked, and of the log its end.
 
     `is_whole` is False when retention has let go of a part of what waited at an older version.
     """
