@@ -121,7 +121,11 @@ def test_the_largest_expressions_are_fine() -> None:
         ("a" * (limits.FILTER_BYTES_MAX + 1), "FILTER_BYTES_MAX", None),
         ("é" * (limits.FILTER_BYTES_MAX // 2 + 1), "FILTER_BYTES_MAX", None),
         ("a " * (limits.FILTER_TOKENS_MAX + 1), "FILTER_TOKENS_MAX", 2 * limits.FILTER_TOKENS_MAX + 1),
-        ("(" * (limits.FILTER_DEPTH_MAX + 1), "FILTER_DEPTH_MAX", limits.FILTER_DEPTH_MAX + 1),
+        (
+            "(" * (limits.FILTER_DEPTH_MAX + 2) + "a = 1" + ")" * (limits.FILTER_DEPTH_MAX + 2),
+            "FILTER_DEPTH_MAX",
+            3,
+        ),
         (
             f"a IN ({','.join(['1'.join(chr(39) * 2)] * (limits.FILTER_IN_ITEMS_MAX + 1))})",
             "FILTER_IN_ITEMS_MAX",

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker.filters import sql_parser, tags
+from timeball.broker.filters import sql_grammar, tags
 from timeball.broker.filters.filter import EVERYTHING, BoolArray, Filter
 from timeball.broker.filters.sql_conditions import Condition
 from timeball.broker.filters.sql_truth import TRUE
@@ -46,7 +46,7 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
             return EVERYTHING
         return tags.TagMaskFilter(wanted) if bit_mask else tags.TagFilter(wanted)
     if expression_type == SQL92:
-        return SqlFilter(*sql_parser.parse(text or ""))
+        return SqlFilter(*sql_grammar.parse(text or ""))
     raise InvalidFilter(f"expression type {expression_type[:80]!r}: it is {TAG} or {SQL92}")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from timeball.broker.filters import sql_parser
-from timeball.broker.filters.sql_parser import parse
+from timeball.broker.filters.sql_conditions import SameText
+from timeball.broker.filters.sql_grammar import parse
 from timeball.errors import InvalidFilter
 
 
@@ -36,6 +38,16 @@ from timeball.errors import InvalidFilter
         ("'a' = 'a' and 1 <> 2", "TRUE AND NOT(FALSE)"),
         ("5 IS NULL", "FALSE"),
         ("NULL IS NULL", "TRUE"),
+        ("a is not null and (b) in('x')or c endswith'y'", "a IS NOT NULL AND b IN ('x') OR c ENDSWITH 'y'"),
+        ("Between1 = fAlSe", "Between1 = FALSE"),
+        *[
+            (f"a = {written}", f"a = {value}")
+            for written, value in (("12l", "12"), ("1.", "1.0"), (".5", "0.5"))
+        ],
+        *[(f"a = {written}", f"a = {value}") for written, value in (("1e3", "1000.0"), ("1.E+3", "1e3"))],
+        ("a = 007.5", "a = 7.5"),
+        *[(text, "a = 1") for text in ("a--x\n=--\r1", "a/**/=/***/1", "a/*=*/ = /* it's -- */1", "a =1--")],
+        ("\t\f\r\na\n=1", "a = 1"),
     ],
 )
 def test_two_ways_to_write_one_filter(text: str, same: str) -> None:
@@ -56,6 +68,9 @@ def test_the_names_are_those_in_the_text() -> None:
         ("a = 1 = 1", "expected AND, OR or the end, found '='", 7),
         ("a LIKE 'x'", "expected a comparison, found 'LIKE'", 3),
         ("(a = 1", "expected ), found the end", 7),
+        ("( a 'x'", "expected ), found 'x'", 5),
+        ("a IN ('x') 'y'", "expected AND, OR or the end, found 'y'", 12),
+        ("a )", "expected a comparison, found ')'", 3),
         ("a = 1)", "expected AND, OR or the end, found ')'", 6),
         ("AND", "found 'AND'", 1),
         ("a AND b = 1", "a is a property and no condition: compare it, as in a = TRUE", 1),
@@ -117,9 +132,40 @@ def test_a_refusal_is_short_whatever_was_written() -> None:
         assert len(str(refused.value)) < 400
 
 
-def test_the_grammar_that_is_drawn_names_every_word() -> None:
-    drawn = sql_parser.__doc__ or ""
-    assert all(word in drawn for word in sql_parser.WORDS)
-    assert all(
-        word in drawn for word in ("CONTAINS", "STARTSWITH", "ENDSWITH", "BETWEEN", "IN", "IS [NOT] NULL")
-    )
+@pytest.mark.parametrize(
+    ("text", "said", "position"),
+    [
+        ("a = 007", "begins with 0", 5),
+        ("12abc", "runs into 'a'", 1),
+        ("1e", "runs into 'e'", 1),
+        ("1e+", "runs into 'e'", 1),
+        ("1.2.3", "runs into '.'", 1),
+        ("12Lx", "runs into 'x'", 1),
+        ("a = 'open", "the string that begins at character 5 has no end", 5),
+        ("'it''", "the string that begins at character 1", 1),
+        ("a /* open", "the comment that begins at character 3", 3),
+        ("/*/", "the comment that begins at character 1", 1),
+        ("a != 1", "unexpected '!' at character 3: not equal is <>", 3),
+        ('a = "x"', "a string stands in single quotes", 5),
+        ("a;", "without a semicolon", 2),
+        ("a % 2", "unexpected '%'", 3),
+        ("ä = 1", "unexpected 'ä'", 1),
+        ("a\x00", "unexpected", 2),
+        ("a\u00a0= 1", "unexpected", 2),
+    ],
+)
+def test_what_is_no_word(text: str, said: str, position: int) -> None:
+    with pytest.raises(InvalidFilter) as refused:
+        parse(text)
+    assert said in str(refused.value)
+    assert refused.value.position == position
+
+
+@given(st.text())
+def test_a_string_is_what_was_quoted(text: str) -> None:
+    assert parse("a = '" + text.replace("'", "''") + "'") == (SameText("a", text), frozenset("a"))
+
+
+@pytest.mark.parametrize("name", ["a", "A", "_", "$", "$a1", "order_id", "Between1", "nots", "ORDER"])
+def test_names_are_kept_as_written(name: str) -> None:
+    assert parse(f"{name} = 'x'") == (SameText(name, "x"), frozenset([name]))
