@@ -23,7 +23,7 @@ import psutil
 from timeball import __version__
 from timeball.access import ANONYMOUS, Caller
 from timeball.broker.parts import Parts, Tables
-from timeball.broker.recovery import Recovered, recover
+from timeball.broker.recovery import Recovered, recover, starting_point
 from timeball.broker.registry.new_topics import NewTopics
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
@@ -41,6 +41,7 @@ from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
+from timeball.log.segment import holds_log
 from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.protocols.flight.server import FlightEdge
@@ -170,10 +171,11 @@ class Node:
         reader, catalog = LogReader(opened.segments), Catalog(files)
         tables = Tables(files, settings.queues_per_topic)
         topics, ledger = tables.topics, AttachState(watermark=opened.segments.first_seq)
-        kept = keepers.kept(settings, files, saved)
+        start = starting_point(saved, opened.segments)
+        kept = keepers.kept(settings, files, start)
         found = await loop.run_in_executor(
             reader_thread,
-            lambda: recover(saved, reader, tables, ledger, catalog, clock.now_ms(), resumes=kept is not None),
+            lambda: recover(start, reader, tables, ledger, catalog, clock.now_ms(), resumes=kept is not None),
         )
         settling = Settling()
         settling.restore(found.settled, found.tick)
@@ -211,7 +213,7 @@ class Node:
         await self._restore(found, kept)
         levels.restore(found.levels, found.levels_settled_seq)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
-        self.upkeep = Upkeep(self.broker)
+        self.upkeep = Upkeep(self.broker, found.snapshot_seq)
 
     async def _restore(self, found: Recovered, kept: msgspec.Struct | None) -> None:
         parts, waiting = self.broker.parts, found.waiting
@@ -373,7 +375,7 @@ def check_folder(files: RealFiles) -> None:
         raise SetupError(f"--data {root} is a file; name a folder")
     if not files.exists(FORMAT_NAME):
         foreign = [name for name in files.list_dir(".") if name != "LOCK"]
-        if foreign:
+        if foreign and not holds_log(files):
             raise SetupError(
                 f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder"
             )

@@ -132,7 +132,7 @@ def look(kept: Kept, files: CrashFiles) -> Look:
 async def _look(world: World, kept: Kept) -> Look:
     await world.start()
     await world.settled()
-    found, new_seq = _known(world), world.broker.parts.writer.next_seq
+    found, new_seq = known(world), world.broker.parts.writer.next_seq
     found["visible"] = [(row.place, row.key, row.body) for row in (await world.outcome()).rows]
     await world.consume()
     found["seen"] = [(row.place, row.key) for row in sorted(world.observed.seen.values())]
@@ -166,7 +166,7 @@ async def _look(world: World, kept: Kept) -> Look:
     return found
 
 
-def _known(world: World) -> Look:
+def known(world: World) -> Look:
     """What the broker says of itself after a start."""
     parts, broker = world.broker.parts, world.broker
     adds = DeltaTable(parts.catalog.uri).get_add_actions(flatten=True)
@@ -176,7 +176,7 @@ def _known(world: World) -> Look:
         "groups": parts.groups.all(),
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
         "modes": parts.request_modes.get("a", POPS),
-        "secret": parts.receipt_secret.get(),
+        "secret": parts.receipt_secret.get() if parts.receipt_secret.is_made else None,
         "held": [saved(queue) for queue in broker.consuming.leases.all() if not queue.idle],
         "halves": sorted(broker.transactions.open()),
         "ledger": (parts.ledger.epochs, parts.ledger.reserved, parts.ledger.attach_seq),

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from collections import Counter
 from functools import cache
 
 import msgspec
-import pyarrow as pa
 import pytest
-from tests.crash.damage import KINDS, WAYS, Damage, Result, drawn, kind_of, names, result, written
+from tests.crash.damage import (
+    KINDS,
+    WAYS,
+    Damage,
+    Result,
+    change_value,
+    drawn,
+    kind_of,
+    names,
+    result,
+    written,
+)
 from tests.crash.folder import VARIANTS, Kept, Look, lived, look
-from tests.crash_files import CrashFiles
 
-from timeball.inspect.folder import FolderDump, FrameFound
 from timeball.log import checkpoint
-from timeball.log import format as fmt
 from timeball.schedule import mapped_log
 
 SEED = int(os.environ.get("CUT_SEED", "1"))
@@ -111,26 +116,6 @@ class Silently(Damage):
         else:
             files.remove("checkpoint")
             change_value(files, self.name)
-
-
-def change_value(files: CrashFiles, key: str) -> None:
-    """Set the numbers of the last META row of `key` to 0, and write its frame as if it had always said so."""
-    folder = FolderDump(files)
-    found = [f for segment in folder.segments for f in folder.walk(segment) if isinstance(f, FrameFound)]
-    mine = next(f for f in reversed(found) if key in f.rows.column("unique_key").to_pylist())
-    at = mine.rows.column("unique_key").to_pylist().index(key)
-    bodies = mine.rows.column("body").to_pylist()
-    bodies[at] = re.sub(rb":\d+", lambda number: b":" + b"0".rjust(len(number[0]) - 1), bodies[at])
-    column = mine.rows.schema.get_field_index("body")
-    rows = mine.rows.set_column(column, mine.rows.schema.field(column), pa.array(bodies, pa.binary()))
-    frame, parts = fmt.encode_frame(
-        rows, first_seq=mine.frame.first_seq, span=mine.frame.span, append_ms=mine.frame.append_ms,
-        epoch=mine.frame.epoch, position=mine.frame.position, synced_to=mine.frame.synced_to,
-    )  # fmt: skip
-    assert frame == mine.frame
-    with contextlib.closing(files.open(mine.segment.name)) as file:
-        file.write_at(frame.position, b"".join(bytes(part) for part in parts))
-        file.sync()
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "offsets/readers@a"])

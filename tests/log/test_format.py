@@ -139,7 +139,7 @@ def test_a_frame_of_another_version_asks_for_another_timeball() -> None:
 
 def test_flags_nobody_knows_are_refused() -> None:
     data = bytearray(encode(batch(1, 2)))
-    struct.pack_into("<H", data, 6, 1)
+    struct.pack_into("<H", data, 6, 2)
     with pytest.raises(Corrupt):
         fmt.read_frame(segment(sealed_again(data)), 64)
 

@@ -1,4 +1,6 @@
-"""Rebuild every cache from the log: from the checkpoint on when there is one, from the beginning otherwise.
+"""Rebuild every cache from the log: from the checkpoint on, or from the last snapshot, or from the first row.
+
+"The checkpoint" below is the one of these that a start begins with; a snapshot says the same, in the log.
 
     1. the checkpoint says what is true at sequence number C; the files of the queue index say where the messages
        before it stand, and where these are damaged or missing, the log does
@@ -39,9 +41,10 @@ from timeball.broker.tables.attach import AttachState
 from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
-from timeball.log.meta_rows import pairs_of
+from timeball.log.meta_rows import SNAPSHOT_KEY, pairs_of
 from timeball.log.reader import LogReader
-from timeball.log.segment import segment_name
+from timeball.log.segment import Segments, segment_name
+from timeball.log.snapshot import last_snapshot
 from timeball.message import CANCEL_NEXT, SCHEDULE_TOPIC, Int64Array, Kind
 from timeball.schedule import places
 from timeball.schedule.places import Placed
@@ -58,6 +61,7 @@ _EMPTY = np.empty(0, np.int64)
 class Replayed:
     """What the rows behind the checkpoint say."""
 
+    snapshot_seq: int  # the last snapshot's, or the checkpoint's
     promises: list[Placed] = field(default_factory=list)
     settled: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
     released: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)  # of those settled
@@ -80,10 +84,27 @@ class Recovered:
     moved: list[tuple[int, int, int]]
     levels: dict[int, cp.LevelFacts]
     levels_settled_seq: Int64Array  # since the checkpoint
+    snapshot_seq: int
+
+
+def starting_point(checkpoint: cp.Checkpoint | None, segments: Segments) -> cp.Checkpoint:
+    """Return what to begin with: the checkpoint when it fits the log, else the last snapshot, else nothing at all.
+
+    Raises Corrupt when the log lacks rows that retention has not let go.
+    """
+    if checkpoint is not None and segments.first_seq <= checkpoint.facts.log_from_seq:
+        return checkpoint
+    known = last_snapshot(segments) or cp.Checkpoint(cp.Facts(seq=1), _EMPTY, _EMPTY)
+    if segments.first_seq > known.facts.log_from_seq:
+        raise Corrupt(
+            f"{segment_name(segments.all[0].ordinal - 1)} is missing: the log begins with seq {segments.first_seq}, "
+            f"but retention has let go nothing from seq {known.facts.log_from_seq} on; restore the file from a copy"
+        )
+    return known
 
 
 def recover(
-    checkpoint: cp.Checkpoint | None,
+    known: cp.Checkpoint,
     reader: LogReader,
     tables: Tables,
     ledger: AttachState,
@@ -98,26 +119,14 @@ def recover(
 
     `resumes`: whoever keeps the promises knows those before the checkpoint by itself.
     """
-    known = checkpoint or cp.Checkpoint(cp.Facts(seq=reader.first_seq), _EMPTY, _EMPTY)
-    if checkpoint is None and reader.first_seq > 1:
-        raise Corrupt(
-            "checkpoint is missing or damaged, and retention has let go the log's beginning: restore it from a copy "
-            "of the same moment as the log"
-        )
     facts = known.facts
-    if reader.first_seq > facts.log_from_seq:
-        first = reader.segments.all[0].ordinal
-        raise Corrupt(
-            f"{segment_name(first - 1)} is missing: the log begins with seq {reader.first_seq}, but retention "
-            f"has let go nothing from seq {facts.log_from_seq} on; restore the file from a copy"
-        )
     topics = tables.topics
     tables.meta.restore((key, bytes(value)) for key, value in facts.meta.items())
     topics.load(reader, facts.queues, facts.seq)
     ledger.watermark, ledger.attach_seq = facts.watermark, facts.attach_seq
     ledger.epochs, ledger.jobs = dict(facts.epochs), dict(facts.jobs)
     ledger.reserved = dict(facts.reserved)
-    replayed = _replay(reader, facts.seq, tables, ledger)
+    replayed = _replay(reader, facts.seq, facts.snapshot_seq, tables, ledger)
     if reader.first_seq > 1:
         # Retention may have gone on after the checkpoint was saved, and what it let go must not be offered.
         topics.forget(reader.first_seq)
@@ -141,17 +150,31 @@ def recover(
     tick = Tick(*facts.tick).after(_split(replayed.released, in_levels)[1][0])
     moved = [*facts.moved, *replayed.moved]
     return Recovered(
-        settled, tick, tail.part(waiting), files, len(tail), halves, moved, facts.levels, of_level[1]
+        settled,
+        tick,
+        tail.part(waiting),
+        files,
+        len(tail),
+        halves,
+        moved,
+        facts.levels,
+        of_level[1],
+        replayed.snapshot_seq,
     )
 
 
-def _replay(reader: LogReader, from_seq: int, tables: Tables, ledger: AttachState) -> Replayed:
-    replayed = Replayed()
+def _replay(
+    reader: LogReader, from_seq: int, snapshot_seq: int, tables: Tables, ledger: AttachState
+) -> Replayed:
+    replayed = Replayed(snapshot_seq)
     for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
         present = set(np.unique(kinds).tolist())
         if Kind.META in present:  # a topic before the messages that follow it
-            tables.meta.restore(pairs_of(rows.filter(pa.array(kinds == Kind.META))))
+            state = rows.filter(pa.array(kinds == Kind.META))
+            tables.meta.restore(pairs_of(state))
+            snapshots = state.column("seq").filter(pc.equal(state.column("unique_key"), SNAPSHOT_KEY))
+            replayed.snapshot_seq = snapshots[-1].as_py() if len(snapshots) else replayed.snapshot_seq
         if present & HAVE_PLACES:
             visible = np.flatnonzero(np.isin(kinds, list(HAVE_PLACES)))
             tables.topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])

@@ -12,14 +12,18 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.memory import give_back
 from timeball.broker.parts import in_thread, undone
 from timeball.broker.service import Broker
 from timeball.errors import Corrupt, OverLimit, RequestError
-from timeball.log import checkpoint, frame_index, retention
+from timeball.log import checkpoint, frame_index, retention, snapshot
+from timeball.log.checkpoint import Checkpoint, Facts
+from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES
+from timeball.schedule.strategy import Settled
 from timeball.table.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -36,11 +40,12 @@ REMOVE_JOB_ID = "broker-behind"
 class Upkeep:
     """The duties of one broker."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, snapshot_seq: int) -> None:
         self._broker = broker
         self._parts = broker.parts
         self._settings = broker.parts.settings
         self._checkpoint_seq = -1
+        self._snapshot_seq = snapshot_seq
         self._saved: tuple[int, int] | None = None  # seq, log_from_seq of the last checkpoint
         self._log_from_seq = broker.parts.reader.first_seq
         self._tasks: list[asyncio.Task[None]] = []
@@ -94,32 +99,17 @@ class Upkeep:
     async def checkpoint(self) -> None:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""
         parts = self._parts
+        if snapshot.bytes_behind(parts.reader.segments, self._snapshot_seq) >= snapshot.EVERY_BYTES:
+            await self.snapshot()
         async with self._broker.mover.lock:  # between the steps of an attach there is no state to save
             seq, log_from_seq = parts.reader.next_seq, self._log_from_seq
             if (seq, log_from_seq) == self._saved or self._broker.mover.is_unfinished:
                 return
             settled = parts.settling.settled()
             dirty = parts.keeper.take_dirty() if parts.keeper is not None else []
-            meta = dict(parts.meta.values)
-            facts = checkpoint.Facts(
-                seq=seq,
-                settled_before_ms=settled.before_ms,
-                settled_before_seq=settled.before_seq,
-                late=list(settled.late),
-                watermark=parts.ledger.watermark,
-                epochs=dict(parts.ledger.epochs),
-                jobs=dict(parts.ledger.jobs),
-                reserved=list(parts.ledger.reserved.items()),
-                halves=self._broker.transactions.open(),
-                levels=parts.levels.state(),
-                tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
-                moved=parts.settling.moved.rows(),
-                schedule=parts.settings.strategy,
+            facts = msgspec.structs.replace(
+                self._facts(seq, settled),
                 kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
-                files=list(parts.hour_log.pending.live_entries()),
-                attach_seq=parts.ledger.attach_seq,
-                log_from_seq=log_from_seq,
-                meta={key: msgspec.Raw(value) for key, value in meta.items()},
             )
             kept_unsynced = [] if parts.keeper is None else [parts.keeper.unsynced]
             queues = parts.topics.indexes.flush(seq)
@@ -132,7 +122,7 @@ class Upkeep:
                     if files:
                         parts.files.sync_dir(folder)
                 known = msgspec.structs.replace(facts, queues=queues.lengths())
-                checkpoint.save(parts.files, checkpoint.Checkpoint(known, settled.due_ms, settled.seq))
+                checkpoint.save(parts.files, Checkpoint(known, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
             with undone(*kept_unsynced):
@@ -141,6 +131,52 @@ class Upkeep:
             parts.topics.indexes.finish(queues)
             self._checkpoint_seq = seq
             self._saved = seq, log_from_seq
+
+    async def snapshot(self) -> bool:
+        """Append what still counts of the log so far; durable on return. False while an attach has failed half way."""
+        parts = self._parts
+        async with self._broker.mover.lock:
+            if self._broker.mover.is_unfinished:
+                return False
+            seq, settled = parts.reader.next_seq, parts.settling.settled()
+            facts, queues = self._facts(seq, settled), parts.topics.indexes.flush(seq)
+
+            def encoded() -> pa.RecordBatch:
+                known = msgspec.structs.replace(facts, queues=queues.lengths())
+                state = Checkpoint(known, settled.due_ms, settled.seq)
+                return snapshot.snapshot_row(state, parts.clock.now_ms())
+
+            row = await in_thread(parts.reader_thread, encoded)
+            # Rows may have come since `seq`; a start reads from there on.
+            first_seq, durable = parts.writer.append(row, flags=SNAPSHOT)
+            await durable
+            await parts.writer.synced()
+            self._snapshot_seq = first_seq
+            return True
+
+    def _facts(self, seq: int, settled: Settled) -> Facts:
+        """Return what counts of the rows below `seq`; what only files know, and queues' lengths, are to be added."""
+        parts = self._parts
+        return Facts(
+            seq=seq,
+            settled_before_ms=settled.before_ms,
+            settled_before_seq=settled.before_seq,
+            late=list(settled.late),
+            watermark=parts.ledger.watermark,
+            epochs=dict(parts.ledger.epochs),
+            jobs=dict(parts.ledger.jobs),
+            reserved=list(parts.ledger.reserved.items()),
+            halves=self._broker.transactions.open(),
+            levels=parts.levels.state(),
+            tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
+            moved=parts.settling.moved.rows(),
+            schedule=parts.settings.strategy,
+            files=list(parts.hour_log.pending.live_entries()),
+            attach_seq=parts.ledger.attach_seq,
+            log_from_seq=self._log_from_seq,
+            snapshot_seq=self._snapshot_seq,
+            meta={key: msgspec.Raw(value) for key, value in parts.meta.values.items()},
+        )
 
     async def seal_queues(self) -> None:
         """Write the newest entries of the queues when they are many; else they wait for the checkpoint."""
@@ -200,11 +236,12 @@ class Upkeep:
             needed_from_seq=needed,
         )
         if gone:
-            # First the checkpoint says that these rows may be gone: else a start refuses a log that lacks them.
+            # First a snapshot says what they said, and that they may be gone: else a start refuses a log that lacks
+            # them. The checkpoint follows, or it would not be believed.
             self._log_from_seq = gone[-1].next_seq
-            await self.checkpoint()
-            if self._saved is None or self._saved[1] < self._log_from_seq:
+            if not await self.snapshot():
                 return
+            await self.checkpoint()
             await in_thread(
                 self._parts.reader_thread, lambda: retention.remove(parts.files, parts.reader.segments, gone)
             )

@@ -98,9 +98,9 @@ class FolderDump:
         self.checkpoint = self._checkpoint()  # before the log, which may grow while we look
         self.segments = self._segments()
         begun = [segment for segment in self.segments if not segment.is_spare]
-        if begun and begun[0].first_seq != 1 and not files.exists(cp.NAME):
-            text = "it is lost, and the log's beginning has been let go: restore it from a copy"
-            self.damage.append(Damage(cp.NAME, None, text))
+        if begun and self.checkpoint is None and not _is_all_there(begun):
+            text = "the log's beginning is missing, and no snapshot stands for it: restore it from a copy"
+            self.damage.append(Damage(segment_name(begun[0].ordinal - 1), None, text))
         if not begun and self.checkpoint is not None and self.checkpoint.facts.seq > 1:
             last = self.checkpoint.facts.seq - 1
             self.damage.append(
@@ -254,6 +254,20 @@ def kind_counts(rows: pa.RecordBatch) -> dict[str, int]:
     known = {int(kind): kind.name for kind in Kind}
     pairs = zip(kinds.tolist(), counts.tolist(), strict=True)
     return {known.get(kind, str(kind)): count for kind, count in pairs}
+
+
+def _is_all_there(begun: list[SegmentFound]) -> bool:
+    """Return whether the log begins with its first row, or a snapshot says that what is missing may be."""
+    first_seq = begun[0].first_seq
+    if first_seq in (None, 1):
+        return True
+    for segment in reversed(begun):
+        for frame in whole_frames(segment.buffer, fmt.ALIGN):
+            if frame.flags & fmt.SNAPSHOT:
+                body = fmt.decode_rows(segment.buffer, frame).column("body")[0].as_py()
+                if cp.decode(body).facts.log_from_seq >= (first_seq or 0):
+                    return True
+    return False
 
 
 def _numbers(names: list[str]) -> list[int]:

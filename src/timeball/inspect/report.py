@@ -168,7 +168,8 @@ def _checkpoint(folder: FolderDump) -> dict[str, Any] | None:
     if folder.checkpoint is None:
         return None
     # `asdict` first: a struct of its own leaves out what has its default value.
-    facts: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(folder.checkpoint.facts))
+    shown = msgspec.structs.replace(folder.checkpoint.facts, meta={})  # some of these values are secret
+    facts: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(shown))
     del facts["queues"]  # shown with the queues
     facts["files"] = len(facts["files"] or [])
     return {**facts, "settled_rows": len(folder.checkpoint.settled_seq)}

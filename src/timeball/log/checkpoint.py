@@ -5,9 +5,8 @@
           | "TBCHECK1"| length | crc32c  | JSON facts      | settled: due, seq |
           +-----------+--------+---------+------- … -------+------- … --------+
 
-Written whole with `Files.replace`, after everything it vouches for has been synced. While the log is kept from
-its first row on, a missing or damaged checkpoint costs only time: everything is replayed. Once retention has let
-the beginning go, the broker refuses to start without one (broker/recovery.py): it could not know what was settled.
+Written whole with `Files.replace`, after everything it vouches for has been synced. A cache: without it a start reads
+the log from the last snapshot on (snapshot.py), which holds the same facts, and comes to the same state.
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     moved: list[tuple[int, int, int]] = []  # see schedule/moved.py: (due_ms, seq, next_seq)
     schedule: str = "hour_log"  # who kept promises for an instant
     kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some
-    # Live data files, as table/attachment.py has them: what the TABLE rows below `seq` add up to. None: of before.
-    files: list[Any] | None = None
+    files: list[Any] = []  # live data files (table/attachment.py): what the TABLE rows below `seq` add up to
     attach_seq: int = 0  # the last of those rows
     log_from_seq: int = 1  # retention may have let go what stands below it, and nothing else
+    snapshot_seq: int = 1  # the last snapshot's row, or the first row of all
     meta: dict[str, msgspec.Raw] = {}  # what the META rows below `seq` add up to: key -> value
 
 
@@ -82,10 +81,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
     settled_seq: Int64Array
 
 
-def save(files: Files, checkpoint: Checkpoint) -> None:
-    """Replace the checkpoint, durably."""
+def encode(checkpoint: Checkpoint) -> bytes:
+    """Return the payload: what stands behind the header, and what a snapshot row has for its value."""
     facts = msgspec.json.encode(checkpoint.facts)
-    payload = b"".join(
+    return b"".join(
         [
             struct.pack("<QQ", len(facts), len(checkpoint.settled_due)),
             facts,
@@ -93,16 +92,11 @@ def save(files: Files, checkpoint: Checkpoint) -> None:
             checkpoint.settled_seq.astype("<i8").tobytes(),
         ]
     )
-    files.replace(NAME, HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
 
 
-def parse(data: bytes) -> Checkpoint:
-    """From the bytes of the file; raises Corrupt."""
+def decode(payload: bytes) -> Checkpoint:
+    """Inverse of `encode`; raises Corrupt."""
     try:
-        magic, length, crc = HEADER.unpack_from(data)
-        payload = data[HEADER.size :]
-        if magic != MAGIC or length != len(payload) or crc != google_crc32c.value(payload):
-            raise ValueError("it does not match its checksum")
         facts_size, count = struct.unpack_from("<QQ", payload)
         if 16 + facts_size + 16 * count != len(payload):
             raise ValueError("its lengths do not add up")
@@ -113,15 +107,30 @@ def parse(data: bytes) -> Checkpoint:
     return Checkpoint(facts, arrays[:count], arrays[count:])
 
 
+def save(files: Files, checkpoint: Checkpoint) -> None:
+    """Replace the checkpoint, durably."""
+    payload = encode(checkpoint)
+    files.replace(NAME, HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
+
+
+def parse(data: bytes) -> Checkpoint:
+    """From the bytes of the file; raises Corrupt."""
+    try:
+        magic, length, crc = HEADER.unpack_from(data)
+        payload = data[HEADER.size :]
+        if magic != MAGIC or length != len(payload) or crc != google_crc32c.value(payload):
+            raise ValueError("it does not match its checksum")
+    except (ValueError, struct.error) as error:
+        raise Corrupt(str(error)) from error
+    return decode(payload)
+
+
 def load(files: Files) -> Checkpoint | None:
     """The last checkpoint, or None when there is none that can be trusted."""
     if not files.exists(NAME):
         return None
     try:
-        found = parse(bytes(files.map_readonly(NAME)))
-        if found.facts.files is None:
-            raise Corrupt("it does not say which data files live")
-        return found
+        return parse(bytes(files.map_readonly(NAME)))
     except Corrupt as error:
-        logger.warning("checkpoint not used, the whole log is replayed reason=%s", error)
+        logger.warning("checkpoint not used, the log is replayed from its last snapshot reason=%s", error)
         return None

@@ -53,7 +53,7 @@ FRAME = struct.Struct(
     "<"
     "I"  # magic: zero means nothing was written here
     "H"  # version of LOG_SCHEMA and of this header
-    "H"  # flags: zero, checked
+    "H"  # flags: zero, or SNAPSHOT
     "I"  # length: the whole frame, so that the next one is found without decoding this one
     "I"  # rows in the record batch
     "q"  # first_seq: sequence number of the first row
@@ -66,6 +66,8 @@ FRAME = struct.Struct(
 )
 assert FRAME.size == ALIGN
 _CRC_OFFSET = 52
+FLAGS_OFFSET = 6
+SNAPSHOT = 1  # flag: the frame is a snapshot (snapshot.py)
 
 SEGMENT = struct.Struct("<8sIIqq28xI")
 assert SEGMENT.size == ALIGN
@@ -84,6 +86,7 @@ class Frame:
     epoch: int
     payload: int
     synced_to: int
+    flags: int = 0
 
     @property
     def next_seq(self) -> int:
@@ -105,6 +108,7 @@ def encode_frame(
     epoch: int,
     position: int,
     synced_to: int,
+    flags: int = 0,
 ) -> tuple[Frame, list[bytes | pa.Buffer]]:
     """The frame for `rows` at `position`, and its bytes as buffers to be written one after the other."""
     assert span >= rows.num_rows > 0
@@ -115,13 +119,15 @@ def encode_frame(
 
     def header(crc: int) -> bytes:
         return FRAME.pack(
-            FRAME_MAGIC, SCHEMA_VERSION, 0, length, rows.num_rows, first_seq, span, append_ms, epoch,
+            FRAME_MAGIC, SCHEMA_VERSION, flags, length, rows.num_rows, first_seq, span, append_ms, epoch,
             payload.size, crc, synced_to,
         )  # fmt: skip
 
     crc = google_crc32c.extend(google_crc32c.value(header(0)), payload)
     crc = google_crc32c.extend(crc, padding)
-    frame = Frame(position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload.size, synced_to)
+    frame = Frame(
+        position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload.size, synced_to, flags
+    )
     return frame, [header(crc), payload, padding]
 
 
@@ -151,7 +157,7 @@ def read_frame_header(segment: pa.Buffer, position: int) -> Frame | None:
         if any(memoryview(segment.slice(position, ALIGN))):
             raise Corrupt(f"frame header at byte {position} is half written")
         return None
-    if magic != FRAME_MAGIC or flags != 0:
+    if magic != FRAME_MAGIC or flags & ~SNAPSHOT:
         raise Corrupt(f"no frame at byte {position}")
     sane = (
         ALIGN <= length <= limits.FRAME_BYTES_MAX
@@ -167,7 +173,7 @@ def read_frame_header(segment: pa.Buffer, position: int) -> Frame | None:
         raise SetupError(
             f"frame of version {version}; this Timeball reads version {SCHEMA_VERSION}: use a newer one"
         )
-    return Frame(position, length, rows, first_seq, span, append_ms, epoch, payload, synced_to)
+    return Frame(position, length, rows, first_seq, span, append_ms, epoch, payload, synced_to, flags)
 
 
 def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:

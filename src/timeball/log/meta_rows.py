@@ -1,7 +1,7 @@
 """META rows: state of the broker as a key (`unique_key`) and a value (`body`); the last row of a key counts.
 
-An empty value deletes the key. Values under `secret/` stay inside the broker: whoever hands rows to the outside asks
-`without_secrets` first.
+An empty value deletes the key. Values under `secret/`, and a snapshot, stay inside the broker: what hands rows to the
+outside passes them through `without_secrets`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from timeball.message import Kind, build_rows
 
 SECRET_PREFIX = "secret/"
+SNAPSHOT_KEY = "snapshot"  # all other values at once, the secret ones too (snapshot.py)
 
 
 def meta_rows(pairs: list[tuple[str, bytes]], now_ms: int) -> pa.RecordBatch:
@@ -27,9 +28,9 @@ def without_secrets(rows: pa.RecordBatch) -> pa.RecordBatch:
     is_meta = rows.column("kind").to_numpy() == Kind.META
     if not is_meta.any():
         return rows
-    is_secret = pc.and_(
-        pa.array(is_meta), pc.starts_with(pc.fill_null(rows.column("unique_key"), ""), SECRET_PREFIX)
-    )
+    keys = pc.fill_null(rows.column("unique_key"), "")
+    is_secret = pc.or_(pc.starts_with(keys, SECRET_PREFIX), pc.equal(keys, SNAPSHOT_KEY))
+    is_secret = pc.and_(pa.array(is_meta), is_secret)
     at = rows.schema.get_field_index("body")
     body = pc.if_else(is_secret, pa.scalar(None, pa.binary()), rows.column(at))
     return rows.set_column(at, rows.schema.field(at), body)

@@ -35,6 +35,12 @@ def segment_name(ordinal: int) -> str:
     return f"{FOLDER}/{ordinal:010d}{SUFFIX}"
 
 
+def holds_log(files: Files) -> bool:
+    """Return whether the data folder holds a log of ours, whatever else is missing in it."""
+    names = [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
+    return any(bytes(files.map_readonly(name)[:8]) == fmt.SEGMENT_MAGIC for name in names)
+
+
 class Segment:
     """A segment in use or sealed. `end` is where the next frame goes; `next_seq` what it starts with."""
 

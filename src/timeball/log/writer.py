@@ -1,14 +1,13 @@
 """Group commit: whatever has arrived when the disk becomes idle is one write and one fdatasync.
 
-There is no timer. `append` gives out sequence numbers at once, on the event loop, so that the order of calls is
-the order of the log and every decision (a cancel against a release) is settled by it; the future it returns
-is done when the rows are on disk. One commit is in flight at a time, in the disk thread, and a commit never
-spans two segments: both are what recovery relies on to tell a torn commit from damage.
+`append` gives out sequence numbers at once, on the event loop, so that the order of calls is the order of the log and
+every decision (a cancel against a release) is settled by it; the future it returns is done when the rows are on disk.
+One commit is in flight at a time, in the disk thread, and a commit never spans two segments: both are what recovery
+relies on to tell a torn commit from damage.
 
-Refuses: to go on after the first failed write or sync (G9). What the page cache then shows is not what the disk
-holds, and a second fsync would answer OK (docs/decisions/0003-fail-stop.md). A disk that fills up is noticed
-earlier: the next segment is prepared while the present one is half full, and until that has worked again `check_room`
-answers OverLimit, while releases and cancels still fit into the segment at hand.
+Refuses: to go on after the first failed write or sync (G9): what the page cache then shows is not what the disk holds
+(docs/decisions/0003-fail-stop.md). A disk that fills up is noticed earlier: the next segment is prepared while the
+present one is half full; until that works `check_room` answers OverLimit, and releases, cancels and state still fit.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -47,6 +47,7 @@ class _Entry:
     size_bytes: int
     done: asyncio.Future[int]  # the caller's: gone when the caller goes
     on_durable: DurableCallback | None
+    flags: int = 0
     flushed: asyncio.Future[None] | None = None  # of those who wait for whatever has been appended
 
 
@@ -120,12 +121,17 @@ class LogWriter:
             raise OverLimit(f"{self._pending_bytes} bytes wait for the disk; try again in a moment")
 
     def append(
-        self, rows: pa.RecordBatch, *, span: int | None = None, on_durable: DurableCallback | None = None
+        self,
+        rows: pa.RecordBatch,
+        *,
+        span: int | None = None,
+        on_durable: DurableCallback | None = None,
+        flags: int = 0,
     ) -> tuple[int, asyncio.Future[int]]:
         """Take `rows` (LOG_SCHEMA) into the log; returns their first sequence number and when it is durable.
 
-        `span` sets numbers aside beyond the rows. `on_durable` runs on the loop right before the future is set,
-        in log order: caches that must have seen a row before its acknowledgement are updated there.
+        `span` sets numbers aside beyond the rows; `flags` are a frame's of their own. `on_durable` runs on the loop, in
+        log order, right before the future is set: caches must have seen a row before its acknowledgement.
         """
         if self.failed is not None:
             raise StorageError(f"the log has stopped: {self.failed}")
@@ -138,7 +144,7 @@ class LogWriter:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
         self.next_seq += span
-        entry = _Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable)
+        entry = _Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable, flags)
         self._pending.append(entry)
         self._pending_bytes += entry.size_bytes
         if not self._busy:
@@ -188,7 +194,7 @@ class LogWriter:
             raise StorageError("the log has stopped")
         try:
             yield
-        except BaseException:  # whatever it was, the disk no longer holds what we think
+        except BaseException:  # the disk may no longer hold what we think
             self._broken = True
             raise
 
@@ -196,17 +202,18 @@ class LogWriter:
         """Encode, write and sync one commit (disk thread)."""
         segment = self._segments.last
         groups = _group(entries)
-        needed = sum(pa.ipc.get_record_batch_size(batch) + 2 * fmt.ALIGN for batch, _, _ in groups)
+        needed = sum(pa.ipc.get_record_batch_size(group.rows) + 2 * fmt.ALIGN for group in groups)
         if segment.end + needed > segment.buffer.size:
-            segment = self._roll(groups[0][1], needed)
+            segment = self._roll(groups[0].first_seq, needed)
         commit, position, now_ms = _Commit(segment), segment.end, self._clock.wall_ms()
         if self._durability == "sync":
             self._synced_to = position
-        for batch, first_seq, span in groups:
+        for group in groups:
             frame, parts = fmt.encode_frame(
-                batch,
-                first_seq=first_seq,
-                span=span,
+                group.rows,
+                first_seq=group.first_seq,
+                span=group.span,
+                flags=group.flags,
                 append_ms=now_ms,
                 epoch=self._epoch,
                 position=position,
@@ -222,8 +229,7 @@ class LogWriter:
         return commit
 
     def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:
-        size = sum(len(part) for part in parts)
-        if size <= 65_536:
+        if sum(len(part) for part in parts) <= 65_536:
             self._file.write_at(position, b"".join(parts))  # one call costs less than the copy saves
             return
         for part in parts:
@@ -366,22 +372,28 @@ class LogWriter:
             self._spare.file.close()
 
 
-def _group(entries: list[_Entry]) -> list[tuple[pa.RecordBatch, int, int]]:
-    """Entries as frames: (rows, first_seq, span). Neighbours share a frame unless one sets numbers aside."""
-    groups: list[tuple[pa.RecordBatch, int, int]] = []
+class _Group(NamedTuple):
+    rows: pa.RecordBatch
+    first_seq: int
+    span: int
+    flags: int = 0
+
+
+def _group(entries: list[_Entry]) -> list[_Group]:
+    """Return entries as frames. Neighbours share one unless one sets numbers aside or has flags."""
+    groups: list[_Group] = []
     run: list[_Entry] = []
 
     def flush() -> None:
         if run:
-            batches = [entry.rows for entry in run]
-            rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-            groups.append((rows, run[0].first_seq, rows.num_rows))
+            rows = run[0].rows if len(run) == 1 else pa.concat_batches([entry.rows for entry in run])
+            groups.append(_Group(rows, run[0].first_seq, rows.num_rows))
             run.clear()
 
     for entry in entries:
-        if entry.span != entry.rows.num_rows:
+        if entry.flags or entry.span != entry.rows.num_rows:
             flush()
-            groups.append((entry.rows, entry.first_seq, entry.span))
+            groups.append(_Group(entry.rows, entry.first_seq, entry.span, entry.flags))
         else:
             run.append(entry)
     flush()

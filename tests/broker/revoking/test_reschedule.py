@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -547,17 +546,17 @@ def test_two_frames_in_place_of_one_are_noticed(monkeypatch: pytest.MonkeyPatch)
     """Or the test above could not tell what it is there for."""
     one_frame = writer._group
 
-    def two_frames(entries: list[writer._Entry]) -> list[tuple[pa.RecordBatch, int, int]]:
+    def two_frames(entries: list[writer._Entry]) -> list[writer._Group]:
         groups = []
-        for rows, first_seq, span in one_frame(entries):
+        for rows, first_seq, span, flags in one_frame(entries):
             cancels = column(rows, "kind").count(Kind.CANCEL)
             if 0 < cancels < rows.num_rows:
                 groups += [
-                    (rows.slice(0, cancels), first_seq, cancels),
-                    (rows.slice(cancels), first_seq + cancels, span - cancels),
+                    writer._Group(rows.slice(0, cancels), first_seq, cancels),
+                    writer._Group(rows.slice(cancels), first_seq + cancels, span - cancels),
                 ]
             else:
-                groups.append((rows, first_seq, span))
+                groups.append(writer._Group(rows, first_seq, span, flags))
         return groups
 
     monkeypatch.setattr(writer, "_group", two_frames)

@@ -8,6 +8,7 @@
     offsets/parked                     Parked                   offsets.py
     in_flight/<group>@<topic>@<queue>  leases at a clean stop   consuming/in_flight.py
     secret/receipts                    32 bytes, as base64      receipt_secret.py
+    snapshot                           all of these at once     log/snapshot.py
 
 Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log
 before every row that needs it: a topic before its first message, in the same commit and under the same sync. A caller
@@ -23,7 +24,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball.errors import Corrupt, SetupError
-from timeball.log.meta_rows import meta_rows
+from timeball.log.meta_rows import SNAPSHOT_KEY, meta_rows
 
 T = TypeVar("T")
 Values = dict[str, bytes]
@@ -68,6 +69,8 @@ class MetaLog:
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
         """Take values that the log says, in log order."""
         for key, value in pairs:
+            if key == SNAPSHOT_KEY:
+                continue  # it says what the rows before it have said, all of which are known here
             prefix, _, name = key.partition("/")
             table = self._tables.get(prefix)
             if table is None:
