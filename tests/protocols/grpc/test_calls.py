@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from timeball import limits
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.calls import CLIENT_ID, Call
-from timeball.protocols.grpc.codec.statuses import Refused
 
 
 def test_a_client_says_its_name() -> None:
@@ -20,4 +20,4 @@ def test_a_client_says_its_name() -> None:
 def test_a_client_without_a_name_is_refused(headers: dict[str, str]) -> None:
     with pytest.raises(Refused) as refused:
         _ = Call(headers).client_id
-    assert refused.value.status_code == Code.CLIENT_ID_REQUIRED
+    assert refused.value.protocol_code == Code.CLIENT_ID_REQUIRED

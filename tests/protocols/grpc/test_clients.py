@@ -6,6 +6,7 @@ import pytest
 from tests.protocols.grpc.wire import consumer_settings, producer_settings
 
 from timeball.errors import OverLimit
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc import clients as clients_module
 from timeball.protocols.grpc._generated.service_pb2 import TelemetryCommand
 from timeball.protocols.grpc.clients import (
@@ -16,7 +17,6 @@ from timeball.protocols.grpc.clients import (
     Clients,
     Stream,
 )
-from timeball.protocols.grpc.codec.statuses import Refused
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from tests.protocols.grpc.consumer import GROUP, Consumer, resource, with_consum
 from tests.protocols.grpc.wire import d, receive_request
 
 from timeball.broker.filters import EVERYTHING
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc import consuming as module
 from timeball.protocols.grpc.calls import Call
-from timeball.protocols.grpc.codec.statuses import Refused
 from timeball.protocols.grpc.consuming import (
     DURATION_SECONDS_MAX,
     WAIT_MS_MAX,
@@ -33,7 +33,7 @@ def test_any_duration_is_milliseconds_or_refused(seconds: int, nanos: int) -> No
     try:
         ms = duration_ms(duration, d.Code.ILLEGAL_POLLING_TIME, "it")
     except Refused as error:
-        assert error.status_code == d.Code.ILLEGAL_POLLING_TIME
+        assert error.protocol_code == d.Code.ILLEGAL_POLLING_TIME
         assert abs(seconds) > DURATION_SECONDS_MAX or abs(nanos) > 999_999_999 or seconds * nanos < 0
     else:
         assert ms == (seconds * 10**9 + nanos) // 10**6

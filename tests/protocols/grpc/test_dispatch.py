@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from timeball.errors import OverLimit
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc._generated.service_pb2 import (
     AckMessageRequest,
@@ -18,7 +19,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     ReceiveMessageResponse,
 )
 from timeball.protocols.grpc.calls import Call, Handlers
-from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.codec.statuses import ok
 from timeball.protocols.grpc.dispatch import METHODS, Dispatch
 
 CALL = Call({})

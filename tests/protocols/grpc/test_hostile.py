@@ -19,7 +19,7 @@ from tests.bounds import BOUND_S
 from tests.protocols.grpc.consumer import GROUP, TOPIC, Consumer, resource, with_consumer
 from tests.protocols.grpc.wire import consumer_settings, d
 
-from timeball.protocols.grpc.codec.statuses import Refused
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc.dispatch import METHODS, Method
 
 CALLS = 150  # of each seed

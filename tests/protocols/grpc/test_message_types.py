@@ -9,8 +9,8 @@ from tests.broker.on_node import on_node
 from tests.crash.world import World
 
 from timeball.broker.registry.topic_config import TopicConfig
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageType
-from timeball.protocols.grpc.codec.statuses import Refused
 from timeball.protocols.grpc.message_types import ALL, accepted_types, check_type
 
 
@@ -26,7 +26,7 @@ async def test_a_topic_of_a_type_takes_that_type_alone(world: World) -> None:
             continue
         with pytest.raises(Refused, match=f"takes {name} messages") as refused:
             check_type(topic, name, kind)
-        assert refused.value.status_code == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
+        assert refused.value.protocol_code == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
 
 
 @pytest.mark.parametrize("value", ["MIXED", "UNSPECIFIED", None])

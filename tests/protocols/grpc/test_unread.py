@@ -6,8 +6,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.codec.statuses import Refused
 from timeball.protocols.grpc.unread import ALL_BYTES_MAX, Unread
 
 HALF = ALL_BYTES_MAX // 2
@@ -19,7 +19,7 @@ def test_each_address_has_its_share() -> None:
         unread.check("a", 1)
         with pytest.raises(Refused, match="not read yet") as refused:
             unread.check("a", 2)
-        assert refused.value.status_code == Code.TOO_MANY_REQUESTS
+        assert refused.value.protocol_code == Code.TOO_MANY_REQUESTS
         unread.check("b", HALF)
         with pytest.raises(Refused), unread.held("a", 2):
             raise AssertionError("there is no room")

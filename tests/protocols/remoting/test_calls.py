@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from timeball.errors import InvalidDelay, NotFound, OutOfRange, StorageError, Unavailable
-from timeball.protocols.remoting.calls import Call, Refused, response_code
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, response_code
 from timeball.protocols.remoting.codec.codes import ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, Command
 from timeball.protocols.remoting.connection import Connection
@@ -37,7 +38,7 @@ def test_text_becomes_what_the_field_says() -> None:
 def test_a_bad_field_is_named(ext: dict[str, str]) -> None:
     with pytest.raises(Refused, match=r"topic|queueId") as error:
         call(ext=ext).fields(Fields)
-    assert error.value.response_code == ResponseCode.INVALID_PARAMETER
+    assert error.value.protocol_code == ResponseCode.INVALID_PARAMETER
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"topic": 7}', b"\xff", b"[" * 100_000])

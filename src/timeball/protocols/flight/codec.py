@@ -17,9 +17,8 @@ import msgspec
 from timeball import wire
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
 from timeball.message import READ_SCHEMA
+from timeball.protocols.error_codes import sentence
 from timeball.table import attachment
-
-ERROR_CHARACTERS_MAX = 2_000
 
 # ---- actions --------------------------------------------------------------------------------------------
 
@@ -116,13 +115,7 @@ def encode(answer: object) -> bytes:
 
 def encode_refusal(error: TimeballError) -> bytes:
     """The refusal of one batch."""
-    return _encoder.encode(wire.SendRefusal(error.code, shorten(str(error))))
-
-
-def shorten(text: str) -> str:
-    """An error's text without control characters, and no longer than a screen."""
-    clean = "".join(c if c.isprintable() else " " for c in text[:ERROR_CHARACTERS_MAX])
-    return clean if len(text) <= ERROR_CHARACTERS_MAX else f"{clean} …"
+    return _encoder.encode(wire.SendRefusal(error.code, sentence(error)))
 
 
 def _short(text: str) -> str:

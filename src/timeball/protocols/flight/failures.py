@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 
 from timeball.errors import TimeballError
-from timeball.protocols.flight.codec import shorten
+from timeball.protocols.error_codes import log_failure, sentence
 
 log = logging.getLogger(__name__)
-
-INTERNAL = "an error inside the broker; its log says more"
 
 _IO_ERROR = "5"  # Arrow's StatusCode, which its clients read as a FlightServerError
 _DETAIL = "Failed"
@@ -21,7 +19,7 @@ _DETAIL = "Failed"
 
 def details(error: TimeballError) -> str:
     """Return the text of the gRPC status."""
-    return f"{shorten(str(error))}. Detail: {_DETAIL}"
+    return f"{sentence(error)}. Detail: {_DETAIL}"
 
 
 def trailers(error: TimeballError) -> tuple[tuple[str, str | bytes], ...]:
@@ -30,11 +28,11 @@ def trailers(error: TimeballError) -> tuple[tuple[str, str | bytes], ...]:
         ("grpc-status-details-bin", error.code.encode()),
         ("x-arrow-status", _IO_ERROR),
         ("x-arrow-status-detail-bin", _DETAIL.encode()),
-        ("x-arrow-status-message-bin", shorten(str(error)).encode()),
+        ("x-arrow-status-message-bin", sentence(error).encode()),
     )
 
 
 def internal(error: BaseException, where: str) -> TimeballError:
-    """Log what should not have happened; returns what may be said about it."""
-    log.error("verb failed verb=%s", where, exc_info=error)
-    return TimeballError(INTERNAL)
+    """Log what should not have happened; return what may be said about it."""
+    log_failure(log, where, error)
+    return TimeballError(sentence(error))

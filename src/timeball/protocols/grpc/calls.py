@@ -16,8 +16,8 @@ from typing import Any
 
 from timeball import limits
 from timeball.access import ANONYMOUS, Caller
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.codec.statuses import Refused
 
 CLIENT_ID = "x-mq-client-id"
 

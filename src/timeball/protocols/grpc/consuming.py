@@ -19,10 +19,10 @@ from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.broker.registry.topics import Topic
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, FilterExpression, FilterType, Resource
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.codec.names import group_name, topic_name
-from timeball.protocols.grpc.codec.statuses import Refused
 from timeball.protocols.grpc.site import Site
 
 WAIT_MS_MAX = 20 * limits.SECOND_MS

@@ -15,11 +15,11 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from timeball.errors import TimeballError
+from timeball.protocols.error_codes import Refused, log_failure
 from timeball.protocols.grpc._generated import service_pb2
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.calls import Call, Handlers
-from timeball.protocols.grpc.codec.statuses import Refused, status_of
+from timeball.protocols.grpc.codec.statuses import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,5 @@ class Dispatch:
         return handler
 
     def _failed(self, name: str, error: Exception) -> Any:
-        if not isinstance(error, TimeballError):
-            logger.error("call failed call=%s reason=%s", name, error, exc_info=error)
+        log_failure(logger, name, error)
         return METHODS[name].response(status=status_of(error))

@@ -8,8 +8,8 @@ and refuses every delayed message until somebody has changed it, which is what i
 from __future__ import annotations
 
 from timeball.broker.registry.topics import Topic
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageType
-from timeball.protocols.grpc.codec.statuses import Refused
 
 ATTRIBUTE = "message.type"
 ALL = [MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY, MessageType.TRANSACTION]

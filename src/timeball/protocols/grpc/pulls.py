@@ -22,6 +22,7 @@ from timeball.broker.parts import in_thread
 from timeball.broker.registry.topics import Queue, Topic
 from timeball.broker.selecting import Selection
 from timeball.errors import OutOfRange
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageQueue, QueryOffsetPolicy
 from timeball.protocols.grpc._generated.service_pb2 import (
     GetOffsetRequest,
@@ -35,7 +36,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 )
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_out import messages
-from timeball.protocols.grpc.codec.statuses import Refused, ok, status
+from timeball.protocols.grpc.codec.statuses import ok, status
 from timeball.protocols.grpc.consuming import Consuming, wait_ms
 from timeball.protocols.grpc.site import Site
 from timeball.protocols.grpc.unread import Unread

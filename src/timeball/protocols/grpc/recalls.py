@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from timeball.broker.revoking.recall import RecallRefused
 from timeball.errors import NotFound
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageType
 from timeball.protocols.grpc._generated.service_pb2 import RecallMessageRequest, RecallMessageResponse
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import topic_name
-from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.codec.statuses import ok
 from timeball.protocols.grpc.message_types import check_type
 from timeball.protocols.grpc.site import Site
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from timeball import limits
 from timeball.broker.consuming.receipts import AnyReceipt
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code, Status
 from timeball.protocols.grpc._generated.service_pb2 import (
     AckMessageRequest,
@@ -31,7 +32,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import group_name, topic_name
 from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles, invalid
-from timeball.protocols.grpc.codec.statuses import Refused, ok, status, status_of
+from timeball.protocols.grpc.codec.statuses import ok, status, status_of
 from timeball.protocols.grpc.consuming import duration_ms
 from timeball.protocols.grpc.renewals import Renewals
 from timeball.protocols.grpc.site import Site

@@ -15,12 +15,13 @@ from collections.abc import AsyncIterator, Iterator
 
 from timeball import limits
 from timeball.broker.consuming.requests import Received, ReceiveRequest
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, timestamp
 from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles
-from timeball.protocols.grpc.codec.statuses import Refused, ok, status
+from timeball.protocols.grpc.codec.statuses import ok, status
 from timeball.protocols.grpc.consuming import Consuming, duration_ms, wait_ms
 from timeball.protocols.grpc.renewals import FIRST_MS, Renewals
 from timeball.protocols.grpc.site import Site

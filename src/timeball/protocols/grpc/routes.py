@@ -11,6 +11,7 @@ from timeball import limits
 from timeball.broker.policy import queues_to_read, queues_to_write
 from timeball.broker.registry.topic_config import READ, WRITE
 from timeball.broker.registry.topics import Topic
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Assignment,
     Broker,
@@ -29,7 +30,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 )
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import group_name, topic_name
-from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.codec.statuses import ok
 from timeball.protocols.grpc.message_types import accepted_types
 from timeball.protocols.grpc.site import Site
 

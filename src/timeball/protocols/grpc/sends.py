@@ -17,6 +17,7 @@ from timeball.broker.policy import queues_to_write
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking import recall_handle
 from timeball.broker.send_rows import NAMES, Piece, Row
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
 from timeball.protocols.grpc._generated.service_pb2 import (
     SendMessageRequest,
@@ -26,7 +27,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_in import TRANSACTION, row_of, type_of
 from timeball.protocols.grpc.codec.names import topic_name
-from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.codec.statuses import ok
 from timeball.protocols.grpc.codec.transaction_ids import transaction_id
 from timeball.protocols.grpc.message_types import accepted_types, check_type
 from timeball.protocols.grpc.site import Site

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from timeball.access import Verb
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code
 from timeball.protocols.grpc._generated.service_pb2 import (
     HeartbeatRequest,
@@ -28,7 +29,7 @@ from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.client_settings import answered
 from timeball.protocols.grpc.clients import Client, Stream
 from timeball.protocols.grpc.codec.names import group_name
-from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.codec.statuses import ok
 from timeball.protocols.grpc.needs import check_settings
 from timeball.protocols.grpc.site import Site
 

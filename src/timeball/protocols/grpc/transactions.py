@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from timeball.access import Verb
 from timeball.broker.transactions import Half, Outcome
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,
     MessageType,
@@ -27,7 +28,7 @@ from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.clients import Stream
 from timeball.protocols.grpc.codec.messages_out import messages
 from timeball.protocols.grpc.codec.names import BETWEEN, resource, topic_name
-from timeball.protocols.grpc.codec.statuses import Refused, ok
+from timeball.protocols.grpc.codec.statuses import ok
 from timeball.protocols.grpc.codec.transaction_ids import seq_of, transaction_id
 from timeball.protocols.grpc.site import Site
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.codec.statuses import Refused
 
 ALL_BYTES_MAX = 256 * 1024 * 1024
 

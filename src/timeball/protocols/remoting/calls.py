@@ -1,8 +1,8 @@
 """One request of a client and what may be answered: the vocabulary that all rooms of this edge share.
 
 A handler takes a `Call` and returns its answer, now or as a coroutine; None means that no answer is due, or that
-it has been sent already. What it raises becomes an answer too: `Refused` says which of RocketMQ's codes, and
-the broker's own errors have one each, so no handler translates errors itself.
+it has been sent already. What it raises becomes an answer too (error_codes.py), so no handler translates errors
+itself.
 """
 
 from __future__ import annotations
@@ -13,21 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from timeball.access import Caller
-from timeball.errors import (
-    Forbidden,
-    GroupNotFound,
-    InvalidDelay,
-    InvalidFilter,
-    InvalidMessage,
-    InvalidName,
-    NotFound,
-    OutOfRange,
-    OverLimit,
-    RequestError,
-    TimeballError,
-    Unauthorized,
-    Unavailable,
-)
+from timeball.protocols.error_codes import Refused, codes_of
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
 from timeball.protocols.remoting.codec.frame import BadHeader, Command
 
@@ -37,16 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Reply = Command | None
-
-
-class Refused(RequestError):
-    """The request is answered with this code and sentence; nothing is logged, since nothing of ours is wrong."""
-
-    code = "refused"
-
-    def __init__(self, response_code: int, remark: str) -> None:
-        super().__init__(remark)
-        self.response_code = response_code
 
 
 class Call:
@@ -107,23 +83,11 @@ class Call:
 Handler = Callable[[Call], Reply | Awaitable[Reply]]
 Handlers = dict[int, Handler]
 
-_CODES: list[tuple[type[TimeballError], ResponseCode]] = [
-    (Unauthorized, ResponseCode.NO_PERMISSION),
-    (Forbidden, ResponseCode.NO_PERMISSION),
-    (InvalidName, ResponseCode.INVALID_PARAMETER),
-    (InvalidMessage, ResponseCode.MESSAGE_ILLEGAL),
-    (InvalidDelay, ResponseCode.MESSAGE_ILLEGAL),
-    (InvalidFilter, ResponseCode.SUBSCRIPTION_PARSE_FAILED),
-    (GroupNotFound, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST),
-    (NotFound, ResponseCode.TOPIC_NOT_EXIST),
-    (OutOfRange, ResponseCode.INVALID_PARAMETER),
-    (OverLimit, ResponseCode.SYSTEM_BUSY),
-    (Unavailable, ResponseCode.SERVICE_NOT_AVAILABLE),
-]
-
 
 def response_code(error: BaseException) -> int:
-    """RocketMQ's code for an error of ours; SYSTEM_ERROR for what it has no word for."""
-    if isinstance(error, Refused | BadHeader):
+    """RocketMQ's code for an error; SYSTEM_ERROR for what it has no word for."""
+    if isinstance(error, Refused):
+        return error.protocol_code
+    if isinstance(error, BadHeader):
         return error.response_code
-    return next((code for kind, code in _CODES if isinstance(error, kind)), ResponseCode.SYSTEM_ERROR)
+    return ResponseCode[codes_of(error).remoting]

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
 
-from timeball.errors import RequestError, TimeballError
+from timeball.protocols.error_codes import log_failure, sentence
 from timeball.protocols.remoting.calls import Call, Handler, Handlers, Reply, response_code
 from timeball.protocols.remoting.codec import frame as codec
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -101,11 +101,8 @@ class Dispatch:
 
 def failure(call: Call, error: Exception) -> Command:
     """The answer to a request that could not be granted."""
-    if not isinstance(error, RequestError):
-        log = logger.warning if isinstance(error, TimeballError) else logger.exception
-        log("request failed code=%d peer=%s reason=%s", call.command.code, call.connection.name, error)
-    text = str(error) if isinstance(error, TimeballError) else f"internal error: {type(error).__name__}"
-    return call.answer(response_code(error), text)
+    log_failure(logger, str(call.command.code), error)
+    return call.answer(response_code(error), sentence(error))
 
 
 def _not_supported(call: Call) -> Command:

@@ -10,7 +10,8 @@ import msgspec
 
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.errors import InvalidMessage
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.tables import data_version
 from timeball.protocols.remoting.site import Site

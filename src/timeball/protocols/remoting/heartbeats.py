@@ -20,7 +20,8 @@ from timeball.access import Verb
 from timeball.broker.filters import compile_filter
 from timeball.broker.registry.topics import check_name
 from timeball.errors import InvalidFilter
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.clients import BROADCASTING, Consuming, Subscription
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command

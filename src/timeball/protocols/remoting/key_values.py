@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from timeball.broker.registry.topics import Topic
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.site import Site
 

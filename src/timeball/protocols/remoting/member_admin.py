@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.clients import Member, Subscription
 from timeball.protocols.remoting.codec.codes import Language, RequestCode, ResponseCode
 from timeball.protocols.remoting.site import Site

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from timeball.access import ASK, Access, Caller, Verb
 from timeball.broker.policy import Policy
-from timeball.protocols.remoting.calls import Refused
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
 

@@ -14,7 +14,8 @@ import msgspec
 from timeball.broker import searching
 from timeball.broker.parts import in_thread
 from timeball.broker.registry.topics import Queue
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.site import Site
 

@@ -27,8 +27,9 @@ from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.broker.registry.topics import Topic
 from timeball.errors import InvalidFilter, OutOfRange, OverLimit
 from timeball.message import decode_properties, encode_properties
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting import assignments
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec import check_points
 from timeball.protocols.remoting.codec.check_points import CheckPoint, Place
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

@@ -17,7 +17,8 @@ from timeball.broker.registry.topics import Topic
 from timeball.errors import OutOfRange
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec import tables
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.site import Site

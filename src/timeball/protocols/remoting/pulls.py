@@ -28,7 +28,8 @@ from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.broker.registry.topics import Queue, Topic
 from timeball.broker.selecting import Selection
 from timeball.errors import InvalidFilter, OutOfRange
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.clients import BROADCASTING
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host

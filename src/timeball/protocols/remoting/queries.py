@@ -18,7 +18,8 @@ from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind, byte_lengths
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host, encode_stored
 from timeball.protocols.remoting.codec.send_header import Int64

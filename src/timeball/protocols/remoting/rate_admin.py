@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from timeball.broker.rates import STATS, Rate, Stat, Window
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.site import Site
 

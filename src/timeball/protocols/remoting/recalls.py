@@ -11,7 +11,8 @@ import msgspec
 
 from timeball.broker.revoking.recall import RecallRefused
 from timeball.errors import InvalidMessage, NotFound
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.send_reply import TRACED
 from timeball.protocols.remoting.site import Site

@@ -11,7 +11,8 @@ import struct
 import msgspec
 
 from timeball.errors import Unavailable
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.clients import Member
 from timeball.protocols.remoting.codec import tables
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode

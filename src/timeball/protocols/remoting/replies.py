@@ -15,7 +15,8 @@ from typing import Any, cast
 from timeball.broker.registry.reserved_topics import reply_topic
 from timeball.errors import Unavailable
 from timeball.message import decode_properties
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
 from timeball.protocols.remoting.codec.send_header import LongFields, SendFields

@@ -13,7 +13,8 @@ import msgspec
 from timeball.broker import searching
 from timeball.broker.parts import in_thread
 from timeball.broker.registry.topics import Topic
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.clients import Group
 from timeball.protocols.remoting.codec import tables
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, Language, RequestCode, ResponseCode

@@ -23,7 +23,8 @@ from timeball.broker.parts import in_thread
 from timeball.broker.rates import Stat, of_group
 from timeball.errors import OutOfRange, TimeballError
 from timeball.message import Kind, decode_properties, encode_properties
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import Host, offset_msg_id

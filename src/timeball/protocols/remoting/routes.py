@@ -12,7 +12,8 @@ import msgspec
 from timeball.broker.registry.reserved_topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from timeball.broker.registry.topic_config import INHERIT, READ, WRITE
 from timeball.broker.registry.topics import check_topic
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.key_values import order_conf

@@ -16,7 +16,8 @@ from timeball.broker.parts import in_thread
 from timeball.broker.rates import Stat
 from timeball.errors import OutOfRange
 from timeball.log.reader import LogReader
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec import tables
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.protocols.remoting.site import Site

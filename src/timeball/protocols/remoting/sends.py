@@ -19,7 +19,8 @@ from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.broker.revoking.recall_handle import encode_handle
 from timeball.errors import InvalidMessage, TimeballError
 from timeball.message import decode_properties, encode_properties
-from timeball.protocols.remoting.calls import Refused, response_code
+from timeball.protocols.error_codes import Refused, sentence
+from timeball.protocols.remoting.calls import response_code
 from timeball.protocols.remoting.codec.codes import (
     BROKER_VERSION,
     CommandFlag,
@@ -183,12 +184,11 @@ def _msg_ids(host: str, first_seq: int, rows: int) -> str:
 
 def refusal(error: BaseException, opaque: int, serialisation: int) -> Command:
     """The answer to a send that was not taken."""
-    text = str(error) if isinstance(error, TimeballError) else f"internal error: {type(error).__name__}"
     return Command(
         code=response_code(error),
         opaque=opaque,
         flag=CommandFlag.RESPONSE,
-        remark=text,
+        remark=sentence(error),
         version=BROKER_VERSION,
         serialisation=serialisation,
     )

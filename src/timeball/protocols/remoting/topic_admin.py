@@ -14,7 +14,8 @@ from timeball.broker.registry import topic_config
 from timeball.broker.registry.topic_config import TopicConfig
 from timeball.broker.registry.topics import FilterType, Topic
 from timeball.errors import RequestError
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.tables import data_version
 from timeball.protocols.remoting.site import Site

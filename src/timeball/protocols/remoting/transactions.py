@@ -18,7 +18,8 @@ from timeball.broker import transactions as core
 from timeball.broker.transactions import Half, Outcome
 from timeball.errors import InvalidMessage
 from timeball.message import READ_SCHEMA, decode_properties, encode_properties
-from timeball.protocols.remoting.calls import Call, Handlers, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, Reply
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import (
     BROKER_VERSION,

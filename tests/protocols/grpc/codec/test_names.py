@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Resource
 from timeball.protocols.grpc.codec.names import group_name, resource, topic_name
-from timeball.protocols.grpc.codec.statuses import Refused
 
 NAMES = st.from_regex(r"[|a-zA-Z0-9_-]{1,40}", fullmatch=True)
 
@@ -37,7 +37,7 @@ def test_a_bad_name_is_refused_with_the_code_of_its_kind(name: str) -> None:
     ):
         with pytest.raises(Refused) as refused:
             read(Resource(name=name))
-        assert refused.value.status_code == code
+        assert refused.value.protocol_code == code
 
 
 def test_a_namespace_counts_towards_the_length() -> None:

@@ -19,6 +19,7 @@ from zlib import crc32
 
 from timeball import limits, rules
 from timeball.broker.send_rows import Row
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,
     DigestType,
@@ -28,7 +29,6 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
     SystemProperties,
 )
 from timeball.protocols.grpc.codec import property_names as names
-from timeball.protocols.grpc.codec.statuses import Refused
 
 USER_PROPERTIES_MAX = 128  # RocketMQ's userPropertyMaxNum
 USER_PROPERTIES_BYTES_MAX = 16 * 1024  # its maxUserPropertySize: with tag and keys

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from timeball import limits
 from timeball.broker.registry.reserved_topics import RETRY_PREFIX
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Resource
-from timeball.protocols.grpc.codec.statuses import Refused
 
 BETWEEN = "%"
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.codec.statuses import Refused
 
 VERSION = 1
 PROMISED, IN_ORDER = 1, 2  # kinds
