@@ -82,7 +82,7 @@ class FlightClient:
 
     def receive(self, topic: str, group: str) -> list[bytes]:
         """See Client."""
-        batch = self._ball.pull_batch(topic, group, max_messages=1_024, wait=POLL_MS / 1000)
+        batch = self._ball.browse_batch(topic, group, max_messages=1_024, wait=POLL_MS / 1000)
         if batch.num_rows:
             self._ball.commit(topic, group)
         found: list[bytes] = batch.column("body").to_pylist()

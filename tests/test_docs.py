@@ -151,7 +151,8 @@ def test_every_file_of_a_data_folder(tmp_path: Path, schedule: str) -> None:
             ball.compact()
         ball.cancel(key="a")
         ball.pull("orders", "g")
-        ball.commit("orders", "g")
+        ball.browse("orders", "h")
+        ball.commit("orders", "h")
     drawn = section(page("docs/operations.md"), "The data folder")
     for path in (tmp_path / "data").rglob("*"):
         if path.is_file():

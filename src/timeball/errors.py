@@ -6,6 +6,7 @@
     │   │   └── InvalidName         of a topic or a group
     │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
     │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
+    │   ├── InvalidReceipt      not made by this broker for this group and topic, or its lease has ended
     │   ├── Unauthorized        no credentials, or wrong ones: send an access key of the access file
     │   ├── Forbidden           the account may not do this (its line in the access file says what it may), or no client
     │   │                       may: the topic's permission, the group's switch or a reserved name forbids it
@@ -66,6 +67,12 @@ class InvalidFilter(RequestError):
     def __init__(self, text: str, *, position: int | None = None, limit: str | None = None) -> None:
         super().__init__(text)
         self.position, self.limit = position, limit
+
+
+class InvalidReceipt(RequestError):
+    """A receipt handle names no lease of this group and topic, or one that has ended."""
+
+    code = "invalid_receipt"
 
 
 class Unauthorized(RequestError):

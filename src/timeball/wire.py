@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+import pyarrow as pa
 from msgspec import Meta
 
 from timeball import limits
@@ -24,6 +25,10 @@ BODY_BYTES_MAX = 64 * 1024
 CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 ids of 255 bytes
 ATTACH_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 files of about 400 bytes
 
+RECEIPT_CHARACTERS_MAX = 64
+RECEIPT = "receipt"  # the column of a receive that the log has not
+RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=False))
+
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
 RELEASE_PATH = [b"release"]
 
@@ -38,6 +43,9 @@ KindNumber = Annotated[int, Meta(ge=0, le=127)]
 Offsets = Annotated[dict[QueueId, Int64], Meta(max_length=limits.QUEUES_PER_TOPIC_MAX)]
 Keys = Annotated[list[Key], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
 Seqs = Annotated[list[Int64], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
+ReceiptText = Annotated[str, Meta(min_length=1, max_length=RECEIPT_CHARACTERS_MAX)]
+Receipts = Annotated[list[ReceiptText], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
+FewReceipts = Annotated[list[ReceiptText], Meta(max_length=limits.POP_ROWS_MAX)]  # each is written once more
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -77,6 +85,35 @@ class Commit(Request, frozen=True):
     group: Group
     topic: Topic
     offsets: Offsets
+
+
+class Acknowledge(Request, frozen=True):
+    """ack: these messages are dealt with."""
+
+    group: Group
+    topic: Topic
+    receipts: Receipts
+
+
+class ChangeInvisibleTime(Request, frozen=True):
+    """change_invisible_time: leases end so far from now; null: after as long as the group's retry policy says.
+
+    Without `counts` the lease is no attempt.
+    """
+
+    group: Group
+    topic: Topic
+    receipts: FewReceipts
+    invisible_ms: Annotated[int, Meta(ge=0, le=limits.INVISIBLE_MS_MAX)] | None = None
+    counts: bool = True
+
+
+class DeadLetter(Request, frozen=True):
+    """dead_letter: the group gives these messages up."""
+
+    group: Group
+    topic: Topic
+    receipts: FewReceipts
 
 
 class Cancel(Request, frozen=True):
@@ -160,7 +197,21 @@ class Pull(Request, frozen=True, tag_field="read", tag="pull"):
     wait_ms: Annotated[int, Meta(ge=0, le=limits.PULL_WAIT_MS_MAX)] = 0
 
 
-Ticket = ReadLog | ReadQueue | Pull
+class Receive(Request, frozen=True, tag_field="read", tag="receive"):
+    """Messages for a member of a group, leased for `invisible_ms`; waits for the first one.
+
+    `latest`: a group that has no offsets yet begins at the ends of the queues.
+    """
+
+    topic: Topic
+    group: Group
+    rows: Annotated[int, Meta(ge=1, le=limits.POP_ROWS_MAX)]
+    wait_ms: Annotated[int, Meta(ge=0, le=limits.PULL_WAIT_MS_MAX)] = 0
+    invisible_ms: Annotated[int, Meta(ge=1, le=limits.INVISIBLE_MS_MAX)] = limits.MINUTE_MS
+    latest: bool = False
+
+
+Ticket = ReadLog | ReadQueue | Pull | Receive
 
 
 # ---- answers --------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def pull(
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to read.")],
-    group: Annotated[str, typer.Option("--group", help="Consumer group; its offsets are kept.")] = "cli",
+    group: Annotated[
+        str, typer.Option("--group", help="Consumer group; its members share the messages out.")
+    ] = "cli",
     max_messages: Annotated[int, typer.Option("--max", min=1, help="At most this many.")] = 10,
     wait_ms: Annotated[
         int | None,
@@ -32,7 +34,9 @@ def pull(
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
-    peek: Annotated[bool, typer.Option("--peek", help="Do not move the group's offsets.")] = False,
+    peek: Annotated[
+        bool, typer.Option("--peek", help="Read where the group stands, and take nothing.")
+    ] = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,12 +56,13 @@ def pull(
     with connect(endpoint) as ball:
         try:
             while True:
-                messages = ball.pull(topic, group, max_messages=max_messages, wait=wait_s)
+                read = ball.browse if peek else ball.pull
+                messages = read(topic, group, max_messages=max_messages, wait=wait_s)
                 for message in messages:
                     _print(message, as_json)
                 count += len(messages)
                 if messages and not peek:
-                    ball.ack(messages, group)
+                    ball.ack(messages)
                 if not follow or peek:
                     break
         except KeyboardInterrupt:

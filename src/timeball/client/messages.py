@@ -6,16 +6,28 @@ from typing import Any
 
 import pyarrow as pa
 
+from timeball import wire
+from timeball.client.instants import After, delay_ms
+from timeball.client.member import Member
+from timeball.errors import RequestError
 from timeball.message import decode_properties
 
 
 class Message:
-    """One visible message. Instants are milliseconds since 1970 UTC."""
+    """One visible message. Instants are milliseconds since 1970 UTC.
 
-    __slots__ = ("_batch", "_row", "received_ms")
+    A message that was pulled as a member of a group is leased to this client: answer with `ack` or `nack` before the
+    lease ends, or `extend` it.
+    """
 
-    def __init__(self, batch: pa.RecordBatch, row: int, received_ms: int) -> None:
+    __slots__ = ("_batch", "_member", "_receipt", "_row", "received_ms")
+
+    def __init__(
+        self, batch: pa.RecordBatch, row: int, received_ms: int, member: Member | None = None
+    ) -> None:
         self._batch = batch
+        self._member = member
+        self._receipt: str | None = None  # None: as in the batch
         self._row = row
         self.received_ms = received_ms  # when this client got it, by its own clock
 
@@ -104,6 +116,40 @@ class Message:
         """How often it was consumed before and given back."""
         return int(self._value("reconsume_times") or 0)
 
+    # ---- answers to the group ---------------------------------------------------------------------------
+
+    @property
+    def lease(self) -> tuple[Member, str]:
+        """The member it is leased to, and the receipt; RequestError for a message that was browsed."""
+        if self._member is None:
+            raise RequestError("this message was browsed and is leased to no group; pull it to answer")
+        return self._member, self._receipt or str(self._value(wire.RECEIPT))
+
+    def ack(self) -> bool:
+        """Say that it is dealt with; false when its lease had ended, so that it comes again."""
+        member, receipt = self.lease
+        return member.ack([receipt])[0]
+
+    def nack(self, after: After | None = None) -> bool:
+        """Give it back as an attempt that failed; it comes again `after` so long, or when the group's policy says.
+
+        False when its lease had ended.
+        """
+        member, receipt = self.lease
+        return member.change([receipt], None if after is None else delay_ms(after))[0] is not None
+
+    def extend(self, lease: After) -> bool:
+        """Keep it for so long from now; false when its lease had ended."""
+        member, receipt = self.lease
+        (changed,) = member.change([receipt], delay_ms(lease))
+        if changed is not None:
+            self.renewed(changed)
+        return changed is not None
+
+    def renewed(self, receipt: str) -> None:
+        """Go on with the receipt of a longer lease."""
+        self._receipt = receipt
+
     def __repr__(self) -> str:
         return (
             f"Message(topic={self.topic!r}, id={self.id!r}, queue_id={self.queue_id}, "
@@ -111,6 +157,6 @@ class Message:
         )
 
 
-def view(batch: pa.RecordBatch, received_ms: int) -> list[Message]:
-    """The rows of a batch in READ_SCHEMA as messages."""
-    return [Message(batch, row, received_ms) for row in range(batch.num_rows)]
+def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:
+    """Return the rows of a batch in READ_SCHEMA as messages; `member`: to whom they are leased."""
+    return [Message(batch, row, received_ms, member) for row in range(batch.num_rows)]

@@ -15,23 +15,21 @@ In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import pyarrow as pa
 
 from timeball import limits, wire
-from timeball.client import consumer, outgoing
+from timeball.client import browser, outgoing
 from timeball.client.answers import Receipt, SendSummary
 from timeball.client.calls import Calls
-from timeball.client.consumer import Consumer, Start
 from timeball.client.dialing import credentials
 from timeball.client.identifiers import IDENTIFIERS
 from timeball.client.instants import After, At, when
-from timeball.client.messages import Message
 from timeball.client.outgoing import Body, Keys, Rows
+from timeball.client.reader import Reader
 from timeball.client.sender import Sender
 from timeball.clock import SystemClock
 from timeball.errors import InvalidDelay, RequestError
@@ -42,7 +40,7 @@ BATCH_ROWS = 8_192
 WINDOW = 32  # batches of a send_many on their way at once
 
 
-class Timeball:
+class Timeball(Reader):
     """A connection to a broker; a context manager.
 
     >>> with Timeball(endpoint) as ball:
@@ -72,7 +70,7 @@ class Timeball:
         self._clock = clock
         self._calls = Calls(endpoint, timeout_ms, credentials(access_key, secret_key, tls_roots))
         self._sender = Sender(self._calls, clock)
-        self._consumer = Consumer(self._calls, clock)
+        super().__init__(self._calls, clock)
 
     def close(self) -> None:
         """Let go of the connection. Answers under way are waited for, a little."""
@@ -243,82 +241,6 @@ class Timeball:
             verdicts += ask(ids=wanted[start : start + limits.CANCELS_PER_REQUEST_MAX])
         return verdicts
 
-    # ---- consuming --------------------------------------------------------------------------------------
-
-    def pull(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 256,
-        wait: After = "10s",
-        start: Start = "earliest",
-    ) -> list[Message]:
-        """The next visible messages of a topic; waits up to `wait` (at most a minute) for the first one.
-
-        Each pull goes on where the last one ended. `commit` or `ack` makes the broker remember that; a group
-        without a commit begins at the `start` of the queues. A topic that does not exist is waited for, as
-        its first message may make it; with wait=0, or where messages make none, it is NotFound. Raises OutOfRange
-        as well.
-
-        >>> with Timeball(endpoint) as ball:
-        ...     _ = ball.send("mail", "now")
-        ...     _ = ball.send("mail", "soon", after="50ms")
-        ...     bodies = [m.body for m in ball.pull("mail", "readers")]
-        ...     while len(bodies) < 2:
-        ...         bodies += [m.body for m in ball.pull("mail", "readers")]
-        ...     ball.commit("mail", "readers")
-        >>> bodies
-        [b'now', b'soon']
-        """
-        return self._consumer.pull(topic, group, max_messages, wait, start)
-
-    def pull_batch(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 8_192,
-        wait: After = "10s",
-        start: Start = "earliest",
-    ) -> pa.RecordBatch:
-        """The same as columns, in message.READ_SCHEMA; empty when nothing came in time."""
-        return self._consumer.pull_batch(topic, group, max_messages, wait, start)
-
-    def commit(self, topic: str, group: str, offsets: Mapping[int, int] | None = None) -> None:
-        """Have the broker remember how far the group has come: all that was pulled, or `offsets` by queue."""
-        self._consumer.commit(topic, group, None if offsets is None else dict(offsets))
-
-    def ack(self, messages: Message | Iterable[Message], group: str) -> None:
-        """Commit behind these messages, and with them all that stand before them in their queues."""
-        self._consumer.ack(group, [messages] if isinstance(messages, Message) else list(messages))
-
-    def consume(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 256,
-        until_idle: After | None = None,
-        stop: threading.Event | None = None,
-        start: Start = "earliest",
-    ) -> Iterator[Message]:
-        """Messages as they become visible, without end, or until none has come for `until_idle`, or `stop` is set.
-
-        A message counts as dealt with when the next one is asked for; that is committed about once a second, after
-        each pull, and when the loop ends. A loop that is left in the middle gets its last message again.
-
-        >>> with Timeball(endpoint) as ball:
-        ...     summary = ball.send_many([{"body": "a"}, {"body": "b", "after": 0.05}], topic="steps")
-        ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="500ms"))
-        [b'a', b'b']
-        """
-        return self._consumer.consume(topic, group, max_messages, until_idle, stop, start)
-
-    def offsets(self, group: str, topic: str) -> dict[int, int]:
-        """What a group has committed, by queue."""
-        return consumer.offsets(self._calls, group, topic)
-
     # ---- reading as tables ------------------------------------------------------------------------------
 
     def read_log(
@@ -371,7 +293,7 @@ class Timeball:
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """First and next offset of each queue of a topic; NotFound."""
-        return consumer.queues(self._calls, topic)
+        return browser.queues(self._calls, topic)
 
     # ---- for those who build the pending table ------------------------------------------------------------
 

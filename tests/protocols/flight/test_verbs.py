@@ -25,6 +25,9 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "queues": wire.Queues(topic="verbs"),
         "topics": wire.Nothing(),
         "status": wire.Nothing(),
+        "ack": wire.Acknowledge(group="g", topic="verbs", receipts=[]),
+        "change_invisible_time": wire.ChangeInvisibleTime(group="g", topic="verbs", receipts=[]),
+        "dead_letter": wire.DeadLetter(group="g", topic="verbs", receipts=[]),
         "cancel": wire.Cancel(ids=["nobody"]),
         "reschedule": wire.Reschedule(keys=["nobody"], delay_ms=5),
         "starts": wire.Starts(),
@@ -43,6 +46,8 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
     assert (
         answers["status"]["log"]["next_seq"] == answers["reserve"]["first_seq"] - 1
     )  # and the row that says so
+    assert answers["ack"] == answers["dead_letter"] == {"valid": []}
+    assert answers["change_invisible_time"] == {"receipts": []}
     for verb in ("cancel", "reschedule"):
         assert [v.verdict for v in answers[verb]["verdicts"]] == ["not_found"]
     for answer in answers.values():

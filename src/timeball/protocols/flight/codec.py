@@ -30,6 +30,13 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
     "queues": (wire.Queues, wire.BODY_BYTES_MAX, "first and next offset of each queue of a topic"),
     "offsets": (wire.GetOffsets, wire.BODY_BYTES_MAX, "how far a group has come in a topic"),
     "commit": (wire.Commit, wire.BODY_BYTES_MAX, "remember how far a group has come"),
+    "ack": (wire.Acknowledge, wire.CANCEL_BODY_BYTES_MAX, "messages of a group are dealt with"),
+    "change_invisible_time": (
+        wire.ChangeInvisibleTime,
+        wire.CANCEL_BODY_BYTES_MAX,
+        "messages of a group come again sooner or later",
+    ),
+    "dead_letter": (wire.DeadLetter, wire.CANCEL_BODY_BYTES_MAX, "a group gives messages up"),
     "cancel": (wire.Cancel, wire.CANCEL_BODY_BYTES_MAX, "do not keep these promises"),
     "reschedule": (wire.Reschedule, wire.CANCEL_BODY_BYTES_MAX, "keep these promises at another instant"),
     "cancel_range": (wire.CancelRange, wire.CANCEL_BODY_BYTES_MAX, "do not keep what waits of a bulk job"),
@@ -47,6 +54,9 @@ ActionRequest = (
     | wire.Queues
     | wire.GetOffsets
     | wire.Commit
+    | wire.Acknowledge
+    | wire.ChangeInvisibleTime
+    | wire.DeadLetter
     | wire.Cancel
     | wire.Reschedule
     | wire.CancelRange

@@ -29,7 +29,7 @@ from timeball.access import Caller, Verb
 from timeball.errors import NotFound, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.guard import OPEN, Guard
 from timeball.message import READ_SCHEMA
-from timeball.protocols.flight import codec, failures, ipc, protobuf, verbs
+from timeball.protocols.flight import codec, failures, groups, ipc, protobuf, verbs
 from timeball.protocols.flight.columns import SendColumns
 from timeball.protocols.flight.exchange import Stream
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
@@ -180,7 +180,7 @@ class FlightEdge:
             yield protobuf.result(codec.encode(answer))
 
     def _do_get(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
-        """Rows in READ_SCHEMA: of the log, of a queue, or of a long poll."""
+        """Rows in READ_SCHEMA: of the log, of a queue, of a long poll; or leased to a group, with receipts."""
         self._check_open()
         with self._calls.enter():
             request = self._reads.read(requests, context, _ticket)
@@ -188,6 +188,9 @@ class FlightEdge:
             if isinstance(request, wire.ReadLog):
                 schema = pa.schema([READ_SCHEMA.field(name) for name in request.columns or READ_SCHEMA.names])
                 batches = self._log_rows(request, caller)
+            elif isinstance(request, wire.Receive):
+                schema = wire.RECEIVED_SCHEMA
+                batches = self._received(request, context, caller)
             else:
                 batches = self._queue_rows(request, context, caller)
             yield protobuf.data_message(ipc.schema_header(schema))
@@ -261,6 +264,19 @@ class FlightEdge:
     ) -> Iterator[pa.RecordBatch]:
         cancel = isinstance(request, wire.Pull)
         yield self._on_loop(context, lambda: verbs.rows(self._broker, request, caller), cancel=cancel)
+
+    def _received(self, request: wire.Receive, context: Any, caller: Caller) -> Iterator[pa.RecordBatch]:
+        """Yield what a member of a group gets; give it back when its client goes before it is sent."""
+        handed_out = self._on_loop(
+            context, lambda: groups.receive(self._broker, request, caller), cancel=True
+        )
+        is_sent = False
+        try:
+            yield handed_out.rows
+            is_sent = True
+        finally:
+            if not is_sent and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._broker.consuming.not_seen, handed_out.receipts)
 
     def _log_rows(self, request: wire.ReadLog, caller: Caller) -> Iterator[pa.RecordBatch]:
         rows = self._broker.read_log(

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from timeball import wire
 from timeball.access import ANONYMOUS, Caller
-from timeball.protocols.flight import codec
+from timeball.protocols.flight import codec, groups
 from timeball.table.attachment import Attachment
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ async def perform(
         case wire.Commit():
             await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
+        case wire.Acknowledge():
+            return {"valid": await groups.acknowledge(broker, request, caller)}
+        case wire.ChangeInvisibleTime():
+            return {"receipts": await groups.change_invisible_time(broker, request, caller)}
+        case wire.DeadLetter():
+            return {"valid": await groups.dead_letter(broker, request, caller)}
         case wire.Cancel():
             return {
                 "verdicts": await broker.cancel(

@@ -10,7 +10,6 @@ from timeball.guard import OPEN, Guard
 from timeball.protocols.grpc import needs
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.clients import Clients
-from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles
 from timeball.protocols.grpc.consuming import Consuming
 from timeball.protocols.grpc.dispatch import Dispatch
 from timeball.protocols.grpc.pulls import Pulls
@@ -25,6 +24,7 @@ from timeball.protocols.grpc.site import Site
 from timeball.protocols.grpc.telemetry import Telemetry
 from timeball.protocols.grpc.transactions import Transactions
 from timeball.protocols.grpc.unread import Unread
+from timeball.protocols.receipt_handles import ReceiptHandles
 
 EXPIRE_LOOK_S = 5.0
 

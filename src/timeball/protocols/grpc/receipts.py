@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from timeball import limits
 from timeball.broker.consuming.receipts import AnyReceipt
+from timeball.errors import InvalidReceipt
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code, Status
 from timeball.protocols.grpc._generated.service_pb2 import (
@@ -31,11 +32,11 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 )
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import group_name, topic_name
-from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles, invalid
 from timeball.protocols.grpc.codec.statuses import ok, status, status_of
 from timeball.protocols.grpc.consuming import duration_ms
 from timeball.protocols.grpc.renewals import Renewals
 from timeball.protocols.grpc.site import Site
+from timeball.protocols.receipt_handles import ReceiptHandles, invalid
 
 LATE = "it is not valid any more: its message was answered before, or has come back when its time was over"
 
@@ -65,7 +66,7 @@ class Receipts:
         for at, entry in enumerate(request.entries):
             try:
                 receipts.append(self._handles.decode(entry.receipt_handle, group, topic))
-            except Refused as error:
+            except InvalidReceipt as error:
                 refused[at] = status_of(error)
         async with self._renewals.answering(receipts) as newest:
             verdicts = iter(await self._consuming.acknowledge(newest))

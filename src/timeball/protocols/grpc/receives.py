@@ -20,12 +20,12 @@ from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, timestamp
-from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles
 from timeball.protocols.grpc.codec.statuses import ok, status
 from timeball.protocols.grpc.consuming import Consuming, duration_ms, wait_ms
 from timeball.protocols.grpc.renewals import FIRST_MS, Renewals
 from timeball.protocols.grpc.site import Site
 from timeball.protocols.grpc.unread import Unread
+from timeball.protocols.receipt_handles import ReceiptHandles
 
 ATTEMPT_ID_CHARACTERS_MAX = 128  # kept with each queue in order; a UUID has 36
 INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ asks for ten; its clients may ask for less here

@@ -1,7 +1,7 @@
-"""Receipt handles: the text by which a consumer names one handing out of one message.
+"""Receipt handles: the text by which a consumer names one lease of one message, over gRPC and Flight. No I/O.
 
-    | version 1 | kind 1 | seq 8 | due ms 8           | seal 16 |    kind 1: a promise brings the message back
-    | version 1 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 | kind 2: in order, a position in hand
+    | version 1 | kind 1 | seq 8 | due ms 8           | seal 16 |    kind 1: a lease kept in the log
+    | version 1 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 | kind 2: in order, a lease of a position
 
 big-endian, as URL-safe base64 without padding. To consumers it means nothing. The seal is a keyed hash of all that
 stands before it and of group and topic, which are not in the text, since each call names them: a handle that is made
@@ -18,8 +18,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
-from timeball.protocols.error_codes import Refused
-from timeball.protocols.grpc._generated.definition_pb2 import Code
+from timeball.errors import InvalidReceipt
 
 VERSION = 1
 PROMISED, IN_ORDER = 1, 2  # kinds
@@ -37,7 +36,7 @@ class ReceiptHandles:
         self._secret = secret
 
     def encode(self, receipt: AnyReceipt) -> str:
-        """The text for a receipt."""
+        """Return the text for a receipt."""
         group, topic, *named = receipt
         if isinstance(receipt, Receipt):
             data = _PROMISED.pack(VERSION, PROMISED, *named)
@@ -47,7 +46,7 @@ class ReceiptHandles:
         return base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
     def decode(self, text: str, group: str, topic: str) -> AnyReceipt:
-        """Inverse, for a call that names this group and topic; raises Refused."""
+        """Return the receipt of a text, for a call that names this group and topic; raise InvalidReceipt."""
         data = _bytes_of(text)
         content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(content, group, topic)):
@@ -65,9 +64,9 @@ class ReceiptHandles:
         ).digest()
 
 
-def invalid(why: str) -> Refused:
-    """The answer to a handle that names nothing (any more)."""
-    return Refused(Code.INVALID_RECEIPT_HANDLE, f"receipt handle: {why}")
+def invalid(why: str) -> InvalidReceipt:
+    """Return the error for a handle that names no lease (any more)."""
+    return InvalidReceipt(f"receipt handle: {why}")
 
 
 def _bytes_of(text: str) -> bytes:

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
-from timeball.protocols.error_codes import Refused
-from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.codec.receipt_handles import CHARACTERS_MAX, ReceiptHandles
+from timeball.errors import InvalidReceipt
+from timeball.protocols.receipt_handles import CHARACTERS_MAX, ReceiptHandles
 
 SECRET = bytes(range(32))
 HANDLES = ReceiptHandles(lambda: SECRET)
@@ -25,9 +24,9 @@ RECEIPTS = st.one_of(
 
 
 def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES) -> None:
-    with pytest.raises(Refused) as error:
+    with pytest.raises(InvalidReceipt) as error:
         handles.decode(text, group, topic)
-    assert error.value.protocol_code == Code.INVALID_RECEIPT_HANDLE
+    assert error.value.code == "invalid_receipt"
 
 
 @given(RECEIPTS)
