@@ -82,7 +82,7 @@ class Ledger:
         moved_rows = 0
         for batch in batches:
             kinds = batch.column("kind").to_numpy()
-            later = np.isin(kinds, [Kind.PROMISE, Kind.LEVEL_PROMISE])
+            later = kinds == Kind.PROMISE
             promised.append(_columns(batch, later, ("seq", "due_ms")))
             moved_rows += int((kinds == Kind.MOVED).sum())
             released.append(_columns(batch, kinds == Kind.RELEASE, ("source_seq", "due_ms", "store_ms")))

@@ -111,7 +111,7 @@ LEVELLED: dict[str, Any] = {
 LEVEL_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [
         {
-            "kind": 7, "topic": "SCHEDULE_TOPIC_XXXX", "queue_id": 2, "queue_offset": 5, "store_ms": ACCEPTED_MS,
+            "kind": 2, "topic": "SCHEDULE_TOPIC_XXXX", "queue_id": 2, "queue_offset": 5, "store_ms": ACCEPTED_MS,
             **LEVELLED,
         },
     ],

@@ -28,7 +28,6 @@ KINDS_ON_DISK = {
     "RELEASE": 3,
     "CANCEL": 4,
     "TABLE": 5,
-    "LEVEL_PROMISE": 7,
     "MOVED": 10,
     "META": 11,
 }

@@ -28,12 +28,12 @@ class Kind(IntEnum):
 
     INVALID = 0
     MESSAGE = 1  # visible at once
-    # Accepted, due later. Without an instant it is a half message: due when its transaction is committed.
+    # Accepted, due later. Without an instant it is a half message, due when its transaction is committed; with a place
+    # in a queue (of the schedule's topic) it waits for a delay level.
     PROMISE = 2
     RELEASE = 3  # the message, now visible; `source_seq` names the promise it keeps
     CANCEL = 4  # the promise named by `source_seq` will not be kept
     TABLE = 5  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
-    LEVEL_PROMISE = 7  # as PROMISE, waiting in the queue of a delay level: it has a place there
     MOVED = 10  # the promise named by `source_seq`, written again so that it can go on waiting
     META = 11  # state of the broker: `unique_key` names it, the body is its value; the last row counts
 
@@ -43,7 +43,8 @@ LOG_SCHEMA = pa.schema(
         ("kind", pa.int8()),
         ("topic", pa.string()),
         ("queue_id", pa.int32()),  # -1 until a queue is chosen, which happens when the row becomes visible
-        ("queue_offset", pa.int64()),  # position in (topic, queue) of a visible row; null for all others
+        # Position in (topic, queue) of a visible row, or of a promise that waits for a delay level; null for others.
+        ("queue_offset", pa.int64()),
         ("tag", pa.string()),
         ("keys", pa.string()),  # blank-separated, as RocketMQ has them
         ("unique_key", pa.string()),  # the message id a client knows
@@ -92,7 +93,7 @@ TABLE_SCHEMA = pa.schema(
 # What readers get: the log's columns behind the sequence number.
 READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
 
-# RocketMQ's topic of those who wait for a delay level, a queue a level; LEVEL_PROMISE rows stand nowhere else.
+# RocketMQ's topic of those who wait for a delay level, a queue a level.
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
 # Property of a CANCEL row: on whose account, if somebody has said so.

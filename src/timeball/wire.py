@@ -170,13 +170,17 @@ class DispatcherLease(Request, frozen=True):
 
 
 class ReadLog(Request, frozen=True, tag_field="read", tag="log"):
-    """Rows of the log with from_seq <= seq < to_seq, of these kinds only; `columns` of READ_SCHEMA, or all."""
+    """Rows of the log with from_seq <= seq < to_seq, of these kinds only; `columns` of READ_SCHEMA, or all.
+
+    `placed`: only rows that have a place in a queue, or only those that have none.
+    """
 
     from_seq: Int64
     to_seq: Int64
     kinds: Annotated[list[KindNumber], Meta(max_length=KINDS_MAX)] | None = None
     coalesce_rows: Annotated[int, Meta(ge=1, le=limits.FRAME_ROWS_MAX)] = COALESCE_ROWS
     columns: Annotated[list[Column], Meta(min_length=1, max_length=len(READ_SCHEMA))] | None = None
+    placed: bool | None = None
 
 
 class ReadQueue(Request, frozen=True, tag_field="read", tag="queue"):

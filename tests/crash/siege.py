@@ -457,7 +457,7 @@ def outcome(ball: Timeball) -> Outcome:
                 into += rows
                 low += len(rows)
     log: dict[str, Any] = ball.status()["log"]
-    promised = [Kind.PROMISE, Kind.LEVEL_PROMISE]
+    promised = [Kind.PROMISE]
     kinds = (*promised, Kind.RELEASE, Kind.CANCEL)
     for batch in ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds):
         is_promise = np.isin(batch.column("kind").to_numpy(), promised)

@@ -273,7 +273,7 @@ class World:
                     low += max(1, len(rows))
         for rows in broker.read_log(broker.parts.reader.first_seq, broker.parts.reader.next_seq):
             kinds = rows.column("kind").to_numpy()
-            promised = np.isin(kinds, [Kind.PROMISE, Kind.LEVEL_PROMISE])
+            promised = kinds == Kind.PROMISE
             has_instant = np.asarray(rows.column("due_ms").is_valid())  # a half message waits for none
             outcome.promises.update(rows.column("seq").to_numpy()[promised & has_instant].tolist())
             ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]) & has_instant

@@ -36,7 +36,7 @@ class LevelsRig:
 
     name = "delay_levels"
     has_table = False
-    kind = Kind.LEVEL_PROMISE
+    kind = Kind.PROMISE
 
     def __init__(self, strategy: type[DelayLevels] = DelayLevels, gather_bytes: int = 64 * ROW_BYTES) -> None:
         self._class, self._gather_bytes = strategy, gather_bytes

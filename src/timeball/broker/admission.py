@@ -46,8 +46,8 @@ def admit(
 ) -> tuple[pa.RecordBatch, Int64Array | None]:
     """LOG_SCHEMA rows for a batch of SEND_COLUMNS, and the level of each when any has one (0: none).
 
-    MESSAGE rows are for now, PROMISE and LEVEL_PROMISE rows for later; the last still have their own topic
-    and queue (see `into_level_queues`).
+    MESSAGE rows are for now, PROMISE rows for later; those of a level still have their own topic and queue (see
+    `into_level_queues`).
     """
     count = batch.num_rows
     if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
@@ -66,7 +66,7 @@ def admit(
     if level is not None or due.null_count < count:
         kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE))
         if level is not None:
-            kind[level > 0] = Kind.LEVEL_PROMISE
+            kind[level > 0] = Kind.PROMISE
             at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
             due = pc.coalesce(due, pa.array(at, mask=level == 0))
     rows = build_rows(
@@ -102,6 +102,9 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
     changed = {
         "topic": pc.if_else(mask, SCHEDULE_TOPIC, topic),
         "queue_id": pa.array(np.where(waits, level - 1, queue_id.to_numpy()).astype(np.int32)),
+        "queue_offset": pa.array(
+            np.zeros(len(level), np.int64), mask=~waits
+        ),  # it gets its place when it is appended
         "properties": pc.replace_with_mask(properties, mask, disguised),
     }
     columns = [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names]
@@ -111,6 +114,7 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
 def kept_by(keeper: Keeper, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
     """Admitted rows, the promises among them as their keeper wants them; raises OverLimit when it is full."""
     mine = rows.column("kind").to_numpy() == Kind.PROMISE
+    mine &= np.asarray(rows.column("queue_offset").is_null())  # levels keep their own
     if not mine.any():
         return rows
     promises = rows if mine.all() else rows.filter(pa.array(mine))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker import admission
@@ -29,7 +30,7 @@ from timeball.log.format import with_seq
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind
 
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
-_HAVE_PLACES = [int(Kind.MESSAGE), int(Kind.RELEASE), int(Kind.LEVEL_PROMISE)]
+_VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
 
 
 class Appended(NamedTuple):
@@ -79,7 +80,11 @@ class Appending:
         `then` is called in log order when they are durable, after the caches know them.
         """
         kinds = rows.column("kind").to_numpy()
-        has_place = np.flatnonzero(np.isin(kinds, _HAVE_PLACES))
+        offsets = rows.column("queue_offset")
+        gets_place = np.isin(kinds, _VISIBLE)
+        if offsets.null_count < len(offsets):
+            gets_place |= np.asarray(offsets.is_valid())
+        has_place = np.flatnonzero(gets_place)
         placement = None
         if len(has_place):
             rows, placement = self._place(rows, has_place)
@@ -117,19 +122,27 @@ class Appending:
             placement.index(first_seq, first_seq + has_place)
             placement.count(self._parts.rates)
             self._waiters.wake_queues(placement.queues())
-        parts, kinds = self._parts, rows.column("kind").to_numpy()
-        if (kinds == Kind.MESSAGE).all():
+        promised = rows.column("kind").to_numpy() == Kind.PROMISE
+        if not promised.any():
             return
-        promises = with_seq(rows, first_seq)
-        for kind, schedule in ((Kind.PROMISE, parts.schedule), (Kind.LEVEL_PROMISE, parts.levels)):
-            mine = kinds == kind
-            later = int(mine.sum())
-            if later and kind == Kind.PROMISE:
-                parts.rates.put(TIMER_TOPIC, later, int(stored_sizes(rows)[mine].sum()))
-            if later:
-                schedule.admit(promises if later == rows.num_rows else promises.filter(pa.array(mine)))
-            if later and kind == Kind.PROMISE and parts.keeper is None:
+        parts, promises = self._parts, with_seq(rows, first_seq)
+        # A promise with a place in a queue waits for a delay level, and nowhere else.
+        in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
+        of_level, of_instant = _chosen(promises, in_level), _chosen(promises, promised & ~in_level)
+        if of_level is not None:
+            parts.levels.admit(of_level)
+        if of_instant is not None:
+            later = of_instant.num_rows
+            parts.rates.put(TIMER_TOPIC, later, int(stored_sizes(of_instant).sum()))
+            parts.schedule.admit(of_instant)
+            if parts.keeper is None:
                 self._tail_count.add(first_seq + rows.num_rows, later)
+
+
+def _chosen(rows: pa.RecordBatch, mask: npt.NDArray[np.bool_]) -> pa.RecordBatch | None:
+    if mask.all():
+        return rows
+    return rows.filter(pa.array(mask)) if mask.any() else None
 
 
 def _with_places(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:

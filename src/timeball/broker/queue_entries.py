@@ -17,9 +17,8 @@ from timeball.errors import Corrupt, OutOfRange
 from timeball.log.queue_file import ENTRY, Part
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind, byte_lengths
+from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind, byte_lengths
 
-HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
 BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
 COLUMNS = ("seq", "kind", "topic", "queue_id", "queue_offset", "tag", "body", "properties", "due_ms")
 # RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
@@ -35,14 +34,19 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
     return total
 
 
-def index_tags(rows: pa.RecordBatch, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
+def index_tags(
+    rows: pa.RecordBatch, codes: Int64Array, names: Sequence[str], multi_tag: Sequence[bool]
+) -> Int64Array:
     """Return what each row's entry holds of its tag; `multi_tag` says of each topic whether it is a mask.
 
     What waits in a level's queue has its due time there: the scan looks at nothing else.
     """
     tags = _tags(rows.column("tag"), codes, multi_tag)
-    waits = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
-    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags) if waits.any() else tags
+    if SCHEDULE_TOPIC not in names:
+        return tags
+    # Messages that clients sent to this topic before it was reserved are no promises.
+    waits = (codes == names.index(SCHEDULE_TOPIC)) & (rows.column("kind").to_numpy() == Kind.PROMISE)
+    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags)
 
 
 def _tags(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
@@ -80,11 +84,11 @@ def check(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
 def _check_row(reader: LogReader, index: QueueIndex, offset: int, seqs: Int64Array) -> None:
     what = f"queue {index.queue_id} of {index.topic!r}, offset {offset}"
     try:
-        rows = reader.take(seqs).select(["kind", "topic", "queue_id", "queue_offset"]).to_pylist()
+        rows = reader.take(seqs).select(["topic", "queue_id", "queue_offset"]).to_pylist()
     except OutOfRange as error:
         raise Corrupt(f"{what}: {error}") from error
     asked = {"topic": index.topic, "queue_id": index.queue_id, "queue_offset": offset}
-    if rows[0].pop("kind") not in HAVE_PLACES or rows[0] != asked:
+    if rows[0] != asked:
         raise Corrupt(f"{what} names seq {seqs[0]}, which is another row")
 
 
@@ -94,12 +98,12 @@ def rebuild(
     """Return the entries of the log's rows [first_seq, next_seq), as far as these are kept (any thread)."""
     found: dict[tuple[str, int], list[Part]] = {}
     begin = max(first_seq, reader.first_seq)
-    for rows in reader.coalesced(begin, next_seq, HAVE_PLACES, BATCH_ROWS, COLUMNS):
+    for rows in reader.coalesced(begin, next_seq, None, BATCH_ROWS, COLUMNS, placed=True):
         codes, names = codes_of(rows.column("topic"))
         queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
         entries = np.empty(rows.num_rows, ENTRY)
         entries["seq"], entries["size"] = rows.column("seq").to_numpy(), stored_sizes(rows)
-        entries["tag"] = index_tags(rows, codes, [is_multi_tag(name) for name in names])
+        entries["tag"] = index_tags(rows, codes, names, [is_multi_tag(name) for name in names])
         for code, queue, mine in by_queue(codes, queue_id):
             part = Part(names[code], queue, int(offset[mine[0]]), entries[mine])
             found.setdefault((part.topic, queue), []).append(part)

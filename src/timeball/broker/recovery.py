@@ -34,7 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.parts import Tables
-from timeball.broker.queue_entries import BATCH_ROWS, HAVE_PLACES
+from timeball.broker.queue_entries import BATCH_ROWS
 from timeball.broker.registry.topics import Topics
 from timeball.broker.revoking.log_scan import next_seq_of
 from timeball.broker.tables.attach import AttachState
@@ -175,13 +175,12 @@ def _replay(
             tables.meta.restore(pairs_of(state))
             snapshots = state.column("seq").filter(pc.equal(state.column("unique_key"), SNAPSHOT_KEY))
             replayed.snapshot_seq = snapshots[-1].as_py() if len(snapshots) else replayed.snapshot_seq
-        if present & HAVE_PLACES:
-            visible = np.flatnonzero(np.isin(kinds, list(HAVE_PLACES)))
-            tables.topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
+        placed = np.asarray(rows.column("queue_offset").is_valid())
+        if placed.any():
+            tables.topics.replay(rows.filter(pa.array(placed)).drop_columns(["seq"]), seqs[placed])
         has_instant = np.asarray(rows.column("due_ms").is_valid())
         if present & places.KINDS:
-            promised = np.isin(kinds, list(places.KINDS))
-            replayed.promises.append(places.placed(rows.filter(pa.array(promised & has_instant))))
+            replayed.promises.append(places.placed(places.waiting_rows(rows)))
             replayed.halves.append(seqs[(kinds == Kind.PROMISE) & ~has_instant])
             # A promise that publishes a half takes its place. Others name what is no half; `load` asks for halves only.
             replayed.ended.append(_sources(rows, (kinds == Kind.PROMISE) & has_instant))
@@ -237,7 +236,7 @@ def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Placed]:
     """Promises between the watermark and the checkpoint."""
     begin = max(watermark, reader.first_seq)
     batches = reader.coalesced(begin, to_seq, places.KINDS, BATCH_ROWS)
-    return [places.placed(rows.filter(rows.column("due_ms").is_valid())) for rows in batches]
+    return [places.placed(places.waiting_rows(rows)) for rows in batches]
 
 
 def _in_levels(topics: Topics, facts: dict[int, cp.LevelFacts]) -> Int64Array:

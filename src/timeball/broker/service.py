@@ -229,14 +229,15 @@ class Broker:
         coalesce_rows: int = 65_536,
         columns: Sequence[str] | None = None,
         caller: Caller = ANONYMOUS,
+        placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Return rows of the log, without the values that are secret; any thread."""
+        """Return rows of the log (LogReader.coalesced), without the values that are secret; any thread."""
         self.policy.allow(caller, Verb.ADMIN)
         kinds, names = None if kinds is None else set(kinds), columns or READ_SCHEMA.names
         if "body" not in names or (kinds is not None and Kind.META not in kinds):
-            return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns)
+            return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns, placed)
         needed = list(dict.fromkeys([*names, "kind", "unique_key"]))
-        rows = self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, needed)
+        rows = self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, needed, placed)
         return (without_secrets(batch).select(names) for batch in rows)
 
     def starts(self, from_seq: int, to_seq: int, caller: Caller = ANONYMOUS) -> list[Start]:

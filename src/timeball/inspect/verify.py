@@ -22,9 +22,7 @@ from timeball.log.queue_file import Part, QueueFile
 from timeball.log.queue_files import FOLDER as QUEUES
 from timeball.log.queue_files import file_name
 from timeball.log.segment import FOLDER, Segment
-from timeball.message import Int64Array, Kind
-
-VISIBLE = np.array([Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE], np.int8)
+from timeball.message import Int64Array
 
 
 class CacheCheck:
@@ -46,7 +44,7 @@ class CacheCheck:
         hashes, at = hash_keys(rows.column("unique_key"), rows.column("keys"))
         self._keys.append((hashes, first_seq + at))
         self._frames.append(found.frame)
-        visible = np.flatnonzero(np.isin(rows.column("kind").to_numpy(), VISIBLE))
+        visible = np.flatnonzero(rows.column("queue_offset").is_valid())
         if len(visible):
             self._compare_queues(rows.take(pa.array(visible)), first_seq + visible)
 

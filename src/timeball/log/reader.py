@@ -85,16 +85,20 @@ class LogReader:
         kinds: Iterable[int] | None,
         coalesce_rows: int,
         columns: Sequence[str] | None = None,
+        placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """As `rows`, in batches made of at least `coalesce_rows` rows of the log (the last one aside).
 
         A frame may hold ten rows: to decode one costs some 40 us, to make it a batch of its own three times that.
-        `columns`: only these of READ_SCHEMA, in this order; bodies nobody asked for are not even copied.
+        `columns`: only these of READ_SCHEMA, in this order; the others are not even copied. `placed`: only rows that
+        have a place in a queue (visible messages, promises of delay levels), or only those that have none.
         """
         wanted = None if kinds is None else np.array(sorted(kinds), dtype=np.int8)
         schema = READ_SCHEMA if columns is None else pa.schema([READ_SCHEMA.field(name) for name in columns])
         needed = (
-            LOG_SCHEMA.names if columns is None else [n for n in LOG_SCHEMA.names if n in {*columns, "kind"}]
+            LOG_SCHEMA.names
+            if columns is None
+            else [n for n in LOG_SCHEMA.names if n in {*columns, "kind", "queue_offset"}]
         )
         held: list[tuple[int, pa.RecordBatch]] = []
         count = 0
@@ -104,9 +108,9 @@ class LogReader:
             held.append((first_seq + begin, part if columns is None else part.select(needed)))
             count += part.num_rows
             if count >= coalesce_rows:
-                yield from _joined(held, wanted, schema)
+                yield from _joined(held, wanted, placed, schema)
                 held, count = [], 0
-        yield from _joined(held, wanted, schema)
+        yield from _joined(held, wanted, placed, schema)
 
     def row_bytes(self, from_seq: int, to_seq: int) -> int:
         """How large a row of the frames that touch [from_seq, to_seq) is, on the average; opens none of them."""
@@ -190,7 +194,10 @@ class LogReader:
 
 
 def _joined(
-    parts: list[tuple[int, pa.RecordBatch]], kinds: npt.NDArray[np.int8] | None, schema: pa.Schema
+    parts: list[tuple[int, pa.RecordBatch]],
+    kinds: npt.NDArray[np.int8] | None,
+    placed: bool | None,
+    schema: pa.Schema,
 ) -> Iterator[pa.RecordBatch]:
     """Parts of the log and their first sequence numbers as one batch in `schema`; nothing when none is left."""
     parts = [(first_seq, rows) for first_seq, rows in parts if rows.num_rows]
@@ -200,8 +207,10 @@ def _joined(
     seq = np.concatenate([np.arange(first, first + part.num_rows, dtype=np.int64) for first, part in parts])
     columns = {"seq": pa.array(seq), **dict(zip(rows.schema.names, rows.columns, strict=True))}
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    if kinds is not None:
-        mask = np.isin(columns["kind"].to_numpy(), kinds)
+    if kinds is not None or placed is not None:
+        mask = np.ones(len(seq), np.bool_) if kinds is None else np.isin(columns["kind"].to_numpy(), kinds)
+        if placed is not None:
+            mask &= np.asarray(columns["queue_offset"].is_valid()) == placed
         if not mask.all():
             batch = batch.filter(pa.array(mask))
     if batch.num_rows:

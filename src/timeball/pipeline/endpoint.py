@@ -102,8 +102,12 @@ class Endpoint:
         kinds: Sequence[int] | None = None,
         coalesce_rows: int = wire.COALESCE_ROWS,
         columns: Sequence[str] | None = None,
+        placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Yield rows with from_seq <= seq < to_seq of these kinds, in order, as batches of `columns` of READ_SCHEMA."""
+        """Yield rows from_seq <= seq < to_seq of these kinds, in order, as batches of `columns` of READ_SCHEMA.
+
+        `placed`: only rows that have a place in a queue, or only those that have none.
+        """
         yield from self._rows(
             wire.ReadLog(
                 from_seq=from_seq,
@@ -111,6 +115,7 @@ class Endpoint:
                 kinds=None if kinds is None else [int(kind) for kind in kinds],
                 coalesce_rows=coalesce_rows,
                 columns=None if columns is None else list(columns),
+                placed=placed,
             )
         )
 

@@ -1,7 +1,7 @@
 """Events in a promise's life: their schema, and those that do not stand in the log as one row each.
 
     event       one row for                                          first_seq, rows
-    accepted    a PROMISE or LEVEL_PROMISE row, or one range of a    its own numbers; a range may be long
+    accepted    a PROMISE row, or one range of a                     its own numbers; a range may be long
                 bulk attach
     released    a RELEASE row                                        the promise it keeps, 1
     cancelled   a CANCEL row                                         the promise it ends, 1

@@ -40,6 +40,13 @@ class Placed:
         return Placed(self.due_ms[chosen], self.seq[chosen], self.at[chosen])
 
 
+def waiting_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the rows that hold a promise for an instant: no half message, and none of a delay level."""
+    mask = np.isin(rows.column("kind").to_numpy(), list(KINDS))
+    mask &= np.asarray(rows.column("due_ms").is_valid()) & np.asarray(rows.column("queue_offset").is_null())
+    return rows if mask.all() else rows.filter(pa.array(mask))
+
+
 def placed(rows: pa.RecordBatch) -> Placed:
     """What READ_SCHEMA rows of these `KINDS` hold."""
     at = int64(rows.column("seq"))

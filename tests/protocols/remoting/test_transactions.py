@@ -115,9 +115,7 @@ async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str
     await world.advance(1)
     await world.until(lambda: sum(high for _, high in world.broker.queues("orders").values()), "the release")
     assert await bodies(world) == [b"body"]
-    read = world.broker.read_log(
-        1, world.broker.parts.reader.next_seq, [Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE]
-    )
+    read = world.broker.read_log(1, world.broker.parts.reader.next_seq, [Kind.PROMISE, Kind.RELEASE])
     half, promise, release = (row for rows in read for row in rows.to_pylist())
     assert (half["seq"], promise["source_seq"]) == (seq, seq)
     assert (release["topic"], release["source_seq"]) == ("orders", promise["seq"])

@@ -29,7 +29,7 @@ def disguised(texts: list[str | None], level: int = 3, topic: str = "orders", qu
 
 def waiting(texts: list[str]) -> pa.RecordBatch:
     rows = build_rows(
-        len(texts), kind=int(Kind.LEVEL_PROMISE), topic=SCHEDULE_TOPIC, queue_id=2, body=b"b", properties=texts,
+        len(texts), kind=int(Kind.PROMISE), topic=SCHEDULE_TOPIC, queue_id=2, body=b"b", properties=texts,
         queue_offset=list(range(len(texts))), due_ms=7, store_ms=5,
     )  # fmt: skip
     return with_seq(rows, 40)

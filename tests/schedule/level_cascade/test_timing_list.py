@@ -94,7 +94,7 @@ def rows_of(kinds: list[Kind], dues: list[int | None], properties: list[str | No
 def test_promises_are_dressed_and_messages_left_alone() -> None:
     theirs = encode_properties({NAME: "1,1,1", "TIMING": "08:00:00"})
     rows = rows_of(
-        [Kind.PROMISE, Kind.MESSAGE, Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.PROMISE],
+        [Kind.PROMISE, Kind.MESSAGE, Kind.PROMISE, Kind.CANCEL, Kind.PROMISE],
         [NOW + 61_000, None, NOW + 5_000, NOW + 61_000, NOW - 1],
         [theirs, theirs, theirs, theirs, None],
     )

@@ -110,7 +110,7 @@ class Topics:
     def _fill(self, reader: LogReader, begin: int, lengths: Lengths, end: int) -> None:
         for index in self.indexes.used():
             self._known(index.topic, index.queue_id)
-        for rows in reader.coalesced(begin, end, queue_entries.HAVE_PLACES, queue_entries.BATCH_ROWS):
+        for rows in reader.coalesced(begin, end, None, queue_entries.BATCH_ROWS, placed=True):
             self.replay(rows.drop_columns(["seq"]), rows.column("seq").to_numpy())
         for name, queues in lengths.items():
             for at, (low, high) in queues.items():
@@ -248,7 +248,9 @@ class Topics:
             queue_offset[group] = queue.next_offset + np.arange(len(group))
             queue.next_offset += len(group)
             groups.append((topics[code], at, group))
-        tags = queue_entries.index_tags(rows, codes, [topic.filter_type == "MULTI_TAG" for topic in topics])
+        tags = queue_entries.index_tags(
+            rows, codes, names, [topic.filter_type == "MULTI_TAG" for topic in topics]
+        )
         return Placement(queue_id, queue_offset, groups, queue_entries.stored_sizes(rows), tags)
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
@@ -256,7 +258,9 @@ class Topics:
         codes, names = codes_of(rows.column("topic"))
         queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
         topics = [self._made(name) for name in names]
-        tags = queue_entries.index_tags(rows, codes, [topic.filter_type == "MULTI_TAG" for topic in topics])
+        tags = queue_entries.index_tags(
+            rows, codes, names, [topic.filter_type == "MULTI_TAG" for topic in topics]
+        )
         sizes = queue_entries.stored_sizes(rows)
         for of_topic in alike(codes):
             topics[int(codes[of_topic[0]])].queues.widen(int(queue_id[of_topic].max()) + 1)

@@ -19,7 +19,8 @@ from timeball.message import CANCEL_NEXT, Kind, decode_properties
 from timeball.schedule.moved import Moved
 
 COLUMNS = [
-    "seq", "kind", "topic", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq", "properties",
+    "seq", "kind", "topic", "queue_offset", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq",
+    "properties",
 ]  # fmt: skip
 SETTLING = (Kind.RELEASE, Kind.CANCEL)
 _BATCH_ROWS = 65_536

@@ -39,8 +39,6 @@ from timeball.table.data_file import DataFile
 
 CANCELLED, RELEASED = "already_cancelled", "released"
 
-_PROMISES = (Kind.PROMISE, Kind.LEVEL_PROMISE)
-
 
 @dataclass(frozen=True, slots=True)
 class Names:
@@ -177,7 +175,7 @@ class Search:
         for rows in self._reader.rows(seq, seq + 1):
             there = True
             for row in rows.select(COLUMNS).to_pylist():
-                if row["kind"] in _PROMISES and row["due_ms"] is not None:
+                if row["kind"] == Kind.PROMISE and row["due_ms"] is not None:
                     self._add(str(seq), row, row["store_ms"], at_seq=seq)
         return there
 
@@ -207,7 +205,7 @@ class Search:
         """Note the promise that a row of the log accepts, moves or ends. A half message waits for no instant."""
         if row["due_ms"] is None:
             return
-        if row["kind"] in _PROMISES:
+        if row["kind"] == Kind.PROMISE:
             self._add(subject, row, row["store_ms"], at_seq=row["seq"])
         elif row["kind"] == Kind.MOVED:
             self._add(subject, {**row, "seq": row["source_seq"]}, row["accepted_ms"], at_seq=row["seq"])
@@ -230,7 +228,7 @@ class Search:
                 known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
             )
             return
-        is_level = row.get("kind") == Kind.LEVEL_PROMISE
+        is_level = row.get("kind") == Kind.PROMISE and row["queue_offset"] is not None
         # The CANCEL row is to name the topic the message was for.
         topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
         self._found[subject, row["seq"]] = Candidate(

@@ -127,7 +127,7 @@ def moved_rows(
     """LOG_SCHEMA promises for another instant, of READ_SCHEMA promises; `topics`: those they are for."""
     count = rows.num_rows
     said = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
-    level = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
+    level = np.asarray(rows.column("queue_offset").is_valid())  # it waits in the queue of a delay level
     queues = [
         int(properties[REAL_QUEUE]) if is_level else queue
         for properties, is_level, queue in zip(

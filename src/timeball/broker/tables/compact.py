@@ -15,6 +15,7 @@ import pyarrow as pa
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import TABLE_SCHEMA, Int64Array, Kind
+from timeball.schedule.places import waiting_rows
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 
@@ -98,7 +99,7 @@ def promises(
     """TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
     parts = []
     for found in reader.coalesced(from_seq, to_seq, [Kind.PROMISE], 65_536):
-        rows = found.filter(found.column("due_ms").is_valid()) if found.column("due_ms").null_count else found
+        rows = waiting_rows(found)
         waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
         waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
         if waiting.any():

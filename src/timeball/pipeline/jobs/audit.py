@@ -157,7 +157,8 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     """Return promises at rest, as the event 'waiting', more than once where they lie in several places.
 
     Rows of the table, PROMISE rows of the tail, and its MOVED rows under the number of the promise they hold, whose
-    own row may be gone. LEVEL_PROMISE rows of the whole log: retention leaves them there until they are settled.
+    own row may be gone. Promises of delay levels have a place in a queue; retention leaves their rows in the log until
+    they are settled.
     """
     columns = "seq,due_ms,topic,unique_key"
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
@@ -165,19 +166,21 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
     # Where nothing compacts, the tail is the whole log, less what retention has removed since.
     begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
-    source = source.option("kinds", "promise,moved").option("from_seq", str(begin))
+    source = source.option("kinds", "promise,moved").option("placed", "false").option("from_seq", str(begin))
     tail = source.option("columns", f"kind,source_seq,{columns}").load()
     number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
     tail = tail.withColumn("seq", number).drop("kind", "source_seq").where("due_ms is not null")
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-    levels = source.option("kinds", "level_promise").option("to_seq", str(scope.end)).load()
+    levels = (
+        source.option("kinds", "promise").option("placed", "true").option("to_seq", str(scope.end)).load()
+    )
     return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
 
 
 def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     """Return queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
     source = spark.read.format("timeball").option("endpoint", endpoint)
-    source = source.option("kinds", "message,release,level_promise")
+    source = source.option("placed", "true")
     source = source.option("columns", "topic,queue_id,queue_offset").option("to_seq", str(scope.end))
     return gaps(source.load())
 

@@ -71,7 +71,7 @@ def write_piece(endpoint: Endpoint, store: Store, piece: Piece) -> Piece:
     status = endpoint.status()
     batches = (
         waiting(batch, status.settled_before_ms)
-        for batch in endpoint.read_log(piece.from_seq, piece.to_seq, [Kind.PROMISE])
+        for batch in endpoint.read_log(piece.from_seq, piece.to_seq, [Kind.PROMISE], placed=False)
     )
     try:
         for rows in chunks(batch for batch in batches if batch.num_rows):

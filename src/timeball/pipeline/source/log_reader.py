@@ -89,7 +89,9 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
         columns = needed(options, rows)
 
         def read(begin: int) -> Iterator[pa.RecordBatch]:
-            return endpoint.read_log(begin, part.to_seq, options.kinds, columns=columns)
+            return endpoint.read_log(
+                begin, part.to_seq, options.kinds, columns=columns, placed=options.placed
+            )
 
         for batch in resuming(endpoint, read, part.from_seq, behind_last_seq):
             kept = rows.keep(batch)

@@ -100,6 +100,13 @@ def kinds(text: str) -> tuple[int, ...]:
     return found
 
 
+def flag(text: str) -> bool:
+    """Return whether the text says true."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError("true or false")
+    return text.lower() == "true"
+
+
 def names(text: str) -> tuple[str, ...]:
     """Parse names of columns."""
     found = tuple(name.strip() for name in text.split(","))

@@ -41,6 +41,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     to_seq: int | None = None
     kinds: tuple[int, ...] | None = None
     body_kinds: tuple[int, ...] | None = None
+    placed: bool | None = None
     queue_id: int | None = None
     from_offset: int | str | Offsets = "first"
     to_offset: int | str | Offsets = "latest"
@@ -74,6 +75,7 @@ FITS: dict[str, tuple[str, ...]] = {
     "to_seq": ("log", "ranges"),
     "kinds": ("log",),
     "body_kinds": ("log",),
+    "placed": ("log",),
     "queue_id": ("queue",),
     "from_offset": ("queue",),
     "to_offset": ("queue",),
@@ -101,6 +103,7 @@ def describe() -> dict[str, str]:
         "to_seq": "row to stop before (batch; default: everything durable)",
         "kinds": "only these kinds of rows, filtered by the broker: promise,release or 2,3",
         "body_kinds": "only rows of these kinds keep their body; null for the others",
+        "placed": "true: only rows that have a place in a queue; false: only those that have none",
         "queue_id": "only this queue of the topic",
         "from_offset": "where to begin in each queue: first, latest, an offset, or 0=100,1=250",
         "to_offset": "where to stop before in each queue (batch): latest, an offset, or 0=100,1=250",
@@ -195,6 +198,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "to_seq": values.count(0),
     "kinds": values.kinds,
     "body_kinds": values.kinds,
+    "placed": values.flag,
     "queue_id": values.queue_id,
     "from_offset": values.offsets(*OFFSET_STARTS),
     "to_offset": values.offsets("latest"),

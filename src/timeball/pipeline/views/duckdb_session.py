@@ -198,17 +198,23 @@ class SqlSession:
         rows = view_sql.LOG_RELATIONS[name]
         columns = view_sql.log_columns(name, self._promise_columns)
         begin, end = self.snapshot.log_range(0 if rows.begin == "first" else marked_seq)
-        self._spool(name, begin, end, rows.kinds, columns)
+        self._spool(name, begin, end, rows.kinds, columns, rows.placed)
 
     def _spool(
-        self, name: str, begin: int, end: int, kinds: Sequence[int] | None, columns: Sequence[str]
+        self,
+        name: str,
+        begin: int,
+        end: int,
+        kinds: Sequence[int] | None,
+        columns: Sequence[str],
+        placed: bool | None = None,
     ) -> None:
         """Write rows of the log to a file of this session, a relation that can be read more than once."""
         schema = pa.schema([READ_SCHEMA.field(column) for column in columns])
         path = self._scratch / f"{name}.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             if begin < end:
-                for batch in self._broker.read_log(begin, end, kinds, columns=columns):
+                for batch in self._broker.read_log(begin, end, kinds, columns=columns, placed=placed):
                     writer.write_batch(batch.select(columns))
         self._database.register(name, ds.dataset(str(path), schema, format="ipc"))
 

@@ -5,7 +5,7 @@ the kept log names it:
 
     table   a row of the pending table, at the version of that status, due at settled_before_ms or later
     tail    a PROMISE row of the log from the watermark on, or the newest MOVED row that stands for the promise
-    level   a LEVEL_PROMISE row anywhere in the kept log: it stays there until it is settled
+    level   a PROMISE row with a place in a queue, anywhere in the kept log: it stays there until it is settled
 
 The rule itself is SQL (view_sql.py); this module says which rows it is applied to. Places and version belong
 together, so a compaction in between neither hides a promise nor counts it twice. The Delta commit follows its TABLE

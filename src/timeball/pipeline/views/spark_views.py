@@ -152,10 +152,11 @@ def _log(spark: SparkSession, endpoint: str, shot: Snapshot, name: str, columns:
 
 
 def _columns(source: DataFrameReader, name: str, columns: Sequence[str]) -> DataFrame:
-    kinds = ",".join(str(int(kind)) for kind in view_sql.LOG_RELATIONS[name].kinds)
-    return (
-        source.option("kinds", kinds).option("columns", ",".join(view_sql.log_columns(name, columns))).load()
-    )
+    relation = view_sql.LOG_RELATIONS[name]
+    source = source.option("kinds", ",".join(str(int(kind)) for kind in relation.kinds))
+    if relation.placed is not None:
+        source = source.option("placed", str(relation.placed).lower())
+    return source.option("columns", ",".join(view_sql.log_columns(name, columns))).load()
 
 
 def _source(spark: SparkSession, endpoint: str, shot: Snapshot, from_seq: int) -> DataFrameReader:

@@ -51,21 +51,25 @@ SPARK_RELATION: Relation = "{{{}}}".format
 
 @dataclass(frozen=True)
 class LogRelation:
-    """Rows of the log of these kinds in these columns; `begin` names the first row that counts."""
+    """Rows of the log of these kinds in these columns; `begin` names the first row that counts.
+
+    `placed`: only rows that have a place in a queue, or only those that have none.
+    """
 
     kinds: tuple[Kind, ...]
     columns: tuple[str, ...]
     begin: Literal["first", "watermark", "ledger"]
+    placed: bool | None = None
 
 
 _WAITING = ("seq", "kind", "source_seq", "store_ms", *TABLE_SCHEMA.names[1:])
 LOG_RELATIONS = {
     "settled_rows": LogRelation((Kind.RELEASE, Kind.CANCEL), ("kind", "source_seq"), "first"),
     "moved_rows": LogRelation((Kind.MOVED,), ("seq", "source_seq"), "watermark"),
-    "tail_rows": LogRelation((Kind.PROMISE, Kind.MOVED), _WAITING, "watermark"),
-    "level_rows": LogRelation((Kind.LEVEL_PROMISE,), _WAITING, "first"),
+    "tail_rows": LogRelation((Kind.PROMISE, Kind.MOVED), _WAITING, "watermark", placed=False),
+    "level_rows": LogRelation((Kind.PROMISE,), _WAITING, "first", placed=True),
     "event_rows": LogRelation(
-        (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE, Kind.CANCEL),
+        (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL),
         ("seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
          "reconsume_times"),
         "ledger",

@@ -280,7 +280,13 @@ class FlightEdge:
 
     def _log_rows(self, request: wire.ReadLog, caller: Caller) -> Iterator[pa.RecordBatch]:
         rows = self._broker.read_log(
-            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns, caller
+            request.from_seq,
+            request.to_seq,
+            request.kinds,
+            request.coalesce_rows,
+            request.columns,
+            caller,
+            placed=request.placed,
         )
         for batch in rows:
             self._check_open()

@@ -30,7 +30,7 @@ CANDIDATES_MAX = 4_096  # rows with the key's hash that are opened
 OPENED_AT_ONCE = 32  # of them, since each may have a body of 4 MiB
 BYTES_MAX = 8 * 1024 * 1024  # bodies of one answer, but at least one; clients close the connection at 16 MiB
 BORN_HOST = Host(bytes(4), 0)
-VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.PROMISE, Kind.LEVEL_PROMISE]
+VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.PROMISE]
 
 
 class _Query(msgspec.Struct, rename="camel"):
@@ -158,5 +158,5 @@ def _within(rows: pa.RecordBatch, fields: _Query) -> pa.Array:
 def _of_topic(rows: pa.RecordBatch, topic: str) -> pa.Array:
     """A message that waits for a level stands under the schedule's topic, its own in a property."""
     real = pc.match_substring(rows.column("properties"), f"REAL_TOPIC\x01{topic}\x02")
-    waits = pa.array(rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE)
+    waits = pc.equal(rows.column("kind"), int(Kind.PROMISE))
     return pc.or_(pc.equal(rows.column("topic"), topic), pc.and_(waits, real.fill_null(False)))

@@ -18,7 +18,7 @@ import numpy as np
 
 from timeball.broker.parts import Parts, in_thread
 from timeball.errors import OutOfRange
-from timeball.message import Int64Array, Kind
+from timeball.message import Int64Array
 from timeball.protocols.remoting.codec.records import Host, encode_each
 
 STRETCH_ROWS = 256
@@ -26,7 +26,6 @@ CACHE_BYTES_MAX = 64 * 1024 * 1024
 RECORD_BYTES = 192  # of a record besides its bytes: the object, its number and its place in a dictionary
 ROW_BYTES_MAX = 32 * 1024  # on the average, of stretches that are kept: 8 MiB
 FRESH_ROWS = 65_536  # of the log's end: in the page cache, since they were written a moment ago
-VISIBLE = [Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE]
 
 Key = tuple[Host, int]
 
@@ -90,7 +89,7 @@ class StoredMessages:
     def _encode_these(self, host: Host, seqs: list[int]) -> list[bytes]:
         """The records of these rows and no others (reader thread)."""
         rows = self._parts.reader.take(np.array(seqs, dtype=np.int64))
-        if not np.isin(rows.column("kind").to_numpy(), VISIBLE).all():
+        if rows.column("queue_offset").null_count:
             raise OutOfRange("one of these rows is no message that anybody can see")
         return encode_each(rows, store_host=host, born_host=self._born_host)
 
@@ -98,7 +97,7 @@ class StoredMessages:
         """What is missing of a stretch (any thread)."""
         begin, end = self._missing(number, known)
         new = _Stretch(end)
-        for rows in self._parts.reader.coalesced(begin, end, VISIBLE, STRETCH_ROWS):
+        for rows in self._parts.reader.coalesced(begin, end, None, STRETCH_ROWS, placed=True):
             records = encode_each(rows, store_host=host, born_host=self._born_host)
             new.records.update(zip(rows.column("seq").to_pylist(), records, strict=True))
             new.size_bytes += sum(map(len, records)) + RECORD_BYTES * len(records)

@@ -326,7 +326,7 @@ class DelayLevels:
         order = np.argsort(seq)
         rows = self._reader.take(seq[order])
         due, places = due[order], places[order]
-        ours = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
+        ours = rows.column("kind").to_numpy() == Kind.PROMISE
         strangers = places[~ours]
         if len(strangers):
             # Somebody's message to this topic, from before it was ours: it is in its queue already.
