@@ -68,14 +68,14 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
         },
         {"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PROMISE},
     ],
-    102: [{"kind": 5, "body": b'{"change":"reserve","rows":10}', "store_ms": ACCEPTED_MS}],
+    102: [{"kind": 6, "body": b'{"change":"reserve","rows":10}', "store_ms": ACCEPTED_MS}],
     113: [
         {
-            "kind": 3, **PROMISE, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
+            "kind": 4, **PROMISE, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
             "accepted_ms": ACCEPTED_MS, "source_seq": 101,
         },
-        {"kind": 4, "due_ms": DUE_MS, "store_ms": DUE_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 105},
-        {"kind": 5, "body": ATTACH, "store_ms": DUE_MS + 1},
+        {"kind": 5, "due_ms": DUE_MS, "store_ms": DUE_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 105},
+        {"kind": 6, "body": ATTACH, "store_ms": DUE_MS + 1},
     ],
 }  # fmt: skip
 # first_seq -> position, length, span, append_ms, synced_to: two commits, the first of two frames.
@@ -93,7 +93,7 @@ TRANSACTION_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [{"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **HALF}],
     101: [
         {
-            "kind": 4, "topic": "orders", "queue_id": -1, "unique_key": "A18", "body": b"asked 15 times",
+            "kind": 5, "topic": "orders", "queue_id": -1, "unique_key": "A18", "body": b"asked 15 times",
             "store_ms": ACCEPTED_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
         },
     ],
@@ -117,7 +117,7 @@ LEVEL_FRAMES: dict[int, list[dict[str, Any]]] = {
     ],
     101: [
         {
-            "kind": 3, "topic": "orders", "queue_id": 1, "queue_offset": 8, "store_ms": ACCEPTED_MS + 10_000,
+            "kind": 4, "topic": "orders", "queue_id": 1, "queue_offset": 8, "store_ms": ACCEPTED_MS + 10_000,
             "accepted_ms": ACCEPTED_MS, "source_seq": 100, **LEVELLED,
         },
     ],
@@ -136,7 +136,7 @@ MOVED_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [{"kind": 2, "store_ms": ACCEPTED_MS, "properties": "TIMING-LIST\x015,3\x02", **HOPPING}],
     101: [
         {
-            "kind": 10, "store_ms": ACCEPTED_MS + 3_600_000, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
+            "kind": 3, "store_ms": ACCEPTED_MS + 3_600_000, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
             "properties": "TIMING-LIST\x013\x02", **HOPPING,
         },
     ],
@@ -148,7 +148,7 @@ MOVED_HEADERS = {
 # What the broker keeps of itself: a topic ahead of its first message; a value that is deleted.
 META_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [
-        {"kind": 11, "unique_key": "topic/orders", "body": b'{"queues":8}', "store_ms": ACCEPTED_MS},
+        {"kind": 7, "unique_key": "topic/orders", "body": b'{"queues":8}', "store_ms": ACCEPTED_MS},
         {
             "kind": 1,
             "topic": "orders",
@@ -159,8 +159,8 @@ META_FRAMES: dict[int, list[dict[str, Any]]] = {
         },
     ],
     102: [
-        {"kind": 11, "unique_key": "offsets/g@orders", "body": b'{"1":1}', "store_ms": ACCEPTED_MS + 1_000},
-        {"kind": 11, "unique_key": "group/g", "body": b"", "store_ms": ACCEPTED_MS + 1_000},
+        {"kind": 7, "unique_key": "offsets/g@orders", "body": b'{"1":1}', "store_ms": ACCEPTED_MS + 1_000},
+        {"kind": 7, "unique_key": "group/g", "body": b"", "store_ms": ACCEPTED_MS + 1_000},
     ],
 }
 META_HEADERS = {

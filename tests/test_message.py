@@ -25,11 +25,11 @@ KINDS_ON_DISK = {
     "INVALID": 0,
     "MESSAGE": 1,
     "PROMISE": 2,
-    "RELEASE": 3,
-    "CANCEL": 4,
-    "TABLE": 5,
-    "MOVED": 10,
-    "META": 11,
+    "MOVED": 3,
+    "RELEASE": 4,
+    "CANCEL": 5,
+    "TABLE": 6,
+    "META": 7,
 }
 COLUMNS_ON_DISK = (
     "kind:int8 topic:string queue_id:int32 queue_offset:int64 tag:string keys:string unique_key:string "

@@ -31,11 +31,11 @@ class Kind(IntEnum):
     # Accepted, due later. Without an instant it is a half message, due when its transaction is committed; with a place
     # in a queue (of the schedule's topic) it waits for a delay level.
     PROMISE = 2
-    RELEASE = 3  # the message, now visible; `source_seq` names the promise it keeps
-    CANCEL = 4  # the promise named by `source_seq` will not be kept
-    TABLE = 5  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
-    MOVED = 10  # the promise named by `source_seq`, written again so that it can go on waiting
-    META = 11  # state of the broker: `unique_key` names it, the body is its value; the last row counts
+    MOVED = 3  # the promise named by `source_seq`, written again so that it can go on waiting
+    RELEASE = 4  # the message, now visible; `source_seq` names the promise it keeps
+    CANCEL = 5  # the promise named by `source_seq` will not be kept
+    TABLE = 6  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
+    META = 7  # state of the broker: `unique_key` names it, the body is its value; the last row counts
 
 
 LOG_SCHEMA = pa.schema(

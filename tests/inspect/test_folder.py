@@ -107,7 +107,7 @@ def test_segments_say_what_they_are() -> None:
 
 def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
     files = CrashFiles()
-    mixed = build_rows(3, kind=pa.array([2, 4, 2], pa.int8()), topic="t")
+    mixed = build_rows(3, kind=pa.array([Kind.PROMISE, Kind.CANCEL, Kind.PROMISE], pa.int8()), topic="t")
 
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:

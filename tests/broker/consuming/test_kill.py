@@ -106,7 +106,7 @@ def promised(ball: Timeball) -> Counter[str]:
         for row in batch.select(["seq", "kind", "body", "source_seq"]).to_pylist():
             if row["kind"] == Kind.PROMISE:
                 waiting[row["seq"]] = row["body"].decode()
-            elif row["kind"] in (3, 4):
+            elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
                 waiting.pop(row["source_seq"])
     return Counter(waiting.values())
 
