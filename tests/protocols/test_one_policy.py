@@ -17,7 +17,7 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc import wire as grpc_wire
 from tests.protocols.grpc.sending import message, send_request
 from tests.protocols.remoting import wire as remoting_wire
-from tests.protocols.remoting.test_sends import sent
+from tests.protocols.remoting.handlers.test_sends import sent
 
 import timeball.protocols
 from timeball import Timeball
@@ -316,7 +316,7 @@ def test_no_edge_asks_by_itself() -> None:
         if "_generated" not in path.parts and (asked := asked_by(path.read_text()))
     }
     # A group's own settings are told and changed by tools; of a message's hidden copy nothing is decided here.
-    assert found.keys() <= {"remoting/group_admin.py"}, found
+    assert found.keys() <= {"remoting/handlers/admin/groups.py"}, found
 
 
 @pytest.mark.parametrize(

@@ -17,26 +17,26 @@ from timeball.broker.service import Broker
 from timeball.errors import SetupError, TimeballError
 from timeball.guard import OPEN, Guard
 from timeball.protocols.remoting import needs
-from timeball.protocols.remoting.admin import Admin
 from timeball.protocols.remoting.clients import Clients
 from timeball.protocols.remoting.codec.frame import BadHeader, Frame, decode
 from timeball.protocols.remoting.codec.send_header import from_command, read_send
 from timeball.protocols.remoting.connection import CONNECTIONS_MAX, Connection
 from timeball.protocols.remoting.dispatch import Dispatch
 from timeball.protocols.remoting.flow import Room
-from timeball.protocols.remoting.heartbeats import HeartBeats
-from timeball.protocols.remoting.locks import Locks
-from timeball.protocols.remoting.offsets import Offsets
-from timeball.protocols.remoting.pops import Pops
-from timeball.protocols.remoting.pulls import Pulls
-from timeball.protocols.remoting.queries import Queries
-from timeball.protocols.remoting.recalls import Recalls
-from timeball.protocols.remoting.replies import Replies
-from timeball.protocols.remoting.retries import Retries
-from timeball.protocols.remoting.routes import Routes
-from timeball.protocols.remoting.sends import Sends
+from timeball.protocols.remoting.handlers.admin.admin import Admin
+from timeball.protocols.remoting.handlers.heartbeats import HeartBeats
+from timeball.protocols.remoting.handlers.locks import Locks
+from timeball.protocols.remoting.handlers.offsets import Offsets
+from timeball.protocols.remoting.handlers.pops import Pops
+from timeball.protocols.remoting.handlers.pulls import Pulls
+from timeball.protocols.remoting.handlers.queries import Queries
+from timeball.protocols.remoting.handlers.recalls import Recalls
+from timeball.protocols.remoting.handlers.replies import Replies
+from timeball.protocols.remoting.handlers.retries import Retries
+from timeball.protocols.remoting.handlers.routes import Routes
+from timeball.protocols.remoting.handlers.sends import Sends
+from timeball.protocols.remoting.handlers.transactions import Transactions
 from timeball.protocols.remoting.site import Site
-from timeball.protocols.remoting.transactions import Transactions
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The requests of mqadmin and the dashboard."""
