@@ -27,7 +27,7 @@ def leave(folder: Path, **changes: object) -> None:
         last=last,
         epochs=4,
     )
-    Board(str(folder)).tell(msgspec.structs.replace(status, **changes), 0)
+    Board(str(folder)).write_status(msgspec.structs.replace(status, **changes), 0)
 
 
 def test_where_jobs_stand_against_the_log_of_now(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def attach(
     """What a bulk write does: numbered rows in `parts` ranges, keys k0, k1, …, `step_ms` apart; noted as attached."""
     broker = campaign.broker
     now_ms = broker.status().now_ms
-    planned = campaign.begin(rows, now_ms, {})
+    planned = campaign.record_planned(rows, now_ms, {})
     files, ranges = [], []
     for numbers in np.array_split(np.arange(rows), parts):
         table = pa.table(
@@ -42,7 +42,7 @@ def attach(
         files += Store(campaign.table_uri).put_rows(promise_columns.numbered(shaped, first_seq), now_ms)
         ranges.append((first_seq, len(numbers)))
     broker.attach(Attachment(job="bulk", job_id=campaign.id, epoch=0, files=files, ranges=ranges))
-    assert campaign.note_attached(planned, "attached") is not None
+    assert campaign.record_attached(planned, "attached") is not None
 
 
 def released(broker: Endpoint) -> Counter[str]:

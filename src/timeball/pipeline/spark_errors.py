@@ -1,10 +1,10 @@
-"""Spark's failures in one sentence.
+"""Turn Spark's failures into one sentence.
 
 A failure inside Spark arrives as a page of two languages' stack traces, with our own error somewhere in it. This
-module finds it. The whole page stays chained as the cause, for the log; it is not the first thing a user sees.
+module finds it. The page stays chained as the cause, for the log; a user sees the sentence first.
 
 A failure that is not known to need the operator is Unavailable: a JVM or a worker that was killed, a connection that
-broke. A new start may mend it, and who runs Spark for long tries.
+broke. A new start may mend it, and the runner tries again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Files of the pending table as an executor sees them: put, remove, list, read.
 
-An executor may sit on another machine, so the table is a URI and the file system is Arrow's (local folders,
-S3, GCS, HDFS). A file that is never attached is no part of the table: writing needs no
-protocol, and a dead task leaves only bytes, which the broker sweeps. Durability is the broker's too: it syncs what
-it attaches.
+An executor may run on another machine, so the table is a URI and the file system is Arrow's (local folders, S3, GCS,
+HDFS). A file that is never attached is no part of the table: writing needs no protocol, and a dead task leaves only
+bytes, which the broker sweeps. The broker makes files durable: it syncs what it attaches.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def table(tmp_path: Path) -> str:
 )
 def test_what_is_due_in_a_window_is_found(table: str, low_ms: int, high_ms: int) -> None:
     files = DueFiles(table)
-    files.at(1)
+    files.use_version(1)
     due = 1_000 + np.arange(10_000) // 3
     wanted = np.flatnonzero((due >= low_ms) & (due < high_ms))
     (span,) = files.between(low_ms, high_ms)
@@ -132,7 +132,7 @@ def test_what_is_due_in_a_window_is_found(table: str, low_ms: int, high_ms: int)
 
 def test_nothing_is_due_between_the_files(table: str) -> None:
     files = DueFiles(table)
-    files.at(2)
+    files.use_version(2)
     assert files.between(10_000, 40_000) == []
     assert files.between(4_400, 50_000) == []
     assert len(files.between(0, 1 << 40)) == 2
@@ -140,15 +140,15 @@ def test_nothing_is_due_between_the_files(table: str) -> None:
 
 def test_a_newer_version_is_looked_at_when_it_is_named(table: str) -> None:
     files = DueFiles(table)
-    files.at(1)
+    files.use_version(1)
     assert files.between(50_000, 50_100) == []
-    files.at(2)
+    files.use_version(2)
     assert count(files.between(50_000, 50_100)) == 300
 
 
 def test_what_is_behind_is_forgotten(table: str) -> None:
     files = DueFiles(table)
-    files.at(2)
+    files.use_version(2)
     files.between(1_000, 1_100)
     (known,) = files._known.values()
     assert known.due_ms

@@ -58,7 +58,7 @@ def rows_of(broker: Endpoint) -> pa.RecordBatch:
 def pointed(broker: Endpoint) -> list[dict[str, object]]:
     table = broker.status().table
     files = DueFiles(table.uri)
-    files.at(table.version)
+    files.use_version(table.version)
     return pointers(files.between(0, 1 << 62)).to_pylist()
 
 
@@ -90,8 +90,8 @@ class Hasty(BrokerClock):
     def now_ms(self) -> int:
         return super().now_ms() + self.ahead_ms
 
-    def look_again(self) -> None:
-        super().look_again()
+    def read_clock(self) -> None:
+        super().read_clock()
         Hasty.ahead_ms -= 200
 
 

@@ -122,7 +122,7 @@ def test_promises_of_delay_levels_balance(spark: SparkSession, node: RunningNode
     rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
     assert [rows[seq].topic for seq in (seqs[0], seqs[2], seqs[1])] == ["orders", "orders", SCHEDULE_TOPIC]
     # The control: a promise of a level that nobody has any more is lost.
-    scope, history = audit.look(spark, node.endpoint, None)
+    scope, history = audit.gather_witnesses(spark, node.endpoint, None)
     forged = audit.waiting(spark, node.endpoint, scope).where(f"seq != {seqs[3]}")
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
     assert audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope).lost == 1
@@ -239,7 +239,7 @@ def test_promises_whose_own_rows_are_gone_balance(spark: SparkSession, small: Ru
     assert report.ok and counts(report) == (15, 0, 15, 0), report
     assert report.unknown == 0 and report.scope.first > 10
     # The control: the same log without the row that one of them was moved to.
-    scope, history = audit.look(spark, small.endpoint, None)
+    scope, history = audit.gather_witnesses(spark, small.endpoint, None)
     forged = audit.waiting(spark, small.endpoint, scope).where("seq != 7")
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
     report = audit.balance(judged, audit.queue_gaps(spark, small.endpoint, scope), scope)
@@ -365,7 +365,7 @@ def test_a_file_taken_from_the_table_is_noticed(
     table = DeltaTable(broker.status().table.uri)
     before = table.version()
     table.delete("seq % 2 = 0")
-    scope, history = audit.look(spark, node.endpoint, None)
+    scope, history = audit.gather_witnesses(spark, node.endpoint, None)
     assert scope.version == before  # the broker's own version: what others commit is not what it serves from
     forged = audit.waiting(spark, node.endpoint, msgspec.structs.replace(scope, version=before + 1))
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)

@@ -75,7 +75,7 @@ def test_what_died_between_the_attach_and_its_note_is_found_in_the_log(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Campaign, "note_attached", die)
+        patch.setattr(Campaign, "record_attached", die)
         attach(campaign, 10)
     assert [event.event for event in campaign.table.of("spring")] == ["planned"]
     assert counts(campaign) == ("active", 0, 0, 10, 0)
@@ -85,7 +85,7 @@ def test_what_died_between_the_attach_and_its_note_is_found_in_the_log(
 
 def test_a_campaign_that_never_came_to_its_attach(node: RunningNode) -> None:
     campaign = campaign_of(node)
-    campaign.begin(10, 1_000, {})
+    campaign.record_planned(10, 1_000, {})
     found = campaign.progress()
     assert (found.state, found.rows, found.waiting, found.percent) == ("planned", 10, 0, 0.0)
     with pytest.raises(Exception, match="nothing of it is attached yet"):

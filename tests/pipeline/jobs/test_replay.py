@@ -276,7 +276,7 @@ def test_a_replay_that_died_behind_its_attach_is_completed_and_one_that_was_canc
     send_due_now(node.endpoint, 3)
     window = window_of(node, "orders")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Campaign, "note_attached", interrupt)
+        patch.setattr(Campaign, "record_attached", interrupt)
         replay.run(spark, node.endpoint, window)
     assert len(scheduled(broker)) == 3
     again = replay.run(spark, node.endpoint, window)
@@ -319,5 +319,5 @@ def test_a_window_in_which_nothing_passed(spark: SparkSession, node: RunningNode
 
 def test_an_archive_that_is_named_must_be_there(node: RunningNode, broker: Endpoint) -> None:
     with pytest.raises(NotFound, match="/nowhere"):
-        replay.look(node.endpoint, "/nowhere")
-    assert replay.look(node.endpoint).table is None
+        replay.open_sources(node.endpoint, "/nowhere")
+    assert replay.open_sources(node.endpoint).table is None

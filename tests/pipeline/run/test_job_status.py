@@ -60,8 +60,8 @@ def test_what_is_left_can_be_read(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     board = Board(folder)
     assert list(read_statuses(folder)) == []
-    board.tell(status(), 0)
-    board.tell(status(job="ledger", state="waiting", failures=2, error="away"), 0)
+    board.write_status(status(), 0)
+    board.write_status(status(job="ledger", state="waiting", failures=2, error="away"), 0)
     first, second = read_statuses(folder)
     assert first == status()
     assert (second.job, second.state, second.failures, second.error) == ("ledger", "waiting", 2, "away")
@@ -70,7 +70,7 @@ def test_what_is_left_can_be_read(tmp_path: Path) -> None:
 
 def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Board("checkpoints").tell(status(), 0)
+    Board("checkpoints").write_status(status(), 0)
     assert (
         list(read_statuses("checkpoints"))
         == list(read_statuses(f"file://{tmp_path}/checkpoints"))
@@ -84,7 +84,7 @@ def test_it_is_written_when_something_changed_and_now_and_then(tmp_path: Path) -
     def written(now_ns: int, **changes: object) -> bool:
         """Whether this status is the one that is there afterwards."""
         given = status(updated_ms=now_ns, **changes)
-        board.tell(given, now_ns)
+        board.write_status(given, now_ns)
         return list(read_statuses(str(tmp_path))) == [given]
 
     assert written(0)
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     (tmp_path / "file").write_text("in the way")
     board = Board(place if "://" in place else str(tmp_path / place))
     for now_ns in range(3):
-        board.tell(status(epochs=now_ns), now_ns * ALIVE_EVERY_NS)
+        board.write_status(status(epochs=now_ns), now_ns * ALIVE_EVERY_NS)
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "status files not written" in caplog.text
 

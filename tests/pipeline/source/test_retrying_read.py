@@ -12,7 +12,7 @@ from tests.pipeline.traffic import send, send_due_now
 from timeball import Timeball
 from timeball.errors import OutOfRange, Unavailable
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.source.retrying_read import TRIES, behind_last_seq, behind_rows, resuming
+from timeball.pipeline.source.retrying_read import TRIES, behind_last_seq, behind_rows, retrying_read
 
 
 def restart(node: RunningNode) -> None:
@@ -31,7 +31,7 @@ def test_a_read_of_the_log_goes_on_where_it_broke_off(node: RunningNode, broker:
         begun.append(begin)
         return broker.read_log(begin, end, coalesce_rows=20)
 
-    rows = resuming(broker, read, 1, behind_last_seq)
+    rows = retrying_read(broker, read, 1, behind_last_seq)
     seqs = next(rows).column("seq").to_pylist()
     restart(node)
     seqs += [seq for batch in rows for seq in batch.column("seq").to_pylist()]
@@ -47,7 +47,7 @@ def test_a_read_of_a_queue_goes_on_where_it_broke_off(node: RunningNode, broker:
         for offset in range(begin, end):
             yield from broker.read_queue("orders", queue, offset, offset + 1)
 
-    rows = resuming(broker, read, first, behind_rows)
+    rows = retrying_read(broker, read, first, behind_rows)
     offsets = next(rows).column("queue_offset").to_pylist()
     restart(node)
     offsets += [offset for batch in rows for offset in batch.column("queue_offset").to_pylist()]
@@ -63,19 +63,19 @@ def test_a_broker_that_is_there_but_breaks_off_for_ever_is_a_failure(broker: End
         yield
 
     with pytest.raises(Unavailable, match="broke off"):
-        list(resuming(broker, read, 7, behind_rows))
+        list(retrying_read(broker, read, 7, behind_rows))
     assert tries == [7] * (TRIES + 1)
 
 
 def test_other_errors_are_not_tried_again(broker: Endpoint) -> None:
     with pytest.raises(OutOfRange):
-        list(resuming(broker, lambda begin: broker.read_log(begin, 1), 0, behind_last_seq))
+        list(retrying_read(broker, lambda begin: broker.read_log(begin, 1), 0, behind_last_seq))
 
 
 def test_a_broker_that_stays_away_is_unavailable(node: RunningNode) -> None:
     send(node.endpoint, 10)
     with Endpoint(node.endpoint, patience_s=0) as hasty:
-        rows = resuming(hasty, lambda begin: hasty.read_log(begin, 11), 1, behind_last_seq)
+        rows = retrying_read(hasty, lambda begin: hasty.read_log(begin, 11), 1, behind_last_seq)
         node.stop()
         with pytest.raises(Unavailable):
             list(rows)

@@ -113,7 +113,7 @@ def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
 
 
 def gathered_since(broker: Endpoint, version: int) -> Load:
-    return released_since(broker, Snapshot.take(broker, version=version))[0]
+    return released_since(broker, Snapshot.pin(broker, version=version))[0]
 
 
 def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> No
             node.run(node.broker.cancel(seqs=[5]))
             ball.send_many([{"topic": "mail", "body": b"x", "due_ms": NINE_MS + 60_000} for _ in range(3)])
         replay(clock, node, np.array([NINE_MS + 60_000, NINE_MS + 30 * 60_000]))
-        snapshot = Snapshot.take(broker, version=1)
+        snapshot = Snapshot.pin(broker, version=1)
         said = forecast(broker, version=1)
         came, now_ms = released_since(broker, snapshot, by_topic=True)
         assert (said.total, totals(came)) == (600, {"t": 299, "mail": 3})
@@ -141,7 +141,7 @@ def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> No
 
 def test_what_retention_has_removed_is_not_taken_for_a_wrong_forecast(tmp_path: Path) -> None:
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
-        snapshot = Snapshot.take(broker, version=0)
+        snapshot = Snapshot.pin(broker, version=0)
         fill_segment(node)
         let_go(node)
         with pytest.raises(OutOfRange, match="retention has removed what came after version 0"):

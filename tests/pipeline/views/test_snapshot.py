@@ -43,7 +43,7 @@ class Engine:
         self.rows_at = rows
 
     def rows(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ALWAYS) -> list[Row]:
-        found = self.rows_at(broker.uri, shot or Snapshot.take(broker), due)
+        found = self.rows_at(broker.uri, shot or Snapshot.pin(broker), due)
         assert len(found) == len({row["seq"] for row in found}), "a promise is there once"
         return sorted(found, key=lambda row: row["seq"])
 
@@ -107,7 +107,7 @@ def test_everything_that_waits_is_there_once_wherever_it_lies(
     )
     assert all(row["accepted_ms"] > 0 and row["due_ms"] > row["accepted_ms"] for row in rows)
     # Promises due after now cannot have been released: the same with only the cancels read.
-    assert engine.seqs(broker, Snapshot.take(broker, upcoming=True)) == [row["seq"] for row in rows]
+    assert engine.seqs(broker, Snapshot.pin(broker, upcoming=True)) == [row["seq"] for row in rows]
 
 
 def test_bounds_of_the_instant(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
@@ -148,19 +148,19 @@ def test_an_older_version_is_what_waited_when_it_was_made(
     first = broker.status().table.version
     send(node.endpoint, 3)
     node.run(node.broker.compact())
-    second = Snapshot.take(broker)
+    second = Snapshot.pin(broker)
     node.run(node.broker.cancel(seqs=[1, 2]))
     later = node.run(
         node.broker.send(pa.record_batch({"topic": ["t"], "body": [b"x"], "delay_ms": [DAY_MS]}))
     )
-    assert engine.seqs(broker, Snapshot.take(broker, version=first)) == [1, 2, 3, 4, 5]
-    assert engine.seqs(broker, Snapshot.take(broker, version=0)) == []
+    assert engine.seqs(broker, Snapshot.pin(broker, version=first)) == [1, 2, 3, 4, 5]
+    assert engine.seqs(broker, Snapshot.pin(broker, version=0)) == []
     assert len(engine.seqs(broker, second)) == 8
     # The version's own moment: what came later is not in it, what has gone since still is.
     now = engine.seqs(broker)
     assert 1 not in now and later.first_seq in now and len(now) == 7
     with pytest.raises(NotFound, match="no version 99"):
-        Snapshot.take(broker, version=99)
+        Snapshot.pin(broker, version=99)
 
 
 def attach(broker: Endpoint, rows: int) -> int:
@@ -182,7 +182,7 @@ def test_an_older_version_has_the_tail_of_then(engine: Engine, node: RunningNode
     send(node.endpoint, 1)
     node.run(node.broker.compact())
     assert broker.status().table.version == 2
-    then = Snapshot.take(broker, version=1)
+    then = Snapshot.pin(broker, version=1)
     rows = engine.rows(broker, then)
     assert ([row["seq"] for row in rows], then.is_whole) == ([1, 2, first, first + 1, first + 2], True)
     assert Counter(row["place"] for row in rows) == {"tail": 2, "table": 3}
@@ -201,7 +201,7 @@ def test_a_clock_that_stands_still_releases_nothing_and_a_late_promise_waits(
         with Timeball(node.endpoint) as ball:
             eventually(lambda: visible(ball, "orders") == 6, "six hours are over")
         assert len(engine.seqs(broker)) == 4
-        assert len(engine.seqs(broker, Snapshot.take(broker, upcoming=True))) == 4
+        assert len(engine.seqs(broker, Snapshot.pin(broker, upcoming=True))) == 4
 
 
 def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
@@ -211,9 +211,9 @@ def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
     node.run(node.broker.compact())
     send(node.endpoint, 3)
     node.run(node.broker.cancel(seqs=[1]))
-    assert engine.seqs(broker, Snapshot.take(broker, version=1)) == [1, 2, 3, 4, 5]
+    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [1, 2, 3, 4, 5]
     node.run(node.broker.compact())
-    assert engine.seqs(broker, Snapshot.take(broker, version=1)) == [1, 2, 3, 4, 5]
+    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [1, 2, 3, 4, 5]
     assert len(engine.seqs(broker)) == 7
 
 
@@ -261,8 +261,8 @@ def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(engine: Engine,
         assert engine.seqs(broker) == list(range(1, 11))
         write_deltalake(sibling(uri, "ledger"), events)
         for upcoming in (False, True):
-            assert engine.seqs(broker, Snapshot.take(broker, upcoming=upcoming)) == [1, 4, 5, 6, 7, 8, 9, 10]
-        then = Snapshot.take(
+            assert engine.seqs(broker, Snapshot.pin(broker, upcoming=upcoming)) == [1, 4, 5, 6, 7, 8, 9, 10]
+        then = Snapshot.pin(
             broker, version=1
         )  # was made before they were cancelled, and before the log begins
         assert (engine.seqs(broker, then), then.is_whole) == (list(range(1, 11)), False)
@@ -310,14 +310,14 @@ def test_a_table_out_of_reach_is_another_matter_than_a_version_or_a_file_that_is
     send(node.endpoint, 3)
     node.run(node.broker.compact())
     with pytest.raises(SetupError, match="run this where the broker's data folder is"):
-        Snapshot.take(broker, table_uri=str(tmp_path / "elsewhere"))
+        Snapshot.pin(broker, table_uri=str(tmp_path / "elsewhere"))
     uri = broker.status().table.uri
     with pytest.raises(NotFound, match="no version 7"):
         open_version(uri, 7)
     with pytest.raises(OutOfRange, match="has gone meanwhile"):
         list(read_files(uri, ["bucket=x/gone.parquet"], ["seq"], ds.field("seq") > 0))
     # A file that goes between the snapshot and the query fails the query, and never makes it shorter.
-    shot = Snapshot.take(broker)
+    shot = Snapshot.pin(broker)
     for file in Path(uri.removeprefix("file://")).rglob("*.parquet"):
         file.unlink()
     with pytest.raises(OutOfRange, match="has gone meanwhile"):

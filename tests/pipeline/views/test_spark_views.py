@@ -169,7 +169,7 @@ def test_spark_counts_what_duckdb_counts(
         (last,) = session.run("select max(seq) as seq from pending").rows.read_all().to_pylist()
     node.run(node.broker.cancel(seqs=[1, 2, 3, last["seq"]]))
     write_again(node, 9)
-    shot = Snapshot.take(broker, upcoming=True)
+    shot = Snapshot.pin(broker, upcoming=True)
     begin_ms = shot.now_ms + 30 * DAY_MS
     bounds: list[Due] = [(None, None), (begin_ms + 10 * HOUR_MS, begin_ms + 20 * HOUR_MS)]
     for due in bounds:
@@ -181,7 +181,7 @@ def test_spark_counts_what_duckdb_counts(
     assert whole.total == 446
     # The control: with one more gone, the two differ.
     node.run(node.broker.cancel(seqs=[100]))
-    after = spark_views.due_load(spark, node.endpoint, Snapshot.take(broker, upcoming=True))
+    after = spark_views.due_load(spark, node.endpoint, Snapshot.pin(broker, upcoming=True))
     assert unlike(whole, after, Unit.SECOND) > 0
 
 

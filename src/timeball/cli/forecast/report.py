@@ -55,7 +55,7 @@ def count(
         version = window.version
         if window.timestamp_ms is not None:
             version = version_at(broker.status().table.uri, window.timestamp_ms)
-        shot = Snapshot.take(broker, version=version, upcoming=True)
+        shot = Snapshot.pin(broker, version=version, upcoming=True)
         due = window.bounds(shot.now_ms)
         if master is None:
             load = _count_here(endpoint, shot, due, by_topic, quiet)

@@ -1,10 +1,8 @@
-"""Which rows of the pending table are due when: positions in files, read from the column `due_ms` alone.
+"""Find which rows of the pending table are due when, as positions in files, from the column `due_ms` alone.
 
-Files are sorted by due time, so what is due within a window is one run of rows of each file. The driver keeps the
-instants of row groups that it has come to, 8 bytes a row, and forgets them when they are behind. Rows themselves are
-never read here: a task gets *pointers*, (file, first row, rows), and reads the bodies itself.
-
-Pure arithmetic on columns, but for reading them.
+Files are sorted by due instant, so the rows due within a window are one contiguous span of each file. The driver keeps
+the instants of the row groups it has reached, 8 bytes a row, and drops those that lie behind. It never reads a whole
+row: a task gets *pointers*, (file, first row, rows), and reads the bodies itself.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class DueFiles:
         self._live: list[TableFile] = []
         self._known: dict[str, _File] = {}
 
-    def at(self, version: int) -> None:
+    def use_version(self, version: int) -> None:
         """Use this version from now on."""
         if version != self._version:
             self._live, self._version = table_files(self.uri, version), version

@@ -1,15 +1,15 @@
-"""What comes due, as a stream whose offset is the clock: pointers to rows of files, for the sink that releases them.
+"""The format `timeball_due`: pointers to rows that come due, as a stream whose offset is an instant.
 
     spark.readStream.format("timeball_due").option("endpoint", …).load()     rows: POINTER_SCHEMA
          .writeStream.format("timeball_due").option("endpoint", …)           releases them (release_writer.py)
 
-An offset is an instant of the broker's clock: before it, everything has been planned. An epoch covers what is due from
-where the last one ended to `lead_ms` from now, of one version of the table, which its offset names: tasks are there
-when their rows are due. `latestOffset` returns its start until something is due within half of that, so a quiet broker
-starts no batch.
+An offset is an instant of the broker's clock; everything due before it has been planned. A micro-batch covers what is
+due from the end of the last one to `lead_ms` from now, of one version of the table, which its offset names: so tasks
+run when their rows are due. `latestOffset` returns its start until a row is due within half of that, so a quiet broker
+starts no micro-batch.
 
-It promises nothing: what is planned twice is released once, and what is not planned, or too late, the broker releases
-by itself. So what lies further back than `behind_ms` is never planned: the broker has had it for long.
+The stream guarantees nothing. A row that is planned twice is released once, and the broker releases by itself what is
+planned too late or not at all. What lies further back than `behind_ms` is never planned: the broker has it already.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class DueStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             uri = self.options.table_uri or (status or self._broker().status()).table.uri
             self._files = DueFiles(uri)
         try:
-            self._files.at(version)
+            self._files.use_version(version)
             return self._files.between(begin, end)
         except (NotFound, OSError):
             # Swept since, or not written yet: the broker looks behind us, and the next version is asked for anew.

@@ -1,8 +1,8 @@
-"""`dispatch`: a stream that brings what is due in files of the pending table, in place of the broker's own wheel.
+"""`dispatch`: a streaming query that brings what is due in files of the pending table, in place of the broker's wheel.
 
-For more executors than one broker process has cores: they read and decode the bodies, each waits for its own rows and
-brings them over Flight, and the broker decides and writes the releases. Spark dying or lagging costs at most the
-broker's `--dispatch-grace-ms` of lateness, and no promise: see docs/pipeline/dispatch.md.
+It is for more executors than one broker process has cores: tasks read and decode the bodies, wait for their own rows
+and bring them over Flight; the broker decides and writes the releases. When Spark dies or lags, messages are late by
+the broker's `--dispatch-grace-ms` at most, and none is lost: see docs/pipeline/dispatch.md.
 
 A task holds a core while it waits for its rows, for `lead_ms` at most.
 """
@@ -67,11 +67,11 @@ class Lease:
         while not self._stopped.wait(RENEW_EVERY_S if held else LOOK_EVERY_S):
             needed = self._needed()
             if needed or held:
-                held = self._tell(self._lease_ms if needed else 0) and needed
+                held = self._grant(self._lease_ms if needed else 0) and needed
         if held:
-            self._tell(0)
+            self._grant(0)
 
-    def _tell(self, lease_ms: int) -> bool:
+    def _grant(self, lease_ms: int) -> bool:
         try:
             with Endpoint(self._endpoint, patience_s=0) as broker:
                 broker.lease_dispatcher(lease_ms)

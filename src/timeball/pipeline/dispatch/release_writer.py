@@ -1,13 +1,13 @@
-"""The sink of what is due: a task reads the rows it has pointers to, waits for their instants, and brings them.
+"""The sink of `timeball_due`: a task reads the rows it has pointers to, waits for their instants, and brings them.
 
     read the rows -> sort by (due_ms, seq) -> wait for the broker's clock -> bring what is due, batch by batch
 
-The clock is the broker's: its reading is taken with `status`, carried on by this machine's monotonic clock, and taken
-again each second. The reading is as old as its answer's way back, so it lags and never leads; should the broker find
-a batch early all the same, because its clock was set back, the rows are brought again later.
+The clock is the broker's: a task reads it by `status`, carries it on by its own monotonic clock, and reads it again
+each second. A reading is as old as the way back of its answer, so the task lags and never leads. When the broker finds
+a batch early all the same, because its clock was set back, the task brings the rows again later.
 
-Nothing is decided here (broker/dispatching.py): a repeated task changes nothing, and a file that is gone has been
-rewritten, with what still waits in another one. Waits are bounded by the lead and by `PATIENCE_MS`.
+The broker decides (broker/dispatching.py): a repeated task changes nothing, and a file that has gone was rewritten, so
+its waiting rows are in another one. Waits are bounded by the lead and by `PATIENCE_MS`.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class BrokerClock:
 
     def __init__(self, endpoint: Endpoint, clock: Clock | None = None) -> None:
         self._endpoint, self._clock = endpoint, clock or SystemClock()
-        self.look_again()
+        self.read_clock()
 
     def now_ms(self) -> int:
         """Return milliseconds since 1970 as the broker's scheduler counts them."""
         passed_ms = (self._clock.monotonic_ns() - self._read_ns) // 1_000_000
         if passed_ms >= CLOCK_EVERY_MS:
-            self.look_again()
+            self.read_clock()
             passed_ms = 0
         return self._seen_ms + passed_ms
 
-    def look_again(self) -> None:
+    def read_clock(self) -> None:
         """Ask the broker."""
         self._seen_ms = self._endpoint.status().now_ms
         self._read_ns = self._clock.monotonic_ns()
@@ -134,7 +134,7 @@ def bring(rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clo
             brought.left += answer.left
         rest = pa.concat_batches(early) if early else None
         if early:
-            watch.look_again()
+            watch.read_clock()
             threading.Event().wait(TICK_MS / 1000)
     return brought
 

@@ -1,14 +1,14 @@
-"""`archive`: everything that passed, in a Delta table beside the pending table, after the log has let go of it.
+"""`archive`: keep every message that passed in a Delta table beside the pending table, beyond the log's retention.
 
-One row for every message that became visible in a queue: MESSAGE and RELEASE rows, with all columns the log has for
-them (`store_ms` is the instant at which it became visible). What was cancelled never passed: the ledger knows it.
+The archive has one row for each message that became visible in a queue: MESSAGE and RELEASE rows with all columns of
+the log (`store_ms` is the instant at which it became visible). A cancelled promise never passed; the ledger has it.
 
-The stream carries only ranges of the log; each epoch is a batch from the archive's own mark to the end of the range
-(see archive_writer.py). So the table alone says what is in it: a repeated epoch adds nothing, and neither a lost
-checkpoint nor retention leaves a hole without an error.
+The stream carries only ranges of the log; each micro-batch is a batch query from the archive's own mark to the end of
+the range (archive_writer.py). So the table alone says what is in it: a repeated micro-batch adds nothing, and neither a
+lost checkpoint nor retention leaves a hole without an error.
 
-Small files are joined every TIDY_EVERY epochs, neighbours of one day into one sorted file again; what was replaced, and
-what a dead task left behind, is removed a week later, so that no reader loses a file while reading it.
+Every TIDY_EVERY versions the job joins small files, neighbours of one day into one sorted file. It removes what was
+replaced, and what a dead task left behind, a week later, so that no reader loses a file while reading it.
 """
 
 from __future__ import annotations

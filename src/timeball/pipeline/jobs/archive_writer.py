@@ -1,20 +1,20 @@
-"""The sink of the job `archive`: pieces of the log become sorted files, one Delta commit makes them the archive's.
+"""The sink of the job `archive`: tasks write ranges of the log as sorted files, one Delta commit adds them.
 
-What arrives are pointers, (from_seq, to_seq); the task fetches the rows of that piece over Flight and writes them, so
+The sink receives pointers, (from_seq, to_seq). The task fetches the rows of its range over Flight and writes them, so
 bodies never enter the JVM. Files and their order:
 
-    day=2026-11-22/<32 hex>.parquet      rows of one day (UTC) and one piece of the log, by (topic, seq)
+    day=2026-11-22/<32 hex>.parquet      rows of one day (UTC) and one range of the log, by (topic, seq)
 
-Partitioned by day alone. A folder a topic as well would be a file a topic and epoch, and a broker has thousands of
-topics (one for each group that tries again); here a file is a slice of time, sorted by topic, and the least and
-greatest topic of files and of row groups let a reader of one topic skip the rest.
+The table is partitioned by day alone. Partitions by topic would be a file for each topic and micro-batch, and a broker
+has thousands of topics (one for each group that retries). Here a file is a slice of time sorted by topic, and a reader
+of one topic skips files and row groups by their least and greatest topic.
 
-Exactly once: the archive itself carries the row of the log up to which it reaches, as Delta's application version, and
-an epoch goes in only where the one before it ended. At commit, with M that mark and [low, high) the epoch:
+Exactly once: the archive carries the row of the log up to which it reaches, as Delta's application version. At commit,
+with M that mark and [low, high) the micro-batch:
 
     high <= M     it is there already: nothing is added
     low == M      added, the mark moves to high
-    else          OutOfRange: another job has archived meanwhile; planned again from M
+    else          OutOfRange: another job has archived meanwhile; the query plans again from M
 """
 
 from __future__ import annotations

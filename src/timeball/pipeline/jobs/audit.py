@@ -88,7 +88,7 @@ def run(
     for tries_left in reversed(range(LOOKS_MAX)):
         try:
             with spark_errors():
-                report = _look_and_judge(spark, endpoint, ledger_uri, overdue_ms)
+                report = _audit_once(spark, endpoint, ledger_uri, overdue_ms)
         except OutOfRange as error:
             if not tries_left:
                 raise
@@ -100,8 +100,8 @@ def run(
     return report
 
 
-def _look_and_judge(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms: int) -> AuditReport:
-    scope, history = look(spark, endpoint, uri)
+def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms: int) -> AuditReport:
+    scope, history = gather_witnesses(spark, endpoint, uri)
     witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
     judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
     judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
@@ -120,7 +120,7 @@ def _has_let_go(endpoint: str, scope: Scope) -> bool:
 # ---- the witnesses ----------------------------------------------------------------------------------------
 
 
-def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
+def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
     """Return the scope, and all events in it with a column `seq`, one row a promise and event."""
     with Endpoint(endpoint) as broker:
         status = settled_status(broker)

@@ -1,20 +1,19 @@
 """`bulk`: any DataFrame with an instant column becomes promises, all in one attach, as one campaign.
 
-    survey    count the rows by what is wrong with them, and the valid ones by the minute they are due: one pass
-    plan      the event 'planned' in the table of campaigns; its instant is the "now" of every later try
-    reject    rows that break a rule go to a Delta table of their own, with the rule and the row as JSON
-    write     rows dealt out by due instant, sorted and written to files by the tasks (source/promise_writer.py)
+    survey    count the rows by the rule they break, and the valid ones by the minute they are due: one pass
+    plan      record the event 'planned' in the table of campaigns; its instant is the "now" of every later try
+    reject    write rows that break a rule to a Delta table of their own, with the rule and the row as JSON
+    write     deal the rows out by due instant; the tasks sort and write files (source/promise_writer.py)
     attach    one record in the broker's log, by the campaign's id: all rows are promises, or none
-    note      the event 'attached', with the numbers and sizes that the log's own record has
+    note      record 'attached', with the numbers and sizes of the log's own record
 
-Killed at any step and run again under the same id it goes on: the rejects are there once (the campaign is their
-version in the Delta table), the promises are there once (the attach carries the campaign's id), and what is attached
-already is not even written again. The source must hold still meanwhile: it is read once for the survey and once for
-the write, and the write checks each row again.
+A job that is killed at any step goes on when it is run again under the same id: the rejects are there once (the
+campaign is their version in the Delta table), the promises are there once (the attach carries the campaign's id), and
+what is attached is not written again. The source must not change meanwhile: the survey reads it once and the write
+once, and the write checks each row again.
 
-Rows are dealt out by contiguous spans of time, so that each task writes few files, sorted by Arrow in the task; what
-the rows of one minute are too many for is dealt out by hash besides. A sort or a sample in Spark would cost more than
-all the rest, and the survey has counted anyway.
+A task gets a contiguous span of time, so that it writes few files, which Arrow sorts. A minute with too many rows is
+split by hash. A sort or a sample in Spark would cost more than all the rest, and the survey has counted anyway.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def run(
             survey = job.survey(screen(frame, columns, job.now_ms))
             if not dry_run:
                 job.write(frame, columns, survey)
-        attachment = None if dry_run and repeated is None else job.find()
+        attachment = None if dry_run and repeated is None else job.find_attachment()
     files = attachment.files if attachment else []
     done = repeated is not None
     return BulkReport(
@@ -183,7 +182,7 @@ class Job:
     def survey(self, screened: DataFrame) -> Survey:
         """Count the rows in one pass."""
         self._tell("survey")
-        return take_survey(screened)
+        return count_survey(screened)
 
     def write(self, frame: DataFrame, columns: Columns, survey: Survey) -> None:
         """Do the steps that leave a trace, in an order that can be cut anywhere."""
@@ -192,7 +191,7 @@ class Job:
             "rejected": sum(survey.reasons.values()),
             "payload_bytes": int(survey.payload_bytes.sum()),
         }
-        planned = self._campaign.begin(rows, self.now_ms, detail)
+        planned = self._campaign.record_planned(rows, self.now_ms, detail)
         screened = screen(frame, columns, planned.at_ms)
         if survey.reasons:
             self._tell("rejects")
@@ -208,7 +207,7 @@ class Job:
     def _note(self, planned: Event, rows: int) -> None:
         if not rows:
             self._campaign.record("attached")
-        elif self._campaign.note_attached(planned, "attached") is None:
+        elif self._campaign.record_attached(planned, "attached") is None:
             raise OutOfRange(
                 f"campaign {self._campaign.id}: the log no longer has the record of its attach; its numbers are lost"
             )
@@ -230,7 +229,7 @@ class Job:
         writer = writer.option("app_id", f"bulk {self._campaign.id}").option("app_version", "1")
         writer.mode("append").save()
 
-    def find(self) -> Attachment | None:
+    def find_attachment(self) -> Attachment | None:
         """Return the campaign's attach in the log."""
         events = Campaigns(self._campaign.table_uri).events(self._campaign.id)
         return find_attach(self._broker, self._campaign.id, events[0].log_seq) if events else None
@@ -246,7 +245,7 @@ def _no_numbers() -> Int64Array:
 NOTHING = Survey(_no_numbers(), _no_numbers(), _no_numbers(), {})
 
 
-def take_survey(screened: DataFrame) -> Survey:
+def count_survey(screened: DataFrame) -> Survey:
     """Count the rows of `screen`."""
     given = [f.coalesce(f.octet_length(name), f.lit(0)) for name in _PAYLOAD if name in screened.columns]
     size = sum(given[1:], given[0]).cast("bigint")

@@ -1,17 +1,16 @@
-"""One campaign: how far it is, and its end. Pause and resume are in pipeline/jobs/pause.py.
+"""One campaign: its progress and its end. Pause and resume are in jobs/pause.py.
 
-What was decided is in the table of campaigns, what happened is in the broker's log:
+The table of campaigns has what was decided, the broker's log what happened. Each command first completes what an
+earlier one left open when its process died, and may itself be repeated:
 
-    planned, died, attached?       the log has, or has not, a TABLE row with the campaign's id as its job
-    resuming, died, attached?      the same, under "<id>/resume-<n>"
-    cancelled while it attached    both sides look again after their own step: one of them sees the other's
-
-so each command first completes what an earlier one has left open, and may itself be repeated.
+    'planned' without 'attached'    look in the log for a TABLE row with the campaign's id as its job
+    'resuming' without 'resumed'    look for one with the job "<id>/resume-<n>"
+    cancelled while it attached     both commands check again after their own step, so one of them sees the other's
 
     rows = released + cancelled + waiting + held
 
-Held promises stand in the log as cancelled, on the pause's account: when they are resumed they are attached again under
-new numbers, and counted under these. In the process that asks, with Arrow: no Spark, some bytes a promise.
+In the log held promises are cancelled, for the reason of the pause; a resume attaches them under new numbers, which
+count from then on. Arrow counts in the calling process, without Spark, in some bytes a promise.
 """
 
 from __future__ import annotations
@@ -94,15 +93,15 @@ class Campaign:
         for begun, ended in (("planned", "attached"), ("resuming", "resumed")):
             opened = last(found, begun)
             if opened and last(found, ended, number=opened.number) is None:
-                self.note_attached(opened, ended)
+                self.record_attached(opened, ended)
         return self.table.of(self.id)
 
-    def begin(self, rows: int, at_ms: int, detail: dict[str, object]) -> Event:
+    def record_planned(self, rows: int, at_ms: int, detail: dict[str, object]) -> Event:
         """Record its first event; return the one that counts of two that are written at the same time."""
         self.record("planned", rows=rows, at_ms=at_ms, detail=detail)
         return self.table.of(self.id)[0]
 
-    def note_attached(self, opened: Event, ended: str) -> Event | None:
+    def record_attached(self, opened: Event, ended: str) -> Event | None:
         """Write down the attach that `opened` has led to, if there is one in the log by now."""
         found = find_attach(self.broker, self.job_id(opened), opened.log_seq)
         if found is None:

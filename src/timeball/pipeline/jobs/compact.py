@@ -1,12 +1,12 @@
-"""`compact`: a stream that moves waiting promises from the log's tail to the pending table.
+"""`compact`: a streaming query that moves waiting promises from the log's tail to the pending table.
 
-The broker does the same by itself when no job does; a lease, renewed while the query lives, keeps it from doing
-so at the same time. Should both do it after all, the watermark settles it (see pipeline/source/compact_writer.py).
+Without it the broker compacts by itself. A lease, renewed while the query runs, keeps the broker from doing so at the
+same time; if both do, the watermark decides (source/compact_writer.py).
 
-Only promises that an `hour_log` keeps are compacted. What a `timer_wheel` or a `level_cascade` keeps waits in the log;
-then there is no such stream to run.
+Only promises of the strategy `hour_log` are compacted. Those of a `timer_wheel` or a `level_cascade` wait in the log,
+and there is no query to run.
 
-Compaction costs one table version and some files each time, and itself appends a row to the log. So an epoch waits for
+Each compaction costs one table version and some files, and appends a row to the log. So a micro-batch waits for
 `compact_rows` new rows, or for `compact_interval_ms` with at least `compact_rows_min`: the broker's own settings.
 """
 

@@ -1,9 +1,8 @@
-"""A stream whose sink knows its own mark: each epoch says only how far, the sink where it begins.
+"""A streaming query whose sink knows its own mark: Spark's offset says only how far a micro-batch goes.
 
-Spark's offsets are asked for one thing, the end of an epoch. `extend` brings the sink's table from its own mark up to
-that row, in a batch query of its own. So a repeated epoch adds nothing, and a checkpoint that was lost, or is older
-than the table, opens no hole. A table whose mark lies behind the log's end has the rows of another log, and would let
-this log's rows pass until they reach that mark; it is refused.
+`extend` brings the sink's table from its own mark up to that row, in a batch query of its own. So a repeated
+micro-batch adds nothing, and a checkpoint that was lost, or is older than the table, opens no hole. A mark behind the
+log's end belongs to another log: such a table is refused, or this log's rows would be skipped up to the mark.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Pause and resume: what waits of a campaign is taken out of the broker's hands, kept in a table, and given back.
+"""Pause and resume a campaign: move its waiting promises to a table of their own, and attach them again.
 
-    pause n    1  the event 'pausing' n
+    pause n    1  record the event 'pausing' n
                2  copy what waits to the Delta table campaigns/_held/<id>/<n>: one commit, or none
                3  cancel the campaign's ranges, with the reason "pause <id> <n>" in each CANCEL row
-               4  held are the copied rows whose numbers those CANCEL rows name; the event 'paused' keeps the numbers
-    resume n   5  the event 'resuming' n, with the instant and the shift
-               6  the held rows as sorted files, one attach "<id>/resume-<n>"
-               7  the event 'resumed' n, with the new numbers; the copies are removed
+               4  record 'paused' with the numbers that these CANCEL rows name: those are held
+    resume n   5  record 'resuming' n, with the instant and the shift
+               6  write the held rows as sorted files, and attach them as "<id>/resume-<n>"
+               7  record 'resumed' n, with the new numbers; remove the copies
 
-A promise is released by the broker or held, never both and never neither, because the broker's CANCEL row decides: a
-copied row that was released between 2 and 3 has none, and stays out of 4. Cut at any point, the same command goes on:
-a copy is committed once, a cancel may be repeated, and an attach is known by its job.
+The broker's CANCEL row decides whether a promise is released or held, so it is exactly one of the two: a copied row
+that was released between 2 and 3 has none, and is not held. A command that was cut at any point is completed by the
+next one: a copy is committed once, a cancel may be repeated, and an attach is known by its job.
 
 What became due during the pause is due at the instant of the resume, or everything is moved by the pause's length.
-In the process that asks, with Arrow, a run of rows in memory at a time.
+Arrow does the work in the calling process, a chunk of rows in memory at a time.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Held:
         broker.attach(
             Attachment(job="bulk", job_id=job_id, epoch=0, files=files, ranges=ranges, digest=ANY_ROWS)
         )
-        resumed = campaign.note_attached(resuming, "resumed")
+        resumed = campaign.record_attached(resuming, "resumed")
         assert resumed is not None  # it is the newest row of the log, or nearly so
         if campaign.is_cancelled():
             campaign.cancel_attached()

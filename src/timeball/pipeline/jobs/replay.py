@@ -133,7 +133,7 @@ class Sources:
     settled_before_ms: int
 
 
-def look(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
+def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
     """Return where archive and log stand: everything stamped before `now_ms` lies below `end`."""
     with Endpoint(endpoint) as broker:
         status = _all_durable(broker)
@@ -272,7 +272,7 @@ def plan(
 ) -> ReplayPlan:
     """Count what `run` would schedule; write nothing."""
     window.check()
-    sources = look(endpoint, archive_uri, table_uri)
+    sources = open_sources(endpoint, archive_uri, table_uri)
     check_covered(window, sources)
     width = width_ms(window.end_ms - window.start_ms)
     again = due(window)
@@ -332,16 +332,16 @@ def run(
         return done
     places = {"archive_uri": archive_uri, "table_uri": table_uri}
     planned = planned or plan(spark, endpoint, window, **places)
-    sources = look(endpoint, **places)
+    sources = open_sources(endpoint, **places)
     if not planned.rows:
         return ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=False, ranges=[])
     with spark_errors(), Endpoint(endpoint) as broker:
         campaign = Campaign(broker, name, table_uri)
-        begun = campaign.begin(planned.rows, sources.now_ms, {"replay": msgspec.to_builtins(window)})
+        begun = campaign.record_planned(planned.rows, sources.now_ms, {"replay": msgspec.to_builtins(window)})
         again = promises(passed(spark, endpoint, window, sources), window, planned.rows)
         writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
         writer.option("table_uri", campaign.table_uri).mode("append").save()
-        attached = campaign.note_attached(begun, "attached")
+        attached = campaign.record_attached(begun, "attached")
         if attached is None:
             raise OutOfRange(f"replay {name}: the log no longer has the record of its attach")
         if campaign.is_cancelled():  # while it was being written

@@ -1,4 +1,4 @@
-"""What a streaming job says of itself: a line a micro-batch for the log, and a small file for other processes.
+"""The status of a streaming job: a log line for each micro-batch, and a small file for other processes.
 
 The file lies beside the job's checkpoint, `status/<job>.json`, so `timeball pipeline status` needs neither Spark nor
 its ports. It is replaced whole, at most once a second and at least every five, so its age tells whether the job lives.
@@ -120,7 +120,7 @@ class Board:
         except (pa.ArrowException, OSError) as error:
             self._give_up(error)
 
-    def tell(self, status: JobStatus, now_ns: int) -> None:
+    def write_status(self, status: JobStatus, now_ns: int) -> None:
         """Leave the status of one job, if it is time: at once when its state is another."""
         if self._files is None:
             return

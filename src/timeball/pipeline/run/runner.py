@@ -1,15 +1,15 @@
 """Run the streaming jobs: several queries in one Spark session, until they are done or told to stop.
 
-    start     each job from its checkpoint; its sink's own mark decides what is still to do
-    watch     one log line an epoch: rows of the log, rows/s, how far it lags behind the log's end; a status file
-    restart   after every failure, with growing pauses; the other jobs go on
-    end       a job that has nothing to do for this broker, before it starts or when the broker refuses its work
+    start     start each job from its checkpoint; its sink's own mark decides what is still to do
+    watch     write one log line a micro-batch (rows of the log, rows/s, lag behind the log's end) and a status file
+    restart   start a failed query again, with growing pauses; the other jobs go on
+    end       end a job that has nothing to do for this broker, before it starts or when the broker refuses its work
     give up   when Spark itself is lost, as after a kill of its JVM: `timeball up` starts a new process.
-              With `once` also on what will not pass by itself, and after TRIES_ONCE tries
-    stop      on SIGTERM or SIGINT; queries end after the epoch at hand, or after 20 s in the midst of it: both are safe
+              With `once` also on an error that does not pass by itself, and after TRIES_ONCE tries
+    stop      on SIGTERM or SIGINT, after the micro-batch at hand, or after 20 s in the midst of it: both are safe
 
-Spark lagging or dying delays no message: the broker serves from its own tail, and compacts by itself once the
-lease has run out.
+When Spark lags or dies no message is late: the broker serves from its own tail, and compacts by itself once the lease
+has run out.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Job:
             if now_ns >= self.wake_ns:
                 self._begin(now_ns, once)
             return
-        self._tell()
+        self._report()
         if self.query.isActive:
             return
         failure = self.query.exception()
@@ -147,7 +147,7 @@ class Job:
             LOG.warning("job ended job=%s reason=%s", self.name, reason)
         return self.done
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         assert self.query is not None
         newest = self.query.lastProgress
         if newest is None or newest["batchId"] <= self.last_epoch:
@@ -285,7 +285,7 @@ def _watch(
                 for job in jobs:
                     with spark_errors():
                         job.tick(clock.monotonic_ns(), once=once)
-                    board.tell(job.status(started_ms), clock.monotonic_ns())
+                    board.write_status(job.status(started_ms), clock.monotonic_ns())
                 stop.wait(WATCH_EVERY_S)
         except TimeballError as error:
             lost = not job.spark_lives()
@@ -300,7 +300,7 @@ def _watch(
                 if job.query is not None:
                     _finish(job, job.query)
                 job.ended = job.ended or ("done" if job.done else "stopped")
-                board.tell(job.status(started_ms), clock.monotonic_ns())
+                board.write_status(job.status(started_ms), clock.monotonic_ns())
 
 
 def finish(query: StreamingQuery, patience_s: float = STOP_PATIENCE_S) -> None:

@@ -1,7 +1,7 @@
-"""Runs: as many rows as are sorted and written at a time.
+"""Gather batches into chunks: as many rows as a task sorts and writes at a time.
 
-A task has a stream of batches and no bound on their number; a file wants as many sorted rows as memory allows. A run
-is the compromise. Nothing of Spark, because the commands on campaigns write files too, in a process of their own.
+A task has a stream of batches without a bound on their number, and a file should have as many sorted rows as memory
+allows. Does not import Spark: the commands on campaigns write files too, in a process of their own.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The sink of the `compact` stream: pieces of the log become sorted files, one attach moves the watermark.
+"""The sink of the `compact` query: tasks write ranges of the log as sorted files, one attach moves the watermark.
 
-The stream carries pointers, not bodies: each row is (from_seq, to_seq), and the task fetches the promises of
-that range over Flight, sorts them and writes files with the broker's own functions. Bodies never enter the JVM,
-which would only turn columns into rows and back; and the ranges tell the driver what the epoch covers, promises or
-not, so that an epoch without promises still moves the watermark. No shuffle: every file is sorted, and
-the broker merges files when it reads.
+The stream carries pointers, not bodies: each row is (from_seq, to_seq). The task fetches the promises of that range
+over Flight, sorts them and writes files with the broker's own functions, so bodies never enter the JVM, which would
+only turn columns into rows and back. The ranges tell the driver what the micro-batch covers, so one without promises
+still moves the watermark. There is no shuffle: every file is sorted, and the broker merges files when it reads.
 
-The watermark decides, never Spark's memory. At commit, with W the broker's watermark:
+The watermark decides, not Spark's checkpoint. At commit, with W the broker's watermark:
 
-    piece ends at or below W     it is attached already (a repeated epoch, another compactor): dropped
-    the pieces left fill [W, E)  attached, as (job "spark-compact", epoch E)
-    anything else                OutOfRange; the epoch is planned again from W by the next attempt of the query
+    range ends at or below W      it is attached already (a repeated micro-batch, another compactor): dropped
+    the ranges left fill [W, E)   attached, as (job "spark-compact", epoch E)
+    anything else                 OutOfRange; the next attempt of the query plans the micro-batch again from W
 """
 
 from __future__ import annotations

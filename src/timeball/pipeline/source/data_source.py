@@ -4,18 +4,18 @@
     spark.readStream.format("timeball").option("read", "queue").option("topic", "orders").load()
     df.write.format("timeball").mode("append").save()
 
-Rows arrive as Arrow batches which executors fetch over Flight, or from the table's files, so they enter the JVM column
-by column. Spark has no column pruning for Python sources; the option `columns` is what it would do. Filters narrow
-what is fetched, and Spark still applies them: narrowing may be coarse, never wrong.
+Executors fetch rows as Arrow batches, over Flight or from the table's files, so they enter the JVM column by column.
+Spark has no column pruning for Python sources; the option `columns` takes its place. Filter pushdown reduces what is
+fetched, and Spark applies every filter again: pushdown may be coarse, never wrong.
 
-    read     batch   stream   rows                                        narrowed by filters on
+    read     batch   stream   rows                                        filters pushed down on
     log      yes     yes      READ_SCHEMA                                 seq, kind, topic, due_ms
     queue    yes     yes      READ_SCHEMA, of one topic                   queue_id, queue_offset, seq, due_ms
     pending  yes     -        TABLE_SCHEMA, of one version of the table   due_ms, seq, topic
-    ledger   yes     -        EVENT_SCHEMA , of one version of it         first_seq, topic, due_ms, at_ms, event_seq
+    ledger   yes     -        EVENT_SCHEMA, of one version of it          first_seq, topic, due_ms, at_ms, event_seq
     ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
 
-This module only chooses who reads and who writes; each way has a module of its own.
+This module chooses the reader or writer; each has a module of its own.
 """
 
 from __future__ import annotations

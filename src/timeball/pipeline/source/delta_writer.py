@@ -1,12 +1,12 @@
 """The data source `timeball_delta`: append a DataFrame to a Delta table exactly once, without a Java Delta library.
 
-Tasks write Parquet files, the driver adds them in one Delta commit that carries the application's own version number:
+Tasks write Parquet files; the driver adds them in one Delta commit that carries the application's own version number:
 
     df.write.format("timeball_delta").options(uri=…, app_id=…, app_version="17").mode("append").save()
 
-A table whose version for this application is already 17 or more stays as it is. The version is chosen by the caller;
-for the ledger it is the row of the log up to which events are in the table, so the table itself knows where to go on.
-With `app_since` the rows are refused (OutOfRange) unless the table stands there: another writer was at work meanwhile.
+A table whose version for this application is already 17 or more stays as it is. The caller chooses the version; for the
+ledger it is the row of the log up to which the table has events, so the table itself knows where to go on. With
+`app_since` the rows are refused (OutOfRange) unless the table stands there: another writer was at work meanwhile.
 The table must exist, and the DataFrame must have its columns in its order.
 """
 

@@ -1,10 +1,10 @@
-"""Reading the log: rows from_seq <= seq < to_seq, cut into even pieces, fetched over Flight by the tasks.
+"""Read the log: rows from_seq <= seq < to_seq in even partitions, which the tasks fetch over Flight.
 
-    read=log      the rows themselves; kinds and columns are chosen by the broker, topics and instants here, in Arrow
-    read=ranges   (from_seq, to_seq) of each piece: pointers, for writers that fetch the rows themselves
+    read=log      the rows; the broker filters kinds and columns, the task filters topics and instants in Arrow
+    read=ranges   (from_seq, to_seq) of each partition: pointers, for writers that fetch the rows themselves
 
-A read goes on where it broke off when the broker is started again meanwhile.
-A piece that retention has taken, or that is not durable yet, is refused: a shorter answer would look like a whole one.
+A read resumes where it broke off when the broker restarts meanwhile. A range that retention has removed, or that is not
+durable yet, is refused: a shorter answer would look like a whole one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from timeball.message import READ_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source.options import ReadOptions
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, kinds, wanted
-from timeball.pipeline.source.retrying_read import behind_last_seq, resuming
+from timeball.pipeline.source.retrying_read import behind_last_seq, retrying_read
 from timeball.pipeline.source.spark_api import Filter
 from timeball.wire import Status
 
@@ -93,7 +93,7 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
                 begin, part.to_seq, options.kinds, columns=columns, placed=options.placed
             )
 
-        for batch in resuming(endpoint, read, part.from_seq, behind_last_seq):
+        for batch in retrying_read(endpoint, read, part.from_seq, behind_last_seq):
             kept = rows.keep(batch)
             if kept.num_rows:
                 yield shape(kept, options)

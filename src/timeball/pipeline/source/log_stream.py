@@ -1,8 +1,8 @@
-"""The log as a stream: an offset is a sequence number, and an idle log starts no batch.
+"""The log as a stream: an offset is a sequence number, and an idle log starts no micro-batch.
 
-`latestOffset` answers with the start itself while there is nothing worth a batch, which is how Spark knows that it
-may rest. "Worth a batch" is `min_rows_per_batch` new rows, or `few_rows` after `max_trigger_delay_ms`: a consumer
-that itself appends to the log (compaction does: one TABLE row) would otherwise wake itself up for ever.
+`latestOffset` returns the start itself while there is too little for a micro-batch, which tells Spark to rest. Enough
+is `min_rows_per_batch` new rows, or `few_rows` after `max_trigger_delay_ms`: a query that itself appends to the log
+(compaction does: one TABLE row) would otherwise wake itself up for ever.
 
 With read=ranges and from_seq=watermark a micro-batch covers [watermark, end), independent of the start in Spark's
 checkpoint. The sink's own mark says from where, the offset only how far; so a checkpoint that was lost, is older, or

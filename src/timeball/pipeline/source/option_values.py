@@ -1,6 +1,6 @@
-"""How the text of an option becomes its value: one parser a shape, each with the sentence about what it wants.
+"""Parse the text of an option: one parser for each kind of value.
 
-A parser raises ValueError with that sentence; the option's name and the text are put before it by `options`.
+A parser raises ValueError with a sentence about what it wants; options.py puts the option's name and text before it.
 """
 
 from __future__ import annotations

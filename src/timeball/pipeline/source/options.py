@@ -1,8 +1,8 @@
-"""Options of the data source `timeball`: text in, checked values out, and an error that names the option.
+"""Options of the data source `timeball`: parse and check them, with errors that name the option.
 
-Spark hands options over as text under lower-case names, from `.option(...)` and from `.load(path)` alike. An
-unknown option is refused, because a misspelt `max_rows_per_bach` would otherwise be obeyed by silence; and so
-is one that means nothing for what is read, such as `kinds` with read=pending.
+Spark passes options as text under lower-case names, from `.option(...)` and from `.load(path)` alike. An unknown option
+is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect; so is one that does not apply to what
+is read, such as `kinds` with read=pending.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A DataFrame's rows as promises: check whole columns, then give them the shape of the pending table.
+"""Turn a DataFrame's columns into the pending table's.
 
     topic     string             required
     body      binary or string   required
@@ -8,9 +8,8 @@
     queue_id                     int; a queue is chosen at release when it is left out
     flag sys_flag                int, as RocketMQ's clients set them; 0
 
-The rules are the broker's own for `send`. A row that breaks one is counted under the first rule it breaks. Timestamps
-finer than a millisecond are rounded up, because a promise may never be early. Pure functions on columns; nothing of
-Spark is imported.
+The rules are those of `send` (rules.py). A row that breaks some is counted under the first. Timestamps finer than a
+millisecond are rounded up, because a promise may never be early. Pure functions on columns; does not import Spark.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """`df.write.format("timeball")`: rows become files of the pending table, and one attach makes them promises.
 
 Tasks write files, the driver attaches them, all in one record of the broker's log: either every row of the DataFrame
-is a promise or none is, however often a task or the whole job is repeated. Nothing is visible before, and what a
-dead task leaves behind belongs to no table.
+is a promise or none is, however often a task or the whole job is repeated. Before the attach no row is visible, and
+the files of a dead task belong to no table.
 
     task     collect up to CHUNK_ROWS / CHUNK_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
     driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
 
-What is repeated is known by its name. A batch write has the name that its caller gives it, or one for itself. A stream
-has the id that Spark wrote into its checkpoint: batch ids begin at 0 in a new checkpoint, so no other name could tell a
-repeated micro-batch from a new one. The broker compares the digest of the rows, and refuses others under a known name.
+A repeated write is known by its name. A batch write has the name that its caller gives it, or a random one. A stream
+has the query id of its checkpoint: batch ids begin at 0 in a new checkpoint, so no other name could tell a repeated
+micro-batch from a new one. The broker compares the digest of the rows, and refuses others under a known name.
 
-Once an attach has been tried, its files are never deleted from here: a reply may have been lost, and then they are the
-table's own. What was refused is swept by the broker, as everything else that nothing names.
+Once an attach was tried, this module never deletes its files: the answer may have been lost, and then they belong to
+the table. The broker sweeps files that were refused, as all that no table names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a filter says about the range to fetch.
+"""Filter pushdown: turn Spark's filters into bounds on what is fetched.
 
-Spark offers filters that are joined by AND. Each either narrows what is fetched or is ignored; none is ever taken off
-Spark's hands, so forgetting one costs time and never a row. Rows that are fetched all the same are left out in Arrow,
-before the JVM sees them. All functions are pure.
+Spark offers filters that are joined by AND. Each one narrows what is fetched or is ignored, and Spark applies all of
+them again, so an ignored filter costs time and never a row. Rows that are fetched in vain are filtered in Arrow, before
+they reach the JVM. All functions are pure.
 """
 
 from __future__ import annotations

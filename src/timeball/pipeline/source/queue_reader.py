@@ -1,7 +1,7 @@
-"""Reading a topic: the rows that stand in its queues, by offset, as consumers see them.
+"""Read a topic: the rows of its queues, by offset, as consumers see them.
 
-A partition is a piece of one queue. Rows keep their queue's order within a partition; between queues there is none, as
-in every consumer group. Reading moves no group's offsets and takes no message from a consumer.
+A partition is a range of offsets of one queue. Rows keep their queue's order within a partition; there is no order
+between queues, as in every consumer group. Reading moves no group's offsets and takes no message from a consumer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.pipeline.source.log_reader import piece_rows, shape, split_range
 from timeball.pipeline.source.option_values import Offsets
 from timeball.pipeline.source.options import ReadOptions
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, wanted
-from timeball.pipeline.source.retrying_read import behind_rows, resuming
+from timeball.pipeline.source.retrying_read import behind_rows, retrying_read
 from timeball.pipeline.source.spark_api import Filter
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iter
         def read(begin: int) -> Iterator[pa.RecordBatch]:
             return endpoint.read_queue(topic, part.queue_id, begin, part.to_offset)
 
-        for batch in resuming(endpoint, read, part.from_offset, behind_rows):
+        for batch in retrying_read(endpoint, read, part.from_offset, behind_rows):
             kept = rows.keep(batch)
             if kept.num_rows:
                 yield shape(kept, options)

@@ -1,8 +1,8 @@
 """A topic as a stream: an offset is an offset in each of its queues, {"0": 100, "1": 250}.
 
-A micro-batch takes at most `max_rows_per_batch` rows, from each queue its share of what it is behind. A queue that the
-topic gains while the query runs is read from its first row. A queue that has become shorter than the checkpoint says
-belongs to another topic of the same name: refused, since its rows are others.
+A micro-batch reads at most `max_rows_per_batch` rows, from each queue in proportion to its lag. A queue that the topic
+gains while the query runs is read from its first row. A queue that is shorter than the checkpoint says belongs to
+another topic of the same name, and is refused.
 """
 
 from __future__ import annotations

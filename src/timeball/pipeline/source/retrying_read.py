@@ -1,8 +1,8 @@
-"""A read that goes on where it broke off when the broker goes away and comes back.
+"""A read that resumes where it broke off when the broker goes away and comes back.
 
-Rows of the log and of queues never change and have numbers, so a reader that remembers the last number can read on, and
-hands on every row once. The broker is waited for as long as any call waits (endpoint.PATIENCE_S); one that is there and
-breaks off again and again without a single row between is a failure.
+Rows of the log and of queues are numbered and never change, so a reader that remembers the last number can read on and
+yield every row once. It waits for the broker as long as any call does (endpoint.PATIENCE_S). A broker that is there and
+breaks off TRIES times without a row between is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Read = Callable[[int], Iterator[pa.RecordBatch]]  # rows from a position on, in 
 After = Callable[[pa.RecordBatch, int], int]  # the position behind a batch that began at one
 
 
-def resuming(endpoint: Endpoint, read: Read, position: int, after: After) -> Iterator[pa.RecordBatch]:
+def retrying_read(endpoint: Endpoint, read: Read, position: int, after: After) -> Iterator[pa.RecordBatch]:
     """Yield all batches of `read(position)`; Unavailable when the broker stays away."""
     broken = 0
     while True:

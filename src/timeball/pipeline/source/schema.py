@@ -1,7 +1,7 @@
-"""Timeball's Arrow schemas in Spark's words.
+"""Arrow schemas as Spark schemas.
 
-Spark compares an Arrow batch with the declared schema by type, exactly: a dictionary, a `string_view` or a field
-declared not null is refused at run time. So there are six types and every field may be null.
+Spark compares an Arrow batch with the declared schema by type, exactly: it refuses a dictionary, a `string_view` or a
+field declared not null at run time. So there are six types, and every field may be null.
 """
 
 from __future__ import annotations

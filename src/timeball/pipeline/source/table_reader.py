@@ -1,12 +1,12 @@
-"""Reading a Delta table of ours, the pending table or the ledger, as one version of it.
+"""Read a Delta table of ours, the pending table or the ledger, as one version of it.
 
-Its files are known from the Delta log; tasks open them by URI. What a filter excludes is left out three times, each
-time finer: whole files by the bounds in the Delta log, row groups by the bounds in their footers, rows in Arrow.
+The Delta log names the files; tasks open them by URI. A filter prunes three times, each time finer: files by the
+statistics in the Delta log, row groups by the statistics in their footers, rows in Arrow.
 
     read=pending   TABLE_SCHEMA; promises already settled may still be in it until their file is rewritten
-    read=ledger    EVENT_SCHEMA; columns that an older ledger has not got are null
+    read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null
 
-A file that belongs to an old version may have been swept since: the read fails and names the version, it never yields
+The file of an old version may have been removed since: then the read fails and names the version, and never yields
 fewer rows.
 """
 

@@ -70,7 +70,7 @@ def view_columns() -> dict[str, list[str]]:
 class SqlSession:
     """Queries on one version. Use as a context manager.
 
-    The snapshot is given, or chosen by `version`, `upcoming` and `table_uri` (Snapshot.take). `due` cuts the view
+    The snapshot is given, or chosen by `version`, `upcoming` and `table_uri` (Snapshot.pin). `due` cuts the view
     `pending` to promises due within these bounds; without `bodies` it has no column `body`, and none is fetched for it.
     """
 
@@ -96,7 +96,7 @@ class SqlSession:
             self._database = opened.enter_context(_open_database(self._scratch, memory_bytes))
             self._worker = opened.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
             self._broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
-            self.snapshot = snapshot or Snapshot.take(
+            self.snapshot = snapshot or Snapshot.pin(
                 self._broker, version=version, upcoming=upcoming, table_uri=table_uri
             )
             self._opened = opened.pop_all()

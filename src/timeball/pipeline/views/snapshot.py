@@ -72,7 +72,7 @@ class Snapshot:
     is_whole: bool = True
 
     @classmethod
-    def take(
+    def pin(
         cls,
         broker: Endpoint,
         *,

@@ -39,7 +39,7 @@ def waiting_frame(
 ) -> DataFrame:
     """Return what waits, one row a promise: TABLE_SCHEMA and `place`; without bodies if none are wanted."""
     with Endpoint(endpoint) as broker:
-        shot = Snapshot.take(broker, version=version)
+        shot = Snapshot.pin(broker, version=version)
     return waiting_at(spark, endpoint, shot, bodies=bodies)
 
 
@@ -87,7 +87,7 @@ def register(
     on disk, for many queries; `spark.catalog.clearCache()` lets go of them. Returns what the views show.
     """
     with Endpoint(endpoint) as broker:
-        shot = Snapshot.take(broker, version=version)
+        shot = Snapshot.pin(broker, version=version)
     events, ledger_version = _events(spark, endpoint, shot)
     frames = {
         "waiting_rows": waiting_at(spark, endpoint, shot),
