@@ -56,12 +56,12 @@ def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_p
     """In two rows, in three, and in the last alone when retention has let the others go."""
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
-        places = write_again(node, 1, 2, 3)
+        places = write_again(node, 2, 3, 4)
         write_again(node, places[2])
-        assert [v.verdict for v in node.run(node.broker.cancel(seqs=[2, 9]))] == ["cancelled"] * 2
+        assert [v.verdict for v in node.run(node.broker.cancel(seqs=[3, 10]))] == ["cancelled"] * 2
         assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (8, 0)
         fill_segment(node)
-        write_again(node, 1, 3, 4, 5, 6, 7)
+        write_again(node, 2, 4, 5, 6, 7, 8)
         assert let_go(node) > 10
         # The control: the eighth and the tenth were not written again.
         found = count_waiting(node.endpoint)

@@ -41,12 +41,12 @@ def test_where_jobs_stand_against_the_log_of_now(tmp_path: Path) -> None:
         asked = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
     assert shown.returncode == asked.returncode == 0, shown.stderr
     compact, ledger = (line.split() for line in shown.stdout.splitlines()[1:3])
-    assert compact == ["compact", "failed", "1", "100", "rows", "0"]
+    assert compact == ["compact", "failed", "1", "101", "rows", "0"]
     assert "compact: the disk is full" in shown.stdout.splitlines()
-    assert ledger == ["ledger", "running", "41", "60", "rows", "160", "3", "250", "ms", "0"]
-    assert "the log ends at row 101" in shown.stdout
+    assert ledger == ["ledger", "running", "41", "61", "rows", "160", "3", "250", "ms", "0"]
+    assert "the log ends at row 102" in shown.stdout
     documents = [json.loads(line) for line in asked.stdout.splitlines()]
-    assert [(each["job"], each["behind_rows"]) for each in documents] == [("compact", 100), ("ledger", 60)]
+    assert [(each["job"], each["behind_rows"]) for each in documents] == [("compact", 101), ("ledger", 61)]
     assert documents[1]["position"] == {"seq": 41} and documents[1]["watermark"] == 1
 
 
@@ -58,7 +58,7 @@ def test_compact_stands_where_the_watermark_does(tmp_path: Path) -> None:
         node.run(node.broker.compact())
         asked = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
     document = json.loads(asked.stdout)
-    assert document["position"] == {"seq": document["watermark"]} == {"seq": 101}
+    assert document["position"] == {"seq": document["watermark"]} == {"seq": 102}
     assert document["behind_rows"] == 1
 
 

@@ -170,7 +170,7 @@ def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) ->
         for _ in range(300):
             strangers.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
         with Timeball(ready["endpoint"]) as ball:
-            assert ball.send("orders", "x").seq == 1
+            assert ball.send("orders", "x").seq == 2
             assert ball.compact() is None
         assert server.end() == 0
 

@@ -80,7 +80,7 @@ def test_an_epoch_of_two_tasks_is_one_attach(
     writer.commit(messages, 0)
     assert broker.status().watermark == end
     assert broker.status().table.version == version + 1
-    assert attached_seqs(broker) == list(range(1, 501))
+    assert attached_seqs(broker) == list(range(2, 502))
 
 
 def test_a_repeated_epoch_changes_nothing(
@@ -96,7 +96,7 @@ def test_a_repeated_epoch_changes_nothing(
         writer.commit([task(writer, (1, end))], 0)  # and even the task's
     assert "epoch attached before, skipped" in caplog.text
     assert broker.status().table == status.table
-    assert attached_seqs(broker) == list(range(1, 101))
+    assert attached_seqs(broker) == list(range(2, 102))
     assert {Path(status.table.uri) / entry.path for entry in first.pieces[0].files} <= data_files(broker)
 
 
@@ -119,9 +119,9 @@ def test_another_compactor_at_work(node: RunningNode, broker: Endpoint, writer: 
     with pytest.raises(OutOfRange, match="watermark calls for 51"):
         writer.commit([stale], 1)
     assert broker.status().watermark == 51
-    assert attached_seqs(broker) == list(range(1, 51))
+    assert attached_seqs(broker) == list(range(2, 51))
     writer.commit([task(writer, (51, 101))], 2)
-    assert attached_seqs(broker) == list(range(1, 101))
+    assert attached_seqs(broker) == list(range(2, 101))
 
 
 def test_an_aborted_epoch_leaves_no_files(node: RunningNode, broker: Endpoint, writer: CompactWriter) -> None:

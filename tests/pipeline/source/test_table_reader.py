@@ -116,7 +116,7 @@ def test_files_rows_and_topics_of_the_pending_table(node: RunningNode, broker: E
     )
     assert rows_of(early).num_rows == len([each for each in due if each < due[60]])
     assert rows_of(reader(node, [EqualTo(("topic",), "cards")])).num_rows == 300
-    assert rows_of(reader(node, [GreaterThanOrEqual(("seq",), 301)], topic="orders")).num_rows == 0
+    assert rows_of(reader(node, [GreaterThanOrEqual(("seq",), 302)], topic="orders")).num_rows == 0
 
 
 def test_an_instant_before_the_table_and_a_file_that_is_gone(node: RunningNode, broker: Endpoint) -> None:

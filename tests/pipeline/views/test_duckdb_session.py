@@ -22,7 +22,7 @@ from timeball.pipeline.views.duckdb_session import SqlSession
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """Ten in the table (one cancelled), three released, one in the tail, one there cancelled."""
     with running_node(tmp_path_factory.mktemp("sql") / "data", compact_self=False) as node:
-        send(node.endpoint, 10)  # 1..10
+        send(node.endpoint, 10)  # 2..11
         node.run(node.broker.compact())
         send_due_now(node.endpoint, 3)
         with Timeball(node.endpoint) as ball:
@@ -41,7 +41,7 @@ def ask(node: RunningNode, text: str, **options: Any) -> list[tuple[Any, ...]]:
 
 QUESTIONS: dict[str, list[tuple[Any, ...]]] = {
     "select place, count(*) from pending group by place order by place": [("table", 9), ("tail", 1)],
-    "select count(*), min(seq), max(seq) from pending_table": [(10, 1, 10)],
+    "select count(*), min(seq), max(seq) from pending_table": [(10, 2, 11)],
     "select event, sum(rows) from ledger group by event order by event": [
         ("accepted", 15), ("cancelled", 2), ("released", 3),
     ],

@@ -85,7 +85,7 @@ def test_everything_that_waits_is_there_once_wherever_it_lies(
     engine: Engine, node: RunningNode, broker: Endpoint
 ) -> None:
     assert engine.seqs(broker) == []
-    send(node.endpoint, 10)  # 1..10
+    send(node.endpoint, 10)  # 2..11, behind the topic
     node.run(node.broker.compact())
     send_due_now(node.endpoint, 3)
     kept = send_level(node, 18)
@@ -95,7 +95,7 @@ def test_everything_that_waits_is_there_once_wherever_it_lies(
         assert [each.verdict for each in ball.cancel(ids=[gone.id])] == ["cancelled"]
         node.run(node.broker.cancel(seqs=[4]))
     rows = engine.rows(broker)
-    assert [row["seq"] for row in rows] == [1, 2, 3, 5, 6, 7, 8, 9, 10, kept, sent.seq]
+    assert [row["seq"] for row in rows] == [2, 3, 5, 6, 7, 8, 9, 10, 11, kept, sent.seq]
     assert Counter(row["place"] for row in rows) == {"tail": 1, "table": 9, "level": 1}
     found = {row["seq"]: row for row in rows}
     # One of a level stands in the log under the topic and queue it waits in, not the ones it is for.
@@ -127,38 +127,38 @@ def test_a_promise_written_again_waits_once_also_when_its_rows_have_gone(
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
         with Timeball(node.endpoint) as ball:
             ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
-        again = write_again(node, 1, 2, 3)
+        again = write_again(node, 2, 3, 4)
         write_again(node, again[2])
-        assert engine.seqs(broker) == list(range(1, 11))
+        assert engine.seqs(broker) == list(range(2, 12))
         fill_segment(node)
-        write_again(node, 1, 3, 4, 5)
-        write_again(node, 1)
+        write_again(node, 2, 4, 5, 6)
+        write_again(node, 2)
         assert let_go(node) > 10
         rows = engine.rows(broker)
         # The control: those that were not written again have gone with their rows.
-        assert [row["seq"] for row in rows] == [1, 3, 4, 5]
+        assert [row["seq"] for row in rows] == [2, 4, 5, 6]
         assert min(row["accepted_ms"] for row in rows) > 0
 
 
 def test_an_older_version_is_what_waited_when_it_was_made(
     engine: Engine, node: RunningNode, broker: Endpoint
 ) -> None:
-    send(node.endpoint, 5)  # 1..5
+    send(node.endpoint, 5)  # 2..6
     node.run(node.broker.compact())
     first = broker.status().table.version
     send(node.endpoint, 3)
     node.run(node.broker.compact())
     second = Snapshot.pin(broker)
-    node.run(node.broker.cancel(seqs=[1, 2]))
+    node.run(node.broker.cancel(seqs=[2, 3]))
     later = node.run(
         node.broker.send(pa.record_batch({"topic": ["t"], "body": [b"x"], "delay_ms": [DAY_MS]}))
     )
-    assert engine.seqs(broker, Snapshot.pin(broker, version=first)) == [1, 2, 3, 4, 5]
+    assert engine.seqs(broker, Snapshot.pin(broker, version=first)) == [2, 3, 4, 5, 6]
     assert engine.seqs(broker, Snapshot.pin(broker, version=0)) == []
     assert len(engine.seqs(broker, second)) == 8
     # The version's own moment: what came later is not in it, what has gone since still is.
     now = engine.seqs(broker)
-    assert 1 not in now and later.first_seq in now and len(now) == 7
+    assert 2 not in now and later.first_seq in now and len(now) == 7
     with pytest.raises(NotFound, match="no version 99"):
         Snapshot.pin(broker, version=99)
 
@@ -177,14 +177,14 @@ def attach(broker: Endpoint, rows: int) -> int:
 
 def test_an_older_version_has_the_tail_of_then(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
     """A bulk attach makes a version while other promises are in the log only."""
-    send(node.endpoint, 2)  # 1, 2
+    send(node.endpoint, 2)  # 2, 3
     first = attach(broker, 3)
     send(node.endpoint, 1)
     node.run(node.broker.compact())
     assert broker.status().table.version == 2
     then = Snapshot.pin(broker, version=1)
     rows = engine.rows(broker, then)
-    assert ([row["seq"] for row in rows], then.is_whole) == ([1, 2, first, first + 1, first + 2], True)
+    assert ([row["seq"] for row in rows], then.is_whole) == ([2, 3, first, first + 1, first + 2], True)
     assert Counter(row["place"] for row in rows) == {"tail": 2, "table": 3}
     assert len(engine.seqs(broker)) == 6
 
@@ -210,10 +210,10 @@ def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
     send(node.endpoint, 5)
     node.run(node.broker.compact())
     send(node.endpoint, 3)
-    node.run(node.broker.cancel(seqs=[1]))
-    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [1, 2, 3, 4, 5]
+    node.run(node.broker.cancel(seqs=[2]))
+    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [2, 3, 4, 5, 6]
     node.run(node.broker.compact())
-    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [1, 2, 3, 4, 5]
+    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [2, 3, 4, 5, 6]
     assert len(engine.seqs(broker)) == 7
 
 
@@ -248,7 +248,7 @@ def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(engine: Engine,
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
-        node.run(node.broker.cancel(seqs=[2, 3]))
+        node.run(node.broker.cancel(seqs=[3, 4]))
         uri = broker.status().table.uri
         with SqlSession(node.endpoint) as session:
             columns = ", ".join(EVENT_SCHEMA.names)
@@ -258,14 +258,14 @@ def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(engine: Engine,
         node.run(node.node.upkeep.checkpoint())
         assert let_go(node) > 14
         # The control: the log has forgotten that they were cancelled, and their rows are still in the table.
-        assert engine.seqs(broker) == list(range(1, 11))
+        assert engine.seqs(broker) == list(range(2, 12))
         write_deltalake(sibling(uri, "ledger"), events)
         for upcoming in (False, True):
-            assert engine.seqs(broker, Snapshot.pin(broker, upcoming=upcoming)) == [1, 4, 5, 6, 7, 8, 9, 10]
+            assert engine.seqs(broker, Snapshot.pin(broker, upcoming=upcoming)) == [2, 5, 6, 7, 8, 9, 10, 11]
         then = Snapshot.pin(
             broker, version=1
         )  # was made before they were cancelled, and before the log begins
-        assert (engine.seqs(broker, then), then.is_whole) == (list(range(1, 11)), False)
+        assert (engine.seqs(broker, then), then.is_whole) == (list(range(2, 12)), False)
 
 
 # ---- which version, and which files -------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_the_table_has_caught_up_with_the_log(node: RunningNode, broker: Endpoin
     node.run(node.broker.compact())
     reserved = broker.reserve(5)  # no attach, so no version of the table is waited for
     status = settled_status(broker)
-    assert (status.table.version, status.watermark) == (1, 4)
+    assert (status.table.version, status.watermark) == (1, 5)
     attached = [batch.num_rows for batch in broker.read_log(1, status.log.durable_seq, [Kind.TABLE])]
     assert sum(attached) == 2
     assert attach_mark(status.table.uri, 1) == reserved - 2
@@ -289,7 +289,7 @@ def test_a_status_of_then_ends_where_its_version_was_made(node: RunningNode, bro
         node.run(node.broker.compact())
     now = settled_status(broker)
     then, is_whole = status_of_version(broker, now, now.table.uri, 1)
-    assert is_whole and (then.table.version, then.watermark, then.log.durable_seq) == (1, 4, 5)
+    assert is_whole and (then.table.version, then.watermark, then.log.durable_seq) == (1, 5, 6)
     empty, _ = status_of_version(broker, now, now.table.uri, 0)
     assert (empty.watermark, empty.log.durable_seq) == (1, 1)
     with pytest.raises(NotFound, match="there are 0 to 2"):
