@@ -71,7 +71,7 @@ def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_p
 def test_what_moved_a_promise_says_nothing_once_it_lies_in_the_table(tmp_path: Path) -> None:
     with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(4)])
-        write_again(node, 1, 2)
+        write_again(node, 2, 3)
         ball.compact()
         assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (0, 4)
 

@@ -141,11 +141,11 @@ def test_moved_promises_balance(spark: SparkSession, node: RunningNode, broker: 
         told = node.run(node.broker.reschedule(seqs=seqs, delay_ms=delay_ms))
         assert [verdict.verdict for verdict in told] == ["rescheduled"] * len(seqs)
 
-    move([1, 2, tail, bulk_seq], 10**7)
+    move([2, 3, tail, bulk_seq], 10**7)
     node.run(node.broker.compact())
     extend_ledger(spark, node)
-    move([1, tail, bulk_seq + 1], 0)
-    assert [v.verdict for v in node.run(node.broker.cancel(seqs=[2, bulk_seq]))] == ["cancelled"] * 2
+    move([2, tail, bulk_seq + 1], 0)
+    assert [v.verdict for v in node.run(node.broker.cancel(seqs=[3, bulk_seq]))] == ["cancelled"] * 2
     assert [v.verdict for v in node.run(node.broker.reschedule(ids=["level1"], delay_ms=0))] == [
         "rescheduled"
     ]
@@ -212,19 +212,19 @@ def test_promises_written_again_are_accepted_once_and_wait_where_they_lie(
     spark: SparkSession, small: RunningNode
 ) -> None:
     send(small.endpoint, 10)
-    places = write_again(small, 1, 2, 3)
-    assert [verdict.verdict for verdict in small.run(small.broker.cancel(seqs=[2]))] == ["cancelled"]
+    places = write_again(small, 2, 3, 4)
+    assert [verdict.verdict for verdict in small.run(small.broker.cancel(seqs=[3]))] == ["cancelled"]
     write_again(small, places[0])
     report = audit.run(spark, small.endpoint)
     assert report.ok and counts(report) == (10, 1, 9, 0), report
     fill_segment(small)
     extend_ledger(spark, small)
-    write_again(small, 1, 3, 4, 5, 6, 7, 8, 9)
+    write_again(small, 2, 4, 5, 6, 7, 8, 9, 10)
     assert let_go(small) > 10
     # The tenth was not written again: its row is gone, and so is it.
     report = audit.run(spark, small.endpoint)
     assert not report.ok and counts(report) == (10, 1, 8, 1), report
-    assert [row["seq"] for row in report.offenders["lost"]] == [10]
+    assert [row["seq"] for row in report.offenders["lost"]] == [11]
 
 
 def test_promises_whose_own_rows_are_gone_balance(spark: SparkSession, small: RunningNode) -> None:
@@ -233,7 +233,7 @@ def test_promises_whose_own_rows_are_gone_balance(spark: SparkSession, small: Ru
         bulk(small, broker, 5, 10**9)
     fill_segment(small)
     extend_ledger(spark, small)
-    write_again(small, *range(1, 11))
+    write_again(small, *range(2, 12))
     let_go(small)
     report = audit.run(spark, small.endpoint)
     assert report.ok and counts(report) == (15, 0, 15, 0), report
@@ -359,7 +359,7 @@ def test_a_file_taken_from_the_table_is_noticed(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     send(node.endpoint, 100)
-    write_again(node, *range(1, 51))
+    write_again(node, *range(2, 52))
     node.run(node.broker.compact())  # also what moved a promise is behind the watermark now, and no witness
     assert audit.run(spark, node.endpoint).ok
     table = DeltaTable(broker.status().table.uri)

@@ -170,7 +170,7 @@ def test_once_does_what_there_is(
     send(node.endpoint, 200)
     with caplog.at_level(logging.INFO, "timeball.pipeline"):
         runner.run(["compact", "ledger"], endpoint=node.endpoint, once=True, spark=spark)
-    assert attached_seqs(broker) == list(range(1, 201))
+    assert attached_seqs(broker) == list(range(2, 202))
     data = Path(broker.status().table.uri).parent
     assert (data / "ledger/_delta_log").is_dir()
     assert (data / "pipeline/compact/offsets").is_dir()

@@ -38,7 +38,7 @@ def test_a_batch_is_bounded_unless_everything_is_asked_for(node: RunningNode) ->
     assert source.latestOffset(start, ReadAllAvailable()) == {
         "seq": start["seq"] + 101
     }  # the topic stands before the rows
-    assert source.reportLatestOffset() == {"seq": start["seq"] + 101}  # the topic stands before the rows
+    assert source.reportLatestOffset() == {"seq": start["seq"] + 101}  # and the topic
     source.stop()
 
 

@@ -55,7 +55,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """Promises in every place and of every fate: compacted, bulk, tail, level, released, cancelled, written again."""
     data = tmp_path_factory.mktemp("views") / "data"
     with running_node(data, compact_self=False, segment_bytes=MIB) as node:
-        send(node.endpoint, 10)  # 1..10
+        send(node.endpoint, 10)  # 2..11
         node.run(node.broker.compact())
         options = write_options({"endpoint": node.endpoint})
         due = [node.broker.status()["now_ms"] + 9 * DAY_MS] * 5  # type: ignore[operator]
@@ -167,7 +167,7 @@ def test_spark_counts_what_duckdb_counts(
     send(node.endpoint, 50, topic="mail")
     with SqlSession(node.endpoint) as session:
         (last,) = session.run("select max(seq) as seq from pending").rows.read_all().to_pylist()
-    node.run(node.broker.cancel(seqs=[1, 2, 3, last["seq"]]))
+    node.run(node.broker.cancel(seqs=[2, 3, 4, last["seq"]]))
     write_again(node, 9)
     shot = Snapshot.pin(broker, upcoming=True)
     begin_ms = shot.now_ms + 30 * DAY_MS
