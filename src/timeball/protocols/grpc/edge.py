@@ -8,22 +8,22 @@ from typing import Any
 from timeball.broker.service import Broker
 from timeball.guard import OPEN, Guard
 from timeball.protocols.grpc import needs
+from timeball.protocols.grpc.buffers import Unread
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.clients import Clients
-from timeball.protocols.grpc.consuming import Consuming
 from timeball.protocols.grpc.dispatch import Dispatch
-from timeball.protocols.grpc.pulls import Pulls
-from timeball.protocols.grpc.recalls import Recalls
-from timeball.protocols.grpc.receipts import Receipts
-from timeball.protocols.grpc.receives import Receives
-from timeball.protocols.grpc.renewals import Renewals
-from timeball.protocols.grpc.routes import Routes
-from timeball.protocols.grpc.sends import Sends
+from timeball.protocols.grpc.handlers.consumer_request import Consuming
+from timeball.protocols.grpc.handlers.pulls import Pulls
+from timeball.protocols.grpc.handlers.recalls import Recalls
+from timeball.protocols.grpc.handlers.receipts import Receipts
+from timeball.protocols.grpc.handlers.receives import Receives
+from timeball.protocols.grpc.handlers.renewals import Renewals
+from timeball.protocols.grpc.handlers.routes import Routes
+from timeball.protocols.grpc.handlers.sends import Sends
+from timeball.protocols.grpc.handlers.telemetry import Telemetry
+from timeball.protocols.grpc.handlers.transactions import Transactions
 from timeball.protocols.grpc.server import Server
 from timeball.protocols.grpc.site import Site
-from timeball.protocols.grpc.telemetry import Telemetry
-from timeball.protocols.grpc.transactions import Transactions
-from timeball.protocols.grpc.unread import Unread
 from timeball.protocols.receipt_handles import ReceiptHandles
 
 EXPIRE_LOOK_S = 5.0

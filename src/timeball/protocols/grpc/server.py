@@ -4,7 +4,7 @@ Bounds are set here, where a hostile client meets them first: the size of a requ
 headers, how many calls of one connection and of all may be under way, how often it may ping, how long a connection may
 be idle and how old it may become (it is asked to come again, and has `AGE_GRACE_MS` for what it is at). A client that
 does not take its responses waits for itself: each call is a task of its own, held up by its own stream's window, and
-ended after a while. A request is read when there is room for it (received.py).
+ended after a while. A request is read when there is room for it (buffers.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from grpc.aio import ServicerContext
 from timeball import limits
 from timeball.config import Settings
 from timeball.errors import SetupError
+from timeball.protocols.grpc.buffers import REQUEST_BYTES_MAX, Received
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch, Method
-from timeball.protocols.grpc.received import REQUEST_BYTES_MAX, Received
 from timeball.tls import Tls
 
 MESSAGE_BYTES_MAX = REQUEST_BYTES_MAX

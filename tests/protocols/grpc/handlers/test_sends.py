@@ -19,7 +19,7 @@ from timeball.broker.revoking.recall_handle import decode_handle
 from timeball.clock import ManualClock
 from timeball.message import Kind, decode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d
-from timeball.protocols.grpc.sends import MESSAGES_MAX
+from timeball.protocols.grpc.handlers.sends import MESSAGES_MAX
 
 Code, Type = d.Code, d.MessageType
 

@@ -33,8 +33,8 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import group_name, topic_name
 from timeball.protocols.grpc.codec.statuses import ok, status, status_of
-from timeball.protocols.grpc.consuming import duration_ms
-from timeball.protocols.grpc.renewals import Renewals
+from timeball.protocols.grpc.handlers.consumer_request import duration_ms
+from timeball.protocols.grpc.handlers.renewals import Renewals
 from timeball.protocols.grpc.site import Site
 from timeball.protocols.receipt_handles import ReceiptHandles, invalid
 

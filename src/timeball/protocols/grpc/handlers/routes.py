@@ -31,7 +31,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import group_name, topic_name
 from timeball.protocols.grpc.codec.statuses import ok
-from timeball.protocols.grpc.message_types import accepted_types
+from timeball.protocols.grpc.handlers.message_types import accepted_types
 from timeball.protocols.grpc.site import Site
 
 ANY_QUEUE = -1

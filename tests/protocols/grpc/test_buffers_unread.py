@@ -8,9 +8,9 @@ import pytest
 
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.unread import ALL_BYTES_MAX, Unread
+from timeball.protocols.grpc.buffers import UNREAD_BYTES_MAX, Unread
 
-HALF = ALL_BYTES_MAX // 2
+HALF = UNREAD_BYTES_MAX // 2
 
 
 def test_each_address_has_its_share() -> None:
@@ -33,11 +33,11 @@ def test_all_have_a_bound_whoever_asks() -> None:
         for n in range(100):
             with suppress(Refused):
                 held.enter_context(unread.held(f"deaf-{n}", part))
-        assert ALL_BYTES_MAX - part < unread.all_bytes <= ALL_BYTES_MAX
+        assert UNREAD_BYTES_MAX - part < unread.all_bytes <= UNREAD_BYTES_MAX
 
 
 def test_a_single_answer_may_have_any_size() -> None:
-    with Unread().held("a", 2 * ALL_BYTES_MAX):
+    with Unread().held("a", 2 * UNREAD_BYTES_MAX):
         pass
 
 

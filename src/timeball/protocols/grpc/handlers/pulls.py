@@ -34,12 +34,12 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     UpdateOffsetRequest,
     UpdateOffsetResponse,
 )
+from timeball.protocols.grpc.buffers import Unread
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_out import messages
 from timeball.protocols.grpc.codec.statuses import ok, status
-from timeball.protocols.grpc.consuming import Consuming, wait_ms
+from timeball.protocols.grpc.handlers.consumer_request import Consuming, wait_ms
 from timeball.protocols.grpc.site import Site
-from timeball.protocols.grpc.unread import Unread
 
 INSTANT_SECONDS_MAX = limits.INSTANT_MS_MAX // limits.SECOND_MS
 

@@ -17,7 +17,7 @@ from tests.protocols.grpc.wire import Wire, d, receive_request, s
 from timeball import limits
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic_config import WRITE, TopicConfig
-from timeball.protocols.grpc import unread
+from timeball.protocols.grpc import buffers
 
 Code = d.Code
 LARGE_BYTES = 1 << 20
@@ -295,7 +295,7 @@ async def test_one_that_goes_at_any_moment_loses_nothing(consumer: Consumer) -> 
 
 
 def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "ALL_BYTES_MAX", 15_000)
+    monkeypatch.setattr(buffers, "UNREAD_BYTES_MAX", 15_000)
 
     @with_consumer()
     async def check(consumer: Consumer) -> None:

@@ -9,7 +9,7 @@ from tests.protocols.grpc.wire import consumer_settings, d, producer_settings
 
 from timeball import limits
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.protocols.grpc.client_settings import answered, attempts_max, duration
+from timeball.protocols.grpc.handlers.client_settings import answered, attempts_max, duration
 
 
 @given(st.integers(0, limits.DELAY_MS_MAX))

@@ -13,9 +13,9 @@ from tests.protocols.grpc.wire import d, receive_request
 
 from timeball.broker.filters import EVERYTHING
 from timeball.protocols.error_codes import Refused
-from timeball.protocols.grpc import consuming as module
 from timeball.protocols.grpc.calls import Call
-from timeball.protocols.grpc.consuming import (
+from timeball.protocols.grpc.handlers import consumer_request as module
+from timeball.protocols.grpc.handlers.consumer_request import (
     DURATION_SECONDS_MAX,
     WAIT_MS_MAX,
     Consuming,

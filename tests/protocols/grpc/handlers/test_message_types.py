@@ -11,7 +11,7 @@ from tests.crash.world import World
 from timeball.broker.registry.topic_config import TopicConfig
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageType
-from timeball.protocols.grpc.message_types import ALL, accepted_types, check_type
+from timeball.protocols.grpc.handlers.message_types import ALL, accepted_types, check_type
 
 
 @on_node()

@@ -12,8 +12,8 @@ from tests.protocols.grpc.wire import Wire, d, s
 
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc import server as module
+from timeball.protocols.grpc.buffers import REQUEST_BYTES_MAX, Received
 from timeball.protocols.grpc.dispatch import SERVICE_NAME
-from timeball.protocols.grpc.received import REQUEST_BYTES_MAX, Received
 
 MIB = 1024 * 1024
 

@@ -26,10 +26,10 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     TelemetryCommand,
 )
 from timeball.protocols.grpc.calls import Call, Handlers
-from timeball.protocols.grpc.client_settings import answered
 from timeball.protocols.grpc.clients import Client, Stream
 from timeball.protocols.grpc.codec.names import group_name
 from timeball.protocols.grpc.codec.statuses import ok
+from timeball.protocols.grpc.handlers.client_settings import answered
 from timeball.protocols.grpc.needs import check_settings
 from timeball.protocols.grpc.site import Site
 

@@ -21,7 +21,7 @@ from timeball.protocols.grpc._generated.service_pb2 import RecallMessageRequest,
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.names import topic_name
 from timeball.protocols.grpc.codec.statuses import ok
-from timeball.protocols.grpc.message_types import check_type
+from timeball.protocols.grpc.handlers.message_types import check_type
 from timeball.protocols.grpc.site import Site
 
 

@@ -16,7 +16,7 @@ from timeball.clock import ManualClock
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 from timeball.protocols.grpc.clients import COMMANDS_WAITING_MAX
-from timeball.protocols.grpc.transactions import Transactions
+from timeball.protocols.grpc.handlers.transactions import Transactions
 
 Code, Resolution = d.Code, d.TransactionResolution
 COMMIT, ROLLBACK, UNKNOWN = (

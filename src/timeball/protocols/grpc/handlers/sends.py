@@ -29,7 +29,7 @@ from timeball.protocols.grpc.codec.messages_in import TRANSACTION, row_of, type_
 from timeball.protocols.grpc.codec.names import topic_name
 from timeball.protocols.grpc.codec.statuses import ok
 from timeball.protocols.grpc.codec.transaction_ids import transaction_id
-from timeball.protocols.grpc.message_types import accepted_types, check_type
+from timeball.protocols.grpc.handlers.message_types import accepted_types, check_type
 from timeball.protocols.grpc.site import Site
 
 MESSAGES_MAX = 1_024  # of one call: they are checked without a pause, while everybody else waits

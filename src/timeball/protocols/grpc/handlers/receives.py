@@ -6,7 +6,7 @@
 A consumer gets messages of any queue, as with RocketMQ's proxy: it takes turns around the queues of a route, and would
 wait at an empty one while its message lies in another. Only a push consumer in order keeps to the queue it names, which
 it has been assigned. A client that goes away before it has its messages has them given back at once, and one that
-does not read holds up nobody but itself (unread.py).
+does not read holds up nobody but itself (buffers.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
+from timeball.protocols.grpc.buffers import Unread
 from timeball.protocols.grpc.calls import Call, Handlers
 from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, timestamp
 from timeball.protocols.grpc.codec.statuses import ok, status
-from timeball.protocols.grpc.consuming import Consuming, duration_ms, wait_ms
-from timeball.protocols.grpc.renewals import FIRST_MS, Renewals
+from timeball.protocols.grpc.handlers.consumer_request import Consuming, duration_ms, wait_ms
+from timeball.protocols.grpc.handlers.renewals import FIRST_MS, Renewals
 from timeball.protocols.grpc.site import Site
-from timeball.protocols.grpc.unread import Unread
 from timeball.protocols.receipt_handles import ReceiptHandles
 
 ATTEMPT_ID_CHARACTERS_MAX = 128  # kept with each queue in order; a UUID has 36
