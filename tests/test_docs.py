@@ -24,9 +24,9 @@ from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.columns import SEND_SCHEMA
 from timeball.schedule.level_cascade import queue
-from timeball.schedule.level_cascade.store import CascadeState
+from timeball.schedule.level_cascade.backlog import CascadeState
 from timeball.schedule.timer_wheel import ring, timer_log
-from timeball.schedule.timer_wheel.wheel import WheelState
+from timeball.schedule.timer_wheel.backlog import WheelState
 from timeball.table.attachment import Attachment, FileEntry
 
 

@@ -124,8 +124,8 @@ def test_anatomy_check_lets_pass_what_is_right() -> None:
 
 def test_mirror_keeps_folders() -> None:
     assert mirrors("clock.py") == ["test_clock.py"]
-    assert mirrors("schedule/hour_log/store.py") == [
-        "schedule/hour_log/test_store.py",
+    assert mirrors("schedule/hour_log/backlog.py") == [
+        "schedule/hour_log/test_backlog.py",
         "schedule/test_hour_log.py",
     ]
 

@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode
 from timeball import Timeball
 from timeball.broker.delivery import moved_rows
 from timeball.log import retention
-from timeball.schedule.places import as_promises
+from timeball.schedule.locations import as_promises
 
 
 def write_again(node: RunningNode, *places: int) -> list[int]:

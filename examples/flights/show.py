@@ -234,7 +234,7 @@ def _table_rows(ball: Timeball) -> int:
 def _waiting_rows(ball: Timeball) -> int:
     """Promises in the pending table, in the log's tail and near their instant, or as their schedule counts them."""
     rows = ball.status()["schedule"]
-    kept = rows["waiting_rows"] if "waiting_rows" in rows else rows["tail_rows"] + rows["wheel_rows"]
+    kept = rows["waiting_rows"] if "waiting_rows" in rows else rows["tail_rows"] + rows["near_rows"]
     return int(rows["table_rows"] + kept)
 
 

@@ -48,18 +48,21 @@ from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.protocols.strangers import Strangers
-from timeball.schedule import keepers
-from timeball.schedule.delay_levels.fifo import DelayLevels
+from timeball.schedule import strategies
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
 from timeball.schedule.delay_levels.levels import LevelTable
-from timeball.schedule.hour_log.store import HourLog
-from timeball.schedule.settling import Settling
+from timeball.schedule.external_delivery import ExternalDelivery
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.locations import NOTHING
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
 from timeball.table.catalog import Catalog
 
 logger = logging.getLogger(__name__)
 
 FORMAT_NAME = "FORMAT"
 SWITCH_INTERVAL_S = 0.000_5
-LEVELS_SHARE = 2  # half of --gather-bytes: what delay levels may hold besides what the other promises do
 
 
 class FormatFacts(msgspec.Struct):
@@ -130,8 +133,7 @@ class Node:
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
-        for ticker in {self.broker.ticker, self.broker.table_ticker, self.broker.level_ticker}:
-            self._run_until_stop(ticker.run())
+        self._run_until_stop(self.broker.ticker.run())
         self.upkeep.start()
 
     def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
@@ -172,18 +174,19 @@ class Node:
         tables = Tables(files, settings.queues_per_topic)
         topics, ledger = tables.topics, AttachState(watermark=opened.segments.first_seq)
         start = starting_point(saved, opened.segments)
-        kept = keepers.kept(settings, files, start)
+        state = strategies.saved_state(settings, files, start)
         found = await loop.run_in_executor(
             reader_thread,
-            lambda: recover(start, reader, tables, ledger, catalog, clock.now_ms(), resumes=kept is not None),
+            lambda: recover(
+                start, reader, tables, ledger, catalog, clock.now_ms(), resumes=state is not None
+            ),
         )
-        settling = Settling()
-        settling.restore(found.settled, found.tick)
-        settling.moved.add(found.moved)
-        hour_log, levels = self._hour_log(reader, found, settling), self._levels(reader, topics)
-        keeper = keepers.build(
-            settings, files, reader, reader_thread, settling, on_change=self._wake, on_failure=self._fail
-        )
+        outcomes = Outcomes()
+        outcomes.restore(found.settled, found.cursor)
+        outcomes.moved.add(found.moved)
+        hour_log = HourLog(files, reader, reader_thread, found.files, ahead_ms=settings.gather_ahead_ms)
+        levels = self._levels(reader, topics, outcomes)
+        backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
         writer = self._writer(opened)
         tables.meta.open(writer.append, clock.now_ms)
         parts = Parts(
@@ -195,11 +198,11 @@ class Node:
             key_index=KeyIndex(files, opened.segments, reader),
             new_topics=NewTopics(topics, self.clock),
             **vars(tables),
-            schedule=keeper or hour_log,
-            keeper=keeper,
+            scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
+            backlog=backlog,
             hour_log=hour_log,
             levels=levels,
-            settling=settling,
+            outcomes=outcomes,
             catalog=catalog,
             ledger=ledger,
             reader_thread=reader_thread,
@@ -210,19 +213,18 @@ class Node:
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
         await self.broker.consuming.restore()
-        await self._restore(found, kept)
-        levels.restore(found.levels, found.levels_settled_seq)
+        await self._restore(found, state)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
         self.upkeep = Upkeep(self.broker, found.snapshot_seq)
 
-    async def _restore(self, found: Recovered, kept: msgspec.Struct | None) -> None:
-        parts, waiting = self.broker.parts, found.waiting
-        if parts.keeper is not None:
-            parts.hour_log.restore(found.settled, waiting.part(np.zeros(len(waiting), np.bool_)))
-            parts.keeper.restore(kept, found.settled, waiting, parts.clock.now_ms())
-            return
-        parts.hour_log.restore(found.settled, waiting)
-        if not np.array_equal(waiting.at, waiting.seq):
+    async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
+        parts, waiting, now_ms = self.broker.parts, found.waiting, self.broker.parts.clock.now_ms()
+        restore = parts.scheduler.restore
+        restore(parts.levels, LevelsState(found.levels), found.settled, NOTHING, now_ms)
+        if not parts.compacts:
+            restore(parts.hour_log, None, found.settled, NOTHING, now_ms)
+        restore(parts.backlog, state, found.settled, waiting, now_ms)
+        if parts.compacts and not np.array_equal(waiting.row_seq, waiting.seq):
             logger.info("promises of another --strategy moved to the pending table promises=%d", len(waiting))
             await self.broker.mover.adopt(waiting)
 
@@ -237,35 +239,29 @@ class Node:
             ),
         )
 
-    def _hour_log(self, reader: LogReader, found: Recovered, settling: Settling) -> HourLog:
-        return HourLog(
-            self.files,
+    def _scheduler(
+        self, reader: LogReader, outcomes: Outcomes, backlog: Backlog, hour_log: HourLog, levels: DelayLevels
+    ) -> Scheduler:
+        settings = self.settings
+        return Scheduler(
             reader,
             self._threads[1],
-            found.files,
-            settling,
-            ahead_ms=self.settings.gather_ahead_ms,
-            gather_bytes=self.settings.gather_bytes,
-            grace_ms=self.settings.dispatch_grace_ms,
-            on_change=self._wake_table,
+            outcomes,
+            list(dict.fromkeys((backlog, hour_log, levels))),
+            table=hour_log,
+            external=ExternalDelivery(settings.dispatch_grace_ms),
+            ahead_ms=strategies.ahead_ms_of(settings),
+            gather_bytes=settings.gather_bytes,
             on_failure=self._fail,
         )
 
-    def _levels(self, reader: LogReader, topics: Topics) -> DelayLevels:
+    def _levels(self, reader: LogReader, topics: Topics, outcomes: Outcomes) -> DelayLevels:
         def indexes() -> list[QueueIndex]:
             topic = topics.find(SCHEDULE_TOPIC)
             return [] if topic is None else [queue.index for queue in topic.queues]
 
-        return DelayLevels(
-            reader,
-            self._threads[1],
-            self._level_table,
-            indexes,
-            ahead_ms=self.settings.gather_ahead_ms,
-            gather_bytes=self.settings.gather_bytes // LEVELS_SHARE,
-            on_change=self._wake_levels,
-            on_failure=self._fail,
-        )
+        ahead_ms = self.settings.gather_ahead_ms
+        return DelayLevels(reader, self._level_table, indexes, outcomes, ahead_ms=ahead_ms)
 
     def _writer(self, opened: Opened) -> LogWriter:
         return LogWriter(
@@ -289,13 +285,11 @@ class Node:
         _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.consuming.close()
-        await self.broker.parts.hour_log.close()
-        await self.broker.parts.levels.close()
+        await self.broker.parts.scheduler.close()
         if self.broker.parts.writer.failed is None:
             await self.broker.parts.writer.flushed()
         await self.upkeep.stop(saves=self._failed is None or not self._failed.done())
-        if self.broker.parts.keeper is not None:
-            await self.broker.parts.keeper.close()  # its files are part of the last checkpoint
+        self.broker.parts.backlog.close()  # its files are part of the last checkpoint
         await self.broker.parts.writer.close()
         for thread in self._threads:
             thread.shutdown(wait=True)
@@ -345,18 +339,6 @@ class Node:
             "access": self.guard.status(),
             **self.broker.status(caller),
         }
-
-    def _wake(self) -> None:
-        if hasattr(self, "broker"):
-            self.broker.ticker.wake()
-
-    def _wake_table(self) -> None:
-        if hasattr(self, "broker"):
-            self.broker.table_ticker.wake()
-
-    def _wake_levels(self) -> None:
-        if hasattr(self, "broker"):
-            self.broker.level_ticker.wake()
 
     def _fail(self, error: BaseException) -> None:
         if self._failed is not None and not self._failed.done():

@@ -17,7 +17,7 @@ from timeball.clock import ManualClock
 from timeball.errors import OverLimit
 from timeball.log.format import with_seq
 from timeball.message import Kind, build_rows
-from timeball.schedule.places import as_promises
+from timeball.schedule.locations import as_promises
 
 
 def promises(sizes: list[int]) -> pa.RecordBatch:

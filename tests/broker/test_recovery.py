@@ -55,7 +55,7 @@ async def state(world: World, files: CrashFiles) -> dict[str, Any]:
         "queues": {topic: left.broker.queues(topic) for topic in left.broker.topics()},
         "files": sorted(entry.path for entry in hour_log.pending.live_entries()),
         "waiting": left.broker.status()["schedule"]["tail_rows"],
-        "tick": left.broker.parts.settling.tick,
+        "tick": left.broker.parts.outcomes.cursor,
     }  # fmt: skip
     await left.advance(AFTER_MS)
     await left.consume()

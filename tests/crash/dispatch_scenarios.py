@@ -36,7 +36,7 @@ def pass_by(ms: int, dispatched: int) -> Step:
     async def step(world: World) -> None:
         for _ in range(ms // SECOND_MS):
             world.clock.advance(SECOND_MS)
-            world.broker.table_ticker.wake()
+            world.broker.ticker.wake()
             await asyncio.sleep(0)
         counts = world.broker.schedule_statistics
         await world.until(lambda: counts()["dispatched_rows"] == dispatched, f"{dispatched} are left to him")

@@ -89,9 +89,9 @@ def found_after(cut: Cut, image: CrashFiles) -> Look:
             found = known(world)
             found["watermark"], found["tick"] = (
                 world.broker.parts.ledger.watermark,
-                world.broker.parts.settling.tick,
+                world.broker.parts.outcomes.cursor,
             )
-            found["moved"] = sorted(world.broker.parts.settling.moved.rows())
+            found["moved"] = sorted(world.broker.parts.outcomes.moved.rows())
             await world.advance(AFTER_MS)
             await world.consume()
             outcome = await world.outcome()

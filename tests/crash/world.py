@@ -203,15 +203,12 @@ class World:
     async def advance(self, ms: int) -> None:
         """Let time pass, and wait until all that is due is settled."""
         self.clock.advance(ms)
-        for ticker in (self.broker.ticker, self.broker.table_ticker, self.broker.level_ticker):
-            ticker.wake()
+        self.broker.ticker.wake()
         await self.settled()
 
     async def settled(self) -> None:
-        for schedule in (self.broker, self.broker.parts.levels):
-            await self.until(
-                lambda s=schedule: s.settled_before_ms > self.clock.wall, "all that is due is settled"
-            )
+        scheduler = self.broker.parts.scheduler
+        await self.until(lambda: scheduler.settled_before_ms > self.clock.wall, "all that is due is settled")
 
     async def compact(self) -> None:
         await self.broker.compact()

@@ -24,7 +24,7 @@ from timeball import Timeball
 from timeball.broker.revoking.recall_handle import encode_handle
 from timeball.message import Int64Array, Kind
 from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.scheduler import Scheduler
 from timeball.wire import Verdict
 
 TOPIC = "races"
@@ -100,7 +100,7 @@ class Race:
     def finish(self) -> list[str]:
         """When all is settled: what does not agree."""
         end_ms = self.now_ms() + MOVED_MS
-        eventually(lambda: self.node.broker.settled_before_ms > end_ms, "all is settled")
+        eventually(lambda: self.node.broker.parts.scheduler.settled_before_ms > end_ms, "all is settled")
         with Timeball(self.node.endpoint) as ball:
             for message in ball.consume(TOPIC, "readers", until_idle=0.2):
                 self.recorder.delivered[str(message.id)] += 1
@@ -145,12 +145,12 @@ def test_some_races_of_each_strategy(tmp_path: Path, schedule: str) -> None:
 def test_a_schedule_that_cancels_what_it_hands_out_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def careless(self: HourLog, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
         return np.ones(len(seq), dtype=np.bool_)
 
     with running_node(tmp_path / "data") as node:
         race = Race(node, seed=7)
-        monkeypatch.setattr(HourLog, "cancel", careless)
+        monkeypatch.setattr(Scheduler, "cancel", careless)
         race.round(0)
         assert any("ends" in fault for fault in race.finish())
 

@@ -19,7 +19,8 @@ from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
 from timeball.message import Kind, build_rows
-from timeball.schedule.strategy import Strategy
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.scheduler import Scheduler
 from timeball.table import attachment as att
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
@@ -35,7 +36,8 @@ class Attaching:
     files: Files
     loop: asyncio.AbstractEventLoop
     model: Model
-    strategy: Strategy
+    strategy: Scheduler
+    backlog: Backlog
     reader: LogReader
     writer: LogWriter
     attached: list[tuple[int, Attachment]]
@@ -55,7 +57,7 @@ class Attaching:
 
     def live_files(self) -> list[DataFile]:
         """The files of the table."""
-        return self.rig.live_files(self.strategy)
+        return self.rig.live_files(self.backlog)
 
     def prepare_compact(self, share: float = 1.0) -> Attachment | None:
         """Write the files for the first `share` of the tail; nothing is attached yet."""
@@ -65,7 +67,7 @@ class Attaching:
             return None
         attachment = compact.compact(
             self.files, self.reader, from_seq=self.watermark, to_seq=to_seq,
-            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms,
+            settled_before_ms=self.strategy.settled_before_ms, now_ms=self.now_ms,
         )  # fmt: skip
         return self._synced(attachment)
 
@@ -74,10 +76,10 @@ class Attaching:
         chosen = self.live_files()
         if not chosen:
             return None
-        settled = self.rig.settled(self.strategy)
+        settled = self.strategy.settled()
         attachment = rewrite.rewrite(
             self.files, [file.entry for file in chosen], settled.seq,
-            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms, epoch=self.reader.next_seq,
+            settled_before_ms=self.strategy.settled_before_ms, now_ms=self.now_ms, epoch=self.reader.next_seq,
         )  # fmt: skip
         return self._synced(attachment)
 
@@ -131,7 +133,7 @@ class Attaching:
         self.model.accepted.update(accepted)
         if attachment.job == "compact":
             self.watermark = attachment.to_seq
-        await self._pump(self.loop.create_task(self.rig.attach(self.strategy, attachment)))
+        await self._pump(self.loop.create_task(self.strategy.attach(attachment)))
 
 
 def rows_of(files: Files, entry: FileEntry) -> pa.Table:

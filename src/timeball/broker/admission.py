@@ -18,9 +18,9 @@ from timeball import limits, rules
 from timeball.broker.grouping import codes_of
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, int64
+from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.delay_levels.rows import disguised_properties
-from timeball.schedule.strategy import Keeper
 
 SEND_COLUMNS: dict[str, pa.DataType] = {
     "topic": pa.string(),
@@ -111,15 +111,15 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
 
 
-def kept_by(keeper: Keeper, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Admitted rows, the promises among them as their keeper wants them; raises OverLimit when it is full."""
+def kept_by(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    """Admitted rows, the promises among them as their backlog wants them; raises OverLimit when it is full."""
     mine = rows.column("kind").to_numpy() == Kind.PROMISE
     mine &= np.asarray(rows.column("queue_offset").is_null())  # levels keep their own
     if not mine.any():
         return rows
     promises = rows if mine.all() else rows.filter(pa.array(mine))
-    keeper.refuse(int64(promises.column("due_ms")))
-    dressed = keeper.dress(promises, now_ms)
+    backlog.check_capacity(int64(promises.column("due_ms")))
+    dressed = backlog.encode_waiting(promises, now_ms)
     if dressed is promises or mine.all():
         return rows if dressed is promises else dressed
     properties = pc.replace_with_mask(rows.column("properties"), pa.array(mine), dressed.column("properties"))

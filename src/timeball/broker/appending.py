@@ -72,7 +72,7 @@ class Appending:
         if level is not None:
             parts.topics.ensure(SCHEDULE_TOPIC, parts.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
-        return rows if parts.keeper is None else admission.kept_by(parts.keeper, rows, now_ms)
+        return rows if parts.compacts else admission.kept_by(parts.backlog, rows, now_ms)
 
     def append(self, rows: pa.RecordBatch, then: Callable[[], None] | None = None) -> Appended:
         """Into the log with rows that `prepare` has returned, or some of them.
@@ -130,12 +130,12 @@ class Appending:
         in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
         of_level, of_instant = _chosen(promises, in_level), _chosen(promises, promised & ~in_level)
         if of_level is not None:
-            parts.levels.admit(of_level)
+            parts.scheduler.add(parts.levels, of_level)
         if of_instant is not None:
             later = of_instant.num_rows
             parts.rates.put(TIMER_TOPIC, later, int(stored_sizes(of_instant).sum()))
-            parts.schedule.admit(of_instant)
-            if parts.keeper is None:
+            parts.scheduler.add(parts.backlog, of_instant)
+            if parts.compacts:
                 self._tail_count.add(first_seq + rows.num_rows, later)
 
 

@@ -17,25 +17,21 @@ from timeball import limits
 from timeball.broker.parts import Parts
 from timeball.broker.registry.topics import Placement
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
-from timeball.schedule.strategy import Strategy
-from timeball.schedule.ticker import Ticker
 
 
 class Delivery:
-    """One schedule, the ticker that drives it, and the way of what is due into the log and its queues."""
+    """The way of what is due into the log and its queues, and of what is written again."""
 
     def __init__(
         self,
         parts: Parts,
-        schedule: Strategy,
         *,
         on_visible: Callable[[list[tuple[str, int]]], None],
         lateness: Lateness,
     ) -> None:
         """`on_visible` is told of queues that have got something: topic and number."""
-        self._parts, self._schedule = parts, schedule
+        self._parts, self._scheduler = parts, parts.scheduler
         self._on_visible, self._lateness = on_visible, lateness
-        self.ticker = Ticker(schedule, parts.clock, self.release, self._move)
 
     def release(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         """What is due and handed out goes to its queue (called by the ticker); returns when the last is durable."""
@@ -50,21 +46,19 @@ class Delivery:
             promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )
         first_seq = parts.writer.next_seq
-        self.ticker.in_flight_rows += rows.num_rows
         return parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))[1]
 
-    def _move(self, promises: pa.RecordBatch, now_ms: int) -> None:
+    def rewrite(self, promises: pa.RecordBatch, now_ms: int) -> None:
         """What must be written again to go on waiting (called by the ticker)."""
         for part in in_frames(promises):
             self._move_frame(part, now_ms)
 
     def _move_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
         first_seq, rows = self._parts.writer.next_seq, promises.num_rows
-        self.ticker.in_flight_rows += rows
 
         def on_durable() -> None:
-            self._schedule.moved(int64(promises.column("seq")), np.arange(first_seq, first_seq + rows))
-            self._landed(rows)
+            row_seq = np.arange(first_seq, first_seq + rows)
+            self._scheduler.rewritten(int64(promises.column("seq")), row_seq, self._parts.clock.now_ms())
 
         self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
 
@@ -72,16 +66,10 @@ class Delivery:
         due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         placement.index(first_seq)
         placement.count(self._parts.rates)
-        self._schedule.released(due_ms, seq)
+        now_ms = self._parts.clock.now_ms()
+        self._scheduler.released(seq, now_ms)
         self._on_visible(placement.queues())
-        self._lateness.add(np.maximum(0, self._parts.clock.now_ms() - due_ms))
-        self._landed(promises.num_rows)
-
-    def _landed(self, rows: int) -> None:
-        was_full = self.ticker.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
-        self.ticker.in_flight_rows -= rows
-        if was_full:
-            self.ticker.wake()
+        self._lateness.add(np.maximum(0, now_ms - due_ms))
 
 
 def in_frames(promises: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -1,6 +1,6 @@
 """What is due, brought from outside: a dispatcher reads promises in the pending table's files and hands them in.
 
-    dispatcher lease   gathers leave near rows of files to him (schedule/hour_log/dispatched.py)
+    dispatcher lease   gathers leave near rows of files to him (schedule/external_delivery.py)
     release            rows of those files, due by now -> release records, durable; whoever is first releases
 
 He decides nothing. The broker takes what waits and was left to him, at its own instant; the rest it leaves: what was
@@ -44,13 +44,13 @@ class Dispatching:
 
     def lease(self, lease_ms: int) -> None:
         """A dispatcher is at work for so long; 0 ends it now. At most an hour."""
-        self._parts.hour_log.dispatched.lease(self._parts.clock.now_ms(), lease_ms)
+        self._parts.scheduler.lease(self._parts.clock.now_ms(), lease_ms)
 
     async def release(self, rows: pa.RecordBatch) -> Brought:
         """Release what may be of these rows (TABLE_SCHEMA, sound); returns when it is durable."""
         parts, delivery = self._parts, self._delivery
         # What is due by itself goes through the same gate: neither may fill the memory with what the disk lacks.
-        while delivery.ticker.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
+        while parts.scheduler.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
             await parts.writer.flushed()
         now_ms = parts.clock.now_ms()
         last_ms = int(int64(rows.column("due_ms")).max())
@@ -60,7 +60,7 @@ class Dispatching:
             if parts.topics.find(name) is None:
                 check_topic(name)  # while nothing is in flight yet
         # No pause from here on: what is in flight stands in the log in the same order.
-        promises = parts.hour_log.bring(as_promises(pa.Table.from_batches([rows])))
+        promises = parts.scheduler.take_brought(as_promises(pa.Table.from_batches([rows])))
         if promises is None:
             return Brought(0, rows.num_rows)
         await asyncio.shield(delivery.release(promises, now_ms))

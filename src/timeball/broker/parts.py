@@ -26,10 +26,11 @@ from timeball.files import Files
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
-from timeball.schedule.delay_levels.fifo import DelayLevels
-from timeball.schedule.hour_log.store import HourLog
-from timeball.schedule.settling import Settling
-from timeball.schedule.strategy import Keeper, Strategy
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.delay_levels.backlog import DelayLevels
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
 from timeball.table.catalog import Catalog
 
 P = ParamSpec("P")
@@ -64,17 +65,22 @@ class Parts:
     request_modes: RequestModes
     receipt_secret: ReceiptSecret
     in_flight: InFlight
-    schedule: Strategy  # for any instant: the keeper, or the hour log itself
-    keeper: Keeper | None
-    hour_log: HourLog  # keeps the pending table, whoever keeps what is sent here
+    scheduler: Scheduler
+    backlog: Backlog  # keeps what is sent for an instant: the strategy of the settings
+    hour_log: HourLog  # keeps the pending table, whatever keeps what is sent
     levels: DelayLevels
-    settling: Settling  # of the promises of both
+    outcomes: Outcomes  # of all promises
     catalog: Catalog
     ledger: AttachState
     reader_thread: Executor
     background: Executor
     on_failure: Callable[[BaseException], None]
     rates: Rates = field(default_factory=Rates)
+
+    @property
+    def compacts(self) -> bool:
+        """Return whether what is sent waits in the log's tail, to be moved to the pending table."""
+        return self.backlog is self.hour_log
 
 
 async def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -10,7 +10,7 @@
        there; the Delta table, which is a cache of this list, is brought up to it or made anew
     4. promises from the watermark W on that are not settled are what waits in the tail, each in the last of its
        rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
-    5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
+    5. a release or cancel record settles a promise wherever it waits, in a level's queue as anywhere else
     6. the tick goes on from the checkpoint's with every release record of an instant since
     7. a cancel record that names the promise's next number says that it was moved there
     8. promises without an instant (half messages) of the checkpoint's list and from C on, named by no row from C on,
@@ -35,7 +35,6 @@ import pyarrow.compute as pc
 
 from timeball.broker.parts import Tables
 from timeball.broker.queue_entries import BATCH_ROWS
-from timeball.broker.registry.topics import Topics
 from timeball.broker.revoking.log_scan import next_seq_of
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.transactions import Half, load
@@ -45,11 +44,11 @@ from timeball.log.meta_rows import SNAPSHOT_KEY, pairs_of
 from timeball.log.reader import LogReader
 from timeball.log.segment import Segments, segment_name
 from timeball.log.snapshot import last_snapshot
-from timeball.message import CANCEL_NEXT, SCHEDULE_TOPIC, Int64Array, Kind
-from timeball.schedule import places
-from timeball.schedule.places import Placed
-from timeball.schedule.strategy import Settled
-from timeball.schedule.tick import Tick
+from timeball.message import CANCEL_NEXT, Int64Array, Kind
+from timeball.schedule import locations
+from timeball.schedule.locations import Waiting
+from timeball.schedule.outcomes import Settled
+from timeball.schedule.release_cursor import ReleaseCursor
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
@@ -62,7 +61,7 @@ class Replayed:
     """What the rows behind the checkpoint say."""
 
     snapshot_seq: int  # the last snapshot's, or the checkpoint's
-    promises: list[Placed] = field(default_factory=list)
+    promises: list[Waiting] = field(default_factory=list)
     settled: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
     released: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)  # of those settled
     attaches: list[tuple[int, Attachment]] = field(default_factory=list)
@@ -76,14 +75,13 @@ class Recovered:
     """State for the schedule."""
 
     settled: Settled
-    tick: Tick
-    waiting: Placed
+    cursor: ReleaseCursor
+    waiting: Waiting
     files: list[FileEntry]
     promises_since_watermark: int
     halves: list[Half]
     moved: list[tuple[int, int, int]]
     levels: dict[int, cp.LevelFacts]
-    levels_settled_seq: Int64Array  # since the checkpoint
     snapshot_seq: int
 
 
@@ -133,13 +131,11 @@ def recover(
     files = _live_files(facts, replayed.attaches)
     catalog.check_data(files)
     catalog.bring_up(files, replayed.attaches, ledger.attach_seq, ledger.watermark, now_ms)
-    in_levels = _in_levels(topics, facts.levels)
-    of_level, of_instant = _split(replayed.settled, in_levels)
     earlier = [] if resumes else _promises(reader, ledger.watermark, facts.seq)
-    tail = places.latest([*earlier, *replayed.promises], ledger.watermark)
+    tail = locations.latest([*earlier, *replayed.promises], ledger.watermark)
     settled = Settled(
         facts.settled_before_ms,
-        *_unique(_concat([(known.settled_due, known.settled_seq), of_instant])),
+        *_unique(_concat([(known.settled_due, known.settled_seq), *replayed.settled])),
         before_seq=min(facts.seq, facts.settled_before_seq),
         late=(*facts.late, *(reserved for _, a in replayed.attaches for reserved in a.ranges)),
     )
@@ -147,18 +143,17 @@ def recover(
     waiting &= (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
     opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
     halves = load(reader, facts.halves, opened, ended)
-    tick = Tick(*facts.tick).after(_split(replayed.released, in_levels)[1][0])
+    cursor = ReleaseCursor(*facts.tick).after(_concat(replayed.released)[0])
     moved = [*facts.moved, *replayed.moved]
     return Recovered(
         settled,
-        tick,
+        cursor,
         tail.part(waiting),
         files,
         len(tail),
         halves,
         moved,
         facts.levels,
-        of_level[1],
         replayed.snapshot_seq,
     )
 
@@ -179,8 +174,8 @@ def _replay(
         if placed.any():
             tables.topics.replay(rows.filter(pa.array(placed)).drop_columns(["seq"]), seqs[placed])
         has_instant = np.asarray(rows.column("due_ms").is_valid())
-        if present & places.KINDS:
-            replayed.promises.append(places.placed(places.waiting_rows(rows)))
+        if present & locations.KINDS:
+            replayed.promises.append(locations.waiting_in(locations.waiting_rows(rows)))
             replayed.halves.append(seqs[(kinds == Kind.PROMISE) & ~has_instant])
             # A promise that publishes a half takes its place. Others name what is no half; `load` asks for halves only.
             replayed.ended.append(_sources(rows, (kinds == Kind.PROMISE) & has_instant))
@@ -232,31 +227,11 @@ def _live_files(facts: cp.Facts, attaches: list[tuple[int, Attachment]]) -> list
     return list(live.values())
 
 
-def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Placed]:
+def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Waiting]:
     """Promises between the watermark and the checkpoint."""
     begin = max(watermark, reader.first_seq)
-    batches = reader.coalesced(begin, to_seq, places.KINDS, BATCH_ROWS)
-    return [places.placed(places.waiting_rows(rows)) for rows in batches]
-
-
-def _in_levels(topics: Topics, facts: dict[int, cp.LevelFacts]) -> Int64Array:
-    """Sequence numbers of what may wait in the queues of the schedule topic."""
-    topic = topics.find(SCHEDULE_TOPIC)
-    found = [_EMPTY]
-    for number, queue in enumerate(topic.queues if topic is not None else ()):
-        index = queue.index
-        low = min(max(facts[number].offset if number in facts else 0, index.min_offset), index.max_offset)
-        found.append(index.read(low, index.max_offset - low)["seq"].astype(np.int64))
-    return np.concatenate(found)
-
-
-def _split(
-    settled: list[tuple[Int64Array, Int64Array]], in_levels: Int64Array
-) -> tuple[tuple[Int64Array, Int64Array], tuple[Int64Array, Int64Array]]:
-    """Those settled in a level's queue, and the others."""
-    due, seq = _concat(settled)
-    mine = np.isin(seq, in_levels)
-    return (due[mine], seq[mine]), (due[~mine], seq[~mine])
+    batches = reader.coalesced(begin, to_seq, locations.KINDS, BATCH_ROWS)
+    return [locations.waiting_in(locations.waiting_rows(rows)) for rows in batches]
 
 
 def _concat(pairs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:

@@ -43,11 +43,9 @@ from timeball.errors import OutOfRange
 from timeball.log.meta_rows import without_secrets
 from timeball.log.starts import starts
 from timeball.message import READ_SCHEMA, Int64Array, Kind
-from timeball.schedule.strategy import Strategy
+from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
 from timeball.wire import Attached, RangesCancelled, Start, Verdict
-
-OF_THE_TABLE = ("table_", "dispatched_", "fetched_")  # counts that a keeper leaves to the hour log
 
 
 class Broker:
@@ -62,10 +60,9 @@ class Broker:
         self._host = parts.settings.host
         self.waiters = pulling.Waiters()
         self.lateness = delivery.Lateness()
-        mine, levels = self._delivery(parts.schedule), self._delivery(parts.levels)
-        table = mine if parts.keeper is None else self._delivery(parts.hour_log)
-        self.ticker, self.level_ticker, self.table_ticker = mine.ticker, levels.ticker, table.ticker
-        self.dispatching = Dispatching(parts, table)
+        self.delivery = delivery.Delivery(parts, on_visible=self.waiters.wake_queues, lateness=self.lateness)
+        self.ticker = Ticker(parts.scheduler, parts.clock, self.delivery.release, self.delivery.rewrite)
+        self.dispatching = Dispatching(parts, self.delivery)
         self.mover = TableChanges(parts, promises_since_watermark=promises_since_watermark)
         self.appending = Appending(parts, self.waiters, self.mover.tail_count)
         self.consuming = Consuming(parts, self.appending, self.waiters, self.policy, self.save_offsets)
@@ -133,11 +130,6 @@ class Broker:
             table=parts.levels.table,
         )
         return rows, level, now_ms
-
-    def _delivery(self, schedule: Strategy) -> delivery.Delivery:
-        return delivery.Delivery(
-            self.parts, schedule, on_visible=self.waiters.wake_queues, lateness=self.lateness
-        )
 
     # -- cancelling --------------------------------------------------------------------------------------
 
@@ -335,7 +327,7 @@ class Broker:
                 "rows": parts.writer.statistics.rows,
             },
             "watermark": parts.ledger.watermark,
-            "settled_before_ms": self.settled_before_ms,
+            "settled_before_ms": parts.scheduler.settled_before_ms,
             "strategy": parts.settings.strategy,
             "schedule": self.schedule_statistics(),
             "levels": parts.levels.statistics(),
@@ -345,22 +337,15 @@ class Broker:
             "clock_suspect": parts.clock.suspect,
         }
 
-    @property
-    def settled_before_ms(self) -> int:
-        """Every durable promise due before this instant is settled, durably; levels aside."""
-        parts = self.parts
-        kept = [] if parts.keeper is None else [parts.keeper.settled_before_ms]
-        return min((parts.hour_log.settled_before_ms, *kept))
-
     def schedule_statistics(self) -> dict[str, int]:
-        """The keeper's own counts, and what lies in the table."""
-        parts = self.parts
-        counts = parts.hour_log.statistics()
-        if parts.keeper is not None:
-            counts = {name: count for name, count in counts.items() if name.startswith(OF_THE_TABLE)}
-            tick = parts.settling.tick
-            of_both = {"tail_rows": 0, "tick_ms": tick.tick_ms, "local_index": tick.local_index}
-            counts = {**of_both, **counts, **parts.keeper.statistics()}
+        """Return the counts of the scheduler, of the table, and of the strategy that keeps what is sent."""
+        parts, counts = self.parts, self.parts.scheduler.statistics() | self.parts.hour_log.statistics()
+        if not parts.compacts:
+            kept = parts.backlog.statistics()
+            # Those that were cancelled wait until their turn comes.
+            opened = counts["near_rows"] + counts["moving_rows"]
+            waiting = kept["waiting_rows"] + opened - counts["cancelled_rows"]
+            counts |= kept | {"waiting_rows": max(0, waiting)}
         return counts
 
     def save_offsets(self) -> None:

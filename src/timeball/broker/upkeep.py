@@ -23,7 +23,7 @@ from timeball.log import checkpoint, frame_index, retention, snapshot
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES
-from timeball.schedule.strategy import Settled
+from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -105,13 +105,13 @@ class Upkeep:
             seq, log_from_seq = parts.reader.next_seq, self._log_from_seq
             if (seq, log_from_seq) == self._saved or self._broker.mover.is_unfinished:
                 return
-            settled = parts.settling.settled()
-            dirty = parts.keeper.take_dirty() if parts.keeper is not None else []
+            settled = parts.scheduler.settled()
+            dirty = parts.backlog.files_to_sync()
+            state = None if parts.compacts else parts.scheduler.state(parts.backlog)
             facts = msgspec.structs.replace(
                 self._facts(seq, settled),
-                kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
+                kept=None if state is None else msgspec.to_builtins(state),
             )
-            kept_unsynced = [] if parts.keeper is None else [parts.keeper.unsynced]
             queues = parts.topics.indexes.flush(seq)
 
             def save() -> None:
@@ -125,7 +125,7 @@ class Upkeep:
                 checkpoint.save(parts.files, Checkpoint(known, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
-            with undone(*kept_unsynced):
+            with undone(parts.backlog.sync_failed):
                 await parts.writer.synced()
                 await in_thread(self._parts.reader_thread, save)
             parts.topics.indexes.finish(queues)
@@ -138,7 +138,7 @@ class Upkeep:
         async with self._broker.mover.lock:
             if self._broker.mover.is_unfinished:
                 return False
-            seq, settled = parts.reader.next_seq, parts.settling.settled()
+            seq, settled = parts.reader.next_seq, parts.scheduler.settled()
             facts, queues = self._facts(seq, settled), parts.topics.indexes.flush(seq)
 
             def encoded() -> pa.RecordBatch:
@@ -167,9 +167,9 @@ class Upkeep:
             jobs=dict(parts.ledger.jobs),
             reserved=list(parts.ledger.reserved.items()),
             halves=self._broker.transactions.open(),
-            levels=parts.levels.state(),
-            tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
-            moved=parts.settling.moved.rows(),
+            levels=parts.levels.state(parts.scheduler.settled_ms).levels,
+            tick=(parts.outcomes.cursor.tick_ms, parts.outcomes.cursor.local_index),
+            moved=parts.outcomes.moved.rows(),
             schedule=parts.settings.strategy,
             files=list(parts.hour_log.pending.live_entries()),
             attach_seq=parts.ledger.attach_seq,
@@ -207,7 +207,7 @@ class Upkeep:
         ours = now_ms >= self._broker.mover.outside_compactor_until_ms
         waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
         if (
-            self._parts.keeper is None
+            self._parts.compacts
             and ours
             and (rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min))
         ):
@@ -221,13 +221,13 @@ class Upkeep:
         parts = self._parts
         oldest = parts.reader.segments.all[0]
         old = oldest.last_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
-        if parts.keeper is None and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
+        if parts.compacts and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
             # Too little waits for anybody to have compacted it, but it keeps a segment from going.
             await self._broker.mover.compact(even_without_promises=True)
             await self.checkpoint()
-        kept_from = parts.ledger.watermark if parts.keeper is None else parts.keeper.first_needed_seq
+        kept_from = parts.ledger.watermark if parts.compacts else None
         needed = max(0, self._checkpoint_seq)
-        for seq in (kept_from, self._broker.transactions.oldest_seq, parts.levels.first_waiting_seq):
+        for seq in (kept_from, self._broker.transactions.oldest_seq, parts.scheduler.needed_seq()):
             needed = needed if seq is None else min(needed, seq)
         gone = retention.expired(
             parts.reader.segments,
@@ -247,13 +247,13 @@ class Upkeep:
             )
             for name in parts.topics.indexes.forget(parts.reader.first_seq):
                 await in_thread(self._parts.reader_thread, parts.files.remove, name)
-            # A keeper compacts nothing: what still waits lies behind what has gone.
+            # Only the hour log compacts: what still waits lies behind what has gone.
             parts.ledger.watermark = max(parts.ledger.watermark, parts.reader.first_seq)
         # Who reads an older version of the table has as long as the log is kept, and a day at most.
         readable_ms = min(self._settings.retention_ms, limits.DAY_MS)
         left_ms = parts.clock.now_ms() - readable_ms
         await in_thread(self._parts.reader_thread, parts.catalog.remove_left, left_ms)
-        behind = parts.hour_log.pending.behind(parts.hour_log.settled_before_ms)
+        behind = parts.hour_log.pending.behind(parts.scheduler.settled_before_ms)
         if len(behind) >= BEHIND_FILES_MIN:
             epoch = parts.reader.next_seq
             removes = [entry.path for entry in behind[: limits.ATTACH_FILES_MAX]]

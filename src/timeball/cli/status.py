@@ -37,13 +37,13 @@ def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fa
 def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     log, waiting = found["log"], found["schedule"]
     strategy, stored = found["strategy"], waiting["table_rows"]
-    near = waiting.get("near_rows", waiting["wheel_rows"])  # a wheel of slots holds more than what is near
+    near = waiting["near_rows"]
     # With another schedule the log is the tail, and the schedule's own files say what of it waits.
     kept = f"{waiting['tail_rows']:,} in the log's tail"
     if strategy != "hour_log":
         kept = f"{waiting['waiting_rows']:,} in the log"
     for_levels = found["levels"]["waiting_rows"]
-    levels = [("for delay levels", f"{for_levels:,}, {found['levels']['wheel_rows']:,} near their instant")]
+    levels = [("for delay levels", f"{for_levels:,}")]
     return [
         ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),

@@ -31,10 +31,9 @@ HEADER = struct.Struct("<8sQQ")
 
 
 class LevelFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A queue of the schedule topic: what stands before `offset` is settled, and these ranges behind it."""
+    """A queue of the schedule topic: what stands before `offset` is settled."""
 
     offset: int
-    settled: tuple[tuple[int, int], ...] = ()  # (first offset, entries)
 
 
 class JobFacts(msgspec.Struct, frozen=True):
@@ -50,7 +49,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     seq: int = 0
     settled_before_ms: int = -(1 << 62)
-    settled_before_seq: int = 1 << 62  # see schedule/strategy.py, Settled
+    settled_before_seq: int = 1 << 62  # see schedule/outcomes.py, Settled
     late: list[tuple[int, int]] = []
     watermark: int = 1
     epochs: dict[str, int] = {}  # job id -> last epoch attached, of those without a digest
@@ -62,7 +61,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     tick: tuple[int, int] = (
         0,
         0,
-    )  # see schedule/tick.py: the second being sent, and how many of it have been
+    )  # see schedule/release_cursor.py: the second being sent, and how many of it have been
     moved: list[tuple[int, int, int]] = []  # see schedule/moved.py: (due_ms, seq, next_seq)
     schedule: str = "hour_log"  # who kept promises for an instant
     kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some

@@ -3,9 +3,9 @@
 The tail of `hour_log` and the cancelled set are both this. New pairs form small runs; when there are too many
 the smaller half is merged, so that each pair is sorted O(log n) times in its life, always as a column.
 
-Who asks whether pairs are here has them looked up by number alone, which no two promises share: consumers answer a
-handful at a time, for any instant of the minutes ahead, and to go through all that is due in that span would cost each
-of them a millisecond. The numbers in order are 8 bytes a pair more, kept for runs that somebody has asked.
+A look-up of pairs goes by number, and then compares the instant: consumers answer a handful at a time, for any
+instant of the minutes ahead, and to go through all that is due in that span would cost each of them a millisecond. The
+pairs in the order of their numbers are 16 bytes a pair more, kept for runs that have been looked into.
 """
 
 from __future__ import annotations
@@ -30,25 +30,33 @@ class _Run:
 
     due: Int64Array
     seq: Int64Array
-    _numbers: Int64Array = field(
-        default_factory=lambda: _EMPTY
-    )  # sorted; those of pairs cut off since may be in it
+    # In the order of their numbers, once looked into; those of pairs cut off since may be among them.
+    _by_number: tuple[Int64Array, Int64Array] = field(default_factory=lambda: (_EMPTY, _EMPTY))
 
     def __len__(self) -> int:
         return len(self.due)
 
     def after(self, cut: int) -> _Run:
-        """Without its first pairs."""
-        is_worth_keeping = 2 * (len(self) - cut) > len(self._numbers)
-        numbers = self._numbers if is_worth_keeping else _EMPTY
-        return _Run(_own(self.due[cut:]), _own(self.seq[cut:]), numbers)
+        """Return the run without its first pairs."""
+        is_worth_keeping = 2 * (len(self) - cut) > len(self._by_number[1])
+        by_number = self._by_number if is_worth_keeping else (_EMPTY, _EMPTY)
+        return _Run(_own(self.due[cut:]), _own(self.seq[cut:]), by_number)
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which of these pairs are in it, or were before a cut and are due no earlier than its first."""
-        if not len(self._numbers):
-            self._numbers = np.sort(self.seq)
-        numbers = self._numbers
-        found = np.asarray(numbers[np.minimum(np.searchsorted(numbers, seq), len(numbers) - 1)] == seq)
+        """Return which of these pairs are in it."""
+        if not len(self._by_number[1]):
+            order = np.argsort(self.seq, kind="stable")
+            self._by_number = self.due[order], self.seq[order]
+        dues, numbers = self._by_number
+        at, found = np.searchsorted(numbers, seq), np.zeros(len(seq), np.bool_)
+        while True:  # once, but for numbers that stand here for several instants
+            here = np.minimum(at, len(numbers) - 1)
+            same = (at < len(numbers)) & (numbers[here] == seq)
+            found |= same & (dues[here] == due_ms)
+            others = same & ~found
+            if not others.any():
+                break
+            at = at + others
         if len(numbers) != len(self):
             first_due, first_seq = self.due[0], self.seq[0]
             found &= (due_ms > first_due) | ((due_ms == first_due) & (seq >= first_seq))
@@ -110,7 +118,7 @@ class DueIndex:
         self._filter(-(1 << 62), 1 << 62, lambda seqs: seqs >= seq)
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which of these pairs are present; each number has its own instant and no other."""
+        """Return which of these pairs are present."""
         found = np.zeros(len(seq), dtype=np.bool_)
         if self._size == 0 or len(seq) == 0:
             return found
@@ -120,10 +128,9 @@ class DueIndex:
                 found |= run.contains(due_ms, seq)
         return found
 
-    def remove(self, due_ms: Int64Array, seq: Int64Array) -> None:
-        """Forget these pairs, present or not."""
-        if self._size and len(seq):
-            self._filter(int(due_ms.min()), int(due_ms.max()), lambda seqs: ~np.isin(seqs, seq))
+    def numbers(self) -> Int64Array:
+        """Return the numbers of all pairs, in any order."""
+        return np.concatenate([_EMPTY, *(run.seq for run in self._runs)])
 
     def pairs(self) -> tuple[Int64Array, Int64Array]:
         """All pairs, sorted."""

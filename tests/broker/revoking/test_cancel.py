@@ -30,7 +30,7 @@ from timeball.broker.revoking.promise_lookup import Candidate, Found
 from timeball.clock import ManualClock
 from timeball.errors import OutOfRange
 from timeball.message import Int64Array, Kind
-from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.scheduler import Scheduler
 from timeball.wire import Verdict
 
 SOON_MS = 2 * SECOND_MS
@@ -378,10 +378,10 @@ def test_both_sides_win_some_races() -> None:
 
 
 def test_a_schedule_that_cancels_what_it_has_handed_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(self: HourLog, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
         return np.ones(len(seq), dtype=np.bool_)
 
-    monkeypatch.setattr(HourLog, "cancel", careless)
+    monkeypatch.setattr(Scheduler, "cancel", careless)
     found: set[str] = set()
 
     @on_node(InTurn)

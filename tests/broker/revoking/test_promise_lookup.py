@@ -22,11 +22,11 @@ def look_up(
 ) -> Found:
     parts = world.broker.parts
     files = parts.hour_log.pending.all() if files is None else files
-    search = Search(parts.reader, parts.key_index, parts.settling.moved, Names(**names))
+    search = Search(parts.reader, parts.key_index, parts.outcomes.moved, Names(**names))
     search.begin(files)
     missing = search.missing(thorough=thorough)
     if missing:
-        search.note(walk(parts.reader, parts.settling.moved, missing))
+        search.note(walk(parts.reader, parts.outcomes.moved, missing))
     return search.found(files)
 
 

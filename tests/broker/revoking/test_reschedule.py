@@ -42,7 +42,7 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.segment import segment_name
 from timeball.message import Int64Array, Kind, decode_properties, encode_properties
-from timeball.schedule.hour_log.store import HourLog
+from timeball.schedule.scheduler import Scheduler
 from timeball.wire import Verdict
 
 LATER_MS = 2 * HOUR_MS
@@ -244,7 +244,7 @@ async def test_where_it_went_is_remembered_through_a_restart(world: World, witho
     if without_checkpoint:
         world.files.remove("checkpoint")
     await world.start()
-    known = world.broker.parts.settling.moved
+    known = world.broker.parts.outcomes.moved
     assert [known.next_of(seq) for seq in (first, *moved)] == [*moved, None]
 
 
@@ -478,10 +478,10 @@ def test_all_sides_win_some_races() -> None:
 
 
 def test_a_schedule_that_moves_what_it_has_handed_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(self: HourLog, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
         return np.ones(len(seq), dtype=np.bool_)
 
-    monkeypatch.setattr(HourLog, "cancel", careless)
+    monkeypatch.setattr(Scheduler, "cancel", careless)
     assert won()[1] >= {"doubled", "resurrected"}
 
 

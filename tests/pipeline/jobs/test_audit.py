@@ -255,7 +255,7 @@ async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
         clock.advance(5 * SECOND_MS)
         node.broker.ticker.wake()
         async with asyncio.timeout(BOUND_S):
-            while node.broker.settled_before_ms <= clock.wall:
+            while node.broker.parts.scheduler.settled_before_ms <= clock.wall:
                 await asyncio.sleep(0.005)
     await node.node.upkeep.checkpoint()
     await node.node.upkeep.drop_before()

@@ -72,8 +72,8 @@ def exchange(wire: flight.FlightClient, schema: pa.Schema = TABLE_SCHEMA) -> tup
 
 def test_each_batch_has_its_answer(leased: RunningNode) -> None:
     batch = attach(leased, 3_000, 100)
-    dispatched = leased.broker.parts.hour_log.dispatched
-    eventually(lambda: len(dispatched) == 100, "it is left to the dispatcher")
+    counts = leased.broker.schedule_statistics
+    eventually(lambda: counts()["dispatched_rows"] == 100, "it is left to the dispatcher")
     with flight.FlightClient(leased.endpoint) as wire:
         writer, reader = exchange(wire)
         writer.write_batch(batch)

@@ -14,8 +14,8 @@ from tests.crash_files import CrashFiles
 from timeball.errors import OverLimit, SetupError
 from timeball.files import File, RealFiles
 from timeball.schedule.timer_wheel import ring as ring_module
+from timeball.schedule.timer_wheel.placement import Slots
 from timeball.schedule.timer_wheel.ring import RECORD, Heads, Ring
-from timeball.schedule.timer_wheel.slots import Slots
 
 SLOTS = Slots(1_000, reach=30, count=41)
 START = 1_000

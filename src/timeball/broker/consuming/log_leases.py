@@ -141,7 +141,6 @@ class LogLeases:
         receipts = [receipt for some in asked for receipt in some]
         valid = np.zeros(len(receipts), dtype=np.bool_)
         durable = None
-        await self._parts.hour_log.quiet()
         for begin in range(0, len(receipts), ROWS_PER_APPEND):
             part = receipts[begin : begin + ROWS_PER_APPEND]
             now_ms = self._parts.clock.now_ms()
@@ -199,14 +198,13 @@ class LogLeases:
         )
         won = np.zeros(len(receipts), dtype=np.bool_)
         _, first = np.unique(seq, return_index=True)  # a receipt that is there twice settles once
-        won[first] = self._parts.schedule.cancel(due_ms[first], seq[first])
+        won[first] = self._parts.scheduler.cancel(due_ms[first], seq[first])
         return won
 
     async def _replace(
         self, receipts: Sequence[Receipt], reason: str, fresh: pa.RecordBatch, now_ms: int
     ) -> tuple[BoolArray, int]:
         """Cancel these and write `fresh` in their place; return which were valid, and the first new row's number."""
-        await self._parts.hour_log.quiet()
         prepared = self._appending.prepare(fresh, now_ms)  # all that may refuse
         cancels = _cancel_rows(receipts, reason, now_ms)
         won = self._settle(receipts)

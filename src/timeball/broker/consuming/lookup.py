@@ -17,7 +17,7 @@ from timeball.broker.consuming.redelivery_rows import times_of
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind
 from timeball.schedule.hour_log import pending
-from timeball.schedule.places import as_promises
+from timeball.schedule.locations import as_promises
 from timeball.table.data_file import DataFile
 
 _SCAN_ROWS = 65_536

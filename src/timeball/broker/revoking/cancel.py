@@ -32,7 +32,6 @@ from timeball.broker.parts import Parts, in_thread
 from timeball.broker.revoking.log_scan import walk
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs
 from timeball.message import Kind, build_rows
-from timeball.schedule.strategy import Strategy
 from timeball.wire import Verdict
 
 # Settles those of these promises that still wait, durably; returns what it did, by number.
@@ -54,7 +53,6 @@ async def settle(parts: Parts, names: Names, act: Act) -> list[Verdict]:
 
 async def cancel(parts: Parts, candidates: list[Candidate]) -> dict[int, Verdict]:
     """Act: they will not be delivered."""
-    await parts.hour_log.quiet()
     now_ms = parts.clock.now_ms()
     chosen = [c for c, was in zip(candidates, stop_waiting(parts, candidates).tolist(), strict=True) if was]
     if chosen:
@@ -65,11 +63,8 @@ async def cancel(parts: Parts, candidates: list[Candidate]) -> dict[int, Verdict
 
 
 def stop_waiting(parts: Parts, candidates: Sequence[Candidate]) -> npt.NDArray[np.bool_]:
-    """Which of these waited until now. What says so must be appended to the log without a pause."""
-    waited = np.zeros(len(candidates), dtype=np.bool_)
-    for schedule, at in _by_schedule(parts, candidates):
-        waited[at] = schedule.cancel(*pairs([candidates[i] for i in at]))
-    return waited
+    """Cancel those of these that waited until now; return which. What says so must be appended without a pause."""
+    return parts.scheduler.cancel(*pairs(candidates))
 
 
 def cancel_rows(
@@ -133,7 +128,7 @@ def _unknown(subject: str, found: Found) -> Verdict:
 
 
 async def _look_up(parts: Parts, names: Names, *, thorough: bool = False) -> Found:
-    pending, moved = parts.hour_log.pending, parts.settling.moved
+    pending, moved = parts.hour_log.pending, parts.outcomes.moved
     search = Search(parts.reader, parts.key_index, moved, names)
 
     def begin() -> Found | None:
@@ -177,15 +172,5 @@ async def _look_again(
 
 def _faded(parts: Parts, candidate: Candidate) -> Verdict:
     """It waits no more, and no row says why. Of a cancel ahead of its instant the schedule still knows."""
-    [(schedule, _)] = _by_schedule(parts, [candidate])
-    was_cancelled = bool(schedule.was_cancelled(*pairs([candidate]))[0])
+    was_cancelled = bool(parts.outcomes.was_cancelled(*pairs([candidate]))[0])
     return Verdict("", CANCELLED if was_cancelled else "expired", candidate.seq)
-
-
-def _by_schedule(parts: Parts, candidates: Sequence[Candidate]) -> list[tuple[Strategy, list[int]]]:
-    """Who keeps which of these promises, by their places in the list."""
-    found: dict[Strategy, list[int]] = {}
-    for at, candidate in enumerate(candidates):
-        schedule: Strategy = parts.hour_log if candidate.in_table else parts.schedule
-        found.setdefault(parts.levels if candidate.is_level else schedule, []).append(at)
-    return list(found.items())

@@ -33,8 +33,8 @@ from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind, decode_properties
 from timeball.schedule.delay_levels.rows import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
+from timeball.schedule.locations import as_promises
 from timeball.schedule.moved import Moved
-from timeball.schedule.places import as_promises
 from timeball.table.data_file import DataFile
 
 CANCELLED, RELEASED = "already_cancelled", "released"

@@ -35,9 +35,8 @@ async def cancel_ranges(parts: Parts, ranges: Ranges, reason: str) -> RangesCanc
         for group in range(await in_thread(parts.reader_thread, file.group_count)):
             rows = await in_thread(parts.reader_thread, group_in_ranges, file, group, ranges)
             if rows.num_rows:
-                await parts.hour_log.quiet()
                 due_ms, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
-                already += int(np.count_nonzero(parts.hour_log.was_cancelled(due_ms, seq)))
+                already += int(np.count_nonzero(parts.outcomes.was_cancelled(due_ms, seq)))
                 cancelled += await _cancel(parts, rows, reason)
     # Releases on their way: who asks what became of the others is to find them in the log.
     await parts.writer.flushed()
@@ -46,7 +45,7 @@ async def cancel_ranges(parts: Parts, ranges: Ranges, reason: str) -> RangesCanc
 
 async def _cancel(parts: Parts, rows: pa.RecordBatch, reason: str) -> int:
     now_ms = parts.clock.now_ms()
-    chosen = parts.hour_log.cancel(int64(rows.column("due_ms")), int64(rows.column("seq")))
+    chosen = parts.scheduler.cancel(int64(rows.column("due_ms")), int64(rows.column("seq")))
     if not chosen.any():
         return 0
     # No pause since the decision: the CANCEL rows stand in the log before any later release.

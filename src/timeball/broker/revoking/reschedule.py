@@ -90,7 +90,6 @@ async def _move(
 async def _move_frame(
     parts: Parts, appending: Appending, due_ms: int, rows: pa.RecordBatch, candidates: list[Candidate]
 ) -> dict[int, Verdict]:
-    await parts.hour_log.quiet()
     parts.writer.check_room()
     now_ms = parts.clock.now_ms()
     due_ms = max(due_ms, now_ms)  # an instant that has passed is now: nobody is late for it
@@ -110,7 +109,7 @@ async def _move_frame(
     moves = [(c.due_ms, c.seq, first_seq + at) for at, c in enumerate(chosen)]
     appended = appending.append(
         pa.concat_batches([cancels, moved.filter(pa.array(waited))]),
-        lambda: parts.settling.moved.add(moves),
+        lambda: parts.outcomes.moved.add(moves),
     )
     await appended.durable
     return {c.seq: Verdict("", REASON, first_seq + at, now_ms, due_ms) for at, c in enumerate(chosen)}

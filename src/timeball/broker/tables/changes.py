@@ -19,7 +19,7 @@ from timeball.broker.parts import Parts, in_thread
 from timeball.broker.tables import attach, compact, rewrite
 from timeball.errors import RequestError, Unavailable
 from timeball.message import Kind, build_rows
-from timeball.schedule.places import Placed, take_promises
+from timeball.schedule.locations import Waiting, take_promises
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.wire import Attached
@@ -95,7 +95,7 @@ class TableChanges:
         await durable
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
         try:
-            await parts.hour_log.attach(attachment)
+            await parts.scheduler.attach(attachment)
             version = await in_thread(
                 self.parts.reader_thread, parts.catalog.commit, attachment, seq, removed, now_ms
             )
@@ -115,7 +115,7 @@ class TableChanges:
                 f"nothing is compacted with --strategy {schedule}: it keeps promises in files of its own"
             )
 
-    async def adopt(self, waiting: Placed) -> None:
+    async def adopt(self, waiting: Waiting) -> None:
         """Move promises that another schedule kept, and may have written again, to the pending table.
 
         Afterwards every promise is a row of the table, or one of the log behind the watermark, as `hour_log` has it.
@@ -124,7 +124,7 @@ class TableChanges:
         from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
 
         def write() -> list[FileEntry]:
-            rows = take_promises(parts.reader, np.sort(waiting.at))
+            rows = take_promises(parts.reader, np.sort(waiting.row_seq))
             return compact.write_files(
                 parts.files, pa.Table.from_batches([compact.as_table_rows(rows)]), now_ms
             )
@@ -154,8 +154,8 @@ class TableChanges:
             if to_seq <= from_seq:
                 return None
             # Read after `to_seq` was durable: only then does it speak of every promise before it.
-            settled_before_ms, now_ms = parts.hour_log.settled_before_ms, parts.clock.now_ms()
-            settled = parts.settling.settled().seq
+            settled_before_ms, now_ms = parts.scheduler.settled_before_ms, parts.clock.now_ms()
+            settled = parts.scheduler.settled().seq
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: compact.compact(
@@ -178,7 +178,7 @@ class TableChanges:
             if not chosen:
                 return None
             entries = [f.entry for f in parts.hour_log.pending.all() if f.entry.path in chosen]
-            settled, settled_before_ms = parts.settling.settled(), parts.hour_log.settled_before_ms
+            settled, settled_before_ms = parts.scheduler.settled(), parts.scheduler.settled_before_ms
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: rewrite.rewrite(

@@ -15,7 +15,7 @@ import pyarrow as pa
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import TABLE_SCHEMA, Int64Array, Kind
-from timeball.schedule.places import waiting_rows
+from timeball.schedule.locations import waiting_rows
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 

@@ -5,8 +5,7 @@
     released     topic and queue as they were; the three properties stay, as consumers of RocketMQ see them
 
 What a client sent under these names is taken out first, so that there is one of each and it is ours; so are the
-timer properties, which a level overrules. In memory a row on its way to release also carries its *place*, level
-queue and position in one number, where its position in the real queue will be.
+timer properties, which a level overrules.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ from timeball.message import (
 
 LEVEL, REAL_TOPIC, REAL_QUEUE = "DELAY", "REAL_TOPIC", "REAL_QID"
 OVERRULED = ("TIMER_DELIVER_MS", "TIMER_DELAY_MS", "TIMER_DELAY_SEC")
-
-PLACE_BITS = (
-    40  # of a position in a queue: a million a second for twelve days, a thousand a second for 34 years
-)
 
 _NAMES = "|".join((LEVEL, REAL_TOPIC, REAL_QUEUE, *OVERRULED))
 _OURS = f"{PROPERTY_END}(?:{_NAMES}){PROPERTY_NAME_END}[^{PROPERTY_END}]*"
@@ -71,33 +66,17 @@ def disguised_properties(
     return text
 
 
-def restored(rows: pa.RecordBatch, *, places: Int64Array, due_ms: Int64Array) -> pa.RecordBatch:
-    """READ_SCHEMA rows of the schedule topic as any other promises, at their places, due as given."""
+def restored(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return READ_SCHEMA rows of the schedule topic as any other promises."""
     real = pc.extract_regex(rows.column("properties"), _REAL)
     if real.null_count:
         seq = rows.column("seq")[pc.index(real.is_null(), True).as_py()]
         raise Corrupt(f"seq {seq} waits in {SCHEDULE_TOPIC} and does not say for which topic")
     changed = {
-        "kind": pa.array(np.full(len(places), Kind.PROMISE, dtype=np.int8)),
+        "kind": pa.array(np.full(rows.num_rows, Kind.PROMISE, dtype=np.int8)),
         "topic": real.field("topic"),
         "queue_id": real.field("queue").cast(pa.int32()),
-        "queue_offset": pa.array(places),
-        "due_ms": pa.array(due_ms),
+        "queue_offset": pa.nulls(rows.num_rows, pa.int64()),
     }
     columns = [changed.get(name, rows.column(name)) for name in READ_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=READ_SCHEMA)
-
-
-def place_of(queue: Int64Array | int, offset: Int64Array) -> Int64Array:
-    """Level queue and position in one number; places of a queue are dense and in its order."""
-    return np.asarray((np.asarray(queue, dtype=np.int64) << PLACE_BITS) | offset)
-
-
-def queue_of(places: Int64Array) -> Int64Array:
-    """The level queue of each place."""
-    return np.asarray(places >> PLACE_BITS)
-
-
-def offset_of(places: Int64Array) -> Int64Array:
-    """The position of each place in its queue."""
-    return np.asarray(places & ((1 << PLACE_BITS) - 1))

@@ -2,12 +2,11 @@
 
     ring          a record a slot of `precision` milliseconds: where its chain ends
     timer log     chains of batches: (instant, number, place in the commit log) of every promise
-    near          what is in slots that have been opened, some seconds ahead of their time
 
 A slot says only in which pile a promise lies: rows keep their milliseconds, and what has been opened is handed out to
 the millisecond, whatever the precision. What is due beyond the ring waits in a slot within it and is *rolled* when that
 is opened: written again, so that the commit log may let go of where it stood, and placed anew. The *low* slot, up
 to which all is delivered, passes a slot when all of it is durable: released, cancelled, or rolled (the latch).
 
-Memory: what is near, and two numbers for each settled promise that the mark does not cover. All else is on disk.
+Memory: arrivals that are not in the files yet, and what is being rolled. All else is on disk.
 """

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from timeball.errors import OverLimit, SetupError
 from timeball.files import File, Files
 from timeball.message import Int64Array
-from timeball.schedule.timer_wheel.slots import Slots
+from timeball.schedule.timer_wheel.placement import Slots
 
 RECORD = np.dtype([("last", "<i8"), ("lap", "<u4"), ("rows", "<u4")])
 assert RECORD.itemsize == 16  # A power of two: no record crosses a sector.

@@ -1,0 +1,285 @@
+"""The backlog `level_cascade`: which queue a promise stands in, and when that is opened.
+
+    queue     0    1      2      3    4      …    63   64
+    level     -    1s            5s               20h
+              near more   last   more last        more last
+
+Every promise that is not settled has exactly one entry in one queue (queue.py), and the entry says where it lies. A
+queue of hops with more behind them is opened when the hop at its head is over, rounded up to a tenth of a second so
+that hops come in batches; one of last hops the whole lead before. Opened, a promise is near, or is to be written again
+with the rest of its list. One whose instant is near when it comes gets an entry all the same, opened at once: a
+restart finds them there.
+
+`first_due_ms` says both when to open and what may be due: for a queue with more behind it, half the lead behind the
+end of the hop, since what is entered there is due more than the lead behind that (placement.py). So a state is of use
+only with the same lead.
+
+A clock that is set back changes no entry. What is entered from then on begins another stretch of its queue; a list
+that no longer reaches is made anew.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball.errors import SetupError
+from timeball.files import File, Files
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array
+from timeball.schedule import generations
+from timeball.schedule.backlog import FAR_MS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.level_cascade import timing_list
+from timeball.schedule.level_cascade.levels import plan
+from timeball.schedule.level_cascade.placement import (
+    DRIFT_MS,
+    NEAR,
+    QUEUES,
+    enter,
+    following,
+    is_last,
+    lead_ms_of,
+)  # fmt: skip
+from timeball.schedule.level_cascade.queue import RECORD, Entries, HopQueue, QueueState, check_queue
+from timeball.schedule.locations import Waiting
+from timeball.schedule.outcomes import Outcomes, Settled
+
+SET_BACK_MS = 1_000  # less is no step of the clock: the scheduler's holds still
+SCAN_MS = 100  # RocketMQ's
+OPEN_ROWS = 65_536  # entries opened in one go, of each queue
+FOLDER = "cascade"
+
+_NONE = np.empty(0, np.int64)
+
+
+class CascadeState(msgspec.Struct):
+    """What a restart needs besides the queues' files."""
+
+    generation: int  # the folder of the files
+    known_seq: int  # every promise and row below it has its entry
+    lead_ms: int
+    queues: list[QueueState]
+
+
+def check(files: Files, state: CascadeState, lead_ms: int) -> None:
+    """Raise SetupError when `state` has another lead, Corrupt when an entry that it vouches for is damaged."""
+    if state.lead_ms != lead_ms:
+        raise SetupError("--gather-ahead-ms has changed")
+    for queue in state.queues:
+        check_queue(files, generations.folder_of(FOLDER, state.generation), queue)
+
+
+class LevelCascade(Backlog):
+    """See the module."""
+
+    def __init__(self, files: Files, reader: LogReader, outcomes: Outcomes, *, ahead_ms: int) -> None:
+        """`restore` comes before anything else. `lead_ms` before its instant a promise is near."""
+        self._files, self.reader, self._outcomes = files, reader, outcomes
+        self.lead_ms = lead_ms_of(ahead_ms)
+        self.queues: list[HopQueue] = []
+        self._first_due_ms: int | None = None  # kept: it is asked at each add
+        self._generation = self._known_seq = 0
+        self._entry_ms = -FAR_MS  # when hops began that were entered last
+        self._moved_from: list[Int64Array] = []  # rows left since queues were last asked to let go of them
+
+    # -- the five questions ----------------------------------------------------------------------------------
+
+    def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
+        """Make an entry for each, sorted by row; the next hop of what was rewritten begins."""
+        if not len(waiting):
+            return np.zeros(0, np.bool_)
+        # A hop does not begin before the one entered last, unless the clock was set back.
+        is_set_back = now_ms < self._entry_ms - SET_BACK_MS
+        self._entry_ms = now_ms if is_set_back else max(now_ms, self._entry_ms)
+        if rewritten is not None:
+            self._moved_from.append(rewritten.row_seq)
+        hops = plan(waiting.due_ms - now_ms) if rewritten is None else rewritten.note
+        return self._enter(waiting, hops, self._entry_ms)
+
+    @property
+    def first_due_ms(self) -> int | None:
+        """Return the first instant that the heads of all queues allow."""
+        return self._first_due_ms
+
+    async def open(self, now_ms: int, until_ms: int) -> Opened:
+        """Take the entries whose hops are over, and those of last hops that are due."""
+        found = Opened.nothing()
+        for queue in reversed(self.queues):
+            until = until_ms if is_last(queue.number) else now_ms
+            while (
+                queue.head_ms is not None
+                and _opens_ms(queue, self.lead_ms) <= now_ms
+                and queue.head_ms <= until
+            ):
+                found = found.joined(self._open_some(queue, now_ms, until))
+                if queue.head_ms is None or len(found) >= OPEN_ROWS:
+                    break
+            if len(found) >= OPEN_ROWS:
+                break
+        self._find_first()
+        return found
+
+    def needed_seq(self, settled_ms: int) -> int | None:
+        """Return the oldest row that an entry names."""
+        self._advance()
+        return min((row for queue in self.queues if (row := queue.first_at) is not None), default=None)
+
+    def state(self, settled_ms: int) -> CascadeState:
+        """Return how far the queues go, and which entries do not count."""
+        self._advance()
+        states = [queue.state() for queue in self.queues if queue.log.end]
+        return CascadeState(self._generation, self._known_seq, self.lead_ms, states)
+
+    def restore(
+        self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
+    ) -> Opened:
+        """Enter anew what lies in a row that the state does not know, wherever it stood."""
+        assert state is None or isinstance(state, CascadeState)
+        self._generation = generations.begin(self._files, FOLDER, None if state is None else state.generation)
+        folder = generations.folder_of(FOLDER, self._generation)
+        states = {} if state is None else {queue.number: queue for queue in state.queues}
+        self.queues = [HopQueue(self._files, folder, number, states.get(number)) for number in range(QUEUES)]
+        self._known_seq, self._entry_ms = 0 if state is None else state.known_seq, now_ms
+        waiting = waiting.part(waiting.row_seq >= self._known_seq)
+        self._forget_old_rows(waiting.seq[waiting.seq < self._known_seq])
+        near = self._open_the_near(now_ms)
+        waiting = waiting.part(np.argsort(waiting.row_seq, kind="stable"))  # a queue is sorted by row as well
+        fresh = waiting.part(self.add(waiting, now_ms))
+        self._find_first()
+        return near.joined(Opened.near(fresh.due_ms, fresh.seq, fresh.row_seq))
+
+    # -- what it is besides ----------------------------------------------------------------------------------
+
+    def encode_waiting(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+        """Return promises that say what is before them."""
+        return timing_list.dress(promises, now_ms)
+
+    def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
+        """Return promises that say what will be left when the next hop is over."""
+        return timing_list.moved_on(promises, note)
+
+    def decode_waiting(self, promises: pa.RecordBatch) -> pa.RecordBatch:
+        """Return promises without a list."""
+        return timing_list.undressed(promises)
+
+    @property
+    def opened_rows(self) -> int:
+        """Return how many entries are opened and not known to be done."""
+        return sum(queue.opened_rows for queue in self.queues)
+
+    def statistics(self) -> dict[str, int]:
+        """Return what waits for the end of a hop; a cancelled promise does until the hop is over."""
+        return {"waiting_rows": sum(queue.unopened_rows for queue in self.queues)}
+
+    def files_to_sync(self) -> list[tuple[str, list[File]]]:
+        """Return those of all queues."""
+        return [(queue.log.folder, queue.log.take_dirty()) for queue in self.queues]
+
+    def sync_failed(self) -> None:
+        """Take back what `files_to_sync` gave out."""
+        for queue in self.queues:
+            queue.log.unsynced()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for queue in self.queues:
+            queue.log.close()
+
+    # -- entering queues -------------------------------------------------------------------------------------
+
+    def _enter(self, waiting: Waiting, hops: Int64Array, entry_ms: int) -> Bools:
+        due, seq, row_seq = waiting.due_ms, waiting.seq, waiting.row_seq
+        self._known_seq = max(self._known_seq, int(row_seq.max()) + 1, int(seq.max()) + 1)
+        entered = enter(due, hops, entry_ms, self.lead_ms)
+        order = np.argsort(entered.queue, kind="stable")
+        records = np.empty(len(due), RECORD)
+        records["hop_end_ms"], records["due_ms"] = entered.hop_end_ms[order], due[order]
+        records["seq"], records["at"], records["hops"] = seq[order], row_seq[order], entered.left[order]
+        numbers = entered.queue[order]
+        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        for begin, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(due)], strict=True):
+            queue = self.queues[int(numbers[begin])]
+            head_ms = queue.head_ms
+            queue.append(records[begin:end])
+            if queue.head_ms != head_ms and queue.number != NEAR:
+                first_ms = _first_due_ms(queue, self.lead_ms)
+                self._first_due_ms = (
+                    first_ms if self._first_due_ms is None else min(self._first_due_ms, first_ms)
+                )
+        near = np.asarray(entered.queue == NEAR)
+        if near.any():
+            self.queues[NEAR].hold(self.queues[NEAR].take(FAR_MS, len(due)))
+        return near
+
+    # -- opening queues --------------------------------------------------------------------------------------
+
+    def _open_some(self, queue: HopQueue, now_ms: int, until_ms: int) -> Opened:
+        entries = queue.take(until_ms, OPEN_ROWS)
+        entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
+        queue.hold(entries)
+        far = entries.due_ms - now_ms > self.lead_ms
+        if is_last(queue.number):
+            far[:] = False
+        hops = entries.hops
+        if far.any():
+            hops = np.where(far, following(entries.due_ms, hops, now_ms), hops)
+        return Opened(entries.due_ms, entries.seq, entries.at, hops, far)
+
+    def _find_first(self) -> None:
+        firsts = (_first_due_ms(queue, self.lead_ms) for queue in self.queues if queue.head_ms is not None)
+        self._first_due_ms = min(firsts, default=None)
+
+    # -- what is done, and what a restart finds ----------------------------------------------------------------
+
+    def _advance(self) -> None:
+        moved_from = np.concatenate([_NONE, *self._moved_from])
+        for queue in self.queues:
+            queue.advance(self._outcomes.is_settled, moved_from)
+        self._moved_from = []
+
+    def _forget_old_rows(self, seq: Int64Array) -> None:
+        """Forget the entries of promises that were written again after the state was saved.
+
+        They were opened since, so they stand at the beginning of some stretch; the search ends with the last.
+        """
+        places = [(queue, queue.low) for queue in self.queues if queue.low < queue.log.end]
+        left = len(seq)
+        while left and places:
+            further = []
+            for queue, begin in places:
+                found, end = queue.find(seq, begin)
+                queue.forget(found)
+                left -= len(found)
+                if end < queue.log.end:
+                    further.append((queue, end))
+            places = further
+
+    def _open_the_near(self, now_ms: int) -> Opened:
+        """Return those that were near; what is not, after a clock that was set back, is entered anew."""
+        queue, found, again = self.queues[NEAR], Opened.nothing(), list[Entries]()
+        while queue.head_ms is not None:
+            entries = queue.take(FAR_MS, OPEN_ROWS)
+            entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
+            near = entries.due_ms - now_ms <= self.lead_ms
+            queue.hold(entries.part(near))
+            found = found.joined(Opened.near(entries.due_ms[near], entries.seq[near], entries.at[near]))
+            again.append(entries.part(~near))
+            queue.forget(again[-1].index)
+        for part in again:  # an entry that is near would join the queue that is looked at
+            if len(part):
+                self._enter(Waiting(part.due_ms, part.seq, part.at), plan(part.due_ms - now_ms), now_ms)
+        return found
+
+
+def _opens_ms(queue: HopQueue, lead_ms: int) -> int:
+    """Return when the head of a queue is opened."""
+    assert queue.head_ms is not None
+    if is_last(queue.number):
+        return queue.head_ms - DRIFT_MS - lead_ms // 2
+    return -(-queue.head_ms // SCAN_MS) * SCAN_MS
+
+
+def _first_due_ms(queue: HopQueue, lead_ms: int) -> int:
+    """Return a lower bound of the instants in a queue, half the lead behind the opening of its head."""
+    return _opens_ms(queue, lead_ms) + lead_ms // 2

@@ -1,0 +1,165 @@
+"""What has become of promises: handed out, released, cancelled; and the mark, which lets most of that be forgotten.
+
+    waits -> in flight -> released          handed out in order, durable in the same order
+    waits -> cancelled
+
+The *mark* (S, N) says that all promises due before S and numbered below N are settled, except those of bulk
+attaches that came after it with numbers set aside before (`late`). Only what it does not cover is remembered by
+name. "All is settled up to T" steps back whenever a promise comes whose instant has passed; the mark does not,
+so what it covers may be forgotten. It moves on when T has caught up with it.
+
+A name is a pair (instant, number): a promise that goes on at another instant is another pair, and its old pair counts
+as settled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from timeball.message import Int64Array
+from timeball.schedule.due_index import DueIndex
+from timeball.schedule.moved import Moved
+from timeball.schedule.release_cursor import NOTHING_SENT, ReleaseCursor
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Which promises are settled: these pairs, and all that are due before `before_ms` and below `before_seq`.
+
+    Except, of the latter, those of the ranges `late` = (first_seq, rows): numbers that were set aside before
+    `before_seq` and whose promises came after it, by a bulk attach. Of them only the pairs are settled.
+    """
+
+    before_ms: int
+    due_ms: Int64Array
+    seq: Int64Array
+    before_seq: int = 1 << 62
+    late: tuple[tuple[int, int], ...] = ()
+
+    def may_wait(self, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Return which of these numbers, of promises due before `before_ms`, may not be settled."""
+        waits = np.asarray(seq >= self.before_seq)
+        for first_seq, rows in self.late:
+            waits |= (seq >= first_seq) & (seq < first_seq + rows)
+        return waits
+
+    def may_touch(self, min_seq: int, max_seq: int) -> bool:
+        """Return whether `may_wait` can be true of any number in [min_seq, max_seq]."""
+        late = any(min_seq < first_seq + rows and max_seq >= first_seq for first_seq, rows in self.late)
+        return late or max_seq >= self.before_seq
+
+
+NOTHING_SETTLED = Settled(-(1 << 62), _NONE, _NONE, 0)
+
+
+class Outcomes:
+    """Pairs are columns (due_ms, seq); `len` counts them: 16 bytes each, 32 once looked up."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
+        self.in_flight_rows = 0
+        self._released, self._cancelled = DueIndex(), DueIndex()
+        self._mark = NOTHING_SETTLED  # without pairs
+        self.moved = Moved()  # of the cancelled ones, those that go on under another number
+        self.cursor = NOTHING_SENT  # how far the sending has come, durably
+
+    def __len__(self) -> int:
+        return self.in_flight_rows + len(self._released) + len(self._cancelled)
+
+    @property
+    def cancelled_rows(self) -> int:
+        """Return how many are cancelled and not covered by the mark."""
+        return len(self._cancelled)
+
+    @property
+    def first_in_flight_ms(self) -> int | None:
+        """Return the earliest instant of what is handed out and not durable."""
+        return min((int(due.min()) for due, _ in self._in_flight), default=None)
+
+    # -- changes -------------------------------------------------------------------------------------------
+
+    def hand_out(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        """Count these, waiting until now, as in flight. Their release records come in this order."""
+        self._in_flight.append((due_ms, seq))
+        self.in_flight_rows += len(seq)
+
+    def released(self, seq: Int64Array, now_ms: int) -> None:
+        """Count the oldest in flight, or the first of them, as released: their records are durable."""
+        handed_due, handed = self._in_flight.popleft()
+        count = len(seq)
+        # In another order there is a mistake, and going on would lose a promise or release it twice.
+        assert np.array_equal(handed[:count], seq), (
+            "releases become durable in the order in which they were handed out"
+        )
+        if count < len(handed):  # large bodies: one run was several frames
+            self._in_flight.appendleft((handed_due[count:], handed[count:]))
+        self.in_flight_rows -= count
+        self._released.add(handed_due[:count], seq)
+        self.cursor = self.cursor.after(np.minimum(handed_due[:count], now_ms))
+
+    def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Cancel those of these promises that waited until now; return which."""
+        waiting = self.waits(due_ms, seq)
+        self._cancelled.add(due_ms[waiting], seq[waiting])
+        return waiting
+
+    def add_settled(self, due_ms: Int64Array, seq: Int64Array) -> None:
+        """Count these as released, which are no promises or have been released under another instant."""
+        self._released.add(due_ms, seq)
+
+    # -- answers -------------------------------------------------------------------------------------------
+
+    def waits(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Return which of these are neither settled nor in flight."""
+        waiting = ~self.is_settled(due_ms, seq)
+        for _, handed_out in self._in_flight:
+            waiting &= ~np.isin(seq, handed_out)
+        return waiting
+
+    def is_settled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Return which of these are cancelled, or released durably."""
+        settled = (due_ms < self._mark.before_ms) & ~self._mark.may_wait(seq)
+        settled |= self._cancelled.contains(due_ms, seq)
+        settled |= self._released.contains(due_ms, seq)
+        return np.asarray(settled)
+
+    def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        """Return which of these were cancelled, and are not covered by the mark.
+
+        What was settled before a restart counts as cancelled: a release is covered soon, so what is remembered for
+        longer than the log keeps its rows was cancelled, and of the others the log knows better.
+        """
+        return self._cancelled.contains(due_ms, seq)
+
+    # -- the mark, and what a checkpoint saves -------------------------------------------------------------
+
+    def move_mark(self, before_ms: int, next_seq: int) -> None:
+        """Remember that all promises due before `before_ms` and numbered below `next_seq` are settled."""
+        if before_ms >= self._mark.before_ms:  # it never moves back
+            self._mark = Settled(before_ms, _NONE, _NONE, next_seq)
+            self._cancelled.pop_before(before_ms, 0)
+            self._released.pop_before(before_ms, 0)
+            self.moved.forget_before(before_ms)
+
+    def add_late(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Except promises with these numbers, (first_seq, rows), from the mark: set aside long ago, they come now."""
+        self._mark = replace(self._mark, late=(*self._mark.late, *ranges))
+
+    def settled(self) -> Settled:
+        """Return all that is settled."""
+        pairs = [index.pairs() for index in (self._cancelled, self._released)]
+        due, seq = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
+        return replace(self._mark, due_ms=due, seq=seq)
+
+    def restore(self, settled: Settled, cursor: ReleaseCursor = NOTHING_SENT) -> None:
+        """Begin with what a checkpoint and the log behind it say is settled, and how far the sending has come."""
+        self.cursor = cursor
+        self._mark = replace(settled, due_ms=_NONE, seq=_NONE)
+        self._cancelled.add(settled.due_ms, settled.seq)

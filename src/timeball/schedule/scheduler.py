@@ -1,0 +1,385 @@
+"""The scheduler: what is near its instant, in one order, from however many backlogs.
+
+    add -> a backlog --open, ahead of its time--> loaded --take_due--> in flight --released--> outcomes
+                      \\--------------------------> rewrites --rewritten, durable--> the backlog again
+
+A promise that is not settled is in exactly one of these places. Nothing is handed out past what a backlog may still
+hold (`first_due_ms`), what is being written again, or what is loaded without its body; so there is one order, by
+instant and number, whichever way a promise took, and a hand-out is never followed by an earlier one that was there.
+
+All methods run on the event loop, in the order in which the log gives out sequence numbers; that order decides every
+race, so that a promise handed out cannot be cancelled and a cancelled one is never handed out.
+
+The next instant is kept, and not asked of all who know a part of it: whatever makes it earlier says so (`_expect`). A
+clock that is set back makes nothing due that was not: what is loaded stays loaded. Only a delay level counts from the
+new time (`clock_set_back`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+import msgspec
+import pyarrow as pa
+
+from timeball import limits
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array, int64
+from timeball.schedule.backlog import FAR_MS, SORT_ROWS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.due_wheel import Run
+from timeball.schedule.external_delivery import ExternalDelivery
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.loaded import Loaded, Source
+from timeball.schedule.locations import Waiting
+from timeball.schedule.outcomes import Outcomes, Settled
+from timeball.schedule.rewrites import Rewrites
+from timeball.table.attachment import Attachment
+
+logger = logging.getLogger(__name__)
+
+MARK_EVERY_MS = 1_000
+REWRITES_SHARE = 8  # of the memory for bodies
+
+
+class Scheduler:
+    """One for all promises. `restore` comes before anything else, once for each backlog."""
+
+    def __init__(
+        self,
+        reader: LogReader,
+        reader_thread: Executor,
+        outcomes: Outcomes,
+        backlogs: Sequence[Backlog],
+        *,
+        table: HourLog | None,
+        external: ExternalDelivery,
+        ahead_ms: int,
+        gather_bytes: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """`table` is the backlog, one of `backlogs`, that opens promises in files."""
+        self.outcomes, self.external, self.backlogs, self._table = outcomes, external, list(backlogs), table
+        self._reader, self._ahead_ms = reader, ahead_ms
+        self._on_failure = on_failure
+        self._sources = {
+            id(backlog): Source(backlog.read_bodies, has_own_instants=backlog.has_own_instants)
+            for backlog in backlogs
+        }
+        files = [] if table is None else [Source(table.read_files, external)]
+        self._files = files[0] if files else None
+        self.loaded = Loaded(
+            reader_thread, outcomes, [*self._sources.values(), *files], ahead_ms=ahead_ms,
+            gather_bytes=gather_bytes - gather_bytes // REWRITES_SHARE,
+            on_change=self._look_now, on_failure=on_failure,
+        )  # fmt: skip
+        self.rewrites = Rewrites(
+            reader, reader_thread, outcomes, chunk_bytes=gather_bytes // REWRITES_SHARE,
+            on_change=self._look_now, on_failure=on_failure,
+        )  # fmt: skip
+        # A backlog that is being opened, and its first instant before: until the end that bounds what may be due.
+        self._openings: dict[int, tuple[asyncio.Task[None], int]] = {}
+        # Called when there is something to do before the instant that `fall_asleep` returned.
+        self.on_earlier: Callable[[], None] = lambda: None
+        self._now_ms = self._marked_ms = -FAR_MS
+        self._next_ms = -FAR_MS  # the kept one; -FAR_MS: awake
+        self._rewritten_rows = 0
+
+    # -- promises come ---------------------------------------------------------------------------------------
+
+    def add(self, backlog: Backlog, promises: pa.RecordBatch) -> None:
+        """Keep these durable promises, in READ_SCHEMA."""
+        due, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
+        now_ms = int(promises.column("store_ms")[-1].as_py())
+        near = backlog.add(Waiting(due, seq, seq), now_ms)
+        if near.any():
+            if not near.all():
+                promises = promises.filter(pa.array(near))
+            source = self._sources[id(backlog)]
+            self._expect(self.loaded.add(source, backlog.decode_waiting(promises), now_ms))
+        if len(near) > promises.num_rows or not near.any():
+            self._expect_opening(backlog)
+
+    async def attach(self, attachment: Attachment) -> None:
+        """Let files of a durable ATTACH row join, and leave, the table.
+
+        What a file may hold of the time that has been opened is opened before the file goes, and none comes or goes
+        while the reader thread looks through a list of them.
+        """
+        table = self._table
+        assert table is not None
+        while id(table) in self._openings or not table.may_attach(attachment):
+            if id(table) not in self._openings:
+                self._start_opening(table, self._now_ms)
+            await asyncio.wait([self._openings[id(table)][0]])
+        table.attach(attachment)
+        if attachment.job == "bulk":
+            self.outcomes.add_late(attachment.ranges)
+        self._expect_opening(table)
+
+    def lease(self, now_ms: int, lease_ms: int) -> None:
+        """Leave promises in files to a dispatcher outside for so long; 0: no more."""
+        self.external.lease(now_ms, lease_ms)
+        self._look_now()
+
+    # -- promises are due ------------------------------------------------------------------------------------
+
+    def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        """Return up to `limit` promises due by now, sorted by (due_ms, seq) and in flight; None when there are none."""
+        self._follow_clock(now_ms)
+        self._open_if_needed(now_ms)
+        return self.loaded.take_due(now_ms, limit, self._below_ms())
+
+    def take_brought(self, promises: pa.RecordBatch) -> pa.RecordBatch | None:
+        """Return those of what a dispatcher brings, all of it due, that wait and were left to it; now in flight.
+
+        Sorted as a hand-out is; None when there are none.
+        """
+        assert self._files is not None
+        run = Run.of([promises])
+        was_full = not self.loaded.has_room(self._now_ms)
+        keep = self._files.index.contains(run.due, run.seq) & self.outcomes.waits(run.due, run.seq)
+        keep[1:] &= (run.seq[1:] != run.seq[:-1]) | (
+            run.due[1:] != run.due[:-1]
+        )  # one named twice is taken once
+        if was_full:
+            self._look_now()
+        if not keep.any():
+            return None
+        run = run if keep.all() else run.filtered(keep)
+        self.outcomes.hand_out(run.due, run.seq)
+        return run.rows
+
+    def released(self, seq: Int64Array, now_ms: int) -> None:
+        """Count these, of the oldest hand-out, as released: their records are durable."""
+        was_full = self.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
+        self.outcomes.released(seq, now_ms)
+        if was_full:
+            self._look_now()
+
+    def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
+        """Return up to `limit` promises to be written again, as their new rows are to say; None when none are.
+
+        They keep their numbers and the time they were accepted at (`store_ms`).
+        """
+        return self.rewrites.take(limit)
+
+    def rewritten(self, seq: Int64Array, row_seq: Int64Array, now_ms: int) -> None:
+        """Keep promises given out by `take_rewrites`, in that order, in these rows from now on: they are durable."""
+        batch = self.rewrites.rewritten(seq)
+        promises = batch.promises
+        self._rewritten_rows += len(seq)
+        waits = ~self.outcomes.is_settled(promises.due_ms, promises.seq)
+        if waits.any():
+            kept = Waiting(promises.due_ms[waits], seq[waits], row_seq[waits])
+            near = batch.backlog.add(kept, now_ms, Rewritten(promises.row_seq[waits], promises.note[waits]))
+            self._expect_loaded(batch.backlog, kept.part(near))
+        self._look_now()
+
+    # -- settling them ---------------------------------------------------------------------------------------
+
+    def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
+        """Cancel those of these promises that wait until now; return which.
+
+        They stay where they are, and are left out when their turn comes. One that is being written again holds up
+        the others no more.
+        """
+        waited = self.outcomes.cancel(due_ms, seq)
+        if len(self.rewrites):
+            self._look_now()
+        return waited
+
+    @property
+    def settled_before_ms(self) -> int:
+        """Return the instant before which every durable promise is settled, durably."""
+        firsts = (self.outcomes.first_in_flight_ms, self.loaded.first_due_ms())
+        return min(self._below_ms(), *(ms for ms in firsts if ms is not None))
+
+    @property
+    def settled_ms(self) -> int:
+        """Return the instant, now at the latest, before which all is settled that was opened."""
+        return min(self.settled_before_ms, self._now_ms)
+
+    @property
+    def in_flight_rows(self) -> int:
+        """Return how many rows are on their way to the disk."""
+        return self.outcomes.in_flight_rows + self.rewrites.in_flight_rows
+
+    # -- restarts, and retention -----------------------------------------------------------------------------
+
+    def settled(self) -> Settled:
+        """Return all that is settled, for a checkpoint."""
+        self._move_mark()
+        return self.outcomes.settled()
+
+    def needed_seq(self) -> int | None:
+        """Return the oldest row of the log that a backlog, or what has been opened, still needs."""
+        rows = [backlog.needed_seq(self.settled_ms) for backlog in self.backlogs]
+        rows += [self.loaded.needed_seq(), self.rewrites.needed_seq()]
+        return min((row for row in rows if row is not None), default=None)
+
+    def state(self, backlog: Backlog) -> msgspec.Struct | None:
+        """Return what a backlog needs for a restart besides the files that `files_to_sync` names."""
+        return backlog.state(self.settled_ms)
+
+    def restore(
+        self, backlog: Backlog, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
+    ) -> None:
+        """Let a backlog begin, with its state and what came since; blocking. Outcomes know what is settled."""
+        self._now_ms = now_ms
+        self._take_over(backlog, backlog.restore(state, settled, waiting, now_ms))
+
+    async def close(self) -> None:
+        """Wait for the reader thread to be done with this; backlogs are closed by who closes their files."""
+        while self._openings:
+            await asyncio.wait([task for task, _ in self._openings.values()])
+        await self.loaded.wait_idle()
+        await self.rewrites.wait_idle()
+
+    def statistics(self) -> dict[str, int]:
+        """Return counts for people, by name; what backlogs count comes besides."""
+        now_ms, left = self._now_ms, 0
+        if self._files is not None and self.external.is_leased(now_ms):
+            self._files.forget_settled(self.outcomes)
+            left = len(self._files.index)
+        return {
+            "near_rows": len(self.loaded),
+            "wheel_rows": self.loaded.wheel_rows,
+            "moving_rows": len(self.rewrites),
+            "moved_rows": self._rewritten_rows,
+            "cancelled_rows": self.outcomes.cancelled_rows,
+            "dispatched_rows": left,
+            "fetched_rows": self.external.loaded_rows,
+            "tick_ms": self.outcomes.cursor.tick_ms,
+            "local_index": self.outcomes.cursor.local_index,
+        }
+
+    # -- opening backlogs ------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the reader thread works for this."""
+        return bool(self._openings) or self.loaded.is_gathering or self.rewrites.is_loading
+
+    def _below_ms(self) -> int:
+        """Return the instant at which something may be due that is not loaded: nothing later is handed out."""
+        firsts = [backlog.first_due_ms for backlog in self.backlogs]
+        firsts += [first_ms for _, first_ms in self._openings.values()]
+        return min((ms for ms in (*firsts, self.rewrites.first_due_ms()) if ms is not None), default=FAR_MS)
+
+    def _open_ms(self, backlog: Backlog) -> int:
+        """Return when to open a backlog: half the lead ahead, and the other half is left to load bodies in.
+
+        Without room it is opened when it holds up what is loaded, or what is due.
+        """
+        first_ms = backlog.first_due_ms
+        if first_ms is None or id(backlog) in self._openings or self.rewrites.is_full:
+            return FAR_MS
+        if self.loaded.has_room(self._now_ms) and self.rewrites.has_room:
+            return first_ms - self._ahead_ms // 2
+        return first_ms if first_ms <= self.loaded.first_due_ms() else FAR_MS
+
+    def _open_if_needed(self, now_ms: int) -> None:
+        for backlog in self.backlogs:
+            if self._open_ms(backlog) <= now_ms:
+                self._start_opening(backlog, now_ms)
+
+    def _start_opening(self, backlog: Backlog, now_ms: int) -> None:
+        first_ms = backlog.first_due_ms
+        task = asyncio.get_running_loop().create_task(self._open(backlog, now_ms))
+        self._openings[id(backlog)] = task, FAR_MS if first_ms is None else first_ms
+        task.add_done_callback(lambda _: self._opening_ended(backlog, task))
+
+    async def _open(self, backlog: Backlog, now_ms: int) -> None:
+        source = self._sources[id(backlog)]
+        times = source.opened
+        opened = await backlog.open(now_ms, now_ms + self._ahead_ms)
+        for begin in range(0, len(opened), SORT_ROWS):
+            if begin:
+                await asyncio.sleep(0)
+            if source.opened != times:
+                return  # the clock was set back, and all of it is opened again
+            self._take_over(backlog, opened.part(slice(begin, begin + SORT_ROWS)))
+
+    def _take_over(self, backlog: Backlog, opened: Opened) -> None:
+        """Load what a backlog has given up, or write it again; what is settled is neither."""
+        if not backlog.has_own_instants:
+            waits = self.outcomes.waits(opened.due_ms, opened.seq)
+            opened = opened if waits.all() else opened.part(waits)
+        self._expect_loaded(
+            backlog, Waiting(opened.due_ms, opened.seq, opened.row_seq).part(~opened.rewrites)
+        )
+        if opened.rewrites.any():
+            self.rewrites.add(backlog, opened.part(opened.rewrites))
+
+    def _expect_loaded(self, backlog: Backlog, near: Waiting) -> None:
+        if not len(near):
+            return
+        in_table = near.row_seq < 0
+        if in_table.any():
+            assert self._files is not None
+            files = near.part(in_table)
+            self.loaded.expect(self._files, files.due_ms, files.seq, files.row_seq)
+            near = near.part(~in_table)
+        self.loaded.expect(self._sources[id(backlog)], near.due_ms, near.seq, near.row_seq)
+
+    def _opening_ended(self, backlog: Backlog, task: asyncio.Task[None]) -> None:
+        del self._openings[id(backlog)]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.critical("opening a backlog failed reason=%s", error)
+            self._on_failure(error)
+            return
+        self._look_now()
+
+    # -- clocks ----------------------------------------------------------------------------------------------
+
+    def _follow_clock(self, now_ms: int) -> None:
+        was_ms, self._now_ms = self._now_ms, now_ms
+        if now_ms < was_ms:
+            logger.warning("clock set back back_ms=%d", was_ms - now_ms)
+            for backlog in self.backlogs:
+                if backlog.clock_set_back(now_ms):
+                    self.loaded.forget(self._sources[id(backlog)], backlog.holds)
+        if not 0 <= now_ms - self._marked_ms < MARK_EVERY_MS:
+            self._marked_ms = now_ms
+            self._move_mark()
+
+    def _move_mark(self) -> None:
+        # Not beyond now: the mark never goes back, and what comes behind it must be remembered by name.
+        self.outcomes.move_mark(self.settled_ms, self._reader.next_seq)
+
+    # -- the ticker ------------------------------------------------------------------------------------------
+
+    def next_due_ms(self) -> int | None:
+        """Return when there is something to do: to hand out, to load, to open, to write again; None when never."""
+        if self.rewrites.is_ready:
+            return self._now_ms
+        next_ms = self.loaded.next_ms(self._now_ms, self._below_ms())
+        next_ms = min(next_ms, *(self._open_ms(backlog) for backlog in self.backlogs))
+        return None if next_ms == FAR_MS else next_ms
+
+    def fall_asleep(self, *, until_durable: bool = False) -> int | None:
+        """Return what `next_due_ms` does, and keep it: what makes it earlier from now on calls `on_earlier`.
+
+        `until_durable`: too much is on its way to the disk for anything else to matter.
+        """
+        next_ms = None if until_durable else self.next_due_ms()
+        self._next_ms = FAR_MS if next_ms is None else next_ms
+        return next_ms
+
+    def _expect(self, ms: int) -> None:
+        """There is something to do at this instant."""
+        if ms < self._next_ms:
+            self._next_ms = ms
+            self.on_earlier()
+
+    def _expect_opening(self, backlog: Backlog) -> None:
+        first_ms = backlog.first_due_ms
+        if first_ms is not None:
+            self._expect(first_ms - self._ahead_ms // 2)
+
+    def _look_now(self) -> None:
+        self._expect(-FAR_MS + 1)
