@@ -63,7 +63,7 @@ LOG_SCHEMA = pa.schema(
             pa.int64(),
         ),  # releases, cancels, moves: when the promise was appended (null: of a receipt)
         # Releases and cancels: the promise settled. Moves: the promise. Promises: the row handed out that
-        # they bring back to a consumer, if they are for that (broker/receiving/), or the half message that they
+        # they bring back to a consumer, if they are for that (broker/consuming/), or the half message that they
         # take the place of.
         ("source_seq", pa.int64()),
     ]

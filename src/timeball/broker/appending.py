@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker import admission
+from timeball.broker.consuming.pull import Waiters
 from timeball.broker.parts import Parts
-from timeball.broker.pulling import Waiters
 from timeball.broker.queue_entries import stored_sizes
 from timeball.broker.rates import TIMER_TOPIC
 from timeball.broker.registry.topics import Placement

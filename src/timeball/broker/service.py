@@ -21,10 +21,10 @@ from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker import (
     admission,
     delivery,
-    pulling,
     transactions,
 )
 from timeball.broker.appending import Accepted, Appending
+from timeball.broker.consuming import pull
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.dispatching import Brought, Dispatching
 from timeball.broker.ingress import Ingress
@@ -58,7 +58,7 @@ class Broker:
         self.policy = Policy(parts.topics, parts.new_topics, parts.groups, parts.settings)
         self._loop = asyncio.get_running_loop()
         self._host = parts.settings.host
-        self.waiters = pulling.Waiters()
+        self.waiters = pull.Waiters()
         self.lateness = delivery.Lateness()
         self.delivery = delivery.Delivery(parts, on_visible=self.waiters.wake_queues, lateness=self.lateness)
         self.ticker = Ticker(parts.scheduler, parts.clock, self.delivery.release, self.delivery.rewrite)
@@ -198,11 +198,11 @@ class Broker:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         while True:
             # Asked again in each turn: the topic may have been deleted, or closed to readers, meanwhile.
-            seqs = pulling.locate(self.policy.readable(topic, caller), offsets, rows)
+            seqs = pull.locate(self.policy.readable(topic, caller), offsets, rows)
             if len(seqs):
                 # No group is named here, so that only the broker's own rate knows of these.
                 self.parts.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
-                return await in_thread(self.parts.reader_thread, pulling.read, self.parts.reader, seqs)
+                return await in_thread(self.parts.reader_thread, pull.read, self.parts.reader, seqs)
             left = deadline - self._loop.time()
             if left <= 0 or not await self.waiters.wait(topic, left):
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)

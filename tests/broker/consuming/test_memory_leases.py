@@ -22,7 +22,7 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 
 from timeball import limits
-from timeball.broker import retry
+from timeball.broker.consuming import retry
 from timeball.broker.consuming.receipts import PositionReceipt
 from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import ReceiveRequest

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
-from timeball.broker import retry
-from timeball.broker.consuming import redelivery_rows
+from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, ORIGIN_GROUP, POP_CK
 from timeball.message import READ_SCHEMA, Kind, build_rows, decode_properties, encode_properties
 

@@ -25,6 +25,7 @@ from timeball.broker.consuming import crash_recovery
 from timeball.broker.consuming.leases import Leases
 from timeball.broker.consuming.log_leases import Change, LogLeases
 from timeball.broker.consuming.memory_leases import MemoryLeases
+from timeball.broker.consuming.pull import Waiters
 from timeball.broker.consuming.queue_leases import NO_RECEIPT, QueueLeases
 from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
 from timeball.broker.consuming.redelivery_rows import is_of, times_of
@@ -34,7 +35,6 @@ from timeball.broker.consuming.wait_queue import WaitQueue
 from timeball.broker.filters.filter import BoolArray
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.policy import Policy
-from timeball.broker.pulling import Waiters
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.topics import Topic

@@ -26,9 +26,8 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import retry, retry_policy
 from timeball.broker.appending import Appending
-from timeball.broker.consuming import lookup, redelivery_rows
+from timeball.broker.consuming import lookup, redelivery_rows, retry, retry_policy
 from timeball.broker.consuming.leases import Leases
 from timeball.broker.consuming.queue_leases import QueueLeases
 from timeball.broker.consuming.receipts import Receipt

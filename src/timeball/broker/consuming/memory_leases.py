@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from timeball import limits
 from timeball.broker.appending import Appending
 from timeball.broker.consuming.leases import Leases
+from timeball.broker.consuming.pull import Waiters
 from timeball.broker.consuming.queue_leases import Lease, QueueLeases
 from timeball.broker.consuming.receipts import PositionReceipt
 from timeball.broker.consuming.redelivery import Redelivery
 from timeball.broker.consuming.requests import check_invisible
 from timeball.broker.consuming.selection import Found, Selection
 from timeball.broker.parts import Parts
-from timeball.broker.pulling import Waiters
 from timeball.broker.rates import Stat, of_group
 
 

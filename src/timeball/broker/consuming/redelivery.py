@@ -22,9 +22,9 @@ from timeball.broker.appending import Appending
 from timeball.broker.consuming import redelivery_rows
 from timeball.broker.consuming.deadlines import Deadlines
 from timeball.broker.consuming.leases import Leases
+from timeball.broker.consuming.pull import Waiters
 from timeball.broker.consuming.queue_leases import NO_RECEIPT, Lease, QueueLeases
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.pulling import Waiters
 from timeball.errors import Corrupt, TimeballError
 from timeball.message import Kind
 from timeball.schedule.ticker import CLOCK_LOOK_MS

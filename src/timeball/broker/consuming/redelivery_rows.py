@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
-from timeball.broker import retry
+from timeball.broker.consuming import retry
 from timeball.broker.grouping import filled
 from timeball.message import (
     PROPERTY_END,

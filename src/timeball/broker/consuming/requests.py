@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import retry
+from timeball.broker.consuming import retry
 from timeball.broker.consuming.receipts import AnyReceipt
 from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.filters import Filter

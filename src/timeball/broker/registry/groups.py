@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from timeball import limits
-from timeball.broker import retry
+from timeball.broker.consuming import retry
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topics import check_name
 from timeball.errors import GroupNotFound, OverLimit

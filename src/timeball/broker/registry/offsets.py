@@ -3,9 +3,9 @@
 What has changed is a frame of META rows at most once a second; RocketMQ saves every five. After a crash a group may
 see its last second again (G4, at least once), never miss anything: the rows stand behind the messages they speak of.
 
-What was handed out as a promise in the log (receiving/) it does not see again: `Parked` says from which row of the log
-on such promises may be of positions that these offsets do not count as done, and which positions behind them are.
-It is written in the same frame as the offsets it belongs to.
+A group does not see again what was leased to it in the log (consuming/log_leases.py): `Parked` says from which row of
+the log on such promises may be of positions that these offsets do not count as done, and which positions behind them
+are. It is written in the same frame as the offsets it belongs to.
 
     offsets/<group>@<topic>   {queue: offset}
     offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}

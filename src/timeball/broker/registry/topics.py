@@ -21,12 +21,12 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker import queue_entries
+from timeball.broker.consuming.retry import RETRY_PREFIX
 from timeball.broker.grouping import alike, codes_of, filled
 from timeball.broker.rates import Rates
 from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.topic import FilterType, Queue, Queues, Topic, TopicFacts
 from timeball.broker.registry.topic_config import TopicConfig, at_least, check
-from timeball.broker.retry import RETRY_PREFIX
 from timeball.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import Lengths, QueueIndexes

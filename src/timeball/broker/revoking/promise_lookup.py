@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker.retry import DLQ_PREFIX, RETRY_PREFIX
+from timeball.broker.consuming.retry import DLQ_PREFIX, RETRY_PREFIX
 from timeball.broker.revoking.log_scan import COLUMNS, SETTLING, next_seq_of
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text

@@ -25,9 +25,9 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.appending import Appending
+from timeball.broker.consuming.retry import SPENT
 from timeball.broker.delivery import in_frames
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.retry import SPENT
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import cancel_rows, settle, stop_waiting
 from timeball.broker.revoking.promise_lookup import Candidate, Names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from timeball.broker.retry import SPENT
+from timeball.broker.consuming.retry import SPENT
 from timeball.protocols.grpc.codec.property_names import RESERVED
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from timeball import limits
-from timeball.broker import retry
+from timeball.broker.consuming import retry
 from timeball.message import decode_properties
 from timeball.protocols.grpc._generated.definition_pb2 import (
     DeadLetterQueue,

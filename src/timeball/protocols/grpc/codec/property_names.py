@@ -6,7 +6,7 @@ properties, where RocketMQ's other clients look for them.
 
 from __future__ import annotations
 
-from timeball.broker.retry import SPENT
+from timeball.broker.consuming.retry import SPENT
 
 TAGS, KEYS, UNIQ_KEY = "TAGS", "KEYS", "UNIQ_KEY"
 MESSAGE_GROUP = "__SHARDINGKEY"  # shown among a user's too, as in RocketMQ; so is the transaction's

@@ -15,9 +15,9 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 
 from timeball import limits
+from timeball.broker.consuming.retry import TIMES_MAX
+from timeball.broker.consuming.retry_policy import delay_ms
 from timeball.broker.registry.groups import ExponentialRetry, SubscriptionGroup
-from timeball.broker.retry import TIMES_MAX
-from timeball.broker.retry_policy import delay_ms
 from timeball.protocols.grpc._generated.definition_pb2 import (
     CustomizedBackoff,
     ExponentialBackoff,

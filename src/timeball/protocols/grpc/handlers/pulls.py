@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import searching, selecting
+from timeball.broker import searching
+from timeball.broker.consuming import filter_pull
+from timeball.broker.consuming.filter_pull import FilteredPull
 from timeball.broker.filters import Filter
 from timeball.broker.parts import in_thread
 from timeball.broker.registry.topics import Queue, Topic
-from timeball.broker.selecting import Selection
 from timeball.errors import OutOfRange
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageQueue, QueryOffsetPolicy
@@ -101,7 +102,7 @@ class Pulls:
         while True:
             queue = self._parts.topics.get(topic).queues[queue_id]  # it may be deleted while we wait
             while at < queue.index.max_offset:
-                chosen = selecting.candidates(
+                chosen = filter_pull.candidates(
                     queue.index, max(at, queue.index.min_offset), request.batch_size, wanted,
                     bytes_max=limits.POP_BYTES_MAX,
                 )  # fmt: skip
@@ -113,9 +114,9 @@ class Pulls:
             if left_s <= 0 or not await self._broker.waiters.wait(topic, left_s, queue_id):
                 return None, at
 
-    def _read(self, chosen: Selection, wanted: Filter) -> pa.RecordBatch | None:
+    def _read(self, chosen: FilteredPull, wanted: Filter) -> pa.RecordBatch | None:
         """The rows that the filter lets through, if any (reader thread)."""
-        chosen = selecting.decide(chosen, self._parts.reader, wanted)
+        chosen = filter_pull.decide(chosen, self._parts.reader, wanted)
         return self._parts.reader.take(chosen.seqs) if len(chosen.seqs) else None
 
     async def _update(self, call: Call, request: UpdateOffsetRequest) -> UpdateOffsetResponse:

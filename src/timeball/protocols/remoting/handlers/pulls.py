@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 
 from timeball import limits
-from timeball.broker import selecting
+from timeball.broker.consuming import filter_pull
+from timeball.broker.consuming.filter_pull import FilteredPull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.kept import FiltersKept
 from timeball.broker.parts import in_thread
 from timeball.broker.registry.reserved_topics import RETRY_PREFIX
 from timeball.broker.registry.topics import Queue, Topic
-from timeball.broker.selecting import Selection
 from timeball.errors import InvalidFilter, OutOfRange
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, Reply
@@ -142,7 +142,7 @@ class Pulls:
         chosen = _candidates(fields, queue, wanted)
         parts = self._broker.parts
         if not wanted.matches_all:
-            chosen = await in_thread(parts.reader_thread, selecting.decide, chosen, parts.reader, wanted)
+            chosen = await in_thread(parts.reader_thread, filter_pull.decide, chosen, parts.reader, wanted)
         records = await self._stored.get(chosen.seqs, self._site.store_host(call.connection))
         return self._found(call, fields, queue, chosen, records)
 
@@ -168,7 +168,7 @@ class Pulls:
                 fields.queue_offset = int(answer.ext["nextBeginOffset"])
 
     def _found(
-        self, call: Call, fields: PullFields, queue: Queue, chosen: Selection, records: list[bytes]
+        self, call: Call, fields: PullFields, queue: Queue, chosen: FilteredPull, records: list[bytes]
     ) -> Reply:
         if not records:
             return _empty(call, queue, chosen.next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
@@ -185,8 +185,10 @@ def _rows(fields: PullFields) -> int:
     return min(max(1, fields.max_msg_nums), ROWS_MAX)
 
 
-def _candidates(fields: PullFields, queue: Queue, wanted: Filter) -> Selection:
-    return selecting.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
+def _candidates(fields: PullFields, queue: Queue, wanted: Filter) -> FilteredPull:
+    return filter_pull.candidates(
+        queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX
+    )
 
 
 def _moved(call: Call, queue: Queue, offset: int) -> Reply:

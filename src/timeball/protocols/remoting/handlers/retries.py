@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.access import Verb
-from timeball.broker import retry
 from timeball.broker.admission import SEND_COLUMNS
+from timeball.broker.consuming import retry
 from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.parts import in_thread
 from timeball.broker.rates import Stat, of_group

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.retry import (
+from timeball.broker.consuming.retry import (
     INT_MAX,
     SPENT,
     Next,

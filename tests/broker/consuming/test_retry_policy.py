@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
+from timeball.broker.consuming.retry_policy import LEVELS_MS, delay_ms, durations_ms
 from timeball.broker.registry.groups import CustomizedRetry, ExponentialRetry, RetryPolicy
-from timeball.broker.retry_policy import LEVELS_MS, delay_ms, durations_ms
 
 ANY = st.integers(-(1 << 40), 1 << 40)
 POLICIES = st.builds(

@@ -14,8 +14,8 @@ from tests.broker.registry.test_topics import fresh, visible
 from tests.crash.world import SECOND_MS, World
 
 from timeball import limits
-from timeball.broker import pulling
-from timeball.broker.pulling import Waiters, locate
+from timeball.broker.consuming import pull
+from timeball.broker.consuming.pull import Waiters, locate
 from timeball.broker.registry.topics import Topic
 from timeball.errors import NotFound, OutOfRange, OverLimit
 
@@ -100,7 +100,7 @@ async def test_an_answer_has_a_size_and_at_least_one_row(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for bytes_max, expected in ((1 << 20, 8), (5_000, 4), (1, 1)):
             patch.setattr(limits, "PULL_BYTES_MAX", bytes_max)
-            rows = pulling.read(world.broker.parts.reader, np.arange(1, 9))
+            rows = pull.read(world.broker.parts.reader, np.arange(1, 9))
             assert column(rows, "seq") == list(range(1, expected + 1))
 
 

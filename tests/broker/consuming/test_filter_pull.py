@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.broker import selecting
+from timeball.broker.consuming import filter_pull
 from timeball.broker.filters import EVERYTHING, compile_filter
 from timeball.errors import OutOfRange
 
@@ -31,18 +31,18 @@ async def test_all_of_them_in_order(
     await world.broker.send(batch(len(tags), tag=tags))
     index = world.broker.parts.topics.get("orders").queues[0].index
     wanted = compile_filter(text)
-    before, selecting.SCAN_ROWS_MAX = selecting.SCAN_ROWS_MAX, scan
+    before, filter_pull.SCAN_ROWS_MAX = filter_pull.SCAN_ROWS_MAX, scan
     try:
         offset, found = 0, []
         while offset < index.max_offset:
-            maybe = selecting.candidates(index, offset, rows, wanted)
-            chosen = selecting.decide(maybe, world.broker.parts.reader, wanted)
+            maybe = filter_pull.candidates(index, offset, rows, wanted)
+            chosen = filter_pull.decide(maybe, world.broker.parts.reader, wanted)
             assert len(chosen.seqs) <= rows and chosen.next_offset > offset
             assert all(offset <= at < chosen.next_offset for at in chosen.offsets)
             found += chosen.offsets.tolist()
             offset = chosen.next_offset
     finally:
-        selecting.SCAN_ROWS_MAX = before
+        filter_pull.SCAN_ROWS_MAX = before
     names = set(text.replace(" ", "").split("||"))
     assert found == [n for n, tag in enumerate(tags) if text == "*" or tag in names]
 
@@ -51,17 +51,17 @@ async def test_all_of_them_in_order(
 async def test_beyond_what_is_kept(world: World) -> None:
     await world.broker.send(batch(3))
     index = world.broker.parts.topics.get("orders").queues[0].index
-    assert len(selecting.candidates(index, 3, 5, EVERYTHING).seqs) == 0
+    assert len(filter_pull.candidates(index, 3, 5, EVERYTHING).seqs) == 0
     with pytest.raises(OutOfRange):
-        selecting.candidates(index, 4, 5, EVERYTHING)
+        filter_pull.candidates(index, 4, 5, EVERYTHING)
 
 
 @on_node(queues_per_topic=1)
 async def test_nothing_to_decide(world: World) -> None:
     await world.broker.send(batch(2, tag=["A", "B"]))
     index = world.broker.parts.topics.get("orders").queues[0].index
-    none = selecting.candidates(index, 0, 5, compile_filter("C"))
-    assert selecting.decide(none, world.broker.parts.reader, compile_filter("C")) is none
+    none = filter_pull.candidates(index, 0, 5, compile_filter("C"))
+    assert filter_pull.decide(none, world.broker.parts.reader, compile_filter("C")) is none
     assert none.next_offset == 2 and none.seqs.dtype == np.int64
 
 
@@ -72,6 +72,6 @@ async def test_as_many_bytes_as_asked_but_at_least_one(world: World) -> None:
     size_bytes = int(index.read(0, 1)["size"][0])
     for text, of_two in (("*", [0, 1]), ("A", [0, 2])):
         for bytes_max, offsets in ((1, [0]), (2 * size_bytes - 1, [0]), (2 * size_bytes, of_two)):
-            chosen = selecting.candidates(index, 0, 9, compile_filter(text), bytes_max=bytes_max)
+            chosen = filter_pull.candidates(index, 0, 9, compile_filter(text), bytes_max=bytes_max)
             assert chosen.offsets.tolist() == offsets
             assert chosen.next_offset == offsets[-1] + 1

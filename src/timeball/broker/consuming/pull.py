@@ -1,4 +1,4 @@
-"""Pulling: visible rows of some queues, or a place to wait for them.
+"""Reading by offset: visible rows of some queues, or a place to wait for them.
 
 A consumer that finds nothing waits on its topic and is woken by the commit that makes something visible: no
 polling interval stands between a release and its consumer. Waiting is bounded in time and in number.
