@@ -158,6 +158,17 @@ def test_a_folder_of_ours_passes(tmp_path: Path) -> None:
     assert os.stat(tmp_path / FORMAT_NAME).st_mtime_ns == before
 
 
+def test_a_log_alone_is_a_folder_of_ours(tmp_path: Path) -> None:
+    """A backup is log and data files."""
+    with running_node(tmp_path) as node:
+        node.run(node.broker.send(batch(3)))
+    for path in [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".log"]:
+        path.unlink()
+    with running_node(tmp_path) as node:
+        assert sum(high for _, high in node.broker.queues("orders").values()) == 3
+    assert (tmp_path / FORMAT_NAME).exists()
+
+
 # ---- fail-stop ----------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from timeball.broker import upkeep
 from timeball.broker.tables.rewrite import FILES_MIN
 from timeball.errors import Corrupt, DiskFailed, OverLimit
 from timeball.limits import DAY_MS
-from timeball.log import checkpoint
+from timeball.log import checkpoint, snapshot
 from timeball.table.data_file import sidecar_name
 from timeball.table.layout import FOLDER
 
@@ -45,6 +45,24 @@ async def test_a_checkpoint_is_written_when_something_has_happened(world: World)
     facts = checkpoint.load(world.files)
     assert facts is not None
     assert (facts.facts.seq, facts.facts.queues) == (4, {"a": {0: (0, 1)}})
+
+
+@on_node()
+async def test_a_snapshot_is_written_when_much_log_has_come(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "EVERY_BYTES", 100_000)
+    found = []
+    for _ in range(6):
+        await world.send("a", [None, FAR_MS], 30_000)
+        await world.checkpoint()
+        last = snapshot.last_snapshot(world.broker.parts.reader.segments)
+        found.append(0 if last is None else last.facts.seq)
+    assert found[0] == 0 and len(set(found)) == 4, "every 100,000 bytes, and not at every checkpoint"
+    await world.restart()
+    await world.checkpoint()
+    last = snapshot.last_snapshot(world.broker.parts.reader.segments)
+    assert last is not None and last.facts.seq == found[-1], "a start knows where the last one stands"
 
 
 @on_node()

@@ -31,8 +31,13 @@ def is_cache(name: str) -> bool:
     return not is_log and not name.startswith("pending/bucket=")
 
 
+def caches(files: CrashFiles) -> list[str]:
+    # What a torn replacement has left goes with the next one of that file.
+    return [name for name in names(files) if is_cache(name) and not name.endswith(".new")]
+
+
 def all_lost(files: CrashFiles) -> CrashFiles:
-    for name in [name for name in names(files) if is_cache(name)]:
+    for name in caches(files):
         files.remove(name)
     return files
 
@@ -40,7 +45,7 @@ def all_lost(files: CrashFiles) -> CrashFiles:
 def some_damaged(files: CrashFiles, seed: int) -> CrashFiles:
     """A third of the caches lost, a third flipped."""
     rng = np.random.default_rng(seed)
-    for name in [name for name in names(files) if is_cache(name)]:
+    for name in caches(files):
         way, size = rng.integers(3), written(files, name)
         if way == 0:
             files.remove(name)
