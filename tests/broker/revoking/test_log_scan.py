@@ -7,7 +7,7 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.revoking.test_cancel import let_go_of_all
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.revoking.log_scan import next_seq_of, walk
+from timeball.broker.revoking.log_scan import next_seq_of, scan
 from timeball.errors import OutOfRange
 from timeball.message import Kind
 
@@ -20,12 +20,12 @@ async def test_moves_and_ends_of_just_these_and_of_what_they_became(world: World
     await world.broker.cancel(seqs=[seqs[1], seqs[2]])
     await world.advance(1_000)
     parts = world.broker.parts
-    rows = walk(parts.reader, parts.outcomes.moved, {seqs[0], seqs[1], 1 << 40})
+    rows = scan(parts.reader, parts.outcomes.moved, {seqs[0], seqs[1], 1 << 40})
     assert [(row["kind"], row["source_seq"], next_seq_of(row)) for row in rows] == [
         (Kind.CANCEL, seqs[1], moved[0]), (Kind.CANCEL, moved[0], moved[1]), (Kind.CANCEL, moved[1], None),
         (Kind.RELEASE, seqs[0], None),
     ]  # fmt: skip
-    assert walk(parts.reader, parts.outcomes.moved, {seqs[3]}) == []
+    assert scan(parts.reader, parts.outcomes.moved, {seqs[3]}) == []
 
 
 @on_node(retention_ms=1)
@@ -40,10 +40,10 @@ async def test_a_segment_that_goes_meanwhile_is_missing_and_no_fault(
     # As seen just before it went: then the first look at it fails.
     seen = iter([first, kept_from, kept_from])
     monkeypatch.setattr(type(reader), "first_seq", property(lambda self: next(seen)))
-    assert walk(reader, world.broker.parts.outcomes.moved, {first}) == []
+    assert scan(reader, world.broker.parts.outcomes.moved, {first}) == []
     seen = iter([first, first])
     with pytest.raises(OutOfRange):
-        walk(reader, world.broker.parts.outcomes.moved, {first})
+        scan(reader, world.broker.parts.outcomes.moved, {first})
 
 
 def test_only_a_cancel_says_what_is_next() -> None:

@@ -10,7 +10,7 @@ from tests.crash.world import HOUR_MS, World
 
 from timeball import limits
 from timeball.broker.revoking import promise_lookup
-from timeball.broker.revoking.log_scan import walk
+from timeball.broker.revoking.log_scan import scan
 from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search
 from timeball.errors import OutOfRange
 from timeball.message import Kind, build_rows
@@ -23,11 +23,11 @@ def look_up(
     parts = world.broker.parts
     files = parts.hour_log.pending.all() if files is None else files
     search = Search(parts.reader, parts.key_index, parts.outcomes.moved, Names(**names))
-    search.begin(files)
+    search.search(files)
     missing = search.missing(thorough=thorough)
     if missing:
-        search.note(walk(parts.reader, parts.outcomes.moved, missing))
-    return search.found(files)
+        search.add_rows(scan(parts.reader, parts.outcomes.moved, missing))
+    return search.result(files)
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:

@@ -1,19 +1,19 @@
-"""Settle the promises a caller means if they still wait, and say definitely what became of each.
+"""Settle the promises a caller names if they still wait, and answer definitely what became of each.
 
     cancelled           it was waiting, and will never be delivered; the CANCEL row is durable
     rescheduled         it was waiting, and waits for another instant now (reschedule.py)
-    already_cancelled   somebody was first
+    already_cancelled   another request was first
     released            too late: its release stands in the log, since the instant given
     expired             it waits no more; what ended it is older than what the log keeps
     not_found           no promise of that name is known here
 
-The race with the due instant, and with others who settle the same promise, is decided by the schedule, on the event
-loop, in the order in which rows are appended to the log: a promise handed out cannot be cancelled, a cancelled one is
-not handed out. There is no third case (G7).
+The schedule decides the race with the due instant and with other requests, on the event loop, in the order in which
+rows are appended to the log: a promise handed out cannot be cancelled, a cancelled one is not handed out. There is no
+third case (G7).
 
-So whoever asks is given what the log says, and whoever loses a race looks again, when the winner's row is durable: a
-promise that was moved meanwhile is followed, and tried under its new number. Each such turn means that somebody else
-got on. The answer is what a caller would have got who asked at one instant between his call and his answer.
+If another request settled the promise first, repeat the lookup once that request's row is durable. A promise that was
+moved meanwhile is tried under its new number; each repetition means that another request got on. The answer is one
+that was true at some instant between call and answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.parts import Parts, in_thread
-from timeball.broker.revoking.log_scan import walk
+from timeball.broker.revoking.log_scan import scan
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs
 from timeball.message import Kind, build_rows
 from timeball.wire import Verdict
@@ -39,7 +39,7 @@ Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]
 
 
 async def settle(parts: Parts, names: Names, act: Act) -> list[Verdict]:
-    """`act` on what waits of these; one definite verdict a promise, one for a subject that names none."""
+    """Call `act` for what waits; return a definite verdict for each promise, and for each name without one."""
     names.check()
     found = await _look_up(parts, names)
     told = {seq: Verdict("", ended.verdict, seq, ended.at_ms) for seq, ended in found.settled.items()}
@@ -52,7 +52,7 @@ async def settle(parts: Parts, names: Names, act: Act) -> list[Verdict]:
 
 
 async def cancel(parts: Parts, candidates: list[Candidate]) -> dict[int, Verdict]:
-    """Act: they will not be delivered."""
+    """Cancel them, durably (an Act)."""
     now_ms = parts.clock.now_ms()
     chosen = [c for c, was in zip(candidates, stop_waiting(parts, candidates).tolist(), strict=True) if was]
     if chosen:
@@ -70,7 +70,7 @@ def stop_waiting(parts: Parts, candidates: Sequence[Candidate]) -> npt.NDArray[n
 def cancel_rows(
     chosen: Sequence[Candidate], now_ms: int, properties: Sequence[str] | None = None
 ) -> pa.RecordBatch:
-    """LOG_SCHEMA cancel records for these promises."""
+    """Return LOG_SCHEMA cancel rows for these promises."""
     return build_rows(
         len(chosen),
         kind=int(Kind.CANCEL),
@@ -87,7 +87,7 @@ def cancel_rows(
 
 
 def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) -> list[Verdict]:
-    """One verdict a promise, in the order of `subjects`, of each first what was done, then the newest."""
+    """Return one verdict a promise, in the order of `subjects`; of each first what was done, then the newest."""
     by_subject: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in found.candidates:
         by_subject[candidate.subject].append(candidate)
@@ -112,7 +112,7 @@ def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) ->
 
 
 def _is_overtaken(candidate: Candidate, verdict: Verdict, others: list[Candidate]) -> bool:
-    """Whether its id names a later promise, and nothing is known of this one but that it waits no more."""
+    """Return whether its id names a later promise, while of this one only its end is known."""
     if (
         verdict.verdict not in (CANCELLED, "expired")
         or verdict.at_ms is not None
@@ -133,17 +133,17 @@ async def _look_up(parts: Parts, names: Names, *, thorough: bool = False) -> Fou
 
     def begin() -> Found | None:
         files = pending.all()
-        search.begin(files)
-        return None if search.missing(thorough=thorough) else search.found(files)
+        search.search(files)
+        return None if search.missing(thorough=thorough) else search.result(files)
 
     def end(rows: list[dict[str, Any]]) -> Found:
-        search.note(rows)
-        return search.found(pending.all())
+        search.add_rows(rows)
+        return search.result(pending.all())
 
     found = await in_thread(parts.reader_thread, begin)
     if found is None:
         missing = search.missing(thorough=thorough)
-        rows = await asyncio.to_thread(walk, parts.reader, moved, missing)
+        rows = await asyncio.to_thread(scan, parts.reader, moved, missing)
         found = await in_thread(parts.reader_thread, end, rows)
     return found
 
@@ -151,10 +151,10 @@ async def _look_up(parts: Parts, names: Names, *, thorough: bool = False) -> Fou
 async def _look_again(
     parts: Parts, lost: dict[int, Candidate], told: dict[int, Verdict]
 ) -> dict[int, Candidate]:
-    """Note in `told` what others have made of these, by the number each was found under; returns those to try again."""
+    """Add to `told` the verdicts of other requests, by the number each was found under; return those to try again."""
     if not lost:
         return {}
-    # Settled between the look-up and now, or handed out and on its way to the disk: then its row is there.
+    # It was settled since the lookup, or is handed out and on its way to the disk: after the flush its row is there.
     await parts.writer.flushed()
     found = await _look_up(parts, Names(seqs=[c.seq for c in lost.values()]), thorough=True)
     become, left = {c.subject: c for c in found.candidates}, {}

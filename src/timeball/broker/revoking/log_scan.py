@@ -1,9 +1,9 @@
-"""Reading the log for what no index knows: rows that move or end promises without an id, or numbers that lie nowhere.
+"""Scan the log for what no index knows: rows that move or end promises without an id, or numbers that lie nowhere.
 
-An index by number would cost every release of every promise; clients of ours give each message an id, and nobody
-asks often for what has none. So it is read, from the first of these numbers on to the end, which may take a while: in a
-thread of its own, because consumers wait for the broker's reader thread. What retention lets go meanwhile is missing
-from the outcome, as if it had been gone before.
+An index by number would cost an entry for each release, and messages of RocketMQ's and our clients have ids. So the
+log is read, from the first of these numbers to its end. That may take a while, so it runs in a thread of its own:
+consumers wait for the broker's reader thread. Rows that retention removes meanwhile are missing from the result, as if
+they had been removed before.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ SETTLING = (Kind.RELEASE, Kind.CANCEL)
 _BATCH_ROWS = 65_536
 
 
-def walk(reader: LogReader, moved: Moved, wanted: set[int]) -> list[dict[str, Any]]:
-    """The rows (of `COLUMNS`, in order) that move or end these promises, and those they were moved to; any thread."""
+def scan(reader: LogReader, moved: Moved, wanted: set[int]) -> list[dict[str, Any]]:
+    """Return the rows (`COLUMNS`, in order) that move or end these promises, or those they moved to; any thread."""
     while True:
         begin = max(reader.first_seq, min(wanted))
         try:
-            return _walk(reader, moved, set(wanted), begin)
+            return _scan(reader, moved, set(wanted), begin)
         except OutOfRange:
             if reader.first_seq <= begin:
                 raise
-            # Retention was faster.
+            # Retention has removed the segment since `first_seq` was read: begin at the new one.
 
 
 def next_seq_of(row: dict[str, Any]) -> int | None:
-    """The number under which the promise goes on that this row ends; None when it does not."""
+    """Return the number that this row moves its promise to; None for a row that moves none."""
     if row["kind"] != Kind.CANCEL or not row["properties"]:
         return None
     text = decode_properties(row["properties"]).get(CANCEL_NEXT)
     return None if text is None else int(text)
 
 
-def _walk(reader: LogReader, moved: Moved, wanted: set[int], begin: int) -> list[dict[str, Any]]:
+def _scan(reader: LogReader, moved: Moved, wanted: set[int], begin: int) -> list[dict[str, Any]]:
     wanted |= {seq for seq in map(moved.next_of, wanted) if seq is not None}
     found: dict[int, dict[str, Any]] = {}
     for rows in reader.coalesced(begin, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):

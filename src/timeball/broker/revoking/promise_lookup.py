@@ -1,17 +1,16 @@
-"""Which promises a caller means by ids, keys or numbers, and what the log says has become of each.
+"""Look promises up by id, key or number, with what the log says became of each.
 
     id, key   every promise that carries it; of one that was moved, only what it has become
     number    that promise, or what it has become by now
 
-Found are promises of the log and of the pending table. A CANCEL row with a NEXT property says that the promise was
-moved: it goes on under another number, whose row stands in the same frame, so whoever still finds the one finds the
-other. That is followed to the end of the chain.
+A lookup reads the log and the pending table. A CANCEL row with a NEXT property says that the promise was moved to
+another number, whose row stands in the same frame. A lookup follows these moves to the last one.
 
-Left out, unless its topic is asked for: what is on its way back to a consumer (topics %RETRY% and %DLQ%). It carries
-its producer's id and keys, but the producer's message has been delivered; to cancel would be to lose it.
+Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic: they
+carry their producer's id and keys, but its message has been delivered, and to cancel a copy would lose it.
 
-It is done in the reader thread, which is also where old segments and files are let go: what is found at the beginning
-of a step is still there at its end.
+Lookups run in the reader thread. Retention removes old segments and files in the same thread, so what a step finds at
+its beginning is still there at its end.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ CANCELLED, RELEASED = "already_cancelled", "released"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a caller asks for. `topic`: only promises for it, as producers of different topics may use the same id.
+    """The promises a caller asks for. `topic`: only those for it, as producers of different topics may use the same id.
 
-    `may`: only promises for topics that it allows; to this caller others are not there (asked in the reader thread).
+    `may`: only promises for topics that it allows; the lookup hides all others (called in the reader thread).
     """
 
     ids: Sequence[str] = ()
@@ -60,13 +59,13 @@ class Names:
 
     @property
     def subjects(self) -> list[str]:
-        """As they are told in the answer, in the order asked."""
+        """Return the names as the answer repeats them, in the order asked."""
         return [*self.ids, *self.keys, *map(str, self.seqs)]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A promise somebody means. `at_seq`: the row of the log it lies in now, if it lies in one."""
+    """A promise that a caller has named. `at_seq`: the row of the log that holds it now, if one does."""
 
     subject: str
     seq: int
@@ -75,13 +74,13 @@ class Candidate:
     unique_key: str | None
     keys: str | None
     accepted_ms: int
-    is_level: bool = False  # waits in the queue of a delay level
-    in_table: bool = False  # lies in a file of the pending table
+    is_level: bool = False  # it waits in the queue of a delay level
+    in_table: bool = False  # it lies in a file of the pending table
     at_seq: int | None = None
 
 
 class Settled(NamedTuple):
-    """How a promise was settled, and when. `next_seq`: the promise it was moved to."""
+    """The end of a promise, and when it was. `next_seq`: the promise it was moved to."""
 
     verdict: str
     at_ms: int | None
@@ -90,9 +89,9 @@ class Settled(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """Promises by subject, and how those that are settled were settled, by number.
+    """Promises by subject, and the end of those that are settled, by number.
 
-    `gone`: of a subject that once named a promise of which nothing is known any more, that promise's number.
+    `gone`: the number of a promise of which log and table know nothing any more, by the subject that named it.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -101,14 +100,14 @@ class Found:
 
 
 def is_on_its_way_back(topic: str) -> bool:
-    """Whether a promise for this topic is a copy for the consumers of a message that was delivered."""
+    """Return whether a promise for this topic is a copy of a message that was delivered."""
     return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
 
 
 class Search:
-    """One look-up; its methods belong to the reader thread, but for `missing`.
+    """One lookup; its methods run in the reader thread, except `missing`.
 
-    begin, then `walk` for what is missing (log_scan.py) and `note` what it has found, then `found`.
+    Call `search`, then scan the log for what is `missing` (log_scan.py) and `add_rows`, then `result`.
     """
 
     def __init__(self, reader: LogReader, key_index: KeyIndex, moved: Moved, names: Names) -> None:
@@ -118,26 +117,26 @@ class Search:
         self._settled: dict[int, Settled] = {}
         self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
 
-    def begin(self, files: list[DataFile]) -> None:
-        """What the index, the log by number, and these files of the table know."""
+    def search(self, files: list[DataFile]) -> None:
+        """Search the key index, the log by number, and these files of the table."""
         self._files = files
         self._by_number(self._names.seqs)
         self._by_name()
 
     def missing(self, *, thorough: bool) -> set[int]:
-        """Numbers to read the log for; `thorough`: also to know what became of promises without an id."""
+        """Return the numbers to scan the log for; `thorough`: also those of promises without an id, for their end."""
         return self._unknown | {c.seq for c in self._found.values() if thorough and c.unique_key is None}
 
-    def note(self, rows: list[dict[str, Any]]) -> None:
-        """What reading the log for them has found."""
+    def add_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Add the rows that a scan of the log has found."""
         for row in rows:
             self._note_settling(row)
             self._note_move(row)
             if row["source_seq"] in self._unknown:
                 self._add_logged(str(row["source_seq"]), row)
 
-    def found(self, files: list[DataFile]) -> Found:
-        """All promises with one of the names; `files` as they are now."""
+    def result(self, files: list[DataFile]) -> Found:
+        """Return all promises with one of the names; `files` as they are now."""
         self._files, names = files, self._names
         known = {c.seq for c in self._found.values()}
         gone = {str(seq): seq for seq in self._unknown - known if seq < self._reader.first_seq}
@@ -168,7 +167,7 @@ class Search:
                 self._unknown.add(seq)
 
     def _in_log(self, seq: int) -> bool:
-        """Whether this row is kept; if it is a promise, it is a candidate now."""
+        """Return whether the log keeps this row; add it when it is a promise."""
         if not self._reader.first_seq <= seq < self._reader.next_seq:
             return False
         there = False
@@ -182,9 +181,9 @@ class Search:
     # -- by id and key -----------------------------------------------------------------------------------------
 
     def _by_name(self) -> None:
-        """Promises with these ids and keys; and what has become of them, and of those known by number."""
+        """Add promises with these ids and keys, and the end of these and of those found by number."""
         by_id, by_key = set(self._names.ids), set(self._names.keys)
-        # How a promise named by its number was settled is found by its id, like everything else.
+        # The rows that end a promise named by its number are found by its id.
         known = {c.unique_key for c in self._found.values() if c.unique_key is not None}
         hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
         for row in self._reader.take(self._key_index.find(hashes)).select(COLUMNS).to_pylist():
@@ -194,7 +193,7 @@ class Search:
             self._note_move(row)
         for file in self._files if by_id or by_key else ():
             rows = file.find(hashes)
-            # Nearly always none: cancels ask every file.
+            # Mostly none: a cancel asks every file.
             for row in rows.to_pylist() if rows.num_rows else ():
                 for name in _names(row, by_id, by_key):
                     self._add(name, row, row["accepted_ms"], in_table=True)
@@ -242,7 +241,7 @@ class Search:
             self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"], next_seq_of(row))
 
     def _note_move(self, row: dict[str, Any]) -> None:
-        """A promise known by its number was written again: it lies there now."""
+        """Note that a promise found by its number was written again, in this row."""
         subject = str(row["source_seq"])
         if row["kind"] == Kind.MOVED and (subject, row["source_seq"]) in self._found:
             self._add_logged(subject, row)
@@ -250,7 +249,7 @@ class Search:
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def _followed(self, gone: dict[str, int]) -> list[Candidate]:
-        """The candidates; in place of those that were moved what they have become, each once for a subject."""
+        """Return the candidates, in place of moved ones the last of each chain, each once for a subject."""
         result: dict[tuple[str, int], Candidate] = {}
         for candidate in list(self._found.values()):
             seq = candidate.seq
@@ -264,12 +263,12 @@ class Search:
         return list(result.values())
 
     def _next_of(self, seq: int) -> int | None:
-        """What the log says, or is remembered where retention has let go of that."""
+        """Return the number it was moved to by its CANCEL row, or by memory where retention has removed that row."""
         ended = self._settled.get(seq)
         return self._moved.next_of(seq) if ended is None else ended.next_seq
 
     def _successor(self, candidate: Candidate, seq: int) -> Candidate | None:
-        """What a promise has become, where its own name did not find that; None: nothing is known of it any more."""
+        """Return the last of a chain that the name itself did not find; None when log and table do not know it."""
         if seq in self._settled:
             return replace(candidate, seq=seq, in_table=False, at_seq=None)
         self._by_number([seq])
@@ -278,7 +277,7 @@ class Search:
 
 
 def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
-    """By which of these a caller means this row."""
+    """Return which of these ids and keys the row carries."""
     names = {row["unique_key"]} & by_id
     if row["keys"] is not None:
         names |= set(row["keys"].split(" ")) & by_key
@@ -286,15 +285,15 @@ def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
 
 
 def may_hold(file: DataFile, due_ms: int, seq: int) -> bool:
-    """Whether a promise may lie in this file, by what its entry says."""
+    """Return whether a promise may lie in this file, by the bounds of its entry."""
     entry = file.entry
     return entry.min_seq <= seq <= entry.max_seq and entry.min_due_ms <= due_ms <= entry.max_due_ms
 
 
 def read(reader: LogReader, files: list[DataFile], candidates: Sequence[Candidate]) -> pa.RecordBatch:
-    """The whole rows of these promises, in READ_SCHEMA; of those that still lie somewhere (reader thread).
+    """Return the whole rows of those of these promises that log or table hold, in READ_SCHEMA (reader thread).
 
-    A row of a delay level comes as it waits, in its disguise.
+    A row of a delay level comes as it waits, under the schedule's topic.
     """
     at = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
     logged = at >= reader.first_seq
@@ -309,7 +308,7 @@ def read(reader: LogReader, files: list[DataFile], candidates: Sequence[Candidat
 
 
 def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
-    """(due_ms, seq) of each."""
+    """Return (due_ms, seq) of each, as columns."""
     return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
         [c.seq for c in candidates], dtype=np.int64
     )

@@ -1,11 +1,11 @@
 """Cancel all that still waits of whole ranges of numbers: a bulk job's promises as one object, with a definite count.
 
-The promises of a bulk attach never passed through the log one by one, so their numbers are in nobody's memory:
-they are read from the files of the pending table, row group by row group, those due soonest first. Each group is
-decided on the event loop and its CANCEL rows are in the log before the next one is read; a call that is cut short
-has cancelled a beginning, and asked again goes on. What cancel.py says of single promises holds for each of these.
+The promises of a bulk attach never passed through the log one by one, so no index holds their numbers: they are read
+from the files of the pending table, row group by row group, those due soonest first. Each group is decided on the
+event loop, and its CANCEL rows are in the log before the next one is read. A call that is cut short has cancelled the
+first groups, and goes on when it is repeated. What cancel.py says of single promises holds for each of these.
 
-Refused: numbers that are set aside and not attached yet, because what comes after the answer would go on
+Refused: numbers that are set aside and not attached yet, because promises attached after the answer would go on
 waiting; and numbers of rows of the log, whose promises may lie in its tail.
 """
 
@@ -38,7 +38,7 @@ async def cancel_ranges(parts: Parts, ranges: Ranges, reason: str) -> RangesCanc
                 due_ms, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
                 already += int(np.count_nonzero(parts.outcomes.was_cancelled(due_ms, seq)))
                 cancelled += await _cancel(parts, rows, reason)
-    # Releases on their way: who asks what became of the others is to find them in the log.
+    # Releases on their way: a caller who asks next what became of the others finds them in the log.
     await parts.writer.flushed()
     return RangesCancelled(total, cancelled, already, total - cancelled)
 
@@ -55,7 +55,7 @@ async def _cancel(parts: Parts, rows: pa.RecordBatch, reason: str) -> int:
 
 
 def check(parts: Parts, ranges: Ranges) -> int:
-    """How many numbers these are; raises unless all were given out for bulk attaches that have taken place."""
+    """Return how many numbers these are; raise unless all were given out for bulk attaches that have taken place."""
     ordered = sorted(ranges)
     for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], (1 << 62, 0)], strict=True):
         if first_seq + rows > min(next_first, parts.reader.next_seq):
@@ -76,7 +76,7 @@ def check(parts: Parts, ranges: Ranges) -> int:
 
 
 def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:
-    """Files that may hold such numbers, by their first instant."""
+    """Return files that may hold such numbers, by their first instant."""
     found = [
         file
         for file in files
@@ -86,14 +86,14 @@ def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:
 
 
 def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatch:
-    """The rows of one row group that lie in the ranges (reader thread)."""
+    """Return the rows of one row group that lie in the ranges (reader thread)."""
     rows = file.identities(group)
     inside = within(int64(rows.column("seq")), ranges)
     return rows if inside.all() else rows.filter(pa.array(inside))
 
 
 def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
-    """LOG_SCHEMA cancel records for promises given by their identifying columns."""
+    """Return LOG_SCHEMA cancel rows for promises given by their identifying columns."""
     return build_rows(
         rows.num_rows,
         kind=int(Kind.CANCEL),

@@ -6,8 +6,8 @@
                and looks for none. A well-formed handle whose instant is ahead is success, one whose instant has
                passed is refused.
 
-In both a message that waits is cancelled, durably, before the answer; to recall twice is to succeed twice. A message
-that was moved since is found, since its handle names it by its id; the handle's own instant is then the old one.
+In both a message that waits is cancelled, durably, before the answer; a second recall succeeds too. A handle names the
+message by its id, so it finds a message that was moved since; only the handle's own instant is then the old one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def _cancel(parts: Parts, handle: Handle) -> list[Verdict]:
 
 
 async def _as_rocketmq(parts: Parts, handle: Handle) -> None:
-    """Success whatever is there, as long as it may still be there."""
+    """Succeed for each handle whose instant is ahead, as RocketMQ does."""
     if handle.timestamp_ms <= parts.clock.now_ms():
         raise RecallRefused("released", None, f"too late, the instant {handle.timestamp_ms} has passed")
     await _cancel(parts, handle)
@@ -81,7 +81,7 @@ async def _refusal(parts: Parts, handle: Handle, verdict: Verdict) -> RecallRefu
 
 
 def _kept_from_ms(parts: Parts) -> int:
-    """When the oldest row of the log was stored; 0 while nothing has been let go (reader thread)."""
+    """Return when the oldest row of the log was stored; 0 while retention has removed nothing (reader thread)."""
     first_seq = parts.reader.first_seq
     if first_seq == 1:
         return 0

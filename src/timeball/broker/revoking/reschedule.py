@@ -3,17 +3,16 @@
     one frame:   CANCEL   source_seq = the old number, REASON "rescheduled", NEXT = the new number
                  PROMISE  the same message, under the same id, for the new instant
 
-A frame is in the log whole or not at all, so the message is due at the one instant or at the other, whenever the power
-goes; and a recovery, a ledger or an audit finds a promise that was cancelled and one that was accepted, and needs to
-know nothing of moves. The decision is the one of a cancel: what was handed out is `released`, and stays.
+A frame is in the log whole or not at all, so after a power cut the message is due at the one instant or at the other.
+Recovery, ledger and audit see a promise that was cancelled and one that was accepted; they need not know of moves. The
+decision is that of a cancel: what was handed out is `released` and stays.
 
-The body is read first, since to read is to pause and between the decision and the append there must be none. It does
-not change while a promise waits, wherever it lies. What had once delayed the message (a level, a timer's properties) is
-taken off it: it would tell of an instant that does not hold any more.
+Bodies are read before the decision, because no await may stand between decision and append; a body does not change
+while its promise waits. The properties that had delayed the message (a level, a timer) are removed: their instant does
+not hold any more.
 
-Refused, changing nothing: an instant that a send would refuse, and whatever refuses a send (a full disk, a full slot
-of a wheel). Many promises are moved in several frames; a call that fails in between has moved the first of them,
-and may be asked again.
+An instant that a send would refuse, a full disk or a full slot of a wheel changes nothing. Many promises are moved in
+several frames; a call that fails in between has moved the first of them, and may be repeated.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ ROWS_AT_ONCE = 64  # bodies in memory: 256 MiB of the largest
 async def reschedule(
     parts: Parts, appending: Appending, names: Names, *, due_ms: int | None, delay_ms: int | None
 ) -> list[Verdict]:
-    """Move what waits of these to an instant, or so far from now; raises InvalidDelay, and what a send raises."""
+    """Move what waits of these to an instant, or so far from now; raise InvalidDelay, and what a send raises."""
     instant_ms = _instant_ms(parts, due_ms, delay_ms)
     return await settle(parts, names, partial(_move, parts, appending, instant_ms))
 
@@ -92,7 +91,9 @@ async def _move_frame(
 ) -> dict[int, Verdict]:
     parts.writer.check_room()
     now_ms = parts.clock.now_ms()
-    due_ms = max(due_ms, now_ms)  # an instant that has passed is now: nobody is late for it
+    due_ms = max(
+        due_ms, now_ms
+    )  # an instant that has passed means now, so that the release does not count as late
     moved = appending.prepare(
         moved_rows(
             rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=parts.settings.host
@@ -103,7 +104,7 @@ async def _move_frame(
     chosen = [c for c, was in zip(candidates, waited.tolist(), strict=True) if was]
     if not chosen:
         return {}
-    # No pause since the decision, and nothing that could refuse: all that may has been asked before it.
+    # After `stop_waiting` the append must not fail or wait, so everything that may refuse was asked before it.
     first_seq = parts.writer.next_seq + len(chosen)
     cancels = cancel_rows(chosen, now_ms, [reason(first_seq + at) for at in range(len(chosen))])
     moves = [(c.due_ms, c.seq, first_seq + at) for at, c in enumerate(chosen)]
@@ -116,14 +117,14 @@ async def _move_frame(
 
 
 def reason(next_seq: int) -> str:
-    """Properties of the CANCEL row of a promise that goes on under this number."""
+    """Return the properties of the CANCEL row of a promise that goes on under this number."""
     return encode_properties({CANCEL_REASON: REASON, CANCEL_NEXT: str(next_seq)})
 
 
 def moved_rows(
     rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
 ) -> pa.RecordBatch:
-    """LOG_SCHEMA promises for another instant, of READ_SCHEMA promises; `topics`: those they are for."""
+    """Return LOG_SCHEMA promises for another instant, of READ_SCHEMA promises; `topics`: those they are for."""
     count = rows.num_rows
     said = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
     level = np.asarray(rows.column("queue_offset").is_valid())  # it waits in the queue of a delay level

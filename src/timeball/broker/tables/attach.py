@@ -1,7 +1,7 @@
-"""Attach: check what a job claims before it becomes part of the truth.
+"""Check what a job claims to attach before it becomes part of the log.
 
-Refuses: a compact that does not begin at the watermark (rows would be lost or doubled), ranges nobody reserved or
-that were used before, files whose footers disagree with the claim, instants no promise may have.
+Refused: a compact that does not begin at the watermark (rows would be lost or doubled), ranges that are not reserved or
+were used before, files whose footers disagree with the claim, instants no promise may have.
 
 A repeated attach is answered as done: Spark repeats an epoch whenever it cannot know that the first try came through.
 
@@ -44,7 +44,7 @@ class AttachState:
     reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
 
     def is_repeated(self, attachment: Attachment) -> bool:
-        """Whether this attach is in the log already; RequestError when its name is, with other rows."""
+        """Return whether this attach is in the log already; raise RequestError when its name is, with other rows."""
         if attachment.job == "compact":
             return attachment.from_seq < attachment.to_seq <= self.watermark
         last = self.jobs.get(attachment.job_id)
@@ -67,11 +67,11 @@ class AttachState:
         return True
 
     def reserve(self, first_seq: int, rows: int) -> None:
-        """The row that sets these numbers aside is durable."""
+        """Record that the row that sets these numbers aside is durable."""
         self.reserved[first_seq] = rows
 
     def apply(self, attachment: Attachment, attach_seq: int, at_ms: int) -> None:
-        """The row of this attach is durable."""
+        """Record that the row of this attach is durable."""
         self.attach_seq = attach_seq
         if attachment.job == "compact":
             self.watermark = attachment.to_seq
@@ -110,7 +110,7 @@ class AttachState:
         if not 0 < rows <= 1 << 40:
             raise InvalidMessage(f"reserve {rows} rows: at least one")
         if len(self.reserved) >= limits.RESERVATIONS_MAX:
-            # Failed tasks leave theirs behind; the oldest can no longer belong to a job that is alive.
+            # Failed tasks leave theirs behind; the oldest belong to jobs that have ended.
             self.reserved.pop(next(iter(self.reserved)))
 
     def check(

@@ -1,8 +1,7 @@
-"""Moving what waits: reserve, attach, compact, rewrite; whatever changes the pending table.
+"""Change the pending table: reserve, attach, compact, rewrite, one change at a time.
 
 An attach is decided by its row in the log; the steps around it are in table/catalog.py. They run under one lock,
-because each attach begins where the last one ended, and because between the steps there is no state that a
-checkpoint could save.
+because each attach begins where the last one ended, and because a checkpoint cannot save the state between steps.
 """
 
 from __future__ import annotations
@@ -192,5 +191,5 @@ class TableChanges:
                 await in_thread(parts.background, give_back)
 
     def lease(self, lease_ms: int) -> None:
-        """Somebody outside moves the tail; the broker does not until the lease runs out."""
+        """Leave the tail to a compactor outside until the lease runs out."""
         self.outside_compactor_until_ms = self.parts.clock.now_ms() + min(lease_ms, limits.HOUR_MS)

@@ -1,8 +1,8 @@
 """Compaction without Spark: the broker moves its own tail, with the functions Spark's tasks use.
 
 One run reads the promises of [from_seq, to_seq) from the log, leaves out those already settled, sorts them and
-writes a file a bucket. It runs in a thread of its own and holds one run's rows at most; the attach that
-follows is the same as for anybody else's files.
+writes a file a bucket. It runs in a thread of its own and holds one run's rows at most; the attach that follows is the
+one for files of any writer.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def write_files(files: Files, rows: pa.Table, now_ms: int) -> list[FileEntry]:
 def promises(
     reader: LogReader, from_seq: int, to_seq: int, settled_before_ms: int, settled: Int64Array
 ) -> pa.Table:
-    """TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
+    """Return TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
     parts = []
     for found in reader.coalesced(from_seq, to_seq, [Kind.PROMISE], 65_536):
         rows = waiting_rows(found)
@@ -108,6 +108,6 @@ def promises(
 
 
 def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """READ_SCHEMA promises as rows of the pending table."""
+    """Return READ_SCHEMA promises as rows of the pending table."""
     columns = [rows.column("store_ms" if name == "accepted_ms" else name) for name in TABLE_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)

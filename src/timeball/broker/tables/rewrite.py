@@ -1,4 +1,4 @@
-"""Rewrite: keep the pending table in few files, in buckets that suit how near they are.
+"""Keep the pending table in few files, in buckets that suit how near they are.
 
 Each compaction adds a file to every bucket it touches, and a bulk job adds its own. Two reasons to read some
 files and write them anew, less what is settled:
@@ -35,7 +35,7 @@ HOUR_NAME_LENGTH = len("2026-11-21T13")
 
 
 def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
-    """Files worth rewriting together, within memory; empty when there are none."""
+    """Return files worth rewriting together, within memory; empty when there are none."""
     buckets: dict[str, list[FileEntry]] = defaultdict(list)
     for entry in entries:
         buckets[entry.bucket].append(entry)
@@ -78,6 +78,6 @@ def rewrite(
 
 
 def _within(entries: list[FileEntry]) -> list[FileEntry]:
-    """As many of these as one run may hold in memory, at least one."""
+    """Return as many of these as one run may hold in memory, at least one."""
     total = np.cumsum([entry.rows for entry in entries])
     return entries[: max(1, int(np.searchsorted(total, ROWS_MAX, side="right")))]
