@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.cli.in_process import run_here
 from tests.cli.processes import serving
-from tests.node_fixture import running_node
+from tests.node_fixture import RunningNode, running_node
 from tests.written_again import fill_segment, write_again
 
 from timeball import Timeball
@@ -109,6 +109,22 @@ def test_rows_by_kind_and_range(data: Path) -> None:
     assert documents(data, "--rows", "--from-seq", "100") == []
     shown = run_here("dump", "--data", str(data), "--rows", "--kind", "promise").stdout.splitlines()
     assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
+
+
+def test_the_topic_is_a_row_and_a_secret_is_none(data: Path, tmp_path: Path) -> None:
+    """Receipts of gRPC consumers are sealed with a secret that stands in the log; a dump is passed on."""
+    [topic] = documents(data, "--rows", "--kind", "meta")
+    assert "orders" in topic["unique_key"] and topic["body"]
+    folder = tmp_path / "data"
+    with running_node(folder, segment_bytes=MIB) as node:
+        node.run(_secret_made(node))
+    secret = [row for row in documents(folder, "--rows") if row["unique_key"].startswith("secret/")]
+    assert secret and all("body" not in row and "body_base64" not in row for row in secret)
+
+
+async def _secret_made(node: RunningNode) -> None:
+    node.broker.parts.receipt_secret.get()
+    await node.broker.parts.writer.flushed()
 
 
 def test_a_promise_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:

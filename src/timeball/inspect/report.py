@@ -15,6 +15,7 @@ import msgspec
 
 from timeball.inspect.folder import Damage, FolderDump, Found, FrameFound, SegmentFound, Torn
 from timeball.inspect.verify import CacheCheck
+from timeball.log.meta_rows import without_secrets
 from timeball.message import Kind
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}
@@ -69,7 +70,9 @@ def describe_rows(found: FrameFound, selection: Selection) -> Iterator[dict[str,
     first_seq = found.frame.first_seq
     begin = max(0, selection.from_seq - first_seq)
     end = found.rows.num_rows if selection.to_seq is None else max(begin, selection.to_seq - first_seq)
-    for seq, row in enumerate(found.rows.slice(begin, end - begin).to_pylist(), first_seq + begin):
+    # A dump is passed on when people ask for help: what the broker keeps to itself stays out of it.
+    rows = without_secrets(found.rows.slice(begin, end - begin))
+    for seq, row in enumerate(rows.to_pylist(), first_seq + begin):
         kind = row.pop("kind")
         if selection.kinds and kind not in selection.kinds:
             continue
@@ -168,11 +171,12 @@ def _checkpoint(folder: FolderDump) -> dict[str, Any] | None:
     if folder.checkpoint is None:
         return None
     # `asdict` first: a struct of its own leaves out what has its default value.
-    shown = msgspec.structs.replace(folder.checkpoint.facts, meta={})  # some of these values are secret
-    facts: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(shown))
+    facts = msgspec.structs.asdict(folder.checkpoint.facts)
     del facts["queues"]  # shown with the queues
-    facts["files"] = len(facts["files"] or [])
-    return {**facts, "settled_rows": len(folder.checkpoint.settled_seq)}
+    for name in ("files", "meta"):  # counts: thousands of names, and values that may be secret
+        facts[name] = len(facts[name] or ())
+    shown: dict[str, Any] = msgspec.to_builtins(facts)
+    return {**shown, "settled_rows": len(folder.checkpoint.settled_seq)}
 
 
 def _queues(folder: FolderDump) -> list[dict[str, Any]]:
