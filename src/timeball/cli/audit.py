@@ -37,7 +37,7 @@ def audit(
 ) -> None:
     """Check that accepted = released + cancelled + expired + pending, to the message.
 
-    Exit code 1 says that it does not balance; the report names the promises concerned.
+    Exit code 1 says that it does not balance; the report names the messages concerned.
 
     \b
     Examples:

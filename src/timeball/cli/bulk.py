@@ -116,7 +116,7 @@ def bulk(
 ) -> None:
     """Schedule every row of some files: all valid rows in one step, or none.
 
-    Rows that cannot be promises go to the table of rejects, each with its reason; then the exit code is 1. The
+    Rows that cannot be scheduled go to the table of rejects, each with its reason; then the exit code is 1. The
     campaign's id is printed: `timeball campaign` shows, pauses, resumes and cancels it. Killed and given
     again the command goes on; given once more it changes nothing.
 

@@ -24,7 +24,7 @@ SENTENCES = {
     "already_cancelled": "{subject}: was cancelled before",
     "released": "{subject}: too late, released at {at}",
     "expired": "{subject}: waits no more; what became of it is older than what the broker keeps",
-    "not_found": "{subject}: no such promise",
+    "not_found": "{subject}: no such scheduled message",
 }
 
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Message ids.")]
@@ -38,7 +38,7 @@ def cancel(
 ) -> None:
     """Cancel scheduled messages by id or by key.
 
-    Each gets one verdict: cancelled, cancelled before, released (with the instant), no such promise, or one that
+    Each gets one verdict: cancelled, cancelled before, released (with the instant), no such message, or one that
     waits no more and is older than what the broker keeps. Exit code 1 says that at least one was none of the first two.
 
     \b

@@ -71,7 +71,7 @@ def run(
 ) -> None:
     """Run pipeline jobs until Ctrl-C, or with --once until they have caught up.
 
-    compact moves promises from the log's tail to the pending table; ledger keeps the events of every promise:
+    compact moves scheduled messages from the log's tail to the pending table; ledger keeps their events:
     accepted, released, cancelled, lateness; archive keeps every message that became visible; dispatch brings
     what is due in place of the broker's own wheel, for clusters. Killed at any moment they go on where they were.
 
