@@ -21,15 +21,15 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.appending import Appending
-from timeball.broker.consuming import crash_recovery
+from timeball.broker.consuming import crash_recovery, retry
 from timeball.broker.consuming.leases import Leases
 from timeball.broker.consuming.log_leases import Change, LogLeases
 from timeball.broker.consuming.memory_leases import MemoryLeases
 from timeball.broker.consuming.pull import Waiters
 from timeball.broker.consuming.queue_leases import NO_RECEIPT, QueueLeases
 from timeball.broker.consuming.receipts import AnyReceipt, PositionReceipt, Receipt
-from timeball.broker.consuming.redelivery_rows import is_of, times_of
-from timeball.broker.consuming.requests import NO_ROWS, Received, ReceiveRequest, check_invisible
+from timeball.broker.consuming.redelivery_rows import is_of, retry_topic, times_of
+from timeball.broker.consuming.requests import NO_ROWS, Received, ReceiveRequest
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.consuming.wait_queue import WaitQueue
 from timeball.broker.filters.filter import BoolArray
@@ -37,7 +37,7 @@ from timeball.broker.parts import Parts, in_thread
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.offsets import Parked
-from timeball.broker.registry.topics import Topic
+from timeball.broker.registry.topics import Topic, check_name, check_topic
 from timeball.errors import OutOfRange, TimeballError
 from timeball.message import READ_SCHEMA, Int64Array
 
@@ -94,7 +94,7 @@ class Consuming:
 
     def check(self, request: ReceiveRequest) -> None:
         """Raise OutOfRange, InvalidName, NotFound, Forbidden for what this consumer may not ask for."""
-        request.check()
+        _check(request)
         self._policy.check_group(request.group)
         self._policy.readable(request.topic)
 
@@ -145,7 +145,7 @@ class Consuming:
     async def _wait(self, request: ReceiveRequest, deadline_s: float) -> bool:
         """Wait for news; false when the time is up."""
         left_s = deadline_s - _now_s()
-        return left_s > 0 and await self._waiters.wait_any(request.topics(), left_s)
+        return left_s > 0 and await self._waiters.wait_any(_topics_of(request), left_s)
 
     def _select_now(self, request: ReceiveRequest) -> Selection:
         queues, now_ms = self._queues(request), self._parts.clock.now_ms()
@@ -173,7 +173,7 @@ class Consuming:
     def _queues(self, request: ReceiveRequest) -> list[tuple[QueueLeases, Topic]]:
         """Return the group's queues that this request may lease from, in the order of looking."""
         turn = next(self._turn)
-        names = request.topics()
+        names = _topics_of(request)
         found = []
         for name in reversed(names) if turn % RETRY_TURN == 0 else names:
             is_main = name == request.topic
@@ -305,7 +305,7 @@ class Consuming:
         None: after as long as the group's retry policy says for this attempt (of a lease in memory: at once).
         Without `counts` this lease is no attempt (RocketMQ's `suspend`); in order it is one all the same.
         """
-        check_invisible(invisible_ms or 0, 0)
+        _check_invisible(invisible_ms or 0, 0)
         if isinstance(receipt, Receipt):
             return await self._log.change(Change(receipt, invisible_ms, counts))
         return await self._memory.change(receipt, invisible_ms or 0)
@@ -337,6 +337,31 @@ class Consuming:
         except TimeballError as error:
             # Their promises stand as they were: they come when their time is over.
             logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
+
+
+def _check(request: ReceiveRequest) -> None:
+    """Raise OutOfRange, InvalidName for what cannot be asked."""
+    check_name(request.group, limits.GROUP_BYTES_MAX, "group")
+    if not 1 <= request.rows <= limits.POP_ROWS_MAX:
+        raise OutOfRange(f"rows {request.rows}: between 1 and {limits.POP_ROWS_MAX}")
+    if request.queue_id < -1:
+        raise OutOfRange(f"queue {request.queue_id}: -1 (any) or one that the topic has")
+    _check_invisible(request.invisible_ms, 1)
+    # The topics that redelivered messages go to must have valid names too.
+    for name in (request.topic, *_topics_of(request), retry.dead_letter_topic(request.group)):
+        check_topic(name)
+
+
+def _check_invisible(invisible_ms: int, least_ms: int) -> None:
+    """Raise OutOfRange unless a message may be invisible for so long."""
+    if not least_ms <= invisible_ms <= limits.INVISIBLE_MS_MAX:
+        raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")
+
+
+def _topics_of(request: ReceiveRequest) -> list[str]:
+    """Return the topic and, unless in order, the retry topic of the group."""
+    again = retry_topic(request.group, request.topic)
+    return [request.topic] if request.in_order or again == request.topic else [request.topic, again]
 
 
 def _positions(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:

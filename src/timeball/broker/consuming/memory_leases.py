@@ -19,7 +19,6 @@ from timeball.broker.consuming.pull import Waiters
 from timeball.broker.consuming.queue_leases import Lease, QueueLeases
 from timeball.broker.consuming.receipts import PositionReceipt
 from timeball.broker.consuming.redelivery import Redelivery
-from timeball.broker.consuming.requests import check_invisible
 from timeball.broker.consuming.selection import Found, Selection
 from timeball.broker.parts import Parts
 from timeball.broker.rates import Stat, of_group
@@ -97,7 +96,6 @@ class MemoryLeases:
 
         In order the receipt stays as it is, as in RocketMQ, whose clients go on using it.
         """
-        check_invisible(invisible_ms, 0)
         found = self._lease_of(receipt)
         if found is None:
             return None

@@ -6,13 +6,8 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from timeball import limits
-from timeball.broker.consuming import retry
 from timeball.broker.consuming.receipts import AnyReceipt
-from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.filters import Filter
-from timeball.broker.registry.topics import check_name, check_topic
-from timeball.errors import OutOfRange
 from timeball.message import READ_SCHEMA
 
 
@@ -37,23 +32,6 @@ class ReceiveRequest:
     attempt_id: str = ""
     in_log: bool = False
 
-    def check(self) -> None:
-        """Raise OutOfRange, InvalidName for what cannot be asked."""
-        check_name(self.group, limits.GROUP_BYTES_MAX, "group")
-        if not 1 <= self.rows <= limits.POP_ROWS_MAX:
-            raise OutOfRange(f"rows {self.rows}: between 1 and {limits.POP_ROWS_MAX}")
-        if self.queue_id < -1:
-            raise OutOfRange(f"queue {self.queue_id}: -1 (any) or one that the topic has")
-        check_invisible(self.invisible_ms, 1)
-        # The topics that redelivered messages go to must have valid names too.
-        for name in (self.topic, *self.topics(), retry.dead_letter_topic(self.group)):
-            check_topic(name)
-
-    def topics(self) -> list[str]:
-        """Return the topic and, unless in order, the retry topic of the group."""
-        again = retry_topic(self.group, self.topic)
-        return [self.topic] if self.in_order or again == self.topic else [self.topic, again]
-
 
 NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes a third of a millisecond
 
@@ -70,9 +48,3 @@ class Received:
     pop_ms: int = 0
     times: list[int] = field(default_factory=list)
     rest: int = 0
-
-
-def check_invisible(invisible_ms: int, least_ms: int) -> None:
-    """Raise OutOfRange unless a message may be invisible for so long."""
-    if not least_ms <= invisible_ms <= limits.INVISIBLE_MS_MAX:
-        raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")
