@@ -258,7 +258,7 @@ async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
             while node.broker.parts.scheduler.settled_before_ms <= clock.wall:
                 await asyncio.sleep(0.005)
     await node.node.upkeep.checkpoint()
-    await node.node.upkeep.drop_before()
+    await node.node.upkeep.let_go()
 
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])

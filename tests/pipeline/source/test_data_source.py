@@ -13,6 +13,7 @@ from timeball.errors import NotFound, OutOfRange, SetupError
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import ledger
+from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.spark_errors import spark_errors
 
 
@@ -129,7 +130,7 @@ def test_the_ledger(spark: SparkSession, node: RunningNode, broker: Endpoint) ->
     status = broker.status()
     ledger.extend(spark, node.endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
     events = read(spark, node, read="ledger")
-    assert events.columns == ledger.LEDGER_SCHEMA.names
+    assert events.columns == EVENT_SCHEMA.names
     counts = {
         row.event: row["count"] for row in events.where("topic = 'orders'").groupBy("event").count().collect()
     }

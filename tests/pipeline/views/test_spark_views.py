@@ -91,6 +91,7 @@ def same(value: Any) -> Any:
     return value.astimezone(UTC) if isinstance(value, datetime) else value
 
 
+@pytest.mark.smoke
 def test_the_same_questions_have_the_same_answers(spark: SparkSession, story: RunningNode) -> None:
     shown = spark_views.register(spark, story.endpoint, keep=True)
     with SqlSession(story.endpoint) as session:

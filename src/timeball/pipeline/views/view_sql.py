@@ -39,9 +39,8 @@ from timeball.pipeline.table_store import ALWAYS, Due
 from timeball.pipeline.views.snapshot import Snapshot
 
 Engine = Literal["spark", "duckdb"]
-Relation = Callable[
-    [str], str
-]  # a relation's name -> how it stands in a text; Spark takes DataFrames by {name}
+# A relation's name -> how it stands in a text; Spark takes DataFrames by {name}.
+Relation = Callable[[str], str]
 
 SPARK_RELATION: Relation = "{{{}}}".format
 
