@@ -52,7 +52,7 @@ def is_whole(files: CrashFiles, begin: int, end: int) -> bool:
 def save(log: MappedLog, files: CrashFiles) -> tuple[int, int]:
     """As a checkpoint: what it says is returned."""
     begin, end = log.begin, log.end
-    dirty = log.take_dirty()
+    dirty = log.files_to_sync()
     for file in dirty:
         file.sync()
     if dirty:
@@ -107,8 +107,8 @@ class Machine(RuleBasedStateMachine):
         if synced:
             save(self.log, self.files)
         else:
-            self.log.take_dirty()
-        self.log.unsynced()
+            self.log.files_to_sync()
+        self.log.sync_failed()
 
     @rule(synced=st.booleans(), seed=st.integers(0, 2**16))
     def crash_in_a_checkpoint(self, synced: bool, seed: int) -> None:
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
         if synced:
             save(self.log, self.files)
         else:
-            self.log.take_dirty()
+            self.log.files_to_sync()
         self.crash(seed)
 
     @rule(seed=st.none() | st.integers(0, 2**16))
@@ -213,8 +213,8 @@ def test_a_failed_checkpoint_frees_nothing() -> None:
     save(log, files)
     log.drop_below(21)
     for _ in range(3):
-        assert log.take_dirty() is not None
-        log.unsynced()
+        assert log.files_to_sync() is not None
+        log.sync_failed()
     assert len(names(files)) == 3
 
 
@@ -222,12 +222,12 @@ def test_only_what_was_written_is_synced() -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
-    assert len(log.take_dirty()) == 3
+    assert len(log.files_to_sync()) == 3
     log.append(records([25]))
-    assert len(log.take_dirty()) == 1
-    assert log.take_dirty() == []
-    log.unsynced()
-    assert len(log.take_dirty()) == 3
+    assert len(log.files_to_sync()) == 1
+    assert log.files_to_sync() == []
+    log.sync_failed()
+    assert len(log.files_to_sync()) == 3
 
 
 def test_without_the_sync_a_power_cut_loses_it() -> None:
@@ -301,7 +301,7 @@ def test_one_field_is_marked_in_place() -> None:
         log.mark(np.array([24, 3, 11]))
     assert np.flatnonzero(log.read(0, 25)["mark"] == ~0).tolist() == [3, 11, 24]
     assert values_of(log) == list(range(25))
-    assert len(log.take_dirty()) == 3
+    assert len(log.files_to_sync()) == 3
 
 
 @pytest.mark.parametrize("call", range(1, 7))
@@ -324,7 +324,7 @@ def test_on_a_full_disk_all_is_added_or_nothing(call: int) -> None:
 def test_a_log_nobody_uses_makes_no_folder() -> None:
     files = CrashFiles()
     log = open_log(files)
-    assert (log.take_dirty(), len(log.read(0, 0)), files.exists(FOLDER)) == ([], 0, False)
+    assert (log.files_to_sync(), len(log.read(0, 0)), files.exists(FOLDER)) == ([], 0, False)
 
 
 def test_readers_read_while_it_grows(tmp_path: Path) -> None:

@@ -276,8 +276,8 @@ class World(Attaching):
 
         Hand-outs whose release records were not durable wait again, and what was on the move lies where it lay.
         `unheard`: they were durable, but nobody was told. `power_cut` is a seed for what the disk lost.
-        A keeper has let go of what only older checkpoints need, so it goes back to none; without the log's beginning
-        nobody goes back.
+        A backlog with files has let go of what only older checkpoints need, so it goes back to none; without the log's
+        beginning nothing goes back.
         """
         self.reader_thread.is_open, was_open = True, self.reader_thread.is_open
         self.settle()

@@ -1,7 +1,7 @@
 """The way of rows that are decided into the log: their topics, their places in queues, and who hears of it after.
 
 Two steps, since a decision may stand between them. `prepare` is all that can refuse: a topic that may not be made, a
-keeper that is full. `append` refuses nothing but a log that has stopped or a frame too large, gives out the places,
+backlog that is full. `append` refuses nothing but a log that has stopped or a frame too large, gives out the places,
 and is called without a pause after whatever was decided; so a promise is never settled for a row that is not written.
 
 Rows of several kinds may share a batch, and then all of them are in the log or none is: a CANCEL beside what takes

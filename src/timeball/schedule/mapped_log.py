@@ -18,7 +18,7 @@ field before, so that a mark which reached the disk alone leaves the record whol
 A cache, and only as far as somebody else remembers how far it goes. Mapped pages reach the disk at any moment and
 in any order, so that after a restart nothing counts but the [begin, end) of a checkpoint saved after its files
 were synced: the owner keeps both numbers, gives them back when it opens the log, and everything behind is cut. To
-that end a file is not removed before a checkpoint that needs it no more has been saved (`take_dirty`); and one that
+that end a file is not removed before a checkpoint that needs it no more has been saved (`files_to_sync`); and one that
 is missing all the same, too short or damaged is found by `check`, so that the owner can begin anew from the log.
 
 One thread appends; `read` and `at` may be called in any.
@@ -146,12 +146,12 @@ class MappedLog:
             self._dirty.add(number)
 
     def drop_below(self, index: int) -> None:
-        """Let go of records before `index`. Files go with a later `take_dirty`."""
+        """Let go of records before `index`. Files go with a later `files_to_sync`."""
         self.begin = max(self.begin, min(index, self.end))
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def take_dirty(self) -> list[File]:
+    def files_to_sync(self) -> list[File]:
         """Files written since the last call, for a checkpoint that is to hold [begin, end) as they are now.
 
         The caller syncs them in a thread of its own, then the folder, then saves the checkpoint; so when it calls
@@ -166,8 +166,8 @@ class MappedLog:
         self._dirty.clear()
         return dirty
 
-    def unsynced(self) -> None:
-        """What `take_dirty` gave out was not synced, or the checkpoint not saved: all that is open is dirty."""
+    def sync_failed(self) -> None:
+        """What `files_to_sync` gave out was not synced, or the checkpoint not saved: all that is open is dirty."""
         self._offered = self._vouched
         self._dirty.update(self._chunks)
 

@@ -14,8 +14,8 @@ from timeball.schedule.level_cascade.placement import (
     LEAD_MS_MIN,
     NEAR,
     QUEUES,
-    earliest_due_ms,
     enter,
+    first_due_ms,
     following,
     is_last,
     lead_ms_of,
@@ -59,7 +59,7 @@ def test_where_a_promise_waits(promises: list[tuple[int, int, int]], lead_ms: in
             assert hop_end_ms - lead_ms // 2 < due_ms
         else:
             assert hop_end_ms < due_ms - lead_ms
-        assert due_ms >= earliest_due_ms(queue, hop_end_ms)
+        assert due_ms >= first_due_ms(queue, hop_end_ms, lead_ms)
 
 
 @given(promises=st.lists(PROMISES, min_size=1, max_size=20), lead_ms=LEADS)

@@ -33,7 +33,7 @@ def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np
 def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
     """The queue as a start finds it after a checkpoint and a power cut."""
     state = queue.state()
-    for file in queue.log.take_dirty():
+    for file in queue.log.files_to_sync():
         file.sync()
     if state.end:
         files.sync_dir(queue.log.folder)

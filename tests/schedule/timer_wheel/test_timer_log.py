@@ -133,7 +133,7 @@ def test_a_state_brings_back_what_there_was() -> None:
     chained.append([3], bound=50)
     log = chained.log
     state = log.state()
-    for folder, files in log.take_dirty():
+    for folder, files in log.files_to_sync():
         for file in files:
             file.sync()
         chained.files.sync_dir(folder)

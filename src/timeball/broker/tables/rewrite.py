@@ -7,8 +7,8 @@ files and write them anew, less what is settled:
     coarse   a day or month has come near: it is split into the hours (days) it would be written to now
 
 Files are merged with files at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times in
-its life, not once a run. Promises cancelled meanwhile stay cancelled by the log; rows below the schedule's
-horizon are in its wheel already and are not looked at again.
+its life, not once a run. Promises cancelled meanwhile stay cancelled by the log; rows that the schedule has opened
+are not opened again.
 """
 
 from __future__ import annotations

@@ -33,20 +33,20 @@ from timeball.schedule.backlog import FAR_MS, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.level_cascade import timing_list
 from timeball.schedule.level_cascade.levels import plan
 from timeball.schedule.level_cascade.placement import (
-    DRIFT_MS,
     NEAR,
     QUEUES,
     enter,
+    first_due_ms,
     following,
     is_last,
     lead_ms_of,
+    opens_ms,
 )  # fmt: skip
 from timeball.schedule.level_cascade.queue import RECORD, Entries, HopQueue, QueueState, check_queue
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes, Settled
 
 SET_BACK_MS = 1_000  # less is no step of the clock: the scheduler's holds still
-SCAN_MS = 100  # RocketMQ's
 OPEN_ROWS = 65_536  # entries opened in one go, of each queue
 FOLDER = "cascade"
 
@@ -109,7 +109,7 @@ class LevelCascade(Backlog):
             until = until_ms if is_last(queue.number) else now_ms
             while (
                 queue.head_ms is not None
-                and _opens_ms(queue, self.lead_ms) <= now_ms
+                and opens_ms(queue.number, queue.head_ms, self.lead_ms) <= now_ms
                 and queue.head_ms <= until
             ):
                 found = found.joined(self._open_some(queue, now_ms, until))
@@ -174,12 +174,12 @@ class LevelCascade(Backlog):
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
         """Return those of all queues."""
-        return [(queue.log.folder, queue.log.take_dirty()) for queue in self.queues]
+        return [(queue.log.folder, queue.log.files_to_sync()) for queue in self.queues]
 
     def sync_failed(self) -> None:
         """Take back what `files_to_sync` gave out."""
         for queue in self.queues:
-            queue.log.unsynced()
+            queue.log.sync_failed()
 
     def close(self) -> None:
         """Let go of the files."""
@@ -203,10 +203,7 @@ class LevelCascade(Backlog):
             head_ms = queue.head_ms
             queue.append(records[begin:end])
             if queue.head_ms != head_ms and queue.number != NEAR:
-                first_ms = _first_due_ms(queue, self.lead_ms)
-                self._first_due_ms = (
-                    first_ms if self._first_due_ms is None else min(self._first_due_ms, first_ms)
-                )
+                self._find_first()
         near = np.asarray(entered.queue == NEAR)
         if near.any():
             self.queues[NEAR].hold(self.queues[NEAR].take(FAR_MS, len(due)))
@@ -227,7 +224,11 @@ class LevelCascade(Backlog):
         return Opened(entries.due_ms, entries.seq, entries.at, hops, far)
 
     def _find_first(self) -> None:
-        firsts = (_first_due_ms(queue, self.lead_ms) for queue in self.queues if queue.head_ms is not None)
+        firsts = (
+            first_due_ms(queue.number, queue.head_ms, self.lead_ms)
+            for queue in self.queues
+            if queue.head_ms is not None
+        )
         self._first_due_ms = min(firsts, default=None)
 
     # -- what is done, and what a restart finds ----------------------------------------------------------------
@@ -270,16 +271,3 @@ class LevelCascade(Backlog):
             if len(part):
                 self._enter(Waiting(part.due_ms, part.seq, part.at), plan(part.due_ms - now_ms), now_ms)
         return found
-
-
-def _opens_ms(queue: HopQueue, lead_ms: int) -> int:
-    """Return when the head of a queue is opened."""
-    assert queue.head_ms is not None
-    if is_last(queue.number):
-        return queue.head_ms - DRIFT_MS - lead_ms // 2
-    return -(-queue.head_ms // SCAN_MS) * SCAN_MS
-
-
-def _first_due_ms(queue: HopQueue, lead_ms: int) -> int:
-    """Return a lower bound of the instants in a queue, half the lead behind the opening of its head."""
-    return _opens_ms(queue, lead_ms) + lead_ms // 2

@@ -28,7 +28,7 @@ DRIFT_MS = SECOND_MS  # eight hops, each a scan and a commit late
 LEAD_MS_MIN = 4 * DRIFT_MS  # half of it, when queues are opened at the latest, is still twice the drift
 NEAR = 0
 QUEUES = 1 + 2 * LEVELS
-FAR_MS = 1 << 62
+SCAN_MS = 100  # RocketMQ's
 
 
 def lead_ms_of(ahead_ms: int) -> int:
@@ -46,9 +46,14 @@ def is_last(queue: int) -> bool:
     return queue % 2 == 0
 
 
-def earliest_due_ms(queue: int, hop_end_ms: int) -> int:
-    """No promise in this queue whose hop ends then, or later, is due before this; true for every lead."""
-    return hop_end_ms - DRIFT_MS if is_last(queue) else hop_end_ms + LEAD_MS_MIN
+def opens_ms(queue: int, head_ms: int, lead_ms: int) -> int:
+    """Return when a queue is opened whose first hop ends at `head_ms`: in a batch, or the whole lead before."""
+    return head_ms - DRIFT_MS - lead_ms // 2 if is_last(queue) else -(-head_ms // SCAN_MS) * SCAN_MS
+
+
+def first_due_ms(queue: int, head_ms: int, lead_ms: int) -> int:
+    """Return a lower bound of the instants in a queue, half the lead behind its opening."""
+    return opens_ms(queue, head_ms, lead_ms) + lead_ms // 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,11 +230,11 @@ class TimerWheel(Backlog):
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
         """Return those of the timer log; the ring is never synced."""
         self.flush()
-        return self._log.take_dirty()
+        return self._log.files_to_sync()
 
     def sync_failed(self) -> None:
         """Take back what `files_to_sync` gave out."""
-        self._log.unsynced()
+        self._log.sync_failed()
 
     def close(self) -> None:
         """Let go of the files."""

@@ -185,14 +185,14 @@ class TimerLog:
             count += len(index)
         return count
 
-    def take_dirty(self) -> list[tuple[str, list[File]]]:
+    def files_to_sync(self) -> list[tuple[str, list[File]]]:
         """As of a MappedLog, for both."""
-        return [(log.folder, log.take_dirty()) for log in (self.links, self.entries)]
+        return [(log.folder, log.files_to_sync()) for log in (self.links, self.entries)]
 
-    def unsynced(self) -> None:
+    def sync_failed(self) -> None:
         """As of a MappedLog, for both."""
-        self.links.unsynced()
-        self.entries.unsynced()
+        self.links.sync_failed()
+        self.entries.sync_failed()
 
     def close(self) -> None:
         """Let go of the files."""
