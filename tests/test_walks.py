@@ -20,7 +20,7 @@ from timeball.protocols.remoting.codec.codes import RequestCode
 
 # Walk -> files, changes of file. Lower a bound as soon as the way is shorter. The goals: a send 18 and 45, a
 # receive 25 and 90, a message that comes due 20 files.
-SEND_MAX = (38, 113)
+SEND_MAX = (38, 105)
 RECEIVE_MAX = (52, 247)
 RELEASE_MAX = (25, 87)
 

@@ -47,6 +47,17 @@ Begun = tuple[Any, "asyncio.Future[Any]"]  # what `answer` is given, and when it
 Accept = Callable[[pa.RecordBatch, Caller], tuple[Accepted, "asyncio.Future[int]"]]
 
 
+class _Batch(Generic[T]):
+    """Requests of one key that go together."""
+
+    __slots__ = ("key", "requests", "rows", "size_bytes")
+
+    def __init__(self) -> None:
+        self.requests: list[T] = []
+        self.rows = self.size_bytes = 0
+        self.key: Hashable = None
+
+
 class Batcher(Generic[T]):
     """Requests on their way to one `begin`. Belongs to the event loop.
 
@@ -66,61 +77,52 @@ class Batcher(Generic[T]):
         self._start, self._answer, self._refuse = begin, answer, refuse
         self._rows_max, self._is_pipelined = rows_max, is_pipelined
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[T, int, int, Hashable]] = deque()  # with rows, bytes and key
-        self._waiting_rows = self._waiting_bytes = 0
+        self._full: deque[_Batch[T]] = deque()  # batches that take no more requests, in order
+        self._open: _Batch[T] = _Batch()
         self.held_bytes = 0  # of what waits, and of what is under way
         self._under_way = 0  # batches
         self._is_scheduled = False
 
     def put(self, request: T, rows: int = 1, size_bytes: int = 0, key: Hashable = True) -> None:
         """Take a request; raises OverLimit when too many bytes wait. It is answered by `answer` or `refuse`."""
-        if self.held_bytes and self.held_bytes + size_bytes > HELD_BYTES_MAX:
+        held_bytes, batch = self.held_bytes + size_bytes, self._open
+        if held_bytes > HELD_BYTES_MAX and self.held_bytes:
             raise OverLimit(
                 f"{self.held_bytes} bytes of messages wait for the disk; send this one again later"
             )
-        self._waiting.append((request, rows, size_bytes, key))
-        self._waiting_rows += rows
-        self._waiting_bytes += size_bytes
-        self.held_bytes += size_bytes
-        if self._is_pipelined and (key is None or self._is_full()):
+        self.held_bytes = held_bytes
+        rows_max = self._rows_max or BATCH_ROWS_MAX
+        if batch.requests:
+            overflows = batch.rows + rows > rows_max or batch.size_bytes + size_bytes > BATCH_BYTES_MAX
+            if overflows or key != batch.key or key is None:
+                self._full.append(batch)
+                batch = self._open = _Batch()
+                if overflows and self._is_pipelined:
+                    self._drain_full()
+        batch.requests.append(request)
+        batch.rows += rows
+        batch.size_bytes += size_bytes
+        batch.key = key
+        is_full = key is None or batch.rows >= rows_max or batch.size_bytes >= BATCH_BYTES_MAX
+        if is_full and self._is_pipelined:
             self._drain()
         elif not (self._is_scheduled or self._under_way):
             self._is_scheduled = True
             # At the end of this turn of the loop: what other connections have sent meanwhile comes along.
             self._loop.call_soon(self._drain)
 
-    def _is_full(self) -> bool:
-        return self._waiting_bytes >= BATCH_BYTES_MAX or self._waiting_rows >= (
-            self._rows_max or BATCH_ROWS_MAX
-        )
-
     def _drain(self) -> None:
         self._is_scheduled = False
-        while self._waiting and (self._is_pipelined or not self._under_way):
-            requests, size_bytes = self._next()
-            self._begin(requests, size_bytes)
+        self._drain_full()
+        batch = self._open
+        if batch.requests and (self._is_pipelined or not self._under_way):
+            self._open = _Batch()
+            self._begin(batch.requests, batch.size_bytes)
 
-    def _next(self) -> tuple[list[T], int]:
-        """Take the next batch: neighbours of one key, within the bounds, one at least."""
-        batch: list[T] = []
-        rows = size_bytes = 0
-        key: Hashable = None
-        rows_max = self._rows_max or BATCH_ROWS_MAX
-        while self._waiting:
-            request, more_rows, more_bytes, its_key = self._waiting[0]
-            if batch and (
-                key is None
-                or its_key != key
-                or rows + more_rows > rows_max
-                or size_bytes + more_bytes > BATCH_BYTES_MAX
-            ):
-                break
-            self._waiting.popleft()
-            batch.append(request)
-            key, rows, size_bytes = its_key, rows + more_rows, size_bytes + more_bytes
-        self._waiting_rows -= rows
-        self._waiting_bytes -= size_bytes
-        return batch, size_bytes
+    def _drain_full(self) -> None:
+        while self._full and (self._is_pipelined or not self._under_way):
+            batch = self._full.popleft()
+            self._begin(batch.requests, batch.size_bytes)
 
     def _begin(self, requests: list[T], size_bytes: int) -> None:
         try:
@@ -143,7 +145,7 @@ class Batcher(Generic[T]):
             except Exception as error:  # nothing has been written to them yet, and none may wait for ever
                 logger.exception("requests not answered requests=%d reason=%s", len(requests), error)
                 self._refuse(requests, error)
-        if self._waiting and not (self._under_way or self._is_scheduled):
+        if (self._open.requests or self._full) and not (self._under_way or self._is_scheduled):
             # Not at once: what has arrived while we were at it is read first, and comes along. The loop is what
             # there is too little of, not the disk, and a batch costs it the same for one row as for fifty.
             self._is_scheduled = True
