@@ -421,7 +421,7 @@ def consume(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
     with Timeball(siege.broker.endpoint, timeout_ms=BOUND_S * 1_000) as fresh:
         for _ in range(int(rng.integers(1, 20))):
             topic = str(rng.choice(list(TOPICS)))
-            siege.see(fresh.pull_batch(topic, GROUP, max_messages=int(rng.integers(1, 500)), wait=0.1))
+            siege.see(fresh.browse_batch(topic, GROUP, max_messages=int(rng.integers(1, 500)), wait=0.1))
             if rng.random() < 0.7:
                 fresh.commit(topic, GROUP)
                 siege.note("committed")

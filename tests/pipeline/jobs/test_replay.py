@@ -300,7 +300,7 @@ def test_what_is_replayed_passes_again_and_says_what_it_was(
     report = replay.run(spark, node.endpoint, window)
     with Timeball(node.endpoint) as ball:
         eventually(lambda: visible(ball, "again") == 5, "replayed messages are visible")
-        first, second = ball.pull("orders", "g"), ball.pull("again", "g")
+        first, second = (ball.browse(topic, wait="10s") for topic in ("orders", "again"))
         assert sorted(message.body for message in second) == sorted(message.body for message in first)
         assert {m.properties[REPLAY_OF] for m in second} == {m.id for m in first}
         assert not {m.id for m in second} & {m.id for m in first}

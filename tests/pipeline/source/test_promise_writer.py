@@ -189,7 +189,7 @@ def test_due_rows_reach_their_queue_whole(spark: SparkSession, node: RunningNode
     save(frame, node)
     with Timeball(node.endpoint) as ball:
         eventually(lambda: visible(ball, "t") == 2, "both rows released")
-        found = {m.body: m for m in ball.pull("t", "group", max_messages=10, wait="5s")}
+        found = {m.body: m for m in ball.browse("t", max_messages=10, wait="5s")}
     assert set(found) == {b"at once", b"past"}
     assert found[b"at once"].properties["colour"] == "red"
     assert found[b"past"].lateness_ms is not None and found[b"past"].lateness_ms >= 0
