@@ -1,6 +1,6 @@
 """The contract at random: anything a broker may do to a strategy, in any order, between any two steps of a gather.
 
-`machine(rig)` is a hypothesis state machine; `contract.py` runs it for each strategy, `test_strategy.py` for
+`machine(rig)` is a hypothesis state machine; `contract.py` runs it for each backlog, `test_wrong.py` for
 the wrong ones. Time moves as far as forty days in one step, promises reach ten years.
 """
 

@@ -26,6 +26,7 @@ from tests.schedule.world import World
 from timeball.limits import HOUR_MS
 from timeball.message import Int64Array, int64
 from timeball.schedule import external_delivery
+from timeball.schedule.due_index import DueIndex
 from timeball.schedule.external_delivery import GRACE_MS, ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.hour_log.pending import load
@@ -216,11 +217,11 @@ class TakesTwice(Watched):
             self.outcomes.waits = waits  # type: ignore[method-assign]
 
 
-class BringsTheCancelled(Watched):
+class BringsTheCancelled(Scheduler):
     """Does not ask whether what is brought was cancelled meanwhile."""
 
     def take_brought(self, promises: pa.RecordBatch) -> pa.RecordBatch | None:
-        cancelled, self.outcomes._cancelled = self.outcomes._cancelled, type(self.outcomes._cancelled)()
+        cancelled, self.outcomes._cancelled = self.outcomes._cancelled, DueIndex()
         try:
             return super().take_brought(promises)
         finally:
@@ -247,7 +248,7 @@ class SettlesWhatIsOut(Watched):
         return before_ms
 
 
-WRONG = [BelievesHim, TakesTwice, BringsTheCancelled, NeverLooksBehind, SettlesWhatIsOut]
+WRONG = [BelievesHim, TakesTwice, NeverLooksBehind, SettlesWhatIsOut]
 
 
 @pytest.mark.parametrize("wrong", one_now(WRONG), ids=lambda wrong: wrong.__name__)
@@ -371,6 +372,12 @@ def test_what_he_brings_is_handed_out_once(world: World) -> None:
     world.restart()
     world.advance(HOUR_MS)
     assert world.drain() == []
+
+
+def test_who_takes_the_cancelled_from_him_is_caught() -> None:
+    with closing(World(HourLogRig(scheduler=BringsTheCancelled))) as world:
+        with pytest.raises(AssertionError, match="handed out while cancelled"):
+            test_what_he_brings_is_handed_out_once(world)
 
 
 def test_what_he_brings_of_the_tail_is_not_his(world: World) -> None:

@@ -590,14 +590,14 @@ WHEEL = {"slots": DEFAULT}
 BY_CHANCE: dict[str, NewRig] = {
     **_of(
         HourLogRig, Early, Forgets, Doubles, Unsorted, DeafToCancels, CancelsAll, KeepsTheCancelled, SleepsTooLong,
-        TurnsInPlace, NeverWakes, SettlesTooMuch, LosesOnTheWay, BlindToLateFiles, AttachesInAnOpening,
+        TurnsInPlace, NeverWakes, SettlesTooMuch, LosesOnTheWay, BlindToLateFiles,
         ForgetsAtARestart,
     ),
     **_of(
         WheelRig, RoundsUp, RoundsDown, SleepsThroughOpenings, LooseLatch, OnlyTheLastBatch, BeginsWithAnEmptyRing,
         OpensOnce, KeepsOnlyTheFar, **WHEEL,
     ),
-    **_of(CascadeRig, LosesTheLast, ForgetsWhatCame, SettlesTheUnopened, SleepsThroughHops),
+    **_of(CascadeRig, LosesTheLast, SettlesTheUnopened, SleepsThroughHops),
     **_of(LevelsRig, NotTheEarliest, SavesTheEnd, SkipsToTheEnd, TakesQueuesForSorted, LosesEntries),
 }  # fmt: skip
 
@@ -623,5 +623,7 @@ AT_AN_EDGE: list[tuple[type, type[HourLogRig], str, dict[str, Any]]] = [
     (LooseLatch, WheelRig, AGAIN, {}),
     (StaysWhereItWas, CascadeRig, RESTART, UNHEARD),
     (ForgetsTheNear, CascadeRig, AGAIN, {}),
+    (ForgetsWhatCame, CascadeRig, "test_restart_with_what_came_too_late", {}),
+    (AttachesInAnOpening, HourLogRig, "test_files_are_rewritten_in_the_middle_of_an_opening", {}),
     (TrustsTheWheel, LevelsRig, "test_the_wall_clock_is_set_back_while_something_is_near", {}),
 ]
