@@ -92,6 +92,18 @@ async def test_a_stop_saves_everything(world: World) -> None:
 
 
 @on_node()
+async def test_a_full_disk_is_no_reason_not_to_stop(world: World) -> None:
+    await world.send("a", [None, FAR_MS])
+    await world.consume()
+    full(world)
+    world.broker.parts.writer._room_error = OverLimit("full")
+    await world.stop()
+    world.files.heal()
+    await world.start()
+    assert world.broker.offsets(GROUP, "a").get(0, 0) == 0, "from what was saved before"
+
+
+@on_node()
 async def test_what_a_full_disk_refuses_is_the_checkpoint_alone(world: World) -> None:
     """State goes into the segment at hand, which has its room already."""
     await world.send("a", [None] * 4)

@@ -73,8 +73,12 @@ class Upkeep:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if saves and self._parts.writer.failed is None:
-            await self.save_offsets()
-            await self.checkpoint()
+            for duty in (self.save_offsets, self.checkpoint):
+                try:
+                    await duty()
+                except OverLimit as error:
+                    # A full disk: the next start goes on from what was saved before.
+                    logger.warning("not saved at the stop duty=%s reason=%s", duty.__name__, error)
 
     async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
         while True:
