@@ -210,7 +210,7 @@ FACTS = cp.Facts(
     queues={"orders": {1: (0, 8), 2: (40, 41)}},
 )
 TRANSACTION_FACTS = cp.Facts(seq=102, halves=[(100, 3)])
-LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3, ((5, 2), (9, 1)))})
+LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3)})
 MOVED_FACTS = cp.Facts(
     seq=102, tick=(ACCEPTED_MS // 1_000 * 1_000, 3), schedule="level_cascade", kept={"known_seq": 102}
 )
