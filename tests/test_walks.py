@@ -20,15 +20,14 @@ from timeball.protocols.remoting.codec.codes import RequestCode
 
 # Walk -> files, changes of file. Lower a bound as soon as the way is shorter. The goals: a send 18 and 45, a
 # receive 25 and 90, a message that comes due 20 files.
-SEND_MAX = (37, 84)
+SEND_MAX = (36, 79)
 RECEIVE_MAX = (51, 232)
-# A release was (25, 87) when each strategy had a ticker of its own: the one scheduler goes back and forth between its
-# backlogs, the wheel and its indexes, and more often the more promises of other kinds wait.
-RELEASE_MAX = (30, 190)
+RELEASE_MAX = (20, 65)
 
 TRIES = 10  # the node's own upkeep, or a busy machine, may lengthen some of them
 SLACK = 6  # a bound that has become this loose is lowered with the change that did it
 NEAR_MS = 700  # far enough to be acknowledged before it is due, near enough to be in memory at once
+WATCHED_MS = 100  # of that, the time watched: what the node does by itself every second is rarely in it
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +57,12 @@ def check(
         prepare()
         idle(node)
         found.append(walks.of(lambda: (request(), idle(node))))
-        if within(found[-1], bound):
-            break
-    shortest = min(found, key=lambda walk: walk.changes)
+        # One that is much shorter was watched too late on a busy machine, or all of them are.
+        if within(found[-1], bound) and len(found[-1].files) > bound[0] - SLACK:
+            return
+    shortest = min(found, key=lambda walk: (not walk.files, walk.changes))
     assert within(shortest, bound), f"at most {bound}, but this is\n{shortest}"
-    assert len(shortest.files) > bound[0] - SLACK, f"lower the bound {bound}: this is\n{shortest}"
+    raise AssertionError(f"lower the bound {bound}: this is\n{shortest}")
 
 
 def within(walk: Walk, bound: tuple[int, int]) -> bool:
@@ -121,8 +121,9 @@ def test_a_due_message_becomes_visible(walks: Walks, node: RunningNode) -> None:
 
         def send() -> None:
             nonlocal before
-            before = visible(node)
+            before, due_s = visible(node), time.time() + NEAR_MS / 1000
             send_delayed(wire, in_ms=NEAR_MS)
+            time.sleep(max(0, due_s - WATCHED_MS / 1000 - time.time()))
 
         check(
             walks,

@@ -24,6 +24,7 @@ from tests.schedule.world import World
 from timeball import limits
 from timeball.message import Kind, build_rows, int64
 from timeball.schedule.backlog import Opened, Rewritten
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import NOTHING, Waiting
 from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
 
@@ -134,7 +135,7 @@ class Walk:
         now_ms, ahead_ms = self.world.now_ms, self.rig.ahead_ms
         for _ in range(1_000):
             first_ms = self.backlog.first_due_ms
-            if first_ms is None or first_ms - ahead_ms // 2 > now_ms:
+            if first_ms - ahead_ms // 2 > now_ms:
                 break
             found: list[Opened] = []
 
@@ -158,7 +159,7 @@ class Walk:
 
     def advance(self) -> None:
         first_ms = self.backlog.first_due_ms
-        near_ms = 0 if first_ms is None else max(0, first_ms - self.world.now_ms)
+        near_ms = 0 if first_ms == FAR_MS else max(0, first_ms - self.world.now_ms)
         self.world.advance(self.chance.choice([1, 1_000, 9_000, 70_000, near_ms]))
 
     def save(self) -> None:
@@ -181,13 +182,11 @@ class Walk:
     def settled_ms(self) -> int:
         first_ms = self.backlog.first_due_ms
         dues = [self.due[seq] for seq in self.opened] + [self.due[seq] for seq in self.unopened()]
-        return min([self.world.now_ms, *dues, *([] if first_ms is None else [first_ms])])
+        return min([self.world.now_ms, first_ms, *dues])
 
     def check(self) -> None:
         first_ms, dues = self.backlog.first_due_ms, [self.due[seq] for seq in self.unopened()]
-        assert not dues or (first_ms is not None and first_ms <= min(dues)), (
-            f"{first_ms} is after {min(dues)}"
-        )
+        assert not dues or first_ms <= min(dues), f"{first_ms} is after {min(dues)}"
         needed = self.backlog.needed_seq(self.settled_ms)
         if self.rig.has_table:
             assert needed is None, "the watermark says it"
@@ -211,7 +210,7 @@ def walk(new_rig: Callable[[], Rig], seed: int, steps: int = STEPS) -> Walk:
             it.outcomes.add_settled(column(map(it.due.__getitem__, done)), column(done))
             it.opened.clear()
             first_ms = it.backlog.first_due_ms
-            if first_ms is None:
+            if first_ms == FAR_MS:
                 break
             it.world.advance(max(0, first_ms - it.world.now_ms))
         assert not it.unopened()

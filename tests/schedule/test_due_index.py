@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from timeball.message import Int64Array
 from timeball.schedule import due_index
-from timeball.schedule.due_index import DueIndex
+from timeball.schedule.due_index import FAR_MS, DueIndex
 
 Pair = tuple[int, int]
 
@@ -40,7 +40,7 @@ def test_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
     index = index_of(pairs, batch)
     assert listed(index.pairs()) == sorted(pairs)
     assert len(index) == len(pairs)
-    assert index.min_due_ms() == min((due for due, _ in pairs), default=None)
+    assert index.first_due_ms == min((due for due, _ in pairs), default=FAR_MS)
 
 
 @given(PAIRS, st.integers(1, 20), POSITIONS)
@@ -102,7 +102,7 @@ def test_an_empty_index_answers() -> None:
     index = DueIndex()
     index.add(*columns([]))
     assert len(index) == 0
-    assert index.min_due_ms() is None
+    assert index.first_due_ms == FAR_MS
     assert listed(index.pop_before(10, 0)) == []
     assert index.contains(*columns([(1, 1)])).tolist() == [False]
     assert index.contains(*columns([])).tolist() == []

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from timeball.log.format import with_seq
-from timeball.message import Int64Array, Kind, build_rows
+from timeball.message import Kind, build_rows
 from timeball.schedule import due_wheel as wheel_module
-from timeball.schedule.due_wheel import SLOT_MS, DueWheel, Run, slot_cuts, slot_of
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.due_wheel import SLOT_MS, DueWheel, Run, slot_cuts
 
 Pair = tuple[int, int]
 
@@ -28,22 +29,14 @@ def rows(dues: list[int], first_seq: int) -> pa.RecordBatch:
     )
 
 
-def columns(pairs: list[Pair]) -> tuple[Int64Array, Int64Array]:
-    return np.array([d for d, _ in pairs], np.int64), np.array([s for _, s in pairs], np.int64)
-
-
 @given(SLOT_DUES)
 def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
     slots, cuts = slot_cuts(np.array(dues, np.int64))
-    assert slots == sorted(set(map(slot_of, dues)))
+    assert slots == sorted({due // SLOT_MS for due in dues})
     assert cuts[0] == 0 and cuts[-1] == len(dues) and len(cuts) == len(slots) + 1
     for slot, begin, end in zip(slots, cuts, cuts[1:], strict=False):
         assert begin < end
-        assert {slot_of(due) for due in dues[begin:end]} == {slot}
-
-
-def test_a_slot_rounds_nothing_up() -> None:
-    assert [slot_of(due) for due in (-1, 0, SLOT_MS - 1, SLOT_MS)] == [-1, 0, 0, 1]
+        assert {due // SLOT_MS for due in dues[begin:end]} == {slot}
 
 
 class WheelMachine(RuleBasedStateMachine):
@@ -75,10 +68,10 @@ class WheelMachine(RuleBasedStateMachine):
     def add_run(self, first: list[int], second: list[int]) -> None:
         self.wheel.add_run(Run.of([self._new(first), self._new(second)]))
 
-    @rule(due_ms=st.integers(0, 5_001), seq=st.integers(0, 300), limit=st.sampled_from([1, 2, 7, 1_000]))
-    def take(self, due_ms: int, seq: int, limit: int) -> None:
-        wanted = [pair for pair in self.waiting if pair < (due_ms, seq)][:limit]
-        run = self.wheel.take_due((due_ms, seq), limit)
+    @rule(before_ms=st.integers(0, 5_001), limit=st.sampled_from([1, 2, 7, 1_000]))
+    def take(self, before_ms: int, limit: int) -> None:
+        wanted = [pair for pair in self.waiting if pair[0] < before_ms][:limit]
+        run = self.wheel.take_due(before_ms, limit)
         if run is None:
             assert wanted == []
             return
@@ -88,17 +81,11 @@ class WheelMachine(RuleBasedStateMachine):
         self.waiting = self.waiting[len(wanted) :]
         self.gone += wanted
 
-    @rule(data=st.data())
-    def contains(self, data: st.DataObject) -> None:
-        known = [*self.waiting, *self.gone, (17, 1_000_000)]
-        asked = data.draw(st.lists(st.sampled_from(known), min_size=1, unique=True))
-        assert self.wheel.contains(*columns(asked)).tolist() == [pair in self.waiting for pair in asked]
-
     @invariant()
     def counts_and_knows_what_is_next(self) -> None:
         if hasattr(self, "wheel"):
             assert len(self.wheel) == len(self.waiting)
-            assert self.wheel.next_due_ms() == (self.waiting[0][0] if self.waiting else None)
+            assert self.wheel.first_due_ms == (self.waiting[0][0] if self.waiting else FAR_MS)
 
 
 WheelMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
@@ -119,10 +106,10 @@ def test_a_run_is_sorted_and_keeps_its_rows_together(first: list[int], second: l
 def test_an_empty_second_costs_nothing() -> None:
     wheel = DueWheel()
     wheel.add_run(Run.of([rows([0, 10**9], 1)]))
-    assert wheel.take_due((1, 0), 10) is not None
+    assert wheel.take_due(1, 10) is not None
     assert len(wheel._slots) == len(wheel._used) == 1
-    assert wheel.next_due_ms() == 10**9
-    assert wheel.take_due((10**9 + 1, 0), 10) is not None
+    assert wheel.first_due_ms == 10**9
+    assert wheel.take_due(10**9 + 1, 10) is not None
     assert (len(wheel), wheel._slots, wheel._used) == (0, {}, [])
 
 
@@ -131,7 +118,7 @@ def test_runs_of_a_slot_are_merged_when_it_is_opened() -> None:
     for seq in range(1, 20):
         wheel.add_run(Run.of([rows([500 + seq % 7], seq)]))
     assert len(wheel._slots[0]) == 19
-    assert wheel.take_due((501, 0), 10) is not None
+    assert wheel.take_due(501, 10) is not None
     assert len(wheel._slots[0]) <= wheel_module.OPEN_RUNS_MAX
 
 
@@ -143,7 +130,7 @@ def test_rows_that_come_one_by_one_are_held_in_few_batches() -> None:
         wheel.add(rows([now + 2_500 + seq % 2 * 500], seq))
         seq += 1
         wheel.add(rows([now], seq))  # due at once, so that what has arrived is sorted into its slots
-        taken = wheel.take_due((now + 1, 0), 10)
+        taken = wheel.take_due(now + 1, 10)
         assert taken is not None and len(taken.due) == 1
         most = max(most, len(wheel._arrivals) + sum(map(len, wheel._slots.values())))
     assert len(wheel) == 600
@@ -165,10 +152,10 @@ def test_what_rows_take_is_known_until_they_are_handed_out() -> None:
     )
     wheel.add(large)
     assert 200_000 <= wheel.size_bytes < 210_000
-    assert wheel.take_due((6, 0), 10) is not None
+    assert wheel.take_due(6, 10) is not None
     assert 90_000 <= wheel.size_bytes < 110_000
     wheel.add_run(Run.of([rows([5], 3)]))
-    assert wheel.take_due((10, 0), 10) is not None
+    assert wheel.take_due(10, 10) is not None
     assert (len(wheel), wheel.size_bytes) == (0, 0)
 
 
@@ -176,6 +163,5 @@ def test_nothing_in_nothing_out() -> None:
     wheel = DueWheel()
     wheel.add(rows([], 1))
     assert len(wheel) == 0
-    assert wheel.next_due_ms() is None
-    assert wheel.take_due((1 << 62, 0), 10) is None
-    assert wheel.contains(*columns([(1, 1)])).tolist() == [False]
+    assert wheel.first_due_ms == FAR_MS
+    assert wheel.take_due(FAR_MS, 10) is None

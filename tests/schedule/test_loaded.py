@@ -16,7 +16,7 @@ from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
 from timeball.broker.delivery import moved_rows
-from timeball.schedule.backlog import FAR_MS
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.loaded import Loaded, Source
 from timeball.schedule.locations import take_promises
 from timeball.schedule.outcomes import Outcomes

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import ClassVar
 
 import hypothesis
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from timeball.message import Int64Array
-from timeball.schedule.outcomes import Outcomes, Settled
-from timeball.schedule.release_cursor import ReleaseCursor
+from timeball.schedule.outcomes import Outcomes, ReleaseCursor, Settled
 
 Pair = tuple[int, int]
 
@@ -264,3 +266,59 @@ def test_at_first_nothing_is_settled() -> None:
     assert not outcomes.is_settled(*columns([(0, 1), (-(1 << 40), 2)])).any()
     settled = outcomes.settled()
     assert (settled.before_ms, settled.before_seq, len(settled.seq), settled.late) == (BEGINNING, 0, 0, ())
+
+
+# ---- the cursor, against a plain count of what has been sent ------------------------------------------------
+
+# Few seconds, so that many promises share one; instants in any order, as after a clock that was set back.
+CURSOR_DUES = st.lists(st.integers(0, 5_500), max_size=40)
+
+
+def counted(dues: list[int]) -> ReleaseCursor:
+    seconds = Counter(due // 1_000 for due in dues)
+    last = max(seconds, default=0)
+    return ReleaseCursor(last * 1_000, seconds[last])
+
+
+def after(tick: ReleaseCursor, dues: list[int]) -> ReleaseCursor:
+    return tick.after(np.array(dues, np.int64))
+
+
+@given(CURSOR_DUES, st.lists(st.integers(0, 40), max_size=5))
+def test_it_is_the_last_second_and_its_count_however_records_are_parted(
+    dues: list[int], cuts: list[int]
+) -> None:
+    bounds = [0, *sorted(cuts), len(dues)]
+    tick = ReleaseCursor()
+    for begin, end in pairwise(bounds):
+        before, tick = tick, after(tick, dues[begin:end])
+        assert tick >= before, "it never goes back"
+    assert tick == counted(dues)
+
+
+@given(CURSOR_DUES, CURSOR_DUES)
+def test_the_order_of_the_records_does_not_matter(first: list[int], then: list[int]) -> None:
+    assert after(after(ReleaseCursor(), first), then) == after(after(ReleaseCursor(), then), first)
+
+
+def test_what_came_too_late_leaves_it_as_it_is() -> None:
+    tick = after(ReleaseCursor(), [7_100, 7_200, 8_000, 8_999])
+    assert tick == ReleaseCursor(8_000, 2)
+    assert after(tick, [7_999, 3]) == tick
+    assert after(tick, [7_999, 8_500]) == ReleaseCursor(8_000, 3), (
+        "late by milliseconds is of this second still"
+    )
+
+
+def test_a_state_that_counts_a_record_twice_is_another() -> None:
+    """Its control: the checkpoint's place in the log matters, to the row."""
+    dues = [1_000, 2_000, 2_500, 2_999]
+    saved = after(ReleaseCursor(), dues[:2])
+    assert after(saved, dues[2:]) == counted(dues)
+    assert after(saved, dues[1:]) != counted(dues)
+    assert after(saved, dues[3:]) != counted(dues)
+
+
+def test_before_anything_is_sent() -> None:
+    assert after(ReleaseCursor(), []) == ReleaseCursor(0, 0)
+    assert after(ReleaseCursor(), [0]) == ReleaseCursor(0, 1)

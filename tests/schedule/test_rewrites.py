@@ -14,6 +14,7 @@ from tests.schedule.world import World
 from timeball.errors import OutOfRange
 from timeball.message import Int64Array
 from timeball.schedule.backlog import Opened
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.locations import take_promises
 from timeball.schedule.outcomes import Outcomes
@@ -89,10 +90,10 @@ def test_each_comes_back_with_its_old_row_and_note_when_it_is_durable(stage: Sta
     batch = stage.rewrites.rewritten(first[:1])
     assert batch.backlog is stage.backlog
     assert (batch.promises.row_seq.tolist(), batch.promises.note.tolist()) == ([first[0]], [first[0] * 10])
-    assert (len(stage.rewrites), stage.rewrites.first_due_ms()) == (2, far_ms + 1)
+    assert (stage.rewrites.rows, stage.rewrites.first_due_ms()) == (2, far_ms + 1)
     stage.rewrites.rewritten(first[1:])
     stage.rewrites.rewritten(second)
-    assert (len(stage.rewrites), stage.rewrites.first_due_ms()) == (0, None)
+    assert (stage.rewrites.rows, stage.rewrites.first_due_ms()) == (0, FAR_MS)
     assert stage.rewrites.needed_seq() is None
 
 
@@ -114,7 +115,7 @@ def test_what_is_settled_on_the_way_is_left_out(stage: Stage) -> None:
     assert stage.take() == [seqs[3]]
     stage.rewrites.rewritten(seqs[:1])
     stage.rewrites.rewritten(seqs[3:])
-    assert len(stage.rewrites) == 0
+    assert stage.rewrites.rows == 0
 
 
 def test_what_is_settled_on_the_move_holds_up_nothing(stage: Stage) -> None:
@@ -131,7 +132,7 @@ def test_what_is_settled_on_the_move_holds_up_nothing(stage: Stage) -> None:
     stage.outcomes.cancel(np.array([dues[0] - 50]), later)
     assert first_due_ms() == dues[0], "in flight"
     stage.outcomes.cancel(np.array(dues[:1]), seqs[:1])
-    assert first_due_ms() is None
+    assert first_due_ms() == FAR_MS
 
 
 def test_all_settled_before_they_were_read(stage: Stage) -> None:

@@ -397,8 +397,9 @@ class World(Attaching):
 
     def memory(self) -> int:
         """Promises that cost memory now."""
-        held = (self.strategy.loaded, self.strategy.rewrites, self.strategy.outcomes)
-        return self.rig.rows_in_memory(self.backlog) + sum(map(len, held))
+        scheduler = self.strategy
+        held_rows = len(scheduler.loaded) + scheduler.rewrites.rows + len(scheduler.outcomes)
+        return self.rig.rows_in_memory(self.backlog) + held_rows
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The outcome of a coroutine on the world's loop."""

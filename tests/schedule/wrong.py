@@ -19,10 +19,10 @@ from tests.schedule.stage import Rig
 
 from timeball.files import File
 from timeball.message import Int64Array
-from timeball.schedule.backlog import FAR_MS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels.backlog import DelayLevels
 from timeball.schedule.delay_levels.queue import Columns, LevelQueue
-from timeball.schedule.due_index import DueIndex
+from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.level_cascade.backlog import CascadeState, LevelCascade
 from timeball.schedule.level_cascade.placement import is_last
@@ -322,7 +322,7 @@ class TurnsOnTheMove(Scheduler):
     """Wants to be called at once for what is being written again."""
 
     def next_due_ms(self) -> int | None:
-        return 0 if len(self.rewrites) else super().next_due_ms()
+        return 0 if self.rewrites.rows else super().next_due_ms()
 
 
 class LosesTheLast(Scheduler):
@@ -495,9 +495,9 @@ class ForgetsWhatCame(LevelCascade):
 class SleepsThroughHops(LevelCascade):
     """Is opened for what is near, and not for the ends of hops."""
 
-    def _find_first(self) -> None:
+    def _keep_first(self) -> None:
         queues, self.queues = self.queues, [queue for queue in self.queues if is_last(queue.number)]
-        super()._find_first()
+        super()._keep_first()
         self.queues = queues
 
 

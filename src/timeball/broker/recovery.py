@@ -47,8 +47,7 @@ from timeball.log.snapshot import last_snapshot
 from timeball.message import CANCEL_NEXT, Int64Array, Kind
 from timeball.schedule import locations
 from timeball.schedule.locations import Waiting
-from timeball.schedule.outcomes import Settled
-from timeball.schedule.release_cursor import ReleaseCursor
+from timeball.schedule.outcomes import ReleaseCursor, Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog

@@ -61,7 +61,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     tick: tuple[int, int] = (
         0,
         0,
-    )  # see schedule/release_cursor.py: the second being sent, and how many of it have been
+    )  # see schedule/outcomes.py: the second being sent, and how many of it have been
     moved: list[tuple[int, int, int]] = []  # see schedule/moved.py: (due_ms, seq, next_seq)
     schedule: str = "hour_log"  # who kept promises for an instant
     kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some

@@ -1,7 +1,7 @@
 """The contract of a backlog: how promises wait that are far from their instant. Five questions, asked in batches.
 
     add            Keep these durable promises. Which of them are near enough that the scheduler has them at once?
-    first_due_ms   Nothing that has not been opened is due before this; None when nothing waits.
+    first_due_ms   Nothing that has not been opened is due before this; FAR_MS when nothing waits.
     open           Give up what may be due before an instant: to be loaded, or to be written again.
     needed_seq     Which is the oldest row of the log that is still needed?
     state/restore  What does a restart need besides the log and the backlog's own files?
@@ -27,10 +27,10 @@ import pyarrow as pa
 from timeball.files import File
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import Waiting, take_promises
 from timeball.schedule.outcomes import Settled
 
-FAR_MS = 1 << 62
 IN_TABLE = -1  # as a row: the promise lies in a file of the pending table
 SORT_ROWS = 1 << 16  # promises that the event loop sorts out in one go: some milliseconds
 
@@ -97,13 +97,12 @@ class Backlog(Protocol):
     # Whether `open` may give another instant than the promised one, by which outcomes know a promise. Such a backlog
     # leaves out what is settled itself.
     has_own_instants: bool = False
+    # A lower bound of the instants of all that has not been opened. Each backlog keeps it whenever it changes, since
+    # the scheduler reads it at every step.
+    first_due_ms: int = FAR_MS
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
         """Keep these; true for those that count as opened, which are the scheduler's from now on."""
-
-    @property
-    def first_due_ms(self) -> int | None:
-        """Return a lower bound of the instants of all that has not been opened; asked at every add, so it is kept."""
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Give up all that may be due before `until_ms`, or the first part of it; `first_due_ms` moves on."""

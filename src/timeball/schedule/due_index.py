@@ -20,6 +20,7 @@ from timeball.message import Int64Array
 from timeball.table.data_file import search
 
 RUNS_MAX = 24
+FAR_MS = 1 << 62  # behind every instant
 
 _EMPTY = np.empty(0, np.int64)
 
@@ -69,6 +70,8 @@ class DueIndex:
     def __init__(self) -> None:
         self._runs: list[_Run] = []
         self._size = 0
+        # The earliest instant, FAR_MS without any: kept, since the scheduler reads it at every step.
+        self.first_due_ms = FAR_MS
 
     def __len__(self) -> int:
         return self._size
@@ -77,14 +80,12 @@ class DueIndex:
         """Add pairs in any order; they must not be present."""
         if len(due_ms) == 0:
             return
-        self._runs.append(_Run(*_sorted(due_ms, seq)))
+        run = _Run(*_sorted(due_ms, seq))
+        self._runs.append(run)
         self._size += len(due_ms)
+        self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         if len(self._runs) > RUNS_MAX:
             self._merge()
-
-    def min_due_ms(self) -> int | None:
-        """The earliest instant."""
-        return min((int(run.due[0]) for run in self._runs), default=None)
 
     def count_before(self, due_ms: int) -> int:
         """Pairs with an instant before `due_ms`."""
@@ -100,9 +101,12 @@ class DueIndex:
                 parts.append((run.due[:cut], run.seq[:cut]))
             if cut < len(run):
                 kept.append(run.after(cut) if cut else run)
+        if not parts:
+            return _EMPTY, _EMPTY
         self._runs = kept
         popped = _concat(parts)
         self._size -= len(popped[0])
+        self._keep_first()
         return popped
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
@@ -147,6 +151,10 @@ class DueIndex:
                 runs.append(run)
         self._runs = runs
         self._size = sum(len(run) for run in runs)
+        self._keep_first()
+
+    def _keep_first(self) -> None:
+        self.first_due_ms = min((int(run.due[0]) for run in self._runs), default=FAR_MS)
 
     def _merge(self) -> None:
         self._runs.sort(key=len)

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.message import Int64Array, int64
+from timeball.schedule.due_index import FAR_MS
 from timeball.table.data_file import search
 
 SLOT_MS = limits.SECOND_MS
@@ -30,11 +31,6 @@ ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
 ARRIVAL_BATCHES_MAX = 256
 RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
 OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
-
-
-def slot_of(due_ms: int) -> int:
-    """Number of the slot that holds an instant."""
-    return due_ms // SLOT_MS
 
 
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
@@ -82,14 +78,11 @@ class Run:
         """Return some of the rows, none of which has been handed out."""
         return Run(self.due[keep], self.seq[keep], self.rows.filter(pa.array(keep)))
 
-    def rows_due_by(self, now_ms: int) -> pa.RecordBatch:
-        """Return the rows, those promised for later as due now: a clock was set back (delay_levels)."""
-        promised_ms = int64(self.rows.column("due_ms"))
-        if int(promised_ms.max()) <= now_ms:
-            return self.rows
-        at = self.rows.schema.get_field_index("due_ms")
-        due_ms = pa.array(np.minimum(promised_ms, self.due))
-        return self.rows.set_column(at, self.rows.schema.field(at), due_ms)
+    def rows_as_due(self) -> pa.RecordBatch:
+        """Return the rows, those promised for later than now as due when they count as due."""
+        column = self.rows.schema.get_field_index("due_ms")
+        due_ms = pa.array(np.minimum(int64(self.rows.column(column)), self.due))
+        return self.rows.set_column(column, self.rows.schema.field(column), due_ms)
 
 
 class DueWheel:
@@ -100,13 +93,11 @@ class DueWheel:
         self._used: list[int] = []  # heap of slot numbers
         self._arrivals: list[pa.RecordBatch] = []
         self._arrival_rows = 0
-        self._arrival_min_ms: int | None = None
-        self._size = self._size_bytes = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """About how much memory the rows take that are not handed out."""
-        return self._size_bytes
+        self._arrivals_first_ms = FAR_MS
+        self._size = 0
+        self.size_bytes = 0  # about how much memory the rows take that are not handed out
+        # The earliest instant that waits here, FAR_MS without any: kept, as the scheduler reads it at every step.
+        self.first_due_ms = FAR_MS
 
     def __len__(self) -> int:
         return self._size
@@ -116,12 +107,11 @@ class DueWheel:
         if rows.num_rows == 0:
             return
         self._size += rows.num_rows
-        self._size_bytes += rows.nbytes
+        self.size_bytes += rows.nbytes
         self._arrivals.append(rows)
         self._arrival_rows += rows.num_rows
-        earliest = int(int64(rows.column("due_ms")).min())
-        if self._arrival_min_ms is None or earliest < self._arrival_min_ms:
-            self._arrival_min_ms = earliest
+        self._arrivals_first_ms = min(self._arrivals_first_ms, int(int64(rows.column("due_ms")).min()))
+        self.first_due_ms = min(self.first_due_ms, self._arrivals_first_ms)
         if self._arrival_rows >= ARRIVALS_MAX or len(self._arrivals) >= ARRIVAL_BATCHES_MAX:
             self._place_arrivals()
 
@@ -130,26 +120,18 @@ class DueWheel:
         if len(run.due) == 0:
             return
         self._size += len(run.due)
-        self._size_bytes += run.rows.nbytes
+        self.size_bytes += run.rows.nbytes
+        self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         self._place(run)
 
-    def next_due_ms(self) -> int | None:
-        """The earliest instant waiting here."""
-        head = None
-        if self._used:
-            head = min(int(run.due[run.cursor]) for run in self._slots[self._used[0]])
-        if self._arrival_min_ms is None or (head is not None and head <= self._arrival_min_ms):
-            return head
-        return self._arrival_min_ms
-
-    def take_due(self, high: tuple[int, int], limit: int) -> Run | None:
-        """Hand out up to `limit` rows before `high` = (due_ms, seq), in order; None when there are none."""
-        if self._arrival_min_ms is not None and self._arrival_min_ms <= high[0]:
+    def take_due(self, before_ms: int, limit: int) -> Run | None:
+        """Return up to `limit` rows due before `before_ms`, in order, no longer here; None when there are none."""
+        if self._arrivals_first_ms < before_ms:
             self._place_arrivals()
         taken: list[Run] = []
         count = 0
         while self._used and count < limit:
-            part = self._take_from_slot(self._used[0], high, limit - count)
+            part = self._take_from_slot(self._used[0], before_ms, limit - count)
             if part is None:
                 break
             taken.append(part)
@@ -159,28 +141,19 @@ class DueWheel:
         self._size -= count
         # What a view of some rows holds is not exact to the byte.
         handed_out = sum(run.rows.nbytes for run in taken)
-        self._size_bytes = max(0, self._size_bytes - handed_out) if self._size else 0
+        self.size_bytes = max(0, self.size_bytes - handed_out) if self._size else 0
+        self._keep_first()
         if len(taken) == 1:
             return taken[0]
         rows = pa.concat_batches([run.rows for run in taken])  # slots follow each other: still sorted
         return Run(np.concatenate([r.due for r in taken]), np.concatenate([r.seq for r in taken]), rows)
 
-    def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which of these pairs wait here."""
-        self._place_arrivals()
-        found = np.zeros(len(seq), dtype=np.bool_)
-        slots = due_ms // 1000
-        for slot in np.unique(slots).tolist():
-            here = slots == slot
-            for run in self._slots.get(slot, []):
-                found[here] |= np.isin(seq[here], run.seq[run.cursor :])
-        return found
-
-    def _take_from_slot(self, slot: int, high: tuple[int, int], limit: int) -> Run | None:
+    def _take_from_slot(self, slot: int, before_ms: int, limit: int) -> Run | None:
         runs = self._slots[slot] = _fewer(self._slots[slot])
-        ends = [_end(run, high) for run in runs]
+        ends = [run.cursor + int(np.searchsorted(run.due[run.cursor :], before_ms)) for run in runs]
         if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit:
-            ends = [_end(run, _cutoff(runs, ends, limit)) for run in runs]
+            cutoff = _cutoff(runs, ends, limit)
+            ends = [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], cutoff) for run in runs]
         parts = [run.part(run.cursor, end) for run, end in zip(runs, ends, strict=True) if end > run.cursor]
         if not parts:
             return None
@@ -195,10 +168,17 @@ class DueWheel:
         # Only what is handed out is merged: merging the whole slot at each tick would copy it a thousand times.
         return parts[0] if len(parts) == 1 else Run.of([part.rows for part in parts])
 
+    def _keep_first(self) -> None:
+        first_ms = self._arrivals_first_ms
+        if self._used:
+            heads = (int(run.due[run.cursor]) for run in self._slots[self._used[0]])
+            first_ms = min(first_ms, *heads)
+        self.first_due_ms = first_ms
+
     def _place_arrivals(self) -> None:
         if self._arrivals:
             run = Run.of(self._arrivals)
-            self._arrivals, self._arrival_rows, self._arrival_min_ms = [], 0, None
+            self._arrivals, self._arrival_rows, self._arrivals_first_ms = [], 0, FAR_MS
             self._place(run)
 
     def _place(self, run: Run) -> None:
@@ -234,10 +214,6 @@ def _fewer(runs: list[Run]) -> list[Run]:
     runs = sorted(runs, key=_left)
     largest = [] if _left(runs[-1]) < ARRIVALS_MAX else [runs.pop()]
     return [Run.of([run.rows.slice(run.cursor) for run in runs]), *largest]
-
-
-def _end(run: Run, high: tuple[int, int]) -> int:
-    return run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], high)
 
 
 def _cutoff(runs: list[Run], ends: list[int], limit: int) -> tuple[int, int]:

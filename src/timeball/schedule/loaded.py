@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.message import Int64Array, int64
-from timeball.schedule.backlog import FAR_MS, Bools
-from timeball.schedule.due_index import DueIndex
+from timeball.schedule.backlog import Bools
+from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.due_wheel import DueWheel, Run
 from timeball.schedule.external_delivery import OPENED_ROWS_MAX, ExternalDelivery
 from timeball.schedule.locations import Locations
@@ -56,7 +56,7 @@ class Source:
 
     def forget_settled(self, outcomes: Outcomes) -> None:
         """Let go of the first of them as far as they are settled."""
-        while (head_ms := self.index.min_due_ms()) is not None:
+        while (head_ms := self.index.first_due_ms) < FAR_MS:
             due, seq = self.index.between(EVER, (head_ms + 1, 0))
             settled = outcomes.is_settled(due, seq)
             if not settled.all():
@@ -160,7 +160,7 @@ class Loaded:
         """Let go of all of a source: its backlog will give it up again."""
         source.index, source.locations = DueIndex(), Locations()
         source.opened += 1
-        run = self._wheel.take_due((FAR_MS, 0), len(self._wheel))
+        run = self._wheel.take_due(FAR_MS, len(self._wheel))
         if run is not None:
             kept = ~is_of_source(run.seq)
             self._wheel.add_run(run if kept.all() else run.filtered(kept))
@@ -174,7 +174,9 @@ class Loaded:
         """
         self._gather_if_needed(now_ms)
         high_ms = min(now_ms + 1, below_ms, self._unloaded_ms(now_ms))
-        while (run := self._wheel.take_due((high_ms, 0), limit)) is not None:
+        while (
+            self._wheel.first_due_ms < high_ms and (run := self._wheel.take_due(high_ms, limit)) is not None
+        ):
             # By the instants they were promised for: a level's row may count as due earlier (delay_levels).
             promised_ms = int64(run.rows.column("due_ms"))
             keep = ~self._outcomes.was_cancelled(promised_ms, run.seq)
@@ -183,13 +185,14 @@ class Loaded:
                     continue
                 run, promised_ms = run.filtered(keep), promised_ms[keep]
             self._outcomes.hand_out(promised_ms, run.seq)
-            return run.rows_due_by(now_ms)
+            # Promised for later, and due all the same: a clock was set back (delay_levels).
+            return run.rows if int(promised_ms.max()) <= now_ms else run.rows_as_due()
         return None
 
     def next_ms(self, now_ms: int, below_ms: int) -> int:
         """Return when `take_due` has something to do, for what is due before `below_ms`; FAR_MS when never."""
-        first_ms = self._wheel.next_due_ms()
-        if first_ms is None or first_ms >= min(below_ms, self._gathering_ms):
+        first_ms = self._wheel.first_due_ms
+        if first_ms >= min(below_ms, self._gathering_ms):
             first_ms = FAR_MS  # the end of a gather is told, and so is what a backlog opens
         return first_ms if self._gathering is not None else min(first_ms, self._gather_ms(now_ms))
 
@@ -198,11 +201,9 @@ class Loaded:
         for source in self._sources:
             if source.external is not None:
                 source.forget_settled(self._outcomes)  # brought by a dispatcher
-        firsts = (source.index.min_due_ms() for source in self._sources)
+        firsts = (source.index.first_due_ms for source in self._sources)
         gathers = (int(gather.due[0]) for gather in self._gathers)
-        return min(
-            (ms for ms in (self._wheel.next_due_ms(), *firsts, *gathers) if ms is not None), default=FAR_MS
-        )
+        return min(self._wheel.first_due_ms, *firsts, *gathers)
 
     def needed_seq(self) -> int | None:
         """Return the oldest row of the log whose body is not in memory, or an older one."""
@@ -224,8 +225,8 @@ class Loaded:
         """Return the earliest instant of a promise without a body, of those that hold up others."""
         first_ms = self._gathering_ms
         for source in self._sources:
-            head_ms = source.index.min_due_ms()
-            if head_ms is not None and head_ms < first_ms and not source.is_left_outside(now_ms):
+            head_ms = source.index.first_due_ms
+            if head_ms < first_ms and not source.is_left_outside(now_ms):
                 first_ms = head_ms
         return first_ms
 
@@ -234,8 +235,8 @@ class Loaded:
         lead_ms = self._ahead_ms // 2 if self._has_room_for_bodies() else 0
         first_ms = FAR_MS
         for source in self._sources:
-            head_ms = source.index.min_due_ms()
-            if head_ms is not None:
+            head_ms = source.index.first_due_ms
+            if head_ms < FAR_MS:
                 load_ms = head_ms - lead_ms
                 if source.external is not None:
                     load_ms = source.external.load_ms(now_ms, head_ms, load_ms)
@@ -252,12 +253,11 @@ class Loaded:
         rows_max = max(1, self._gather_bytes // 2 // self._row_bytes)
         untils = []
         for source in self._sources:
-            head_ms = source.index.min_due_ms()
             ahead_ms = now_ms + self._ahead_ms if has_room else now_ms
             if source.is_left_outside(now_ms):
                 assert source.external is not None
                 ahead_ms = now_ms - source.external.grace_ms
-            untils.append(-FAR_MS if head_ms is None else ahead_ms + 1)
+            untils.append(ahead_ms + 1 if len(source.index) else -FAR_MS)
         high = self._cut(untils, rows_max)
         gathers: list[Gathering] = []
         for source, until_ms in zip(self._sources, untils, strict=True):

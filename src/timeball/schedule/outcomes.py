@@ -1,4 +1,4 @@
-"""What has become of promises: handed out, released, cancelled; and the mark, which lets most of that be forgotten.
+"""The outcomes of promises: handed out, released, cancelled; the mark, which lets most be forgotten; the cursor.
 
     waits -> in flight -> released          handed out in order, durable in the same order
     waits -> cancelled
@@ -10,6 +10,13 @@ so what it covers may be forgotten. It moves on when T has caught up with it.
 
 A name is a pair (instant, number): a promise that goes on at another instant is another pair, and its old pair counts
 as settled.
+
+The *cursor* says how far the sending has come: the latest second of which a message has been sent (the tick), and
+how many of that second have been sent durably (the local index). It follows from the release records alone, so a
+successor that has the log has the cursor. A promise that came too late, or a clock that was set back, leaves it as it
+is: it never decreases, and does not depend on the order of the records. It says how far, and not which: promises of
+the tick that were cancelled are not counted, and one that came late into it may stand before others that are. Which
+promises are settled is said by the pairs, so a restart from an older cursor repeats nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +28,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from timeball import limits
 from timeball.message import Int64Array
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.moved import Moved
-from timeball.schedule.release_cursor import NOTHING_SENT, ReleaseCursor
 
 _NONE = np.empty(0, np.int64)
 
@@ -57,6 +64,28 @@ class Settled:
 
 
 NOTHING_SETTLED = Settled(-(1 << 62), _NONE, _NONE, 0)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ReleaseCursor:
+    """`tick_ms` is the first instant of the second; 0 and 0 before anything has been sent."""
+
+    tick_ms: int = 0
+    local_index: int = 0
+
+    def after(self, due_ms: Int64Array) -> ReleaseCursor:
+        """Return the cursor when promises for these instants have been sent besides, in any order."""
+        if len(due_ms) == 0:
+            return self
+        last_ms = int(due_ms.max())
+        tick_ms = last_ms - last_ms % limits.SECOND_MS
+        if tick_ms < self.tick_ms:
+            return self
+        sent = int((due_ms >= tick_ms).sum())
+        return ReleaseCursor(tick_ms, sent + (self.local_index if tick_ms == self.tick_ms else 0))
+
+
+NOTHING_SENT = ReleaseCursor()
 
 
 class Outcomes:
@@ -136,6 +165,8 @@ class Outcomes:
         What was settled before a restart counts as cancelled: a release is covered soon, so what is remembered for
         longer than the log keeps its rows was cancelled, and of the others the log knows better.
         """
+        if not len(seq) or self._cancelled.first_due_ms > int(due_ms.max()):
+            return np.zeros(len(seq), np.bool_)  # nearly always: only what is far ahead is cancelled
         return self._cancelled.contains(due_ms, seq)
 
     # -- the mark, and what a checkpoint saves -------------------------------------------------------------

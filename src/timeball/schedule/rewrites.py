@@ -22,6 +22,7 @@ import pyarrow as pa
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools, Opened
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import take_promises
 from timeball.schedule.outcomes import Outcomes
 
@@ -52,7 +53,7 @@ class Batch:
 
 
 class Rewrites:
-    """Belongs to the event loop. `len` counts promises that are being written again."""
+    """Belongs to the event loop."""
 
     def __init__(
         self,
@@ -72,20 +73,18 @@ class Rewrites:
         self._loading_batch: Batch | None = None
         self._ready: deque[tuple[Batch, pa.RecordBatch]] = deque()
         self._in_flight: deque[Batch] = deque()
-        self.in_flight_rows = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self._all()))
+        # Kept, as the scheduler reads them at every step: all promises here, and those of them in flight.
+        self.rows = self.in_flight_rows = 0
 
     @property
     def has_room(self) -> bool:
         """Return whether backlogs may give up more to be written again."""
-        return len(self) - self.in_flight_rows < ROWS_MAX
+        return self.rows - self.in_flight_rows < ROWS_MAX
 
     @property
     def is_full(self) -> bool:
         """Return whether there are so many that no backlog may give up more, whatever waits for it."""
-        return len(self) - self.in_flight_rows >= FULL_ROWS
+        return self.rows - self.in_flight_rows >= FULL_ROWS
 
     @property
     def rows_in_memory(self) -> int:
@@ -103,13 +102,13 @@ class Rewrites:
         """Return whether `take` has something."""
         return bool(self._ready)
 
-    def first_due_ms(self) -> int | None:
-        """Return the earliest instant of those that are not settled: what is due later must wait for it."""
-        found: int | None = None
+    def first_due_ms(self) -> int:
+        """Return the earliest instant of those that are not settled, FAR_MS without any."""
+        found = FAR_MS
         for batch in sorted(self._all(), key=lambda batch: int(batch.promises.due_ms.min())):
             promises = batch.promises
             first = int(promises.due_ms.argmin())
-            if found is not None and promises.due_ms[first] >= found:
+            if promises.due_ms[first] >= found:
                 break
             # One look is nearly always enough; a thousand cancelled ones need another.
             if self._outcomes.is_settled(promises.due_ms[first : first + 1], promises.seq[first : first + 1])[
@@ -117,8 +116,7 @@ class Rewrites:
             ]:
                 promises = promises.part(~self._outcomes.is_settled(promises.due_ms, promises.seq))
             if len(promises):
-                first_ms = int(promises.due_ms.min())
-                found = first_ms if found is None else min(found, first_ms)
+                found = min(found, int(promises.due_ms.min()))
         return found
 
     def needed_seq(self) -> int | None:
@@ -128,6 +126,7 @@ class Rewrites:
     def add(self, backlog: Backlog, promises: Opened) -> None:
         """Write these again, which a backlog has given up."""
         if len(promises):
+            self.rows += len(promises)
             self._waiting.append(Batch(backlog, promises))
             self._load_if_idle()
 
@@ -142,6 +141,7 @@ class Rewrites:
             self._load_if_idle()
             waits = self._waits(batch.promises)
             if not waits.all():
+                self.rows -= len(batch) - int(waits.sum())
                 batch, rows = Batch(batch.backlog, batch.promises.part(waits)), rows.filter(pa.array(waits))
             if len(batch):
                 self._in_flight.append(batch)
@@ -159,6 +159,7 @@ class Rewrites:
         if len(rest):
             self._in_flight.appendleft(rest)
         self.in_flight_rows -= len(seq)
+        self.rows -= len(seq)
         return arrived
 
     async def wait_idle(self) -> None:
@@ -187,7 +188,9 @@ class Rewrites:
             if len(batch) > rows:
                 batch, rest = batch.split(rows)
                 self._waiting.appendleft(rest)
-            batch = Batch(batch.backlog, batch.promises.part(self._waits(batch.promises)))
+            waits = self._waits(batch.promises)
+            self.rows -= len(batch) - int(waits.sum())
+            batch = Batch(batch.backlog, batch.promises.part(waits))
             if len(batch):
                 self._loading_batch = batch
                 self._loading = asyncio.get_running_loop().create_task(self._load(batch))

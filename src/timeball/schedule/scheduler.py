@@ -28,7 +28,8 @@ import pyarrow as pa
 from timeball import limits
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, int64
-from timeball.schedule.backlog import FAR_MS, SORT_ROWS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.due_wheel import Run
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
@@ -164,7 +165,7 @@ class Scheduler:
 
         They keep their numbers and the time they were accepted at (`store_ms`).
         """
-        return self.rewrites.take(limit)
+        return self.rewrites.take(limit) if self.rewrites.rows else None
 
     def rewritten(self, seq: Int64Array, row_seq: Int64Array, now_ms: int) -> None:
         """Keep promises given out by `take_rewrites`, in that order, in these rows from now on: they are durable."""
@@ -187,7 +188,7 @@ class Scheduler:
         the others no more.
         """
         waited = self.outcomes.cancel(due_ms, seq)
-        if len(self.rewrites):
+        if self.rewrites.rows:
             self._look_now()
         return waited
 
@@ -247,7 +248,7 @@ class Scheduler:
         return {
             "near_rows": len(self.loaded),
             "wheel_rows": self.loaded.wheel_rows,
-            "moving_rows": len(self.rewrites),
+            "moving_rows": self.rewrites.rows,
             "moved_rows": self._rewritten_rows,
             "cancelled_rows": self.outcomes.cancelled_rows,
             "dispatched_rows": left,
@@ -265,9 +266,12 @@ class Scheduler:
 
     def _below_ms(self) -> int:
         """Return the instant at which something may be due that is not loaded: nothing later is handed out."""
-        firsts = [backlog.first_due_ms for backlog in self.backlogs]
-        firsts += [first_ms for _, first_ms in self._openings.values()]
-        return min((ms for ms in (*firsts, self.rewrites.first_due_ms()) if ms is not None), default=FAR_MS)
+        below_ms = self.rewrites.first_due_ms() if self.rewrites.rows else FAR_MS
+        for backlog in self.backlogs:
+            below_ms = min(below_ms, backlog.first_due_ms)
+        for _, first_ms in self._openings.values():
+            below_ms = min(below_ms, first_ms)
+        return below_ms
 
     def _open_ms(self, backlog: Backlog) -> int:
         """Return when to open a backlog: half the lead ahead, and the other half is left to load bodies in.
@@ -275,10 +279,15 @@ class Scheduler:
         Without room it is opened when it holds up what is loaded, or what is due.
         """
         first_ms = backlog.first_due_ms
-        if first_ms is None or id(backlog) in self._openings or self.rewrites.is_full:
+        if first_ms == FAR_MS or id(backlog) in self._openings:
+            return FAR_MS
+        open_ms = first_ms - self._ahead_ms // 2
+        if open_ms > self._now_ms:
+            return open_ms  # whether there is room is asked then
+        if self.rewrites.is_full:
             return FAR_MS
         if self.loaded.has_room(self._now_ms) and self.rewrites.has_room:
-            return first_ms - self._ahead_ms // 2
+            return open_ms
         return first_ms if first_ms <= self.loaded.first_due_ms() else FAR_MS
 
     def _open_if_needed(self, now_ms: int) -> None:
@@ -287,9 +296,8 @@ class Scheduler:
                 self._start_opening(backlog, now_ms)
 
     def _start_opening(self, backlog: Backlog, now_ms: int) -> None:
-        first_ms = backlog.first_due_ms
         task = asyncio.get_running_loop().create_task(self._open(backlog, now_ms))
-        self._openings[id(backlog)] = task, FAR_MS if first_ms is None else first_ms
+        self._openings[id(backlog)] = task, backlog.first_due_ms
         task.add_done_callback(lambda _: self._opening_ended(backlog, task))
 
     async def _open(self, backlog: Backlog, now_ms: int) -> None:
@@ -355,10 +363,11 @@ class Scheduler:
 
     def next_due_ms(self) -> int | None:
         """Return when there is something to do: to hand out, to load, to open, to write again; None when never."""
-        if self.rewrites.is_ready:
+        if self.rewrites.rows and self.rewrites.is_ready:
             return self._now_ms
         next_ms = self.loaded.next_ms(self._now_ms, self._below_ms())
-        next_ms = min(next_ms, *(self._open_ms(backlog) for backlog in self.backlogs))
+        for backlog in self.backlogs:
+            next_ms = min(next_ms, self._open_ms(backlog))
         return None if next_ms == FAR_MS else next_ms
 
     def fall_asleep(self, *, until_durable: bool = False) -> int | None:
@@ -377,9 +386,8 @@ class Scheduler:
             self.on_earlier()
 
     def _expect_opening(self, backlog: Backlog) -> None:
-        first_ms = backlog.first_due_ms
-        if first_ms is not None:
-            self._expect(first_ms - self._ahead_ms // 2)
+        if backlog.first_due_ms < FAR_MS:
+            self._expect(backlog.first_due_ms - self._ahead_ms // 2)
 
     def _look_now(self) -> None:
         self._expect(-FAR_MS + 1)

@@ -23,8 +23,7 @@ from timeball.clock import ManualClock
 from timeball.key_hash import hash_text
 from timeball.message import Kind, int64
 from timeball.schedule.hour_log import pending
-from timeball.schedule.outcomes import Outcomes
-from timeball.schedule.release_cursor import NOTHING_SENT, ReleaseCursor
+from timeball.schedule.outcomes import NOTHING_SENT, Outcomes, ReleaseCursor
 from timeball.schedule.scheduler import Scheduler
 from timeball.table.layout import KEYS_FOLDER
 

@@ -12,6 +12,7 @@ from tests.schedule.table_files import table_rows
 from timeball import limits
 from timeball.broker.tables.compact import write_files
 from timeball.message import READ_SCHEMA, Int64Array, Kind
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log import pending
 from timeball.schedule.hour_log.pending import OPEN_MS, PendingFiles, close_far, load, survey
 from timeball.schedule.outcomes import Settled
@@ -68,7 +69,7 @@ def test_what_is_opened_is_every_row_before_an_instant_and_once(
         assert found == [pair for pair in pairs if pair[0] < until_ms and pair not in seen]
         seen += found
         left = [due for due, _ in pairs if due >= until_ms]
-        assert not left or (live.first_due_ms is not None and live.first_due_ms <= min(left))
+        assert not left or live.first_due_ms <= min(left)
 
 
 @given(BATCHES, st.integers(0, 5), st.integers(1, 40 * limits.DAY_MS))
@@ -101,11 +102,11 @@ def test_a_window_is_bounded_and_moves(batches: list[list[int]], rows_max: int) 
         patch.setattr(pending, "WINDOW_ROWS_MAX", rows_max)
         seen: list[Pair] = []
         for _ in range(1_000):
-            if live.first_due_ms is None:
+            if live.first_due_ms == FAR_MS:
                 break
             before_ms = live.first_due_ms
             seen += opened(live, NOW_MS + 1_000)
-            assert live.first_due_ms is None or live.first_due_ms > before_ms
+            assert live.first_due_ms > before_ms
     assert sorted(seen) == pairs
 
 
@@ -118,7 +119,7 @@ def test_a_walk_through_a_few_files_at_a_time_finds_every_row(
     seen: list[Pair] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pending, "WINDOW_FILES_MAX", files_max)
-        while (upcoming := live.first_due_ms) is not None:
+        while (upcoming := live.first_due_ms) < FAR_MS:
             files, until_ms = live.to_open(upcoming + step_ms)
             assert upcoming < until_ms <= upcoming + step_ms
             assert len(files) <= files_max or until_ms == upcoming + 1, "only those of one instant are more"
@@ -134,7 +135,7 @@ def test_a_file_with_few_rows_is_looked_into_for_each_and_no_more() -> None:
     files = CrashFiles()
     live = PendingFiles(files, write(files, dues))
     looks = 0
-    while (upcoming := live.first_due_ms) is not None:
+    while (upcoming := live.first_due_ms) < FAR_MS:
         opened(live, upcoming + limits.HOUR_MS)
         looks += 1
     assert looks <= 2 * len(dues) + len(live)
@@ -154,7 +155,7 @@ def test_what_comes_late_is_opened_and_what_moved_is_not_opened_again() -> None:
     moved = write(files, [NOW_MS + 20, NOW_MS + 70], first_seq=20)
     live.attach(Attachment(job="compact", job_id="c", epoch=1, files=moved, removes=[]), NOW_MS + 50)
     assert opened(live, NOW_MS + 200) == [(NOW_MS + 60, 11), (NOW_MS + 70, 21), (NOW_MS + 100, 1)]
-    assert live.first_due_ms is None
+    assert live.first_due_ms == FAR_MS
 
 
 def test_a_start_begins_behind_the_mark_but_for_files_that_came_after_it() -> None:
@@ -214,7 +215,7 @@ def test_rows_of_the_table_look_like_rows_of_the_log() -> None:
 
 def test_an_empty_table_answers() -> None:
     live = PendingFiles(CrashFiles(), [])
-    assert live.first_due_ms is None
+    assert live.first_due_ms == FAR_MS
     assert live.to_open(NOW_MS) == ([], NOW_MS)
     assert len(survey([], NOW_MS).seq) == 0
     assert load([], FIRST, LAST) is None

@@ -13,6 +13,7 @@ from tests.schedule.world import World
 from timeball.errors import Corrupt, OverLimit, SetupError
 from timeball.limits import DAY_MS, MINUTE_MS
 from timeball.schedule import loaded
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.timer_wheel import backlog
 from timeball.schedule.timer_wheel.backlog import TimerWheel, WheelState, check
 from timeball.schedule.timer_wheel.placement import Slots
@@ -49,7 +50,7 @@ def needed_by(world: World) -> int | None:
 
 def first_slot(world: World) -> int:
     first_ms = wheel_of(world).first_due_ms
-    assert first_ms is not None
+    assert first_ms < FAR_MS
     return MINUTE.of_instant(first_ms)
 
 

@@ -24,6 +24,7 @@ from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.delay_levels.queue import LevelQueue
 from timeball.schedule.delay_levels.rows import restored
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes, Settled
 
@@ -56,7 +57,6 @@ class DelayLevels(Backlog):
         self.table, self.reader, self._indexes, self._outcomes = table, reader, indexes, outcomes
         self._ahead_ms = ahead_ms
         self._queues: dict[int, LevelQueue] = {}
-        self._first_due_ms: int | None = None  # kept: it is asked at each add
 
     # -- the five questions ----------------------------------------------------------------------------------
 
@@ -70,20 +70,15 @@ class DelayLevels(Backlog):
                 seq = queue.add_new(now_ms + self._ahead_ms)
                 if seq is not None:
                     opened.append(seq)
-        self._find_first()
+        self._keep_first()
         if not opened:
             return np.zeros(len(waiting), np.bool_)
         return np.isin(waiting.seq, np.concatenate(opened))
 
-    @property
-    def first_due_ms(self) -> int | None:
-        """Return when the first entry counts as due."""
-        return self._first_due_ms
-
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Take the heads of all queues; what is settled is left out here, by the instant it was promised for."""
         parts = [part for queue in self._queues.values() for part in queue.open(until_ms, OPEN_ROWS)]
-        self._find_first()
+        self._keep_first()
         if not parts:
             return Opened.nothing()
         released, due, seq = (np.concatenate(columns) for columns in zip(*parts, strict=True))
@@ -117,7 +112,7 @@ class DelayLevels(Backlog):
                 queue.rebuild()
                 self._remember_waits(queue)
                 queue.notice_set_back(now_ms)
-        self._find_first()
+        self._keep_first()
         return Opened.nothing()
 
     # -- what it is besides ----------------------------------------------------------------------------------
@@ -141,7 +136,7 @@ class DelayLevels(Backlog):
         for queue in self._queues.values():
             queue.rebuild()
             queue.notice_set_back(now_ms)
-        self._find_first()
+        self._keep_first()
         return True
 
     def holds(self, seq: Int64Array) -> Bools:
@@ -170,9 +165,9 @@ class DelayLevels(Backlog):
         queue = self._queues[number] = LevelQueue(number, index, duration_ms)
         return queue
 
-    def _find_first(self) -> None:
+    def _keep_first(self) -> None:
         firsts = (queue.first_due_ms() for queue in self._queues.values())
-        self._first_due_ms = min((ms for ms in firsts if ms is not None), default=None)
+        self.first_due_ms = min((ms for ms in firsts if ms is not None), default=FAR_MS)
 
     def _advance(self) -> None:
         for queue in self._queues.values():

@@ -8,5 +8,5 @@ no promise from one place to two.
 
 With the scheduler it is the two-level wheel over hourly delay logs, with sorted files where that chains messages by the
 second: files are open within two hours of now, a heap of used slots (`due_wheel.py`) takes the place of turning, and
-what a successor starts from, the tick and the local index, is in the release records (`release_cursor.py`).
+what a successor starts from, the tick and the local index, is in the release records (`outcomes.py`).
 """

@@ -20,8 +20,8 @@ import pyarrow as pa
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import READ_SCHEMA, Int64Array, int64
-from timeball.schedule.backlog import FAR_MS, IN_TABLE, Backlog, Bools, Opened, Rewritten
-from timeball.schedule.due_index import DueIndex
+from timeball.schedule.backlog import IN_TABLE, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.hour_log.pending import PendingFiles, Window, close_far, load, survey
 from timeball.schedule.locations import Locations, Waiting
 from timeball.schedule.outcomes import Settled
@@ -48,28 +48,22 @@ class HourLog(Backlog):
         self._tail = DueIndex()
         self._locations = Locations()  # of promises in the tail that do not lie in their first row
         self._opened_ms = -FAR_MS  # the tail has given up all that is due before
+        self._keep_first()
 
     # -- the five questions ----------------------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
         """Keep two numbers a promise, and of one that does not lie in its first row two more."""
-        ahead_ms, first_ms = now_ms + self._ahead_ms, self.first_due_ms
-        if first_ms is None or first_ms >= ahead_ms:
+        ahead_ms = now_ms + self._ahead_ms
+        if self.first_due_ms >= ahead_ms:
             self._opened_ms = max(self._opened_ms, ahead_ms)  # nothing is there to be opened
         opened = np.asarray(waiting.due_ms < self._opened_ms)
         if not opened.all():
             far = waiting if not opened.any() else waiting.part(~opened)
             self._tail.add(far.due_ms, far.seq)
             self._locations.add(far.seq, far.row_seq)
+            self._keep_first()
         return opened
-
-    @property
-    def first_due_ms(self) -> int | None:
-        """Return the tail's first instant or that of the files."""
-        tail_ms, files_ms = self._tail.min_due_ms(), self.pending.first_due_ms
-        if tail_ms is None or files_ms is None:
-            return files_ms if tail_ms is None else tail_ms
-        return min(tail_ms, files_ms)
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Give up who is due in the files, without bodies, and in the tail."""
@@ -82,6 +76,7 @@ class HourLog(Backlog):
         # No pause from here on: what is added meanwhile goes to the tail, until the bound has moved.
         due, seq = self._tail.pop_before(window.until_ms, 0)
         self._opened_ms = max(self._opened_ms, window.until_ms)
+        self._keep_first()
         return Opened.near(
             np.concatenate([window.due_ms, due]),
             np.concatenate([window.seq, seq]),
@@ -100,6 +95,7 @@ class HourLog(Backlog):
     ) -> Opened:
         """Begin with the tail's promises, and with files of which the mark covers the beginnings."""
         self.pending.skip_settled(settled)
+        self._keep_first()
         near = waiting.part(self.add(waiting, now_ms))
         return Opened.near(near.due_ms, near.seq, near.row_seq)
 
@@ -116,6 +112,7 @@ class HourLog(Backlog):
             self._tail.drop_seqs_below(attachment.to_seq)
             if not len(self._tail):
                 self._locations = Locations()
+        self._keep_first()
 
     def read_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
         """Return those of these sorted promises that the files hold (reader thread)."""
@@ -134,6 +131,9 @@ class HourLog(Backlog):
             "table_files": len(self.pending),
             "open_files": self.pending.open_files,
         }
+
+    def _keep_first(self) -> None:
+        self.first_due_ms = min(self._tail.first_due_ms, self.pending.first_due_ms)
 
     def _survey(self, files: list[tuple[DataFile, int]], until_ms: int, now_ms: int) -> Window:
         window = survey(files, until_ms)

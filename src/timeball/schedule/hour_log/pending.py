@@ -17,6 +17,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.files import Files
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, build_rows
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile, Position
@@ -35,8 +36,9 @@ class PendingFiles:
         self._files = files
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
         self._next_ms = {entry.path: entry.min_due_ms for entry in entries}
-        self._first_due_ms: int | None = None  # asked at each add, and there may be thousands of files
-        self._find_first()
+        # A lower bound of the instants that have not been opened: kept, as there may be thousands of files.
+        self.first_due_ms = FAR_MS
+        self._keep_first()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -77,11 +79,6 @@ class PendingFiles:
 
     # -- what has not been opened ----------------------------------------------------------------------------
 
-    @property
-    def first_due_ms(self) -> int | None:
-        """Return a lower bound of the instants that have not been opened."""
-        return self._first_due_ms
-
     def skip_settled(self, settled: Settled) -> None:
         """Leave out what the mark covers of the files in which it covers all."""
         self._next_ms = {
@@ -90,7 +87,7 @@ class PendingFiles:
             else max(file.entry.min_due_ms, settled.before_ms)
             for path, file in self._live.items()
         }
-        self._find_first()
+        self._keep_first()
 
     def has_unopened(self, paths: list[str], before_ms: int) -> bool:
         """Return whether one of these files may hold something due before `before_ms` that has not been opened."""
@@ -109,7 +106,7 @@ class PendingFiles:
         self._next_ms = {path: due_ms for path, due_ms in self._next_ms.items() if path in kept}
         for entry in attachment.files:
             self._next_ms[entry.path] = entry.min_due_ms if is_new else max(entry.min_due_ms, opened_ms)
-        self._find_first()
+        self._keep_first()
 
     def to_open(self, until_ms: int) -> tuple[list[tuple[DataFile, int]], int]:
         """Return files with something due before `until_ms`, each with its next instant; and how far to open them.
@@ -126,14 +123,14 @@ class PendingFiles:
     def opened(self, next_ms: dict[str, int]) -> None:
         """Remember from which instants on these files, by path, have not been opened."""
         self._next_ms |= {path: due_ms for path, due_ms in next_ms.items() if path in self._live}
-        self._find_first()
+        self._keep_first()
 
     def _is_ahead(self, file: DataFile) -> bool:
         return self._next_ms[file.entry.path] <= file.entry.max_due_ms
 
-    def _find_first(self) -> None:
+    def _keep_first(self) -> None:
         ahead = (self._next_ms[path] for path, file in self._live.items() if self._is_ahead(file))
-        self._first_due_ms = min(ahead, default=None)
+        self.first_due_ms = min(ahead, default=FAR_MS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from timeball.files import File, Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule import generations
-from timeball.schedule.backlog import FAR_MS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.level_cascade import timing_list
 from timeball.schedule.level_cascade.levels import plan
 from timeball.schedule.level_cascade.placement import (
@@ -78,7 +79,6 @@ class LevelCascade(Backlog):
         self._files, self.reader, self._outcomes = files, reader, outcomes
         self.lead_ms = lead_ms_of(ahead_ms)
         self.queues: list[HopQueue] = []
-        self._first_due_ms: int | None = None  # kept: it is asked at each add
         self._generation = self._known_seq = 0
         self._entry_ms = -FAR_MS  # when hops began that were entered last
         self._moved_from: list[Int64Array] = []  # rows left since queues were last asked to let go of them
@@ -97,11 +97,6 @@ class LevelCascade(Backlog):
         hops = plan(waiting.due_ms - now_ms) if rewritten is None else rewritten.note
         return self._enter(waiting, hops, self._entry_ms)
 
-    @property
-    def first_due_ms(self) -> int | None:
-        """Return the first instant that the heads of all queues allow."""
-        return self._first_due_ms
-
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Take the entries whose hops are over, and those of last hops that are due."""
         found = Opened.nothing()
@@ -117,7 +112,7 @@ class LevelCascade(Backlog):
                     break
             if len(found) >= OPEN_ROWS:
                 break
-        self._find_first()
+        self._keep_first()
         return found
 
     def needed_seq(self, settled_ms: int) -> int | None:
@@ -146,7 +141,7 @@ class LevelCascade(Backlog):
         near = self._open_the_near(now_ms)
         waiting = waiting.part(np.argsort(waiting.row_seq, kind="stable"))  # a queue is sorted by row as well
         fresh = waiting.part(self.add(waiting, now_ms))
-        self._find_first()
+        self._keep_first()
         return near.joined(Opened.near(fresh.due_ms, fresh.seq, fresh.row_seq))
 
     # -- what it is besides ----------------------------------------------------------------------------------
@@ -203,7 +198,7 @@ class LevelCascade(Backlog):
             head_ms = queue.head_ms
             queue.append(records[begin:end])
             if queue.head_ms != head_ms and queue.number != NEAR:
-                self._find_first()
+                self._keep_first()
         near = np.asarray(entered.queue == NEAR)
         if near.any():
             self.queues[NEAR].hold(self.queues[NEAR].take(FAR_MS, len(due)))
@@ -223,13 +218,13 @@ class LevelCascade(Backlog):
             hops = np.where(far, following(entries.due_ms, hops, now_ms), hops)
         return Opened(entries.due_ms, entries.seq, entries.at, hops, far)
 
-    def _find_first(self) -> None:
+    def _keep_first(self) -> None:
         firsts = (
             first_due_ms(queue.number, queue.head_ms, self.lead_ms)
             for queue in self.queues
             if queue.head_ms is not None
         )
-        self._first_due_ms = min(firsts, default=None)
+        self.first_due_ms = min(firsts, default=FAR_MS)
 
     # -- what is done, and what a restart finds ----------------------------------------------------------------
 

@@ -27,7 +27,8 @@ from timeball.files import File, Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule import generations
-from timeball.schedule.backlog import FAR_MS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes, Settled
 from timeball.schedule.timer_wheel import timer_log
@@ -102,13 +103,8 @@ class TimerWheel(Backlog):
                     self._arrivals_first = first
             if self.arrival_rows >= self._arrivals_max:
                 self.flush()
+        self._keep_first()
         return opened
-
-    @property
-    def first_due_ms(self) -> int | None:
-        """Return the begin of the first slot in use that has not been opened."""
-        first = self._first_slot()
-        return None if first is None else self.slots.begin_ms(first)
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Walk the chains of the next slots in use."""
@@ -118,6 +114,7 @@ class TimerWheel(Backlog):
         before = self._ring.bound
         heads = self._ring.open(to, OPEN_ROWS)
         self._opened = before
+        self._keep_first()
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._thread, self._log.walk, heads.slot, heads.last)
         self._opened = None
@@ -226,6 +223,7 @@ class TimerWheel(Backlog):
         self._ring.push(slots[begins], last, rows)
         # Only now: on a full disk they go on waiting in memory, and a checkpoint is tried again later.
         self._arrivals, self.arrival_rows, self._far_rows, self._arrivals_first = [], 0, 0, None
+        self._keep_first()
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
         """Return those of the timer log; the ring is never synced."""
@@ -247,6 +245,10 @@ class TimerWheel(Backlog):
         """Return the first slot in use that has not been opened."""
         known = [slot for slot in (self._ring.first_used(), self._arrivals_first) if slot is not None]
         return min(known, default=None)
+
+    def _keep_first(self) -> None:
+        first = self._first_slot()
+        self.first_due_ms = FAR_MS if first is None else self.slots.begin_ms(first)
 
     def _pass_unused(self, now_ms: int) -> None:
         """Move the bound over slots that are not used: they need no opening."""
