@@ -50,8 +50,8 @@ def test_the_frame_that_is_shown_can_be_read() -> None:
     assert fmt.read_segment_header(segment) == 17
     frame = fmt.read_frame(segment, fmt.ALIGN)
     assert frame is not None
-    assert (frame.first_seq, frame.span, frame.rows, frame.payload) == (17, 1, 1, 1400)
-    assert (frame.append_ms, frame.epoch, frame.synced_to, frame.end) == (1_767_225_600_001, 1, 64, 1_536)
+    assert (frame.first_seq, frame.span, frame.rows, frame.payload) == (17, 1, 1, 1528)
+    assert (frame.append_ms, frame.epoch, frame.synced_to, frame.end) == (1_767_225_600_001, 1, 64, 1_664)
     (row,) = fmt.decode_rows(segment, frame).to_pylist()
     assert (row["kind"], row["topic"], row["keys"], row["body"]) == (
         Kind.PROMISE,

@@ -80,9 +80,9 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
 }  # fmt: skip
 # first_seq -> position, length, span, append_ms, synced_to: two commits, the first of two frames.
 HEADERS = {
-    100: (64, 1728, 2, ACCEPTED_MS, 64),
-    102: (1792, 1536, 11, ACCEPTED_MS, 64),
-    113: (3328, 2112, 3, DUE_MS + 1, 3328),
+    100: (64, 1856, 2, ACCEPTED_MS, 64),
+    102: (1920, 1664, 11, ACCEPTED_MS, 64),
+    113: (3584, 2304, 3, DUE_MS + 1, 3584),
 }
 # Transactions, which came later: a half message and its end, and the fact that one is open.
 HALF: dict[str, Any] = {
@@ -99,8 +99,8 @@ TRANSACTION_FRAMES: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 TRANSACTION_HEADERS = {
-    100: (64, 1536, 1, ACCEPTED_MS, 64),
-    101: (1600, 1472, 1, ACCEPTED_MS + 1, 1600),
+    100: (64, 1664, 1, ACCEPTED_MS, 64),
+    101: (1728, 1600, 1, ACCEPTED_MS + 1, 1728),
 }
 # A promise of a delay level, and its release at the tenth second.
 LEVELLED: dict[str, Any] = {
@@ -123,8 +123,8 @@ LEVEL_FRAMES: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 LEVEL_HEADERS = {
-    100: (64, 1536, 1, ACCEPTED_MS, 64),
-    101: (1600, 1536, 1, ACCEPTED_MS + 10_000, 1600),
+    100: (64, 1664, 1, ACCEPTED_MS, 64),
+    101: (1728, 1664, 1, ACCEPTED_MS + 10_000, 1728),
 }
 # A promise that a cascade keeps, and its second row an hour later.
 HOPPING: dict[str, Any] = {
@@ -140,10 +140,24 @@ MOVED_FRAMES: dict[int, list[dict[str, Any]]] = {
             "properties": "TIMING-LIST\x013\x02", **HOPPING,
         },
     ],
+    102: [
+        {
+            "kind": 3, "store_ms": ACCEPTED_MS + 3_600_001, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
+            "from_due_ms": ACCEPTED_MS + 3_910_000, **HOPPING, "due_ms": ACCEPTED_MS + 3_700_000,
+        },
+    ],
+    103: [
+        {
+            "kind": 4, "queue_offset": 9, "store_ms": ACCEPTED_MS + 3_700_000, "accepted_ms": ACCEPTED_MS,
+            "source_seq": 100, "version_seq": 102, **HOPPING, "queue_id": 1, "due_ms": ACCEPTED_MS + 3_700_000,
+        },
+    ],
 }  # fmt: skip
 MOVED_HEADERS = {
-    100: (64, 1472, 1, ACCEPTED_MS, 64),
-    101: (1536, 1472, 1, ACCEPTED_MS + 3_600_000, 1536),
+    100: (64, 1600, 1, ACCEPTED_MS, 64),
+    101: (1664, 1600, 1, ACCEPTED_MS + 3_600_000, 1664),
+    102: (3264, 1600, 1, ACCEPTED_MS + 3_600_001, 3264),
+    103: (4864, 1600, 1, ACCEPTED_MS + 3_700_000, 4864),
 }
 # What the broker keeps of itself: a topic ahead of its first message; a value that is deleted.
 META_FRAMES: dict[int, list[dict[str, Any]]] = {
@@ -164,8 +178,8 @@ META_FRAMES: dict[int, list[dict[str, Any]]] = {
     ],
 }
 META_HEADERS = {
-    100: (64, 1664, 2, ACCEPTED_MS, 64),
-    102: (1728, 1664, 2, ACCEPTED_MS + 1_000, 1728),
+    100: (64, 1792, 2, ACCEPTED_MS, 64),
+    102: (1856, 1792, 2, ACCEPTED_MS + 1_000, 1856),
 }
 LOGS = {
     "commit-log-1-meta.log": (META_FRAMES, META_HEADERS),
@@ -414,8 +428,8 @@ def test_the_frame_index_says_what_it_said() -> None:
     segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
     files.replace(frame_index.index_name(segment), golden("frame-index-1.frames"))
     assert frame_index.load(files, segment, 116)
-    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5440, DUE_MS + 1)
-    assert segment.frame_positions.tolist() == [64, 1792, 3328]
+    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5888, DUE_MS + 1)
+    assert segment.frame_positions.tolist() == [64, 1920, 3584]
     assert segment.frame_seqs.tolist() == [100, 102, 113]
 
 

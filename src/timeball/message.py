@@ -31,7 +31,9 @@ class Kind(IntEnum):
     # Accepted, due later. Without an instant it is a half message, due when its transaction is committed; with a place
     # in a queue (of the schedule's topic) it waits for a delay level.
     PROMISE = 2
-    MOVED = 3  # the promise named by `source_seq`, written again so that it can go on waiting
+    MOVED = (
+        3  # the promise named by `source_seq`, written again: it lies elsewhere, or is due at another instant
+    )
     RELEASE = 4  # the message, now visible; `source_seq` names the promise it keeps
     CANCEL = 5  # the promise named by `source_seq` will not be kept
     TABLE = 6  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
@@ -66,10 +68,17 @@ LOG_SCHEMA = pa.schema(
         # they bring back to a consumer, if they are for that (broker/consuming/), or the half message that they
         # take the place of.
         ("source_seq", pa.int64()),
+        # Releases, cancels, moves: the row that gave the promise the instant it had; null when that is the promise.
+        ("version_seq", pa.int64()),
+        (
+            "from_due_ms",
+            pa.int64(),
+        ),  # moves to another instant: the one before; null for those to another place
     ]
 )
 
-# A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md.
+# A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md. `seq` is the row that
+# gave it its instant; `number` is the promise, null when that is the same row.
 TABLE_SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),
@@ -87,6 +96,7 @@ TABLE_SCHEMA = pa.schema(
         ("sys_flag", pa.int32()),
         ("reconsume_times", pa.int32()),
         ("accepted_ms", pa.int64()),
+        ("number", pa.int64()),
     ]
 )
 

@@ -17,6 +17,7 @@ from timeball import limits
 from timeball.broker.parts import Parts
 from timeball.broker.registry.topics import Placement
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
+from timeball.schedule.locations import names
 
 
 class Delivery:
@@ -88,13 +89,15 @@ def release_rows(
     """LOG_SCHEMA release records for READ_SCHEMA promises, in the same order."""
     due_ms = int64(promises.column("due_ms"))
     assert len(due_ms) and int(due_ms.max()) <= now_ms, "a promise must never be kept before its instant"
+    number, version = names(promises)
     changed = {
         "kind": pa.array(np.full(len(due_ms), Kind.RELEASE, dtype=np.int8)),
         "queue_id": pa.array(queue_id.astype(np.int32)),
         "queue_offset": pa.array(queue_offset),
         "store_ms": pa.array(np.full(len(due_ms), now_ms, dtype=np.int64)),
         "accepted_ms": promises.column("store_ms"),
-        "source_seq": promises.column("seq"),
+        "source_seq": number,
+        "version_seq": version,
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
@@ -103,12 +106,13 @@ def release_rows(
 
 def moved_rows(promises: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
     """LOG_SCHEMA rows that hold READ_SCHEMA promises from now on, in the same order."""
-    count = promises.num_rows
+    count, (number, version) = promises.num_rows, names(promises)
     changed = {
         "kind": pa.array(np.full(count, Kind.MOVED, dtype=np.int8)),
         "store_ms": pa.array(np.full(count, now_ms, dtype=np.int64)),
         "accepted_ms": promises.column("store_ms"),
-        "source_seq": promises.column("seq"),
+        "source_seq": number,
+        "version_seq": version,
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA

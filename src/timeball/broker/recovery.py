@@ -182,7 +182,7 @@ def _replay(
             settling = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])
             replayed.ended.append(_sources(rows, settling & ~has_instant))
             done = rows.filter(pa.array(settling & has_instant))
-            due, seq = (done.column(name).to_numpy() for name in ("due_ms", "source_seq"))
+            due, seq = done.column("due_ms").to_numpy(), locations.versions(done)
             released = done.column("kind").to_numpy() == Kind.RELEASE
             replayed.settled.append((due, seq))
             replayed.released.append((due[released], seq[released]))

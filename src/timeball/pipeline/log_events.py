@@ -3,6 +3,7 @@
     event       one row for                                          first_seq, rows
     accepted    a PROMISE row, or one range of a                     its own numbers; a range may be long
                 bulk attach
+    moved       a MOVED row to another instant, which is due_ms       the promise it moves, 1
     released    a RELEASE row                                        the promise it keeps, 1
     cancelled   a CANCEL row                                         the promise it ends, 1
     started     the log was taken up again; lateness_ms: for how     its first row of that life, 0

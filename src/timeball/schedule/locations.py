@@ -1,8 +1,12 @@
 """Where a promise lies: the row of the log that holds its body now, and the promise in that row.
 
-A promise is known by its first row's number. It lies in that row until it is written again, and then in the row of
-kind MOVED that says so. Reading such a row gives the promise, under its own number and with the time it was accepted
-at, so that no other module has to know how often it has moved.
+    number     the promise's first row, for ever: what all that leaves the broker names
+    version    the row that gave the promise its present instant; the schedule knows it by (instant, version)
+    location   the row that holds the body now
+
+All three are the same row until the promise is written again, by a row of kind MOVED. Reading that row gives the
+promise with its version as `seq` and the time it was accepted at: no other module has to know how often it has moved.
+Where number and version differ the kind stays MOVED, and `source_seq` is the number (`names`).
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ KINDS = frozenset({Kind.PROMISE, Kind.MOVED})
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Promises that wait and where they lie, as columns: instant, number, row of the log."""
+    """Promises that wait and where they lie, as columns: instant, version, row of the log."""
 
     due_ms: Int64Array
     seq: Int64Array
@@ -53,9 +57,34 @@ def waiting_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
 def waiting_in(rows: pa.RecordBatch) -> Waiting:
     """Return the promises that READ_SCHEMA rows of these `KINDS` hold."""
     row_seq = int64(rows.column("seq"))
-    seq = rows.column("source_seq").fill_null(0).to_numpy()
     moved = rows.column("kind").to_numpy() == Kind.MOVED
-    return Waiting(int64(rows.column("due_ms")), np.where(moved, seq, row_seq), row_seq)
+    seq = np.where(moved, moved_versions(rows), row_seq) if moved.any() else row_seq
+    return Waiting(int64(rows.column("due_ms")), seq, row_seq)
+
+
+def moved_versions(rows: pa.RecordBatch) -> Int64Array:
+    """Return the versions that MOVED rows hold: a row to another instant is one, others name the one they hold."""
+    return np.where(
+        np.asarray(rows.column("from_due_ms").is_valid()), int64(rows.column("seq")), versions(rows)
+    )
+
+
+def versions(rows: pa.RecordBatch) -> Int64Array:
+    """Return the versions that rows of kinds RELEASE, CANCEL and MOVED name; 0 where they name none."""
+    named, number = rows.column("version_seq"), rows.column("source_seq")
+    named = number if named.null_count == len(named) else pc.coalesce(named, number)
+    return np.asarray(named.fill_null(0).to_numpy(), dtype=np.int64)
+
+
+def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
+    """Return how rows name these promises: their numbers, and their versions where these differ."""
+    moved = promises.column("kind").to_numpy() == Kind.MOVED
+    if not moved.any():
+        return promises.column("seq"), promises.column("version_seq")  # null, all of it
+    mask, seq = pa.array(moved), promises.column("seq")
+    return pc.if_else(mask, promises.column("source_seq"), seq), pc.if_else(
+        mask, seq, pa.scalar(None, pa.int64())
+    )
 
 
 def latest(found: Iterable[Waiting], from_seq: int) -> Waiting:
@@ -83,29 +112,33 @@ def as_promises(rows: pa.RecordBatch) -> pa.RecordBatch:
     if not moved.any():
         return rows
     mask, count = pa.array(moved), rows.num_rows
-    nothing = pa.nulls(count, pa.int64())
+    nothing, number = pa.nulls(count, pa.int64()), rows.column("source_seq")
+    seq = np.where(moved, moved_versions(rows), int64(rows.column("seq")))
+    keeps_number = moved & (seq != number.fill_null(0).to_numpy())
     changed = {
-        "seq": pc.if_else(mask, rows.column("source_seq"), rows.column("seq")),
-        "kind": pa.array(np.full(count, Kind.PROMISE, dtype=np.int8)),
+        "seq": pa.array(seq),
+        "kind": pa.array(np.where(keeps_number, Kind.MOVED, Kind.PROMISE).astype(np.int8)),
         "store_ms": pc.if_else(mask, rows.column("accepted_ms"), rows.column("store_ms")),
         "accepted_ms": nothing,
-        "source_seq": nothing,
+        "source_seq": pc.if_else(pa.array(keeps_number), number, pa.scalar(None, pa.int64())),
+        "version_seq": nothing,
+        "from_due_ms": nothing,
     }
     columns = [changed.get(name, rows.column(name)) for name in READ_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=READ_SCHEMA)
 
 
 class Locations:
-    """The rows of promises that do not lie in their first row: number -> row, two int64 each."""
+    """The rows of promises that do not lie where they got their instant: version -> row, two int64 each."""
 
     def __init__(self) -> None:
-        self._seq = self._row_seq = _NONE  # sorted by number
+        self._seq = self._row_seq = _NONE  # sorted by version
 
     def __len__(self) -> int:
         return len(self._seq)
 
     def add(self, seq: Int64Array, row_seq: Int64Array) -> None:
-        """Remember where these promises lie; one that lies in its first row takes no memory."""
+        """Remember where these promises lie; one that lies in the row of its version takes no memory."""
         elsewhere = seq != row_seq
         if elsewhere.any():
             seqs = np.concatenate((self._seq, seq[elsewhere]))

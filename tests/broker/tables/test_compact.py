@@ -72,7 +72,7 @@ async def test_what_waits_is_moved_with_all_its_columns(world: World) -> None:
     attached = await world.broker.compact()
     assert (attached.watermark, attached.version) == (3, 1)
     sent = {name: values[0] for name, values in whole.items()}
-    stamped = {"seq": 2, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall}
+    stamped = {"seq": 2, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall, "number": None}
     assert in_table(world) == [{**sent, **stamped}]
     await world.advance(HOUR_MS)
     released = (await world.broker.read_queue("orders", 1, 0, 1)).to_pylist()[0]

@@ -31,7 +31,9 @@ from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-SCHEMA = "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint"
+SCHEMA = (
+    "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint, event_seq bigint"
+)
 SCOPE = audit.Scope(since=1, first=1, end=100, ledger_end=50, watermark=20, version=3, now_ms=10_000)
 QUEUES = "topic string, queue_id int, queue_offset bigint"
 
@@ -46,7 +48,7 @@ BALANCED = ACCEPTED + SETTLED + WAITING
 def judge(
     spark: SparkSession, events: list[Event], queues: list[tuple[str, int, int | None]]
 ) -> audit.AuditReport:
-    rows = [(seq, event, "t", f"u{seq}", due, at) for seq, event, due, at in events]
+    rows = [(seq, event, "t", f"u{seq}", due, at, i) for i, (seq, event, due, at) in enumerate(events, 1)]
     judged = audit.judge(spark.createDataFrame(rows, SCHEMA), SCOPE.now_ms, 1000)
     return audit.balance(judged, audit.gaps(spark.createDataFrame(queues, QUEUES)), SCOPE)
 

@@ -24,13 +24,14 @@ from timeball.clock import ManualClock
 from timeball.config import MIB
 from timeball.errors import NotFound, OutOfRange, SetupError
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import TABLE_SCHEMA, Kind
+from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.source import promise_columns
 from timeball.pipeline.table_store import ALWAYS, Due, Store, TableFile, open_version, read_files, sibling
 from timeball.pipeline.views.duckdb_session import SqlSession
 from timeball.pipeline.views.snapshot import Snapshot, attach_mark, settled_status, status_of_version
+from timeball.pipeline.views.view_sql import PENDING_COLUMNS
 from timeball.table.attachment import Attachment
 
 Row = dict[str, Any]
@@ -53,7 +54,7 @@ class Engine:
 
 def by_duckdb(endpoint: str, shot: Snapshot, due: Due) -> list[Row]:
     with SqlSession(endpoint, snapshot=shot, due=due) as session:
-        columns = ", ".join([*TABLE_SCHEMA.names, "place"])
+        columns = ", ".join([*PENDING_COLUMNS, "place"])
         found: list[Row] = session.run(f"select {columns} from pending").rows.read_all().to_pylist()
     return found
 

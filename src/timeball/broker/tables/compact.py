@@ -11,6 +11,7 @@ from bisect import bisect_right
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball.files import Files
 from timeball.log.reader import LogReader
@@ -109,5 +110,8 @@ def promises(
 
 def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Return READ_SCHEMA promises as rows of the pending table."""
-    columns = [rows.column("store_ms" if name == "accepted_ms" else name) for name in TABLE_SCHEMA.names]
+    moved = rows.column("kind").to_numpy() == Kind.MOVED
+    number = pc.if_else(pa.array(moved), rows.column("source_seq"), pa.scalar(None, pa.int64()))
+    changed = {"accepted_ms": rows.column("store_ms"), "number": number}
+    columns = [changed[name] if name in changed else rows.column(name) for name in TABLE_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)

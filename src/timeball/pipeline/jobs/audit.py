@@ -150,30 +150,33 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
     history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
     history = history.where("rows > 0")  # a start of the broker is no promise's event
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
-    return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms")
+    return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms", "event_seq")
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     """Return promises at rest, as the event 'waiting', more than once where they lie in several places.
 
-    Rows of the table, PROMISE rows of the tail, and its MOVED rows under the number of the promise they hold, whose
-    own row may be gone. Promises of delay levels have a place in a queue; retention leaves their rows in the log until
-    they are settled.
+    Rows of the table, PROMISE rows of the tail, and its MOVED rows, under the number of the promise they hold.
+    Promises of delay levels have a place in a queue; retention leaves their rows in the log until they are settled.
     """
     columns = "seq,due_ms,topic,unique_key"
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-    table = source.option("read", "pending").option("version", str(scope.version)).load()
+    source = source.option("read", "pending").option("version", str(scope.version))
+    table = source.option("columns", f"{columns},number").load().withColumn("event_seq", f.col("seq"))
+    table = table.withColumn("seq", f.coalesce("number", "seq")).drop("number")
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
     # Where nothing compacts, the tail is the whole log, less what retention has removed since.
     begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
     source = source.option("kinds", "promise,moved").option("placed", "false").option("from_seq", str(begin))
     tail = source.option("columns", f"kind,source_seq,{columns}").load()
     number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
-    tail = tail.withColumn("seq", number).drop("kind", "source_seq").where("due_ms is not null")
+    tail = tail.withColumn("event_seq", f.col("seq")).withColumn("seq", number)
+    tail = tail.drop("kind", "source_seq").where("due_ms is not null")
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
     levels = (
         source.option("kinds", "promise").option("placed", "true").option("to_seq", str(scope.end)).load()
     )
+    levels = levels.withColumn("event_seq", f.col("seq"))
     return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
 
 
@@ -204,19 +207,28 @@ def gaps(visible: DataFrame) -> DataFrame:
 def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
     """Fold events into one row a promise: what happened to it, and a flag for each breach.
 
-    `witnessed`: seq, event (accepted, released, cancelled, waiting), topic, unique_key, due_ms, at_ms.
+    `witnessed`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms, and
+    event_seq, the row that says so. What waits at an instant from before the last move does not count.
     """
 
     def times(event: str) -> Column:
         return f.count(f.when(f.col("event") == event, 1)).alias(event)
 
-    # The instant promised at acceptance counts, not the one the release claims for itself.
-    promised = f.max(f.when(f.col("event") != "released", f.col("due_ms")))
+    def newest(event: str) -> Column:
+        return f.max(f.when(f.col("event") == event, f.col("event_seq")))
+
+    # The instant promised last counts, not the one the release claims for itself.
+    moved_to = f.max_by("due_ms", f.when(f.col("event") == "moved", f.col("event_seq")))
+    promised = f.coalesce(
+        f.when(newest("moved").isNotNull(), moved_to),
+        f.max(f.when(f.col("event") != "released", f.col("due_ms"))),
+    )
+    waits = f.coalesce(newest("waiting") >= f.coalesce(newest("moved"), f.lit(0)), f.lit(False))
     folded = witnessed.groupBy("seq").agg(
         times("accepted"),
         times("released"),
         times("cancelled"),
-        times("waiting"),
+        waits.cast("int").alias("waiting"),
         # While it waits for a level a promise stands in another topic, until it is settled.
         f.coalesce(f.max(f.when(f.col("topic") != SCHEDULE_TOPIC, f.col("topic"))), f.max("topic")).alias(
             "topic"

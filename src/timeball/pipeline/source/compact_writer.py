@@ -60,7 +60,8 @@ def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
     # Mostly all of them: a filter that keeps everything copies everything. A half message has no instant.
     rows = batch if not wanted.null_count and pc.all(wanted).as_py() else batch.filter(wanted)
     accepted = rows.column("store_ms")
-    columns = [accepted if name == "accepted_ms" else rows.column(name) for name in TABLE_SCHEMA.names]
+    changed = {"accepted_ms": accepted, "number": pa.nulls(rows.num_rows, pa.int64())}
+    columns = [changed[name] if name in changed else rows.column(name) for name in TABLE_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
 
 

@@ -41,7 +41,9 @@ MEMORY_BYTES = 1 << 30
 LOG_ROWS = 100_000  # of the log's end in the view `log`
 BATCH_ROWS = 8_192
 INTERRUPT_S = 0.1
-_WAITING_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field("place", pa.string())])
+_WAITING_SCHEMA = pa.schema(
+    [*(TABLE_SCHEMA.field(name) for name in view_sql.PENDING_COLUMNS), pa.field("place", pa.string())]
+)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -90,7 +92,7 @@ class SqlSession:
         self._log_rows = log_rows
         self._memory_bytes = memory_bytes
         self._columns: dict[str, list[str]] = {}  # of the relations there are
-        self._promise_columns = [name for name in TABLE_SCHEMA.names if bodies or name != "body"]
+        self._promise_columns = [name for name in view_sql.PENDING_COLUMNS if bodies or name != "body"]
         with ExitStack() as opened:
             self._scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
             self._database = opened.enter_context(_open_database(self._scratch, memory_bytes))

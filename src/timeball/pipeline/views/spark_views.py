@@ -37,7 +37,7 @@ BROADCAST_ROWS = 1_000_000
 def waiting_frame(
     spark: SparkSession, endpoint: str, version: int | None = None, *, bodies: bool = True
 ) -> DataFrame:
-    """Return what waits, one row a promise: TABLE_SCHEMA and `place`; without bodies if none are wanted."""
+    """Return what waits, one row a promise: PENDING_COLUMNS and `place`; without bodies if none are wanted."""
     with Endpoint(endpoint) as broker:
         shot = Snapshot.pin(broker, version=version)
     return waiting_at(spark, endpoint, shot, bodies=bodies)
@@ -47,13 +47,13 @@ def waiting_at(
     spark: SparkSession, endpoint: str, shot: Snapshot, *, due: Due = ALWAYS, bodies: bool = True
 ) -> DataFrame:
     """Return what waits as of a snapshot and is due within the bounds."""
-    columns = [name for name in TABLE_SCHEMA.names if bodies or name != "body"]
+    columns = [name for name in view_sql.PENDING_COLUMNS if bodies or name != "body"]
     frames = {
         name: _log(spark, endpoint, shot, name, columns)
         for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows")
     }
     frames["ledger_rows"] = _ledger(spark, shot)
-    frames["waiting_table_rows"] = _table(spark, endpoint, shot, columns)
+    frames["waiting_table_rows"] = _table(spark, endpoint, shot, [*columns, "number"])
     few = shot.end_seq - shot.first_seq <= BROADCAST_ROWS
     hint = "/*+ BROADCAST(gone) */" if few else ""
     text = view_sql.waiting_sql(shot, columns, due, relation=view_sql.SPARK_RELATION, hint=hint)

@@ -6,7 +6,7 @@ Where the two dialects differ, `_SPELLINGS` or a macro has the difference. So a 
     view            one row for
     pending         a promise that waits, with the place where it lies: table, tail or level
     pending_table   a row of the pending table, settled or not
-    ledger          an event: accepted, released, cancelled, started
+    ledger          an event: accepted, moved, released, cancelled, started
     promises        a promise, from acceptance to its end and why it was late, as far back as ledger or log reach
     archive         what passed, if the archive job has kept it
     log             a row of the kept log (DuckDB: of its end)
@@ -61,16 +61,18 @@ class LogRelation:
     placed: bool | None = None
 
 
-_WAITING = ("seq", "kind", "source_seq", "store_ms", *TABLE_SCHEMA.names[1:])
+# A promise has one number here; that it may have several versions is told by the log and the table's `number`.
+PENDING_COLUMNS = tuple(name for name in TABLE_SCHEMA.names if name != "number")
+_WAITING = ("seq", "kind", "source_seq", "store_ms", *PENDING_COLUMNS[1:])
 LOG_RELATIONS = {
     "settled_rows": LogRelation((Kind.RELEASE, Kind.CANCEL), ("kind", "source_seq"), "first"),
-    "moved_rows": LogRelation((Kind.MOVED,), ("seq", "source_seq"), "watermark"),
+    "moved_rows": LogRelation((Kind.MOVED,), ("seq", "source_seq", "from_due_ms"), "first"),
     "tail_rows": LogRelation((Kind.PROMISE, Kind.MOVED), _WAITING, "watermark", placed=False),
     "level_rows": LogRelation((Kind.PROMISE,), _WAITING, "first", placed=True),
     "event_rows": LogRelation(
-        (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL),
+        (Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL),
         ("seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
-         "reconsume_times"),
+         "reconsume_times", "from_due_ms"),
         "ledger",
     ),
 }  # fmt: skip
@@ -107,29 +109,40 @@ def needed_bases(names: Iterable[str]) -> list[str]:
 
 # ---- what waits ---------------------------------------------------------------------------------------------
 
-# A promise that was written again is its newest row of the tail, in place of its first row there or in the table.
+# Of a promise that was written again only the newest row counts, in the tail or in the table. What moved it to another
+# place before the watermark is in the table under the row that gave it its instant.
 _WAITING_TEXT = """
 WITH gone AS (
     SELECT source_seq AS seq FROM {settled_rows} WHERE kind IN ({settling})
     UNION ALL
     SELECT first_seq AS seq FROM {ledger_rows} WHERE event = 'cancelled' AND event_seq < {log_begin}
 ),
+moves AS (
+    SELECT source_seq AS seq, seq AS row_seq FROM {moved_rows}
+    WHERE from_due_ms IS NOT NULL OR seq >= {watermark}
+    UNION ALL
+    SELECT first_seq AS seq, event_seq AS row_seq FROM {ledger_rows}
+    WHERE event = 'moved' AND event_seq < {log_begin}
+),
 moved AS (
-    SELECT source_seq AS seq, max(seq) AS newest_seq FROM {moved_rows} GROUP BY source_seq
+    SELECT seq, max(row_seq) AS newest_seq FROM moves GROUP BY seq
 ),
 tail AS (
     SELECT {tail_columns}, seq AS row_seq FROM {tail_rows}
 ),
+filed AS (
+    SELECT {table_columns}, seq AS row_seq FROM {waiting_table_rows}
+),
 placed AS (
     SELECT /*+ BROADCAST(moved) */ {columns}, 'table' AS place
-    FROM {waiting_table_rows} ANTI JOIN moved USING (seq)
-    WHERE due_ms >= {low} AND due_ms < {high}
+    FROM filed LEFT JOIN moved USING (seq)
+    WHERE coalesce(newest_seq, row_seq) = row_seq AND due_ms >= {low} AND due_ms < {high}
     UNION ALL
     SELECT /*+ BROADCAST(moved) */ {columns}, 'tail' AS place
     FROM tail LEFT JOIN moved USING (seq)
     WHERE coalesce(newest_seq, row_seq) = row_seq AND due_ms >= {low} AND due_ms < {high}
     UNION ALL
-    SELECT {level_columns}, 'level' AS place FROM {level_rows}
+    SELECT {level_columns}, 'level' AS place FROM {level_rows} ANTI JOIN moved USING (seq)
     WHERE due_ms >= {level_low} AND due_ms < {high}
 )
 SELECT {hint} {columns}, place FROM placed ANTI JOIN gone USING (seq)
@@ -138,6 +151,7 @@ _LEVEL_PROPERTIES = (
     f"REAL_TOPIC{PROPERTY_NAME_END}([^{PROPERTY_END}]+){PROPERTY_END}"
     f"REAL_QID{PROPERTY_NAME_END}(-?[0-9]+){PROPERTY_END}$"
 )
+_TABLE_COLUMNS = {"seq": "coalesce(number, seq) AS seq"}
 _TAIL_COLUMNS = {
     "seq": f"CASE WHEN kind = {int(Kind.MOVED)} THEN source_seq ELSE seq END AS seq",
     "accepted_ms": f"CASE WHEN kind = {int(Kind.MOVED)} THEN accepted_ms ELSE store_ms END AS accepted_ms",
@@ -162,7 +176,7 @@ WAITING_RELATIONS = (
 def waiting_sql(
     shot: Snapshot, columns: Sequence[str], due: Due = ALWAYS, *, relation: Relation = str, hint: str = ""
 ) -> str:
-    """Return the query for everything that waits and is due within the bounds: `columns` of TABLE_SCHEMA and `place`.
+    """Return the query for all that waits and is due within the bounds: `columns` of PENDING_COLUMNS and `place`.
 
     It reads the relations WAITING_RELATIONS; `waiting_table_rows` need only have the files of clipped(shot, due).
     """
@@ -175,8 +189,10 @@ def waiting_sql(
         settling=", ".join(str(int(kind)) for kind in settling),
         log_begin=min(shot.first_seq, shot.end_seq),
         columns=", ".join(columns),
+        table_columns=", ".join(_TABLE_COLUMNS.get(name, name) for name in columns),
         tail_columns=", ".join(_TAIL_COLUMNS.get(name, name) for name in columns),
         level_columns=", ".join(_LEVEL_COLUMNS.get(name, name) for name in columns),
+        watermark=shot.watermark,
         low=low,
         high=(1 << 63) - 1 if high is None else high,
         level_low=level_low,
@@ -192,17 +208,18 @@ def clipped(shot: Snapshot, due: Due) -> tuple[int, int | None]:
 
 # ---- what happened ------------------------------------------------------------------------------------------
 
-# A half message has no instant and is no promise yet; what ends it is the end of none.
+# A half message has no instant and is no promise yet; what ends it is the end of none. A row that moves a promise to
+# another place is no event.
 _EVENTS_TEXT = f"""
 SELECT CASE kind WHEN {int(Kind.RELEASE)} THEN 'released' WHEN {int(Kind.CANCEL)} THEN 'cancelled'
-            ELSE 'accepted' END AS event,
-       CASE WHEN kind IN ({int(Kind.RELEASE)}, {int(Kind.CANCEL)}) THEN source_seq ELSE seq END AS first_seq,
+            WHEN {int(Kind.MOVED)} THEN 'moved' ELSE 'accepted' END AS event,
+       CASE WHEN kind = {int(Kind.PROMISE)} THEN seq ELSE source_seq END AS first_seq,
        cast(1 AS bigint) AS rows, topic, unique_key, due_ms, store_ms AS at_ms,
        CASE WHEN kind = {int(Kind.RELEASE)} THEN store_ms - due_ms END AS lateness_ms,
        CASE WHEN kind = {int(Kind.RELEASE)} THEN queue_id END AS queue_id,
        CASE WHEN kind = {int(Kind.RELEASE)} THEN queue_offset END AS queue_offset,
        cast(coalesce(reconsume_times, 0) + 1 AS int) AS attempt, seq AS event_seq
-FROM {{event_rows}} WHERE due_ms IS NOT NULL
+FROM {{event_rows}} WHERE due_ms IS NOT NULL AND (kind <> {int(Kind.MOVED)} OR from_due_ms IS NOT NULL)
 UNION ALL SELECT * FROM {{span_rows}}
 """
 
@@ -238,17 +255,17 @@ _SPELLINGS: dict[Engine, dict[str, str]] = {
 
 _PROMISES_TEXT = """
 WITH witnessed AS (
-    SELECT {numbers} AS seq, event, topic, unique_key, due_ms, at_ms, lateness_ms, attempt
+    SELECT {numbers} AS seq, event, topic, unique_key, due_ms, at_ms, lateness_ms, attempt, event_seq
     FROM {events} WHERE event <> 'started'
     UNION ALL
-    SELECT seq, NULL, topic, unique_key, due_ms, NULL, NULL, NULL FROM {waiting}
+    SELECT seq, NULL, topic, unique_key, due_ms, NULL, NULL, NULL, NULL FROM {waiting}
 ),
 folded AS (
     SELECT seq,
            coalesce(max(CASE WHEN topic <> '{schedule_topic}' THEN topic END), max(topic)) AS topic,
            max(unique_key) AS unique_key,
            min(CASE WHEN event = 'accepted' THEN at_ms END) AS accepted_ms,
-           max(due_ms) AS due_ms,
+           max_by(due_ms, coalesce(event_seq, {last_seq})) AS due_ms,
            min(CASE WHEN event = 'released' THEN at_ms END) AS released_ms,
            min(CASE WHEN event = 'cancelled' THEN at_ms END) AS cancelled_ms,
            max(lateness_ms) AS lateness_ms,
@@ -299,7 +316,11 @@ def promises_sql(engine: Engine, *, events: str, waiting: str) -> str:
     Names of relations are put into the text as they are: they are ours, not a user's.
     """
     return _PROMISES_TEXT.format(
-        events=events, waiting=waiting, schedule_topic=SCHEDULE_TOPIC, **_SPELLINGS[engine]
+        last_seq=(1 << 63) - 1,
+        events=events,
+        waiting=waiting,
+        schedule_topic=SCHEDULE_TOPIC,
+        **_SPELLINGS[engine],
     )
 
 
@@ -319,10 +340,12 @@ DUCKDB_MACROS = ("create macro timestamp_millis(ms) as epoch_ms(ms) at time zone
 
 # What still waits counts as witnessed: the ledger may have begun after it was accepted.
 _WITNESSED = """
-    (select event, first_seq, rows, topic, unique_key, due_ms, at_ms, lateness_ms, attempt from ledger_events
+    (select event, first_seq, rows, topic, unique_key, due_ms, at_ms, lateness_ms, attempt, event_seq
+     from ledger_events
      union all
      select 'waiting' as event, seq as first_seq, cast(1 as bigint) as rows, topic, unique_key, due_ms,
-            cast(null as bigint) as at_ms, cast(null as bigint) as lateness_ms, cast(null as int) as attempt
+            cast(null as bigint) as at_ms, cast(null as bigint) as lateness_ms, cast(null as int) as attempt,
+            cast(null as bigint) as event_seq
      from waiting_rows)
 """
 _NO_ROWS = "(select seq, topic, unique_key, due_ms from waiting_rows where 1 = 0)"

@@ -187,12 +187,15 @@ def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch
 
 
 def as_promises(rows: pa.Table) -> pa.RecordBatch:
-    """Return TABLE_SCHEMA rows as the log would have shown them, in READ_SCHEMA."""
+    """Return TABLE_SCHEMA rows as reading the log gives them (schedule/locations.py), in READ_SCHEMA."""
     rows = rows.combine_chunks()
     shared = {name: rows.column(name).chunk(0) for name in LOG_SCHEMA.names if name in rows.schema.names}
+    number = rows.column("number").chunk(0)
+    has_none = number.null_count == len(number)
     batch = build_rows(
         rows.num_rows,
-        kind=int(Kind.PROMISE),
+        kind=int(Kind.PROMISE) if has_none else np.where(number.is_valid(), Kind.MOVED, Kind.PROMISE),
+        source_seq=None if has_none else number,
         store_ms=rows.column("accepted_ms").chunk(0),
         **{name: column for name, column in shared.items() if name != "accepted_ms"},
     )
