@@ -19,7 +19,6 @@ from timeball.log import checkpoint, queue_file
 from timeball.log import format as fmt
 from timeball.message import Kind
 from timeball.schedule import checksums
-from timeball.schedule.mapped_log import checked_type
 from timeball.schedule.timer_wheel import timer_log
 
 ENDPOINT = "grpc://127.0.0.1:7400"  # as the examples have it
@@ -99,10 +98,10 @@ def test_the_queue_index_that_is_shown_is_whole() -> None:
 
 
 def test_the_entries_of_the_wheel_that_are_shown_are_two() -> None:
-    shown = np.frombuffer(bytes_of(page("docs/formats/timer-wheel.md")), checked_type(timer_log.ENTRY))
+    shown = np.frombuffer(bytes_of(page("docs/formats/timer-wheel.md")), timer_log.ENTRIES.checked)
     entries = np.ascontiguousarray(shown["record"])
     assert shown["crc32c"].tolist() == checksums.of_records(entries).tolist()
-    assert entries["seq"].tolist() == entries["at"].tolist() == [7, 8]
+    assert entries["seq"].tolist() == entries["row_seq"].tolist() == [7, 8]
     assert np.diff(entries["due_ms"]).tolist() == [500]
 
 

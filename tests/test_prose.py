@@ -14,12 +14,12 @@ from pathlib import PurePosixPath
 import pytest
 from tests.test_tidy import Source, sources
 
-QUESTIONS_MAX = 0.06  # share of docstrings outside modules that begin with What, Who, …; goal 0.01
-PRONOUNS_MAX = 5.0  # indefinite pronouns in 1,000 words of docstrings; goal 1.5
-SEE_THE_MODULE_MAX = 63  # docstrings that say nothing themselves; goal 0
+QUESTIONS_MAX = 0.052  # share of docstrings outside modules that begin with What, Who, …; goal 0.01
+PRONOUNS_MAX = 4.7  # indefinite pronouns in 1,000 words of docstrings; goal 1.5
+SEE_THE_MODULE_MAX = 53  # docstrings that say nothing themselves; goal 0
 COMMENTS_MIN = {
     "log": 0.042,
-    "schedule": 0.036,
+    "schedule": 0.045,
     "broker": 0.034,
 }  # share of lines with a comment; goal 0.08 each
 

@@ -137,7 +137,7 @@ class CascadeRig(HourLogRig):
         return Built(backlog, state, restart.waiting if state is None else restart.since)
 
     def rows_in_memory(self, backlog: Any) -> int:
-        return int(backlog.opened_rows)
+        return sum(queue.opened_rows for queue in backlog.queues)
 
 
 LEVELS = 3

@@ -16,11 +16,12 @@ from tests.crash_files import CrashFiles
 from timeball.errors import Corrupt, OutOfRange, OverLimit
 from timeball.files import RealFiles
 from timeball.schedule import mapped_log
-from timeball.schedule.mapped_log import MappedLog, RecordArray, check
+from timeball.schedule.mapped_log import MappedLog, RecordArray, RecordType, check
 
 FOLDER = "some/log"
 RECORD = np.dtype([("value", "<i8"), ("twice", "<i4"), ("mark", "<i4")])
 SMALL = 10  # records a file
+SMALL_FILES = RecordType(RECORD, SMALL, "mark")
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +37,13 @@ def records(values: list[int]) -> RecordArray:
 
 
 def open_log(files: CrashFiles | RealFiles, begin: int = 0, end: int = 0) -> MappedLog:
-    return MappedLog(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL, marked="mark")
+    return MappedLog(files, FOLDER, SMALL_FILES, begin=begin, end=end)
 
 
 def is_whole(files: CrashFiles, begin: int, end: int) -> bool:
     """Whether a start would use these records; it names the file when it would not."""
     try:
-        check(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL, marked="mark")
+        check(files, FOLDER, SMALL_FILES, begin=begin, end=end)
     except Corrupt as error:
         assert re.match(f"{FOLDER}/0000000[0-9].log (is|does)", str(error))
         return False

@@ -27,10 +27,12 @@ from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.level_cascade.backlog import CascadeState, LevelCascade
 from timeball.schedule.level_cascade.placement import is_last
 from timeball.schedule.locations import Waiting
+from timeball.schedule.mapped_log import RecordArray
 from timeball.schedule.outcomes import Settled
 from timeball.schedule.scheduler import Scheduler
 from timeball.schedule.timer_wheel import backlog as wheel
 from timeball.schedule.timer_wheel.backlog import TimerWheel, WheelState
+from timeball.schedule.timer_wheel.ring import Ring
 from timeball.schedule.timer_wheel.timer_log import Entries, TimerLog
 from timeball.table.attachment import Attachment
 
@@ -396,8 +398,11 @@ class OnlyTheLastBatch(TimerWheel):
 class BeginsWithAnEmptyRing(TimerWheel):
     """Takes every slot for empty after a restart."""
 
-    def _push_links(self) -> None:
-        pass
+    def _push_links(self) -> RecordArray:
+        links, bound = super()._push_links(), self._ring.bound
+        self._ring.close()
+        self._ring = Ring(self._files, wheel.RING, self.slots, bound=bound)
+        return links
 
 
 class OpensOnce(TimerWheel):

@@ -27,6 +27,7 @@ import pyarrow as pa
 from timeball.files import File
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
+from timeball.schedule.columns import Columns
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import Waiting, take_promises
 from timeball.schedule.outcomes import Settled
@@ -40,7 +41,7 @@ _NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Columns):
     """Promises given up by a backlog: instant, number, row, a number of the backlog's own, and what is next.
 
     `due_ms` is the instant to release at; `rewrites` says which must be written again to go on waiting, and `note`
@@ -63,28 +64,10 @@ class Opened:
         """Return no promises."""
         return cls.near(_NONE, _NONE, _NONE)
 
-    def __len__(self) -> int:
-        return len(self.seq)
-
-    def joined(self, other: Opened) -> Opened:
-        """Return these and others."""
-        columns = ((getattr(self, name), getattr(other, name)) for name in self.__slots__)
-        return Opened(*(np.concatenate(pair) for pair in columns))
-
-    def part(self, chosen: Bools | slice) -> Opened:
-        """Return some of them."""
-        return Opened(
-            self.due_ms[chosen],
-            self.seq[chosen],
-            self.row_seq[chosen],
-            self.note[chosen],
-            self.rewrites[chosen],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """Where promises that come back to `add` lay until now, and the notes they were opened with."""
+    """Rows in which promises that come back to `add` lay until now, and the notes they were opened with."""
 
     row_seq: Int64Array
     note: Int64Array

@@ -88,7 +88,7 @@ class DueIndex:
             self._merge()
 
     def count_before(self, due_ms: int) -> int:
-        """Pairs with an instant before `due_ms`."""
+        """Return how many pairs have an instant before `due_ms`."""
         return sum(int(np.searchsorted(run.due, due_ms)) for run in self._runs)
 
     def pop_before(self, due_ms: int, seq: int) -> tuple[Int64Array, Int64Array]:
@@ -110,7 +110,7 @@ class DueIndex:
         return popped
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
-        """Pairs in [low, high), sorted, left in place."""
+        """Return the pairs in [low, high), sorted, and leave them in place."""
         parts = []
         for run in self._runs:
             begin, end = search(run.due, run.seq, low), search(run.due, run.seq, high)
@@ -137,7 +137,7 @@ class DueIndex:
         return np.concatenate([_EMPTY, *(run.seq for run in self._runs)])
 
     def pairs(self) -> tuple[Int64Array, Int64Array]:
-        """All pairs, sorted."""
+        """Return all pairs, sorted."""
         return _concat([(run.due, run.seq) for run in self._runs])
 
     def _filter(self, low: int, high: int, keep: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
@@ -164,7 +164,7 @@ class DueIndex:
 
 
 def _own(part: Int64Array) -> Int64Array:
-    """The same numbers; as a copy when they are less than half of what they are a view of, and keep in memory."""
+    """Return the same numbers, as a copy when they keep more than twice as many in memory as a view."""
     whole = part.base
     return part.copy() if whole is not None and 2 * part.nbytes < whole.nbytes else part
 

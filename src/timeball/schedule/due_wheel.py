@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.message import Int64Array, int64
+from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
 from timeball.table.data_file import search
 
@@ -34,7 +35,7 @@ OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
 
 
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
-    """(slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
+    """Return (slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
     slots = sorted_due_ms // SLOT_MS
     starts = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
     return slots[starts].tolist(), [*starts.tolist(), len(sorted_due_ms)]
@@ -51,7 +52,7 @@ class Run:
 
     @classmethod
     def of(cls, batches: list[pa.RecordBatch]) -> Run:
-        """One sorted run of these rows."""
+        """Return one sorted run of these rows."""
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         due, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
         if not _is_sorted(due, seq):
@@ -80,9 +81,8 @@ class Run:
 
     def rows_as_due(self) -> pa.RecordBatch:
         """Return the rows, those promised for later than now as due when they count as due."""
-        column = self.rows.schema.get_field_index("due_ms")
-        due_ms = pa.array(np.minimum(int64(self.rows.column(column)), self.due))
-        return self.rows.set_column(column, self.rows.schema.field(column), due_ms)
+        due_ms = np.minimum(int64(self.rows.column("due_ms")), self.due)
+        return with_column(self.rows, "due_ms", pa.array(due_ms))
 
 
 class DueWheel:
@@ -194,7 +194,7 @@ class DueWheel:
 
 
 def _with_small_ones_merged(runs: list[Run]) -> list[Run]:
-    """The same rows in few runs; of the small ones the larger quarter stays, so that a row is copied O(log n) times."""
+    """Return the same rows in few runs; the larger quarter of the small ones stays: a row is copied O(log n) times."""
     small = sorted((run for run in runs if _left(run) < ARRIVALS_MAX), key=_left)
     if len(small) <= RUNS_MAX:
         return runs
@@ -208,7 +208,7 @@ def _left(run: Run) -> int:
 
 
 def _fewer(runs: list[Run]) -> list[Run]:
-    """The same rows in few runs: all but the largest are merged, so that a row is copied O(log n) times."""
+    """Return the same rows in few runs: all but the largest are merged, so a row is copied O(log n) times."""
     if len(runs) <= OPEN_RUNS_MAX:
         return runs
     runs = sorted(runs, key=_left)
@@ -217,7 +217,7 @@ def _fewer(runs: list[Run]) -> list[Run]:
 
 
 def _cutoff(runs: list[Run], ends: list[int], limit: int) -> tuple[int, int]:
-    """The (due_ms, seq) of the row number `limit` among the rows ready, so that exactly `limit` lie before it."""
+    """Return the (due_ms, seq) before which exactly `limit` of the rows that are ready lie."""
     due = np.concatenate([run.due[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
     seq = np.concatenate([run.seq[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
     at = np.lexsort((seq, due))[limit]

@@ -96,7 +96,7 @@ class Loaded:
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`on_change` is called when a gather has ended, `on_failure` when one has failed."""
+        """Call `on_change` when a gather has ended, `on_failure` when one has failed."""
         self._thread, self._outcomes, self._sources = reader_thread, outcomes, sources
         self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
         self._on_change, self._on_failure = on_change, on_failure

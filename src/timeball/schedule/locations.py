@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from timeball.log.reader import LogReader
 from timeball.message import READ_SCHEMA, Int64Array, Kind, int64
+from timeball.schedule.columns import Columns
 
 _NONE = np.empty(0, np.int64)
 
@@ -29,19 +30,12 @@ KINDS = frozenset({Kind.PROMISE, Kind.MOVED})
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Columns):
     """Promises that wait and where they lie, as columns: instant, version, row of the log."""
 
     due_ms: Int64Array
     seq: Int64Array
     row_seq: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.seq)
-
-    def part(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> Waiting:
-        """Return some of them."""
-        return Waiting(self.due_ms[chosen], self.seq[chosen], self.row_seq[chosen])
 
 
 NOTHING = Waiting(_NONE, _NONE, _NONE)
@@ -92,13 +86,10 @@ def latest(found: Iterable[Waiting], from_seq: int) -> Waiting:
     parts = list(found)
     if not parts:
         return NOTHING
-    due, seq, row_seq = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("due_ms", "seq", "row_seq")
-    )
-    inside = row_seq >= from_seq
-    due, seq, row_seq = due[inside][::-1], seq[inside][::-1], row_seq[inside][::-1]
-    seq, last = np.unique(seq, return_index=True)
-    return Waiting(due[last], seq, row_seq[last])
+    waiting = Waiting.joined(parts)
+    waiting = waiting.part(waiting.row_seq >= from_seq).part(slice(None, None, -1))
+    _, last = np.unique(waiting.seq, return_index=True)
+    return waiting.part(last)
 
 
 def take_promises(reader: LogReader, row_seq: Int64Array) -> pa.RecordBatch:

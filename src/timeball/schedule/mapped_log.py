@@ -15,19 +15,19 @@ when a start asks (`check`): a flipped bit would otherwise hide a promise. A rec
 of it later is that one field, never negative, is *marked*: turned into its complement. The checksum is that of the
 field before, so that a mark which reached the disk alone leaves the record whole.
 
-A cache, and only as far as somebody else remembers how far it goes. Mapped pages reach the disk at any moment and
+A cache, and only as far as its owner remembers how far it goes. Mapped pages reach the disk at any moment and
 in any order, so that after a restart nothing counts but the [begin, end) of a checkpoint saved after its files
 were synced: the owner keeps both numbers, gives them back when it opens the log, and everything behind is cut. To
 that end a file is not removed before a checkpoint that needs it no more has been saved (`files_to_sync`); and one that
 is missing all the same, too short or damaged is found by `check`, so that the owner can begin anew from the log.
-
-One thread appends; `read` and `at` may be called in any.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +40,24 @@ from timeball.schedule import checksums
 RecordArray = npt.NDArray[np.void]
 
 FILE_RECORDS = 1 << 20  # 24 to 40 MB a file: a hundred files for a hundred million promises
-FIRST_ALLOCATION = 4_096  # records; a log nobody uses much should not cost a whole file
+FIRST_ALLOCATION = 4_096  # records; a log with few records should not cost a whole file
 SUFFIX = ".log"
 CHECKED = 1 << 18  # records checked in one go: some megabytes
+
+
+@dataclass(frozen=True)
+class RecordType:
+    """Records of a log: their fields, how many a file holds, and the field that `mark` may turn."""
+
+    fields: np.dtype[np.void]
+    file_records: int = FILE_RECORDS
+    marked: str | None = None
+
+    @cached_property
+    def checked(self) -> np.dtype[np.void]:
+        """Return the type of a record and its checksum, as they stand in a file."""
+        # Eight bytes for four: so no field crosses a sector, and a power cut never leaves half a mark.
+        return np.dtype([("record", self.fields), ("crc32c", "<u8")])
 
 
 @dataclass(slots=True)
@@ -50,36 +65,29 @@ class _Chunk:
     """One file and its mapping."""
 
     file: File
-    records: RecordArray  # of `checked_type`
-
-
-def checked_type(record: np.dtype[np.void]) -> np.dtype[np.void]:
-    """Return the type of a record and its checksum, as they stand in a file."""
-    # Eight bytes for four: so no field crosses a sector, and a power cut never leaves half a mark.
-    return np.dtype([("record", record), ("crc32c", "<u8")])
+    records: RecordArray  # of `RecordType.checked`
 
 
 class MappedLog:
-    """See the module. Records in [begin, end), by index."""
+    """The records [begin, end), by index. One thread appends; `read`, `parts` and `at` may be called in any."""
 
     def __init__(
         self,
         files: Files,
         folder: str,
-        record: np.dtype[np.void],
+        record_type: RecordType,
         *,
         begin: int = 0,
         end: int = 0,
-        file_records: int = FILE_RECORDS,
-        marked: str | None = None,
     ) -> None:
-        """Open what is durable of the log in `folder`; whatever lies outside of [begin, end) is forgotten.
+        """Open what is durable of the log in `folder`; what lies outside of [begin, end) is forgotten.
 
-        The folder is made with its first file. `marked` is the field that `mark` may turn.
+        The folder is made with its first file.
         """
         assert 0 <= begin <= end
-        self._marked, self._checked = marked, checked_type(record)
-        self._files, self.folder, self._record, self._file_records = files, folder, record, file_records
+        self._marked, self._checked = record_type.marked, record_type.checked
+        self._files, self.folder, self._record = files, folder, record_type.fields
+        self._file_records = file_records = record_type.file_records
         self.begin, self.end = begin, end
         self._vouched = self._offered = (
             begin  # of the last checkpoint known to be saved, and of the one after it
@@ -111,7 +119,7 @@ class MappedLog:
         return first
 
     def read(self, begin: int, end: int) -> RecordArray:
-        """The records in [begin, end), copied; raises OutOfRange when some are not here, Corrupt when damaged."""
+        """Return the records in [begin, end), copied; raise OutOfRange when some are not here, Corrupt when damaged."""
         if not self.begin <= begin <= end <= self.end:
             raise OutOfRange(f"records {begin} to {end}: {self.folder} keeps {self.begin} to {self.end}")
         parts = []
@@ -122,8 +130,13 @@ class MappedLog:
             begin = number * self._file_records + stop
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._record), *parts])
 
+    def parts(self) -> Iterator[tuple[int, RecordArray]]:
+        """Yield all records, some megabytes at a time, each with the index of its first."""
+        for begin in range(self.begin, self.end, CHECKED):
+            yield begin, self.read(begin, min(begin + CHECKED, self.end))
+
     def at(self, indexes: Int64Array) -> RecordArray:
-        """The records at these indexes, copied; raises as `read`."""
+        """Return the records at these indexes, copied; raise as `read` does."""
         if len(indexes) and not self.begin <= int(indexes.min()) <= int(indexes.max()) < self.end:
             raise OutOfRange(
                 f"records {indexes.min()} to {indexes.max()}: {self.folder} keeps {self.begin} to {self.end}"
@@ -152,7 +165,7 @@ class MappedLog:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def files_to_sync(self) -> list[File]:
-        """Files written since the last call, for a checkpoint that is to hold [begin, end) as they are now.
+        """Return the files written since the last call, for a checkpoint that holds [begin, end) as they are now.
 
         The caller syncs them in a thread of its own, then the folder, then saves the checkpoint; so when it calls
         again, that one has been saved, and files that it does not need are removed.
@@ -167,7 +180,7 @@ class MappedLog:
         return dirty
 
     def sync_failed(self) -> None:
-        """What `files_to_sync` gave out was not synced, or the checkpoint not saved: all that is open is dirty."""
+        """Count all open files as written: those of `files_to_sync` were not synced, or the checkpoint not saved."""
         self._offered = self._vouched
         self._dirty.update(self._chunks)
 
@@ -180,7 +193,7 @@ class MappedLog:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _by_file(self, indexes: Int64Array) -> list[tuple[int, npt.NDArray[np.bool_] | slice, Int64Array]]:
-        """(file number, which of `indexes` stand in it, their positions there)."""
+        """Return (file number, which of `indexes` stand in it, their positions there)."""
         if len(indexes) == 0:
             return []
         numbers = indexes // self._file_records
@@ -194,7 +207,7 @@ class MappedLog:
         return found
 
     def _view(self, number: int, records: int, *, grow: bool = False) -> RecordArray:
-        """The mapping of file `number`, with at least so many records; a reader's view outlives a growth."""
+        """Return the mapping of file `number`, with at least so many records; a reader's view outlives a growth."""
         chunk = self._chunks.get(number)
         if chunk is not None and len(chunk.records) >= records:
             return chunk.records
@@ -225,15 +238,13 @@ class MappedLog:
 def check(
     files: Files,
     folder: str,
-    record: np.dtype[np.void],
+    record_type: RecordType,
     *,
     begin: int,
     end: int,
-    file_records: int = FILE_RECORDS,
-    marked: str | None = None,
 ) -> None:
     """Read all records in [begin, end), and raise Corrupt with the file's name when one is missing or damaged."""
-    checked = checked_type(record)
+    checked, file_records = record_type.checked, record_type.file_records
     for number in range(begin // file_records, -(-end // file_records) if end > begin else 0):
         name = f"{folder}/{number:08d}{SUFFIX}"
         first = max(0, begin - number * file_records)
@@ -244,7 +255,7 @@ def check(
             raise Corrupt(f"{name} is too short")
         records = np.frombuffer(files.map_readonly(name), checked, count=needed)
         for at in range(first, needed, CHECKED):
-            _verified(records[at : min(at + CHECKED, needed)], marked, name)
+            _verified(records[at : min(at + CHECKED, needed)], record_type.marked, name)
 
 
 def _sums(records: RecordArray, marked: str | None) -> checksums.Uint32Array:

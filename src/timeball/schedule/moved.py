@@ -24,7 +24,7 @@ Columns = tuple[Int64Array, Int64Array, Int64Array]  # due_ms, seq, next_seq, so
 
 
 class Moved:
-    """See the module. Belongs to the event loop; `next_of` may be asked in any thread."""
+    """The moves that are remembered. Belongs to the event loop; `next_of` may be asked in any thread."""
 
     def __init__(self) -> None:
         self._older: Columns = (_NONE, _NONE, _NONE)
@@ -35,7 +35,7 @@ class Moved:
         return len(self._older[1]) + len(self._recent)
 
     def add(self, rows: Iterable[tuple[int, int, int]]) -> None:
-        """These, (due_ms, seq, next_seq), are moved."""
+        """Remember these moves, (due_ms, seq, next_seq)."""
         for due_ms, seq, next_seq in rows:
             self._recent[seq] = (due_ms, next_seq)
             self._first_due_ms = min(self._first_due_ms, due_ms)
@@ -43,7 +43,7 @@ class Moved:
             self._merge()
 
     def next_of(self, seq: int) -> int | None:
-        """The number that it goes on under; None for what was not moved, or is forgotten. Ask again for the next."""
+        """Return the number that it goes on under; None for what was not moved, or is forgotten."""
         recent = self._recent.get(seq)
         if recent is not None:
             return recent[1]
@@ -52,7 +52,7 @@ class Moved:
         return int(leads_to[at]) if at < len(known) and known[at] == seq else None
 
     def forget_before(self, due_ms: int) -> None:
-        """Their old instants have passed."""
+        """Forget the moves whose old instants have passed."""
         if self._first_due_ms >= due_ms:
             return
         self._merge()
@@ -62,7 +62,7 @@ class Moved:
         self._first_due_ms = int(due[kept].min()) if kept.any() else FAR_MS
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """All, for the checkpoint."""
+        """Return all moves, for the checkpoint."""
         self._merge()
         return list(zip(*(column.tolist() for column in self._older), strict=True))
 
@@ -78,7 +78,7 @@ class Moved:
 
 
 def _past_them_all(seq: Int64Array, next_seq: Int64Array) -> Int64Array:
-    """Where each chain ends, as far as these know; a step is twice as long as the one before it."""
+    """Return where each chain ends, as far as these know; a step is twice as long as the one before it."""
     while len(seq):
         at = np.minimum(np.searchsorted(seq, next_seq), len(seq) - 1)
         goes_on = seq[at] == next_seq

@@ -38,7 +38,7 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Which promises are settled: these pairs, and all that are due before `before_ms` and below `before_seq`.
+    """All settled promises: these pairs, and those due before `before_ms` with numbers below `before_seq`.
 
     Except, of the latter, those of the ranges `late` = (first_seq, rows): numbers that were set aside before
     `before_seq` and whose promises came after it, by a bulk attach. Of them only the pairs are settled.

@@ -65,7 +65,7 @@ class Rewrites:
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`on_change` is called when `take` has something; `on_failure` when reading fails."""
+        """Call `on_change` when `take` has something, `on_failure` when reading fails."""
         self._reader, self._thread, self._outcomes = reader, reader_thread, outcomes
         self._chunk_bytes, self._on_change, self._on_failure = chunk_bytes, on_change, on_failure
         self._waiting: deque[Batch] = deque()

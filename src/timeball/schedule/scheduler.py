@@ -61,7 +61,7 @@ class Scheduler:
         gather_bytes: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`table` is the backlog, one of `backlogs`, that opens promises in files."""
+        """Schedule what `backlogs` keep; `table` is the one of them that opens promises in files."""
         self.outcomes, self.external, self.backlogs, self._table = outcomes, external, list(backlogs), table
         self._reader, self._ahead_ms = reader, ahead_ms
         self._on_failure = on_failure
@@ -380,7 +380,7 @@ class Scheduler:
         return next_ms
 
     def _expect(self, ms: int) -> None:
-        """There is something to do at this instant."""
+        """Wake the ticker when it sleeps past this instant, at which there is something to do."""
         if ms < self._next_ms:
             self._next_ms = ms
             self.on_earlier()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.log.queue_index import QueueIndexes
-from timeball.schedule.delay_levels import queue as queue_module
+from timeball.schedule import columns
 from timeball.schedule.delay_levels.queue import LevelQueue
 from timeball.schedule.outcomes import Outcomes
 
@@ -84,11 +84,11 @@ def test_what_is_opened_is_due_in_order_and_no_more_than_asked_for(
             expected.append(([dues[at] for at in due], [10 + 3 * at for at in due]))
         if begin + len(due) < end:
             left.append((begin + len(due), end, False))
-    was, queue_module.PROBE = queue_module.PROBE, probe
+    was, columns.PROBE = columns.PROBE, probe
     try:
         found = queue.open(until_ms, rows_max)
     finally:
-        queue_module.PROBE = was
+        columns.PROBE = was
     assert [(due.tolist(), seq.tolist()) for _, due, seq in found] == expected
     assert stretches(queue) == left
     assert queue.first_due_ms() == min((dues[begin] for begin, _, _ in left), default=None)

@@ -19,7 +19,6 @@ from timeball.schedule.level_cascade.placement import (
     following,
     is_last,
     lead_ms_of,
-    level_of,
 )
 
 NOW = 1_700_000_000_000
@@ -50,7 +49,7 @@ def test_where_a_promise_waits(promises: list[tuple[int, int, int]], lead_ms: in
     ):
         assert 0 <= queue < QUEUES
         assert (queue == NEAR) == (due_ms - NOW <= lead_ms)
-        assert hop_end_ms == NOW + int(DURATION_MS[level_of(queue)])
+        assert hop_end_ms == NOW + int(DURATION_MS[(queue + 1) // 2])
         if queue == NEAR:
             continue
         if is_last(queue):
@@ -103,7 +102,7 @@ def test_a_list_is_used_up_as_it_was_made_when_hops_are_a_little_late() -> None:
     now_ms, due_ms = NOW, np.array([NOW + 3 * HOUR_MS - SECOND_MS])
     hops, waited = plan(due_ms - now_ms), []
     while (entered := enter(due_ms, hops, now_ms, 10_000)).queue[0] != NEAR:
-        waited.append(NAMES[level_of(int(entered.queue[0])) - 1])
+        waited.append(NAMES[(int(entered.queue[0]) - 1) // 2])
         if is_last(int(entered.queue[0])):
             break
         now_ms, hops = int(entered.hop_end_ms[0]) + 100, entered.left
@@ -115,7 +114,7 @@ def test_after_a_long_stop_the_list_is_made_anew() -> None:
     due_ms = np.array([NOW + 30 * MINUTE_MS])
     hops = plan(np.array([HOUR_MS - SECOND_MS]))
     entered = enter(due_ms, hops, NOW, 10_000)
-    assert NAMES[level_of(int(entered.queue[0])) - 1] == "30m"
+    assert NAMES[(int(entered.queue[0]) - 1) // 2] == "30m"
 
 
 @pytest.mark.parametrize("ahead_ms", [1_000, 4_000, 10_000])

@@ -11,11 +11,16 @@ from tests.crash_files import CrashFiles
 
 from timeball.errors import Corrupt
 from timeball.message import Int64Array
-from timeball.schedule.level_cascade.queue import RECORD, HopQueue, check_queue
+from timeball.schedule import generations
+from timeball.schedule.level_cascade.queue import RECORD, HopQueue
 
 FOLDER = "cascade/00000001"
 NONE = np.empty(0, np.int64)
 FAR = 1 << 62
+
+
+def rows_of(queue: HopQueue) -> int:
+    return queue.unopened_rows + queue.opened_rows
 
 
 def nothing(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
@@ -26,7 +31,7 @@ def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np
     """Promises due a second after the hop, with their own number as the list that is left."""
     found = np.empty(len(seqs), RECORD)
     found["hop_end_ms"], found["due_ms"] = hop_end_ms, hop_end_ms + 1_000
-    found["seq"], found["at"], found["hops"] = seqs, at or seqs, seqs
+    found["seq"], found["row_seq"], found["hops"] = seqs, at or seqs, seqs
     return found
 
 
@@ -38,7 +43,7 @@ def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
     if state.end:
         files.sync_dir(queue.log.folder)
     fresh = files.crash(1)
-    check_queue(fresh, FOLDER, state)
+    generations.check(fresh, FOLDER, [state.bounds()])
     return HopQueue(fresh, FOLDER, queue.number, state)
 
 
@@ -47,14 +52,14 @@ def test_what_is_over_is_taken_in_order() -> None:
     assert queue.head_ms is None
     for hop_end_ms, seqs in ((100, [1, 2]), (100, [3]), (250, [4, 5, 6])):
         queue.append(records(hop_end_ms, seqs))
-    assert (queue.head_ms, queue.rows, queue.first_at) == (100, 6, 1)
+    assert (queue.head_ms, rows_of(queue), queue.first_row_seq) == (100, 6, 1)
     assert len(queue.take(99, 10)) == 0
     assert queue.take(100, 2).seq.tolist() == [1, 2]
     taken = queue.take(249, 10)
     assert (taken.seq.tolist(), taken.index.tolist(), taken.hops.tolist()) == ([3], [2], [3])
-    assert (queue.head_ms, queue.rows, queue.first_at) == (250, 3, 4)
+    assert (queue.head_ms, rows_of(queue), queue.first_row_seq) == (250, 3, 4)
     assert queue.take(250, 10).due_ms.tolist() == [1_250] * 3
-    assert (queue.head_ms, queue.rows, queue.first_at) == (None, 0, None)
+    assert (queue.head_ms, rows_of(queue), queue.first_row_seq) == (None, 0, None)
 
 
 def test_thousands_are_taken_in_a_few_reads() -> None:
@@ -83,12 +88,12 @@ def test_what_lies_elsewhere_than_in_the_order_of_the_log_is_still_needed() -> N
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [50, 60]))
     queue.append(records(100, [7, 8], at=[3, 4]))
-    assert queue.first_at == 3
+    assert queue.first_row_seq == 3
     queue.hold(queue.take(100, 10))
-    assert queue.first_at == 3
+    assert queue.first_row_seq == 3
     queue.hold(queue.take(100, 10))
     queue.advance(nothing, np.array([3, 4]))
-    assert queue.first_at == 50
+    assert queue.first_row_seq == 50
 
 
 def test_low_waits_for_the_oldest() -> None:
@@ -96,12 +101,12 @@ def test_low_waits_for_the_oldest() -> None:
     queue.append(records(100, [1, 2, 3, 4]))
     queue.hold(queue.take(100, 10))
     queue.advance(lambda due, seq: seq == 2, np.array([3]))
-    assert (queue.low, queue.rows, queue.opened_rows, queue.state().gone) == (0, 2, 2, [(2, 1)])
+    assert (queue.low, rows_of(queue), queue.opened_rows, queue.state().gone) == (0, 2, 2, [(2, 1)])
     queue.advance(lambda due, seq: seq == 1, NONE)
-    assert (queue.low, queue.rows, queue.state().gone) == (3, 1, [])
+    assert (queue.low, rows_of(queue), queue.state().gone) == (3, 1, [])
     queue.advance(nothing, np.array([4]))
     state = queue.state()
-    assert (queue.low, queue.rows, state.low, state.end, state.cuts, state.gone) == (4, 0, 4, 4, [], [])
+    assert (queue.low, rows_of(queue), state.low, state.end, state.cuts, state.gone) == (4, 0, 4, 4, [], [])
 
 
 def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None:
@@ -114,7 +119,7 @@ def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None
     queue.advance(nothing, np.array([2, 3]))
     queue = save(files, queue)
     queue.append(records(100, [6]))
-    assert queue.rows == 4
+    assert rows_of(queue) == 4
     assert [queue.take(100, 10).seq.tolist() for _ in range(2)] == [[5, 6], [1, 4]]
 
 
@@ -145,17 +150,17 @@ def test_missing_files_and_damaged_entries_are_noticed() -> None:
     queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1, 2]))
     state, name = queue.state(), f"{FOLDER}/05/00000000.log"
-    check_queue(files, FOLDER, state)
+    generations.check(files, FOLDER, [state.bounds()])
     content = files.content(name)
     files.open(name).write_at(60, bytes([content[60] ^ 1]))
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
-        check_queue(files, FOLDER, state)
+        generations.check(files, FOLDER, [state.bounds()])
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
         queue.take(FAR, 10)
     files.remove(name)
     with pytest.raises(Corrupt, match=f"{name} is missing"):
-        check_queue(files, FOLDER, state)
-    check_queue(files, FOLDER, HopQueue(files, FOLDER, 6).state())
+        generations.check(files, FOLDER, [state.bounds()])
+    generations.check(files, FOLDER, [HopQueue(files, FOLDER, 6).state().bounds()])
 
 
 STEPS = st.one_of(
@@ -203,8 +208,8 @@ def test_each_promise_is_taken_once_whatever_happens(steps: list[tuple[str, int,
             moved = held & set(range(first, first + count))
             held -= moved
             queue.advance(is_settled, np.array([1_000 + seq for seq in sorted(moved)], dtype=np.int64))
-            assert queue.rows == len(waiting) + len(held)
-            assert queue.first_at == min((1_000 + seq for seq in (*waiting, *held)), default=None)
+            assert rows_of(queue) == len(waiting) + len(held)
+            assert queue.first_row_seq == min((1_000 + seq for seq in (*waiting, *held)), default=None)
         else:
             queue.advance(is_settled, NONE)
             queue = save(files, queue)

@@ -40,7 +40,7 @@ class LevelsState(msgspec.Struct):
 
 
 class DelayLevels(Backlog):
-    """See the module."""
+    """The queues of the schedule topic, opened at their heads. Belongs to the event loop."""
 
     has_own_instants = True
 
@@ -53,7 +53,7 @@ class DelayLevels(Backlog):
         *,
         ahead_ms: int,
     ) -> None:
-        """`indexes` gives the schedule topic's queues."""
+        """Take the schedule topic's queues from `indexes`, at every call."""
         self.table, self.reader, self._indexes, self._outcomes = table, reader, indexes, outcomes
         self._ahead_ms = ahead_ms
         self._queues: dict[int, LevelQueue] = {}

@@ -33,7 +33,7 @@ class LevelTable:
 
     @classmethod
     def parse(cls, text: str) -> LevelTable:
-        """From the text of --delay-levels; raises SetupError naming the option and the item."""
+        """Read the text of --delay-levels; raise SetupError naming the option and the item."""
         items = text.rstrip(" ").split(" ")
         if len(items) > limits.QUEUES_PER_TOPIC_MAX:
             raise SetupError(f"--delay-levels: {len(items)} levels; at most {limits.QUEUES_PER_TOPIC_MAX}")
@@ -44,15 +44,15 @@ class LevelTable:
 
     @property
     def queues(self) -> int:
-        """How many queues the schedule topic has."""
+        """Return how many queues the schedule topic has."""
         return max(SCHEDULE_QUEUES_MIN, len(self))
 
     def clamp(self, level: Int64Array) -> Int64Array:
-        """Levels above the last are the last, as in RocketMQ; nobody is refused for them."""
+        """Return these levels, those above the last as the last, as in RocketMQ: no send is refused for its level."""
         return np.minimum(level, len(self))
 
     def delay_ms(self, level: Int64Array) -> Int64Array:
-        """How long messages of these levels (1 to len) wait."""
+        """Return how long messages of these levels (1 to len) wait."""
         return np.asarray(self._array[level - 1])
 
 

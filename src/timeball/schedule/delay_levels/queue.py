@@ -19,10 +19,9 @@ import numpy as np
 from timeball.log.queue_file import EntryArray
 from timeball.log.queue_index import QueueIndex
 from timeball.message import Int64Array
+from timeball.schedule.columns import CHUNK, leading
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Outcomes
-
-CHUNK = 65_536  # entries looked at in one go
-PROBE = 4_096
 
 Columns = tuple[Int64Array, Int64Array, Int64Array]  # when to release, when it was promised for, number
 
@@ -44,10 +43,10 @@ class Stretch:
 
 
 class LevelQueue:
-    """See the module. `number` is the queue in the schedule topic, level - 1."""
+    """The entries of one level. `number` is the queue in the schedule topic, level - 1."""
 
     def __init__(self, number: int, index: QueueIndex, duration_ms: int | None) -> None:
-        """`duration_ms` None: the table has no such level any more; what waits is still kept to the instant."""
+        """Begin at the index's first entry; `duration_ms` None: the table has no such level any more."""
         self.number, self.index = number, index
         self._duration_ms = duration_ms
         self.low = self.known = index.min_offset  # entries before `known` have been added
@@ -109,7 +108,10 @@ class LevelQueue:
         """Take up to `rows_max` entries of each stretch that count as due before `until_ms`."""
         found = []
         for stretch in [stretch for stretch in self.stretches if stretch.first_due_ms < until_ms]:
-            entries = self._first(stretch, until_ms, rows_max)
+            end = min(stretch.end, stretch.next + rows_max)
+            # All of a stretch that counts as due at once is.
+            before_ms = until_ms if stretch.at_once_ms is None else FAR_MS
+            entries = leading(self._read, "tag", stretch.next, end, before_ms)
             stretch.next += len(entries)
             if stretch.next == stretch.end:
                 self.stretches.remove(stretch)
@@ -120,19 +122,8 @@ class LevelQueue:
             found.append((released, due, _seq(entries)))
         return found
 
-    def _first(self, stretch: Stretch, until_ms: int, rows_max: int) -> EntryArray:
-        parts, offset, left = [], stretch.next, min(rows_max, stretch.end - stretch.next)
-        step = PROBE
-        while left:
-            entries = self.index.read(offset, min(left, step))
-            cut = len(entries)
-            if stretch.at_once_ms is None:
-                cut = int(np.searchsorted(_due(entries), until_ms))
-            parts.append(entries[:cut])
-            if cut < len(entries):
-                break
-            offset, left, step = offset + cut, left - cut, CHUNK
-        return np.concatenate(parts)
+    def _read(self, begin: int, end: int) -> EntryArray:
+        return self.index.read(begin, end - begin)
 
     # -- clocks ----------------------------------------------------------------------------------------------
 

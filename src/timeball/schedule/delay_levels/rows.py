@@ -40,7 +40,7 @@ _REAL = (
 def disguised_properties(
     properties: pa.Array, level: Int64Array, topic: pa.Array, queue_id: pa.Array
 ) -> pa.Array:
-    """The properties text of messages that are to wait; raises InvalidMessage where it becomes too long."""
+    """Return the properties text of messages that are to wait; raise InvalidMessage where it becomes too long."""
     text = pc.binary_join_element_wise(
         "", pc.utf8_rtrim(properties.fill_null(""), PROPERTY_END), PROPERTY_END
     )

@@ -32,7 +32,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class HourLog(Backlog):
-    """See the module. `survey` and `read_files` run in the reader thread."""
+    """The tail in memory, and the files. `_survey` and `read_files` run in the reader thread."""
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ class PendingFiles:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What an opening finds in files: (due_ms, seq) of the rows before `until_ms`, and what comes next in each."""
+    """The result of an opening: (due_ms, seq) of the rows before `until_ms`, and what comes next in each file."""
 
     until_ms: int
     due_ms: Int64Array

@@ -1,14 +1,9 @@
 """The backlog `level_cascade`: which queue a promise stands in, and when that is opened.
 
-    queue     0    1      2      3    4      …    63   64
-    level     -    1s            5s               20h
-              near more   last   more last        more last
-
-Every promise that is not settled has exactly one entry in one queue (queue.py), and the entry says where it lies. A
-queue of hops with more behind them is opened when the hop at its head is over, rounded up to a tenth of a second so
-that hops come in batches; one of last hops the whole lead before. Opened, a promise is near, or is to be written again
-with the rest of its list. One whose instant is near when it comes gets an entry all the same, opened at once: a
-restart finds them there.
+Every promise that is not settled has exactly one entry in one queue (queue.py), which says where it lies. A queue
+of hops with more behind them is opened when the hop at its head is over, one of last hops the whole lead before that.
+Opened, a promise is near, or is written again with the rest of its list. One whose instant is near when it comes gets
+an entry all the same, opened at once: a restart finds it there.
 
 `first_due_ms` says both when to open and what may be due: for a queue with more behind it, half the lead behind the
 end of the hop, since what is entered there is due more than the lead behind that (placement.py). So a state is of use
@@ -25,25 +20,18 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.errors import SetupError
-from timeball.files import File, Files
+from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule import generations
-from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
+from timeball.schedule.backlog import Bools, Opened, Rewritten
+from timeball.schedule.columns import runs_of
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.level_cascade import timing_list
+from timeball.schedule.generations import BacklogInFiles
+from timeball.schedule.level_cascade import placement, timing_list
 from timeball.schedule.level_cascade.levels import plan
-from timeball.schedule.level_cascade.placement import (
-    NEAR,
-    QUEUES,
-    enter,
-    first_due_ms,
-    following,
-    is_last,
-    lead_ms_of,
-    opens_ms,
-)  # fmt: skip
-from timeball.schedule.level_cascade.queue import RECORD, Entries, HopQueue, QueueState, check_queue
+from timeball.schedule.level_cascade.placement import NEAR, QUEUES, is_last, lead_ms_of
+from timeball.schedule.level_cascade.queue import RECORD, Entries, HopQueue, QueueState
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes, Settled
 
@@ -55,7 +43,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class CascadeState(msgspec.Struct):
-    """What a restart needs besides the queues' files."""
+    """The facts that a restart needs besides the queues' files."""
 
     generation: int  # the folder of the files
     known_seq: int  # every promise and row below it has its entry
@@ -67,19 +55,19 @@ def check(files: Files, state: CascadeState, lead_ms: int) -> None:
     """Raise SetupError when `state` has another lead, Corrupt when an entry that it vouches for is damaged."""
     if state.lead_ms != lead_ms:
         raise SetupError("--gather-ahead-ms has changed")
-    for queue in state.queues:
-        check_queue(files, generations.folder_of(FOLDER, state.generation), queue)
+    folder = generations.folder_of(FOLDER, state.generation)
+    generations.check(files, folder, (queue.bounds() for queue in state.queues))
 
 
-class LevelCascade(Backlog):
-    """See the module."""
+class LevelCascade(BacklogInFiles):
+    """All queues of the cascade. Belongs to the event loop."""
 
     def __init__(self, files: Files, reader: LogReader, outcomes: Outcomes, *, ahead_ms: int) -> None:
-        """`restore` comes before anything else. `lead_ms` before its instant a promise is near."""
+        """Count a promise as near `lead_ms` before its instant. `restore` comes before anything else."""
         self._files, self.reader, self._outcomes = files, reader, outcomes
         self.lead_ms = lead_ms_of(ahead_ms)
         self.queues: list[HopQueue] = []
-        self._generation = self._known_seq = 0
+        self._known_seq = 0
         self._entry_ms = -FAR_MS  # when hops began that were entered last
         self._moved_from: list[Int64Array] = []  # rows left since queues were last asked to let go of them
 
@@ -104,10 +92,10 @@ class LevelCascade(Backlog):
             until = until_ms if is_last(queue.number) else now_ms
             while (
                 queue.head_ms is not None
-                and opens_ms(queue.number, queue.head_ms, self.lead_ms) <= now_ms
+                and placement.opens_ms(queue.number, queue.head_ms, self.lead_ms) <= now_ms
                 and queue.head_ms <= until
             ):
-                found = found.joined(self._open_some(queue, now_ms, until))
+                found = Opened.joined([found, self._open_some(queue, now_ms, until)])
                 if queue.head_ms is None or len(found) >= OPEN_ROWS:
                     break
             if len(found) >= OPEN_ROWS:
@@ -118,7 +106,7 @@ class LevelCascade(Backlog):
     def needed_seq(self, settled_ms: int) -> int | None:
         """Return the oldest row that an entry names."""
         self._advance()
-        return min((row for queue in self.queues if (row := queue.first_at) is not None), default=None)
+        return min((row for queue in self.queues if (row := queue.first_row_seq) is not None), default=None)
 
     def state(self, settled_ms: int) -> CascadeState:
         """Return how far the queues go, and which entries do not count."""
@@ -131,72 +119,51 @@ class LevelCascade(Backlog):
     ) -> Opened:
         """Enter anew what lies in a row that the state does not know, wherever it stood."""
         assert state is None or isinstance(state, CascadeState)
-        self._generation = generations.begin(self._files, FOLDER, None if state is None else state.generation)
-        folder = generations.folder_of(FOLDER, self._generation)
+        folder = self._begin_generation(self._files, FOLDER, state)
         states = {} if state is None else {queue.number: queue for queue in state.queues}
         self.queues = [HopQueue(self._files, folder, number, states.get(number)) for number in range(QUEUES)]
+        self.logs = [queue.log for queue in self.queues]
         self._known_seq, self._entry_ms = 0 if state is None else state.known_seq, now_ms
         waiting = waiting.part(waiting.row_seq >= self._known_seq)
         self._forget_old_rows(waiting.seq[waiting.seq < self._known_seq])
         near = self._open_the_near(now_ms)
-        waiting = waiting.part(np.argsort(waiting.row_seq, kind="stable"))  # a queue is sorted by row as well
-        fresh = waiting.part(self.add(waiting, now_ms))
+        fresh = self._add_in_log_order(waiting, now_ms)
         self._keep_first()
-        return near.joined(Opened.near(fresh.due_ms, fresh.seq, fresh.row_seq))
+        return Opened.joined([near, fresh])
 
     # -- what it is besides ----------------------------------------------------------------------------------
 
     def encode_waiting(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
         """Return promises that say what is before them."""
-        return timing_list.dress(promises, now_ms)
+        return timing_list.encode_waiting(promises, now_ms)
 
     def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
         """Return promises that say what will be left when the next hop is over."""
-        return timing_list.moved_on(promises, note)
+        return timing_list.encode_rewrite(promises, note)
 
     def decode_waiting(self, promises: pa.RecordBatch) -> pa.RecordBatch:
         """Return promises without a list."""
-        return timing_list.undressed(promises)
-
-    @property
-    def opened_rows(self) -> int:
-        """Return how many entries are opened and not known to be done."""
-        return sum(queue.opened_rows for queue in self.queues)
+        return timing_list.decode_waiting(promises)
 
     def statistics(self) -> dict[str, int]:
         """Return what waits for the end of a hop; a cancelled promise does until the hop is over."""
         return {"waiting_rows": sum(queue.unopened_rows for queue in self.queues)}
-
-    def files_to_sync(self) -> list[tuple[str, list[File]]]:
-        """Return those of all queues."""
-        return [(queue.log.folder, queue.log.files_to_sync()) for queue in self.queues]
-
-    def sync_failed(self) -> None:
-        """Take back what `files_to_sync` gave out."""
-        for queue in self.queues:
-            queue.log.sync_failed()
-
-    def close(self) -> None:
-        """Let go of the files."""
-        for queue in self.queues:
-            queue.log.close()
 
     # -- entering queues -------------------------------------------------------------------------------------
 
     def _enter(self, waiting: Waiting, hops: Int64Array, entry_ms: int) -> Bools:
         due, seq, row_seq = waiting.due_ms, waiting.seq, waiting.row_seq
         self._known_seq = max(self._known_seq, int(row_seq.max()) + 1, int(seq.max()) + 1)
-        entered = enter(due, hops, entry_ms, self.lead_ms)
+        entered = placement.enter(due, hops, entry_ms, self.lead_ms)
         order = np.argsort(entered.queue, kind="stable")
         records = np.empty(len(due), RECORD)
         records["hop_end_ms"], records["due_ms"] = entered.hop_end_ms[order], due[order]
-        records["seq"], records["at"], records["hops"] = seq[order], row_seq[order], entered.left[order]
+        records["seq"], records["row_seq"], records["hops"] = seq[order], row_seq[order], entered.left[order]
         numbers = entered.queue[order]
-        cuts = np.flatnonzero(np.diff(numbers)) + 1
-        for begin, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(due)], strict=True):
+        for begin, count in zip(*runs_of(numbers), strict=True):
             queue = self.queues[int(numbers[begin])]
             head_ms = queue.head_ms
-            queue.append(records[begin:end])
+            queue.append(records[begin : begin + count])
             if queue.head_ms != head_ms and queue.number != NEAR:
                 self._keep_first()
         near = np.asarray(entered.queue == NEAR)
@@ -210,17 +177,15 @@ class LevelCascade(Backlog):
         entries = queue.take(until_ms, OPEN_ROWS)
         entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
         queue.hold(entries)
-        far = entries.due_ms - now_ms > self.lead_ms
-        if is_last(queue.number):
-            far[:] = False
+        far = (entries.due_ms - now_ms > self.lead_ms) & (not is_last(queue.number))
         hops = entries.hops
         if far.any():
-            hops = np.where(far, following(entries.due_ms, hops, now_ms), hops)
-        return Opened(entries.due_ms, entries.seq, entries.at, hops, far)
+            hops = np.where(far, placement.following(entries.due_ms, hops, now_ms), hops)
+        return Opened(entries.due_ms, entries.seq, entries.row_seq, hops, far)
 
     def _keep_first(self) -> None:
         firsts = (
-            first_due_ms(queue.number, queue.head_ms, self.lead_ms)
+            placement.first_due_ms(queue.number, queue.head_ms, self.lead_ms)
             for queue in self.queues
             if queue.head_ms is not None
         )
@@ -259,10 +224,11 @@ class LevelCascade(Backlog):
             entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
             near = entries.due_ms - now_ms <= self.lead_ms
             queue.hold(entries.part(near))
-            found = found.joined(Opened.near(entries.due_ms[near], entries.seq[near], entries.at[near]))
+            opened = Opened.near(entries.due_ms[near], entries.seq[near], entries.row_seq[near])
+            found = Opened.joined([found, opened])
             again.append(entries.part(~near))
             queue.forget(again[-1].index)
         for part in again:  # an entry that is near would join the queue that is looked at
             if len(part):
-                self._enter(Waiting(part.due_ms, part.seq, part.at), plan(part.due_ms - now_ms), now_ms)
+                self._enter(Waiting(part.due_ms, part.seq, part.row_seq), plan(part.due_ms - now_ms), now_ms)
         return found

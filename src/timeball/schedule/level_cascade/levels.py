@@ -31,12 +31,12 @@ HOP_BITS = 6
 REACH_MS = DAY_MS  # of one list
 FARTHER = NAMES.index("20h") + 1
 
-# Level n at index n; there is no level 0, and nobody waits for it.
+# Level n at index n; there is no level 0, and no promise waits for it.
 DURATION_MS: Int64Array = np.array((0, *LevelTable.parse(" ".join(NAMES)).durations_ms), dtype=np.int64)
 
 
 def _levels_of(count: int, unit: str) -> list[int]:
-    """The levels of a number of hours, minutes or seconds, largest first."""
+    """Return the levels of a number of hours, minutes or seconds, largest first."""
     found = []
     tens, ones = divmod(count, 10)
     for digit, places in ((tens, "0"), (ones, "")):
@@ -53,7 +53,7 @@ def _packed(levels: list[int]) -> int:
 
 
 def _table(values: int, unit: str) -> tuple[Int64Array, Int64Array]:
-    """The packed levels of 0 to values - 1, and the bits each takes."""
+    """Return the packed levels of 0 to values - 1, and the bits each takes."""
     lists = [_levels_of(value, unit) for value in range(values)]
     bits = [HOP_BITS * len(levels) for levels in lists]
     return np.array([_packed(levels) for levels in lists]), np.array(bits)
@@ -65,7 +65,7 @@ _SECONDS, _ = _table(60, "s")
 
 
 def plan(remaining_ms: Int64Array) -> Int64Array:
-    """The list for each remaining time; 0, no level at all, below a second."""
+    """Return the list for each remaining time; 0, no level at all, below a second."""
     within = np.clip(remaining_ms, 0, REACH_MS)
     hours, minutes, seconds = (
         within // HOUR_MS, within // MINUTE_MS % 60, within // SECOND_MS % 60,
@@ -77,10 +77,10 @@ def plan(remaining_ms: Int64Array) -> Int64Array:
 
 
 def first(hops: Int64Array) -> Int64Array:
-    """The level that each list begins with; 0 when it is used up."""
+    """Return the level that each list begins with; 0 when it is used up."""
     return np.asarray(hops & ((1 << HOP_BITS) - 1))
 
 
 def rest(hops: Int64Array) -> Int64Array:
-    """Each list without its first level."""
+    """Return each list without its first level."""
     return np.asarray(hops >> HOP_BITS)

@@ -32,17 +32,12 @@ SCAN_MS = 100  # RocketMQ's
 
 
 def lead_ms_of(ahead_ms: int) -> int:
-    """How long before its instant a promise is near, for bodies loaded this long ahead."""
+    """Return how long before its instant a promise is near, for bodies loaded this long ahead."""
     return max(ahead_ms, LEAD_MS_MIN)
 
 
-def level_of(queue: int) -> int:
-    """The level of a queue; 0 for the one of the near."""
-    return (queue + 1) // 2
-
-
 def is_last(queue: int) -> bool:
-    """Whether a hop in this queue is the last."""
+    """Return whether a hop in this queue is the last."""
     return queue % 2 == 0
 
 
@@ -58,7 +53,7 @@ def first_due_ms(queue: int, head_ms: int, lead_ms: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """Where promises have been entered: queue, end of the hop, and the levels left when it is over."""
+    """The queue that each promise enters, the end of its hop, and the levels left when that is over."""
 
     queue: Int64Array
     hop_end_ms: Int64Array
@@ -66,7 +61,7 @@ class Entered:
 
 
 def following(due_ms: Int64Array, left: Int64Array, now_ms: int) -> Int64Array:
-    """The list to go on with when a hop is over: what is left of it, or a new one where that does not fit."""
+    """Return the list to go on with when a hop is over: what is left of it, or a new one where that does not fit."""
     level = first(left)
     fits = (level > 0) & (now_ms + DURATION_MS[level] <= due_ms + DRIFT_MS)
     return left if fits.all() else np.where(fits, left, plan(due_ms - now_ms))

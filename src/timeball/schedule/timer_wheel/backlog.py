@@ -3,14 +3,9 @@
     add    -> arrivals in memory -> a batch of the timer log, and the ends of its slots' chains in the ring
     open   <- the next slots in use: their chains are walked; what is due beyond the ring is to be rolled
 
-Arrivals are held back so that a link covers more of them, and a message sent alone costs no write of its own. They
-are on disk no later than with the next checkpoint, and the log has those that came after it.
-
 `bound` moves when an opening begins, and what comes from then on for those slots counts as opened. It is kept in a slot
 too, or when it is late in the first one that is not delivered: only a restart looks there. `low` passes a slot
 when all that was opened of it is settled, or rolled durably (the latch); a restart opens the slots from `low` on again.
-
-A state belongs to one generation of files (generations.py). The ring belongs to none: each start makes it.
 """
 
 from __future__ import annotations
@@ -27,23 +22,27 @@ from timeball.files import File, Files
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule import generations
-from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
+from timeball.schedule.backlog import Bools, Opened, Rewritten
+from timeball.schedule.columns import runs_of
 from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.generations import BacklogInFiles
 from timeball.schedule.locations import Waiting
+from timeball.schedule.mapped_log import RecordArray
 from timeball.schedule.outcomes import Outcomes, Settled
 from timeball.schedule.timer_wheel import timer_log
 from timeball.schedule.timer_wheel.placement import Slots
 from timeball.schedule.timer_wheel.ring import Ring
-from timeball.schedule.timer_wheel.timer_log import Entries, LogState, TimerLog, entries_of
+from timeball.schedule.timer_wheel.timer_log import Entries, LogState, TimerLog
 
 FOLDER = "timer_wheel"
 RING = f"{FOLDER}/ring"
-ARRIVALS_MAX = 4_096  # some milliseconds of sorting; a hundred kilobytes
+# Held back, so that a link covers more of them and a message sent alone costs no write; the log has them all.
+ARRIVALS_MAX = 4_096
 OPEN_ROWS = 1 << 20  # promises looked at in one opening, some 40 MB; a slot is opened whole
 
 
 class WheelState(msgspec.Struct, frozen=True):
-    """What a restart needs besides the files: which they are, and how far what was."""
+    """The facts that a restart needs besides the files: which they are, and how far each was read."""
 
     generation: int
     precision_ms: int
@@ -54,8 +53,8 @@ class WheelState(msgspec.Struct, frozen=True):
     log: LogState
 
 
-class TimerWheel(Backlog):
-    """See the module. The timer log's `walk` is for the reader thread, the rest for the event loop."""
+class TimerWheel(BacklogInFiles):
+    """Arrivals, ring and timer log. The timer log's `walk` runs in the reader thread, the rest on the event loop."""
 
     def __init__(
         self,
@@ -69,11 +68,11 @@ class TimerWheel(Backlog):
         ahead_ms: int,
         arrivals_max: int = ARRIVALS_MAX,
     ) -> None:
-        """`congest_rows`: how many a slot takes, 0 for any number. `restore` comes before anything else."""
+        """Take up to `congest_rows` a slot, 0 for any number. `restore` comes before anything else."""
         self._files, self.reader, self._thread, self._outcomes = files, reader, reader_thread, outcomes
         self.slots, self._congest_rows, self._ahead_ms = slots, congest_rows, ahead_ms
         self._arrivals_max = arrivals_max
-        self._generation, self._low, self._furthest = 0, 0, 0
+        self._low, self._furthest = 0, 0
         self._log: TimerLog
         self._ring: Ring
         self._arrivals: list[Waiting] = []
@@ -112,11 +111,11 @@ class TimerWheel(Backlog):
         if self._arrivals_first is not None and self._arrivals_first < to:
             self.flush()
         before = self._ring.bound
-        heads = self._ring.open(to, OPEN_ROWS)
+        slots, last = self._ring.open(to, OPEN_ROWS)
         self._opened = before
         self._keep_first()
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._thread, self._log.walk, heads.slot, heads.last)
+        found = await loop.run_in_executor(self._thread, self._log.walk, slots, last)
         self._opened = None
         return self._sorted_out(found)
 
@@ -124,8 +123,8 @@ class TimerWheel(Backlog):
         """Return the oldest row that an arrival or the timer log names."""
         self._advance(settled_ms)
         found = [int(part.row_seq.min()) for part in self._arrivals]
-        if self._log.first_at is not None:
-            found.append(self._log.first_at)
+        if self._log.first_row_seq is not None:
+            found.append(self._log.first_row_seq)
         return min(found, default=None)
 
     def state(self, settled_ms: int) -> WheelState:
@@ -133,39 +132,27 @@ class TimerWheel(Backlog):
         self._advance(settled_ms)
         self.flush()
         slots, bound = self.slots, max(self._furthest, self._ring.bound)
-        return WheelState(
-            self._generation,
-            slots.precision_ms,
-            slots.reach,
-            slots.count,
-            self._low,
-            bound,
-            self._log.state(),
-        )
+        ring = slots.precision_ms, slots.reach, slots.count
+        return WheelState(self._generation, *ring, self._low, bound, self._log.state())
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
         """Make the ring from all durable links, and open again what was opened and may not be settled."""
         assert state is None or isinstance(state, WheelState)
-        self._generation = generations.begin(self._files, FOLDER, None if state is None else state.generation)
+        folder = self._begin_generation(self._files, FOLDER, state)
         first_slot = self.slots.of_instant(now_ms)
         # Slots before it may have lost their records to later ones, placed when `bound` stood where it had ever been.
-        bound = first_slot if state is None else max(state.low, state.bound - self.slots.margin)
+        bound = first_slot if state is None else max(state.low + 1, state.bound - self.slots.margin)
         self._furthest = bound if state is None else state.bound
-        folder = generations.folder_of(FOLDER, self._generation)
         self._log = TimerLog(self._files, folder, self.slots.reach, None if state is None else state.log)
+        self.logs = [self._log.links, self._log.entries]
         self._ring = Ring(self._files, RING, self.slots, bound=bound)
         self._low = bound - 1 if state is None else state.low
-        self._push_links()
-        again = Opened.nothing()
-        if state is not None:
-            self._log.gone_by_seq(waiting.seq[waiting.row_seq != waiting.seq])
-            again = self._sorted_out(self._reopen())
-        # In the order of the log, so that the timer log and the log are let go of together.
-        waiting = waiting.part(np.argsort(waiting.row_seq))
-        near = waiting.part(self.add(waiting, now_ms))
-        return again.joined(Opened.near(near.due_ms, near.seq, near.row_seq))
+        self._log.gone_by_seq(waiting.seq[waiting.row_seq != waiting.seq])
+        again = self._sorted_out(self._log.entries_of(self._push_links()))
+        self._keep_first()
+        return Opened.joined([again, self._add_in_log_order(waiting, now_ms)])
 
     # -- what it is besides ----------------------------------------------------------------------------------
 
@@ -207,19 +194,15 @@ class TimerWheel(Backlog):
         """Write the arrivals to the timer log."""
         if not self._arrivals:
             return
-        due, seq, row_seq = (
-            np.concatenate([getattr(part, name) for part in self._arrivals])
-            for name in ("due_ms", "seq", "row_seq")
-        )
-        slots, bound = self.slots.of_instants(due), self._ring.bound
+        waiting, bound = Waiting.joined(self._arrivals), self._ring.bound
+        slots = self.slots.of_instants(waiting.due_ms)
         slots = np.where(slots >= bound, self.slots.place(slots, bound), np.maximum(slots, self._low))
         if bool((np.diff(slots) < 0).any()):
             order = np.argsort(slots, kind="stable")
-            slots, due, seq, row_seq = slots[order], due[order], seq[order], row_seq[order]
-        begins = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
-        rows = np.diff(np.append(begins, len(slots)))
+            slots, waiting = slots[order], waiting.part(order)
+        begins, rows = runs_of(slots)
         prev, _ = self._ring.heads(slots[begins])
-        last = self._log.append(slots[begins], rows, prev, entries_of(due, seq, row_seq), bound)
+        last = self._log.append(slots[begins], rows, prev, waiting, bound)
         self._ring.push(slots[begins], last, rows)
         # Only now: on a full disk they go on waiting in memory, and a checkpoint is tried again later.
         self._arrivals, self.arrival_rows, self._far_rows, self._arrivals_first = [], 0, 0, None
@@ -228,32 +211,24 @@ class TimerWheel(Backlog):
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
         """Return those of the timer log; the ring is never synced."""
         self.flush()
-        return self._log.files_to_sync()
-
-    def sync_failed(self) -> None:
-        """Take back what `files_to_sync` gave out."""
-        self._log.sync_failed()
+        return super().files_to_sync()
 
     def close(self) -> None:
-        """Let go of the files."""
-        self._log.close()
+        """Close the files."""
+        super().close()
         self._ring.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _first_slot(self) -> int | None:
-        """Return the first slot in use that has not been opened."""
-        known = [slot for slot in (self._ring.first_used(), self._arrivals_first) if slot is not None]
-        return min(known, default=None)
-
     def _keep_first(self) -> None:
-        first = self._first_slot()
-        self.first_due_ms = FAR_MS if first is None else self.slots.begin_ms(first)
+        """Keep the begin of the first slot in use that has not been opened."""
+        known = (slot for slot in (self._ring.first_used(), self._arrivals_first) if slot is not None)
+        self.first_due_ms = min(map(self.slots.begin_ms, known), default=FAR_MS)
 
     def _pass_unused(self, now_ms: int) -> None:
         """Move the bound over slots that are not used: they need no opening."""
-        first, to = self._first_slot(), self.slots.of_instant(now_ms + self._ahead_ms) + 1
-        if self._opened is None and (first is None or first >= to):
+        to = self.slots.of_instant(now_ms + self._ahead_ms) + 1
+        if self._opened is None and self.first_due_ms >= self.slots.begin_ms(to):
             self._ring.open(to, 0)
 
     def _sorted_out(self, found: Entries) -> Opened:
@@ -262,7 +237,7 @@ class TimerWheel(Backlog):
         held = rolls | (self.slots.of_instants(found.due_ms) != found.slot)
         if held.any():
             self._held.append(found.part(held))
-        return Opened(found.due_ms, found.seq, found.at, found.index, rolls)
+        return Opened(found.due_ms, found.seq, found.row_seq, found.index, rolls)
 
     def _advance(self, settled_ms: int) -> None:
         """Move `low` past the slots of which all is settled, or gone."""
@@ -271,37 +246,28 @@ class TimerWheel(Backlog):
             self._held = [held for held in parts if len(held)]
         # There is always a slot before the bound that is not delivered: what comes late needs one to be found in.
         opened = self._ring.bound if self._opened is None else self._opened
-        slots = [
-            opened - 1,
-            self.slots.of_instant(min(settled_ms, FAR_MS)),
-            *(int(h.slot.min()) for h in self._held),
-        ]
-        low = min(slots)
+        held = (int(entries.slot.min()) for entries in self._held)
+        low = min(opened - 1, self.slots.of_instant(settled_ms), *held)
         if low > self._low:
             self._low = low
             self._log.forget(low)
 
-    def _reopen(self) -> Entries:
-        """Return the first slot that is not delivered, and those whose records were lost since they were opened."""
-        if self._low < self._ring.bound:
-            return self._log.in_slots(self._low, self._ring.bound)
-        heads = self._ring.open(self._low + 1, FAR_MS)
-        return self._log.walk(heads.slot, heads.last)
-
-    def _push_links(self) -> None:
-        """Read all durable links, and push them to the ring, which is empty."""
-        for begin, end in self._log.link_parts():
-            links = self._log.links.read(begin, end)
+    def _push_links(self) -> RecordArray:
+        """Push all durable links to the ring, which is empty; return those of slots that are open, from `low` on."""
+        opened = [np.empty(0, timer_log.LINK)]
+        for begin, links in self._log.links.parts():
             slots = np.ascontiguousarray(links["slot"])  # a column is sorted several times as fast
+            opened.append(links[(slots >= self._low) & (slots < self._ring.bound)])
             order = np.argsort(slots, kind="stable")
             slots, rows = slots[order], links["rows"][order]
-            begins = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
-            last = begin + order[np.append(begins[1:], len(slots)) - 1]
+            begins, counts = runs_of(slots)
+            last = begin + order[begins + counts - 1]
             self._ring.push(slots[begins], last, np.add.reduceat(rows, begins))
+        return np.concatenate(opened)
 
 
 def check(files: Files, slots: Slots, state: WheelState) -> None:
     """Raise SetupError when `state` is that of a wheel with other slots, Corrupt when a file of it is damaged."""
     if (state.precision_ms, state.reach, state.count) != (slots.precision_ms, slots.reach, slots.count):
         raise SetupError("--timer-precision-ms, --timer-wheel-ms or --gather-ahead-ms has changed")
-    timer_log.check(files, generations.folder_of(FOLDER, state.generation), state.log)
+    generations.check(files, generations.folder_of(FOLDER, state.generation), state.log.logs())

@@ -29,7 +29,7 @@ MARGIN_MS = limits.MINUTE_MS
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """See the module."""
+    """The numbers of a ring: a slot's width, how many slots ahead are in reach, and how many there are."""
 
     precision_ms: int
     reach: int
@@ -37,7 +37,7 @@ class Slots:
 
     @classmethod
     def of(cls, precision_ms: int, wheel_ms: int, ahead_ms: int) -> Slots:
-        """For a ring that reaches `wheel_ms` from what is opened `ahead_ms` ahead of its time."""
+        """Return those of a ring that reaches `wheel_ms` from what is opened `ahead_ms` ahead of its time."""
         reach = max(4, -(-wheel_ms // precision_ms) + 1)
         count = reach + -(-(ahead_ms + MARGIN_MS) // precision_ms) + 1
         # A record has 32 bits for its lap: with a ring of a minute they last until the year 9999.
@@ -46,27 +46,27 @@ class Slots:
 
     @property
     def margin(self) -> int:
-        """How many slots before `bound` keep their records."""
+        """Return how many slots before `bound` keep their records."""
         return self.count - self.reach
 
     def of_instant(self, ms: int) -> int:
-        """The slot of an instant."""
+        """Return the slot of an instant."""
         return ms // self.precision_ms
 
     def of_instants(self, ms: Int64Array) -> Int64Array:
-        """The slot of each instant."""
+        """Return the slot of each instant."""
         return np.asarray(ms // self.precision_ms)
 
     def begin_ms(self, slot: int) -> int:
-        """The first instant of a slot."""
+        """Return the first instant of a slot."""
         return slot * self.precision_ms
 
     def index(self, slots: Int64Array) -> Int64Array:
-        """Where these stand in the ring."""
+        """Return where these stand in the ring."""
         return np.asarray(slots % self.count)
 
     def place(self, slots: Int64Array, bound: int) -> Int64Array:
-        """Where those wait that are due in these slots, none of them before `bound`."""
+        """Return where promises wait that are due in these slots, none of them before `bound`."""
         last = bound + self.reach - 1
         beyond = slots - last
         if not (beyond > 0).any():

@@ -7,20 +7,13 @@
             newest link      slot //    placed in
             of the slot      count      the slot; 0: unused
 
-Slot n stands at byte (n mod count) * 16, and `lap` says which of the slots that share the place it is, so that one
-revolution is never taken for another. A record never crosses a sector, so none is torn. At 1000 ms and three days
-it is 4 MB; at 1 ms 4 GB, reserved when the ring is made: a full disk shows at the start and not on a page fault.
-
-The file is memory that need not be in memory, and the kernel writes it back when it likes: it is never synced, and no
-start reads it. Each start makes an empty one, and the owner pushes the links that are durable, whose checksums
-vouch for what the ring says.
-
-Which slots are in use is kept in memory as a count a block, so that the next one is found without a walk.
+Slot n stands at byte (n mod count) * 16, and `lap` says which of the slots that share the place it is. At 1000 ms and
+three days it is 4 MB; at 1 ms 4 GB, reserved when the ring is made: a full disk shows at the start and not on a page
+fault. It is never synced and no start reads it: each start makes an empty one, and the backlog pushes the links that
+are durable, whose checksums vouch for what the ring says.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,16 +33,8 @@ ROWS_MAX = (1 << 32) - 1
 Records = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Slots in use, ascending, and the newest link of each."""
-
-    slot: Int64Array
-    last: Int64Array
-
-
 class Ring:
-    """See the module. `bound` is the first slot that has not been opened; only those from there on are counted."""
+    """The ends of all chains. `bound` is the first slot that has not been opened; slots from there on are counted."""
 
     def __init__(self, files: Files, name: str, slots: Slots, *, bound: int) -> None:
         """Make an empty ring `name` in place of one that may be there; raises SetupError when it does not fit."""
@@ -72,26 +57,25 @@ class Ring:
         self._records: Records = np.frombuffer(
             self._file.map(at_random=True), dtype=RECORD, count=slots.count
         )
-        self._used = np.zeros(
-            -(-slots.count // BLOCK), np.int64
-        )  # slots from `bound` on, a block of the ring each
+        # How many slots from `bound` on are in use in each block of the ring, so that the next is found without a walk.
+        self._used = np.zeros(-(-slots.count // BLOCK), np.int64)
         self.rows = 0  # in slots from `bound` on
         self._first: int | None = None  # the first slot in use; None: none, or not known
 
     @property
     def used(self) -> int:
-        """Slots from `bound` on that are in use."""
+        """Return how many slots from `bound` on are in use."""
         return int(self._used.sum())
 
     def heads(self, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """(newest link, rows) of each of these slots; (-1, 0) of one that is not in use, or not here any more."""
+        """Return (newest link, rows) of these slots; (-1, 0) of one that is not in use, or not here any more."""
         records = self._records[self._slots.index(slots)]
         mine = (records["rows"] > 0) & (records["lap"] == slots // self._slots.count)
         rows = records["rows"].astype(np.int64)
         return np.where(mine, records["last"], -1), np.where(mine, rows, 0)
 
     def push(self, slots: Int64Array, last: Int64Array, rows: Int64Array) -> None:
-        """These slots, distinct and ascending, have new ends, and so many rows more.
+        """Give these slots, distinct and ascending, new ends, and so many rows more.
 
         A slot whose place has been taken by a later revolution is left out: it is an opened one, far behind.
         """
@@ -115,20 +99,20 @@ class Ring:
             self._first = min(self._first, int(slots[ahead][0]))
 
     def first_used(self) -> int | None:
-        """The first slot from `bound` on that is in use."""
+        """Return the first slot from `bound` on that is in use."""
         if self._first is None and self._used.any():
             self._first = self._find_first()
         return self._first
 
-    def open(self, to: int, rows_max: int) -> Heads:
-        """Move `bound` up to `to` and return the heads of the slots passed.
+    def open(self, to: int, rows_max: int) -> tuple[Int64Array, Int64Array]:
+        """Move `bound` up to `to`; return the slots in use that it passed, ascending, and the newest link of each.
 
         Less far, but past one slot in use at least, when they hold more than `rows_max` rows.
         """
         first = self.first_used()
         if first is None or first >= to:
             self.bound = max(self.bound, to)
-            return Heads(np.empty(0, np.int64), np.empty(0, np.int64))
+            return np.empty(0, np.int64), np.empty(0, np.int64)
         to = min(to, first + SCAN)
         slots = np.arange(first, to, dtype=np.int64)
         last, rows = self.heads(slots)
@@ -141,14 +125,14 @@ class Ring:
         self.rows -= int(rows[in_use].sum())
         np.subtract.at(self._used, self._slots.index(slots[in_use]) // BLOCK, 1)
         self._first = None
-        return Heads(slots[in_use], last[in_use])
+        return slots[in_use], last[in_use]
 
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
 
     def _find_first(self) -> int:
-        """Blocks in the order of their slots; that of `bound` comes first, and last with what lies a lap further."""
+        """Search the blocks in the order of their slots: that of `bound` first, and last for what is a lap further."""
         begin = self.bound % self._slots.count
         next_lap, home = self.bound - begin + self._slots.count, begin // BLOCK
         blocks = np.flatnonzero(self._used)
