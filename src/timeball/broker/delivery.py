@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.broker.parts import Parts
 from timeball.broker.registry.topics import Placement
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
-from timeball.schedule.locations import names
 
 
 class Delivery:
@@ -81,6 +81,17 @@ def in_frames(promises: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     half = promises.num_rows // 2
     yield from in_frames(promises.slice(0, half))
     yield from in_frames(promises.slice(half))
+
+
+def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
+    """Return how rows name these promises: their numbers, and their versions where these differ."""
+    moved = promises.column("kind").to_numpy() == Kind.MOVED
+    if not moved.any():
+        return promises.column("seq"), promises.column("version_seq")  # null, all of it
+    mask, seq = pa.array(moved), promises.column("seq")
+    return pc.if_else(mask, promises.column("source_seq"), seq), pc.if_else(
+        mask, seq, pa.scalar(None, pa.int64())
+    )
 
 
 def release_rows(

@@ -6,7 +6,7 @@
 
 All three are the same row until the promise is written again, by a row of kind MOVED. Reading that row gives the
 promise with its version as `seq` and the time it was accepted at: no other module has to know how often it has moved.
-Where number and version differ the kind stays MOVED, and `source_seq` is the number (`names`).
+Where number and version differ the kind stays MOVED, and `source_seq` is the number.
 """
 
 from __future__ import annotations
@@ -68,17 +68,6 @@ def versions(rows: pa.RecordBatch) -> Int64Array:
     named, number = rows.column("version_seq"), rows.column("source_seq")
     named = number if named.null_count == len(named) else pc.coalesce(named, number)
     return np.asarray(named.fill_null(0).to_numpy(), dtype=np.int64)
-
-
-def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
-    """Return how rows name these promises: their numbers, and their versions where these differ."""
-    moved = promises.column("kind").to_numpy() == Kind.MOVED
-    if not moved.any():
-        return promises.column("seq"), promises.column("version_seq")  # null, all of it
-    mask, seq = pa.array(moved), promises.column("seq")
-    return pc.if_else(mask, promises.column("source_seq"), seq), pc.if_else(
-        mask, seq, pa.scalar(None, pa.int64())
-    )
 
 
 def latest(found: Iterable[Waiting], from_seq: int) -> Waiting:
