@@ -36,7 +36,8 @@ REPEATABLE = frozenset({"status", "topics", "queues", "offsets", "commit", "atta
 # gRPC waits up to 20 s before it looks again whether a broker has come back.
 _CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name this is the time one attempt may last: 100 ms is too little for a busy broker or a far one.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
