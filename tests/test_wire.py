@@ -15,12 +15,16 @@ OFFSETS = st.dictionaries(
 )
 NAMES = st.text("abc%|-_", min_size=1, max_size=8)
 NUMBERS = st.integers(0, wire.INT64_MAX)
+LEASED = {"group": NAMES, "topic": NAMES, "receipts": st.lists(NAMES, min_size=1, max_size=3)}
 REQUESTS = {
     "status": st.just(wire.Nothing()),
     "create_topic": st.builds(wire.CreateTopic, topic=NAMES, queues=st.integers(1, 1_024)),
     "queues": st.builds(wire.Queues, topic=NAMES),
     "offsets": st.builds(wire.GetOffsets, group=NAMES, topic=NAMES),
     "commit": st.builds(wire.Commit, group=NAMES, topic=NAMES, offsets=OFFSETS),
+    "ack": st.builds(wire.Acknowledge, **LEASED),
+    "change_invisible_time": st.builds(wire.ChangeInvisibleTime, **LEASED, counts=st.booleans()),
+    "dead_letter": st.builds(wire.DeadLetter, **LEASED),
     "cancel": st.builds(wire.Cancel, keys=st.lists(NAMES, min_size=1, max_size=3)),
     "reschedule": st.builds(wire.Reschedule, seqs=st.lists(NUMBERS, min_size=1, max_size=3), due_ms=NUMBERS),
     "cancel_range": st.builds(wire.CancelRange, ranges=st.just([(1, 5)]), reason=st.text(max_size=5)),
@@ -34,6 +38,7 @@ TICKETS = [
     wire.ReadLog(from_seq=1, to_seq=1),
     wire.ReadQueue(topic="t", queue_id=3, offset=7, rows=1),
     wire.Pull(topic="t", offsets={0: 5, 3: 1}, rows=10, wait_ms=5),
+    wire.Receive(topic="t", group="g", rows=10, wait_ms=5, latest=True),
 ]
 
 
