@@ -77,7 +77,8 @@ class Machine(RuleBasedStateMachine):
     def hand_out(self, count: int) -> None:
         flight = self.those("waits")[:count]
         if flight:
-            self.outcomes.hand_out(*columns(flight))
+            due_ms, seq = columns(flight)
+            self.outcomes.hand_out(due_ms, seq, due_ms)
             self.flights.append(flight)
             self.state.update(dict.fromkeys(flight, "in flight"))
 
@@ -86,7 +87,7 @@ class Machine(RuleBasedStateMachine):
         if self.flights:
             flight = self.flights.pop(0)
             done, left = flight[:count], flight[count:]
-            self.outcomes.released(columns(done)[1], 1 << 40)
+            self.outcomes.released(columns(done)[1])
             self.sent += [due for due, _ in done]
             self.state.update(dict.fromkeys(done, "released"))
             if left:
@@ -194,8 +195,8 @@ class CancelsWhatIsInFlight(Outcomes):
 class CountsWhatIsNotDurable(Outcomes):
     """Says that a message is sent when it is handed out."""
 
-    def hand_out(self, due_ms: Int64Array, seq: Int64Array) -> None:
-        super().hand_out(due_ms, seq)
+    def hand_out(self, due_ms: Int64Array, seq: Int64Array, recorded_ms: Int64Array) -> None:
+        super().hand_out(due_ms, seq, recorded_ms)
         self.cursor = self.cursor.after(due_ms)
 
 
@@ -225,18 +226,19 @@ def test_a_wrong_one_is_caught(wrong: type[Outcomes]) -> None:
 
 def test_releases_in_another_order_are_refused() -> None:
     outcomes = Outcomes()
-    outcomes.hand_out(*columns([(1, 1), (2, 2)]))
-    outcomes.hand_out(*columns([(3, 3)]))
+    for pairs in ([(1, 1), (2, 2)], [(3, 3)]):
+        due_ms, seq = columns(pairs)
+        outcomes.hand_out(due_ms, seq, due_ms)
     with pytest.raises(AssertionError, match="in the order"):
-        outcomes.released(np.array([3]), 3)
+        outcomes.released(np.array([3]))
 
 
 def test_what_the_mark_covers_costs_nothing() -> None:
     outcomes = Outcomes()
     pairs = [(due, due + 1) for due in range(1_000)]
     outcomes.cancel(*columns(pairs[::2]))
-    outcomes.hand_out(*columns(pairs[1::2]))
-    outcomes.released(columns(pairs[1::2])[1], 1 << 40)
+    outcomes.hand_out(*columns(pairs[1::2]), columns(pairs[1::2])[0])
+    outcomes.released(columns(pairs[1::2])[1])
     assert (len(outcomes), outcomes.cancelled_rows) == (1_000, 500)
     outcomes.move_mark(998, 2_000)
     assert (len(outcomes), outcomes.cancelled_rows) == (2, 1)
@@ -255,8 +257,8 @@ def test_a_pair_is_settled_and_its_number_at_another_instant_is_not() -> None:
 def test_what_counts_as_sent_earlier_than_it_was_promised_for_is_sent_now() -> None:
     """A delay level's message after a clock was set back: it does not take the cursor into the future."""
     outcomes = Outcomes()
-    outcomes.hand_out(*columns([(90_000, 1)]))
-    outcomes.released(np.array([1]), 5_500)
+    outcomes.hand_out(*columns([(90_000, 1)]), np.array([5_500]))
+    outcomes.released(np.array([1]))
     assert outcomes.cursor == ReleaseCursor(5_000, 1)
     assert outcomes.is_settled(*columns([(90_000, 1)])).all()
 

@@ -165,7 +165,7 @@ class World(Attaching):
         handed_out = self.model.in_flight[0]
         seq = column(seqs)
         due = column(handed_out[s][0] for s in seqs)
-        await self._settle_rows(Kind.RELEASE, due, seq, lambda: self.strategy.released(seq, self.now_ms))
+        await self._settle_rows(Kind.RELEASE, due, seq, lambda: self.strategy.released(seq))
         self.model.released.update((s, handed_out.pop(s)[0]) for s in seqs)
         if not handed_out:
             self.model.in_flight.popleft()

@@ -68,7 +68,7 @@ class Delivery:
         placement.index(first_seq)
         placement.count(self._parts.rates)
         now_ms = self._parts.clock.now_ms()
-        self._scheduler.released(seq, now_ms)
+        self._scheduler.released(seq)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - due_ms))
 

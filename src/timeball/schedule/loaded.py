@@ -184,9 +184,10 @@ class Loaded:
                 if not keep.any():
                     continue
                 run, promised_ms = run.filtered(keep), promised_ms[keep]
-            self._outcomes.hand_out(promised_ms, run.seq)
             # Promised for later, and due all the same: a clock was set back (delay_levels).
-            return run.rows if int(promised_ms.max()) <= now_ms else run.rows_as_due()
+            rows = run.rows if int(promised_ms.max()) <= now_ms else run.rows_as_due()
+            self._outcomes.hand_out(promised_ms, run.seq, int64(rows.column("due_ms")))
+            return rows
         return None
 
     def next_ms(self, now_ms: int, below_ms: int) -> int:

@@ -92,7 +92,8 @@ class Outcomes:
     """Pairs are columns (due_ms, seq); `len` counts them: 16 bytes each, 32 once looked up."""
 
     def __init__(self) -> None:
-        self._in_flight: deque[tuple[Int64Array, Int64Array]] = deque()  # hand-outs, oldest first
+        # Hand-outs, oldest first: (due_ms, seq, recorded_ms).
+        self._in_flight: deque[tuple[Int64Array, Int64Array, Int64Array]] = deque()
         self.in_flight_rows = 0
         self._released, self._cancelled = DueIndex(), DueIndex()
         self._mark = NOTHING_SETTLED  # without pairs
@@ -110,28 +111,31 @@ class Outcomes:
     @property
     def first_in_flight_ms(self) -> int | None:
         """Return the earliest instant of what is handed out and not durable."""
-        return min((int(due.min()) for due, _ in self._in_flight), default=None)
+        return min((int(due.min()) for due, _, _ in self._in_flight), default=None)
 
     # -- changes -------------------------------------------------------------------------------------------
 
-    def hand_out(self, due_ms: Int64Array, seq: Int64Array) -> None:
-        """Count these, waiting until now, as in flight. Their release records come in this order."""
-        self._in_flight.append((due_ms, seq))
+    def hand_out(self, due_ms: Int64Array, seq: Int64Array, recorded_ms: Int64Array) -> None:
+        """Count these, waiting until now, as in flight. Their release records come in this order.
+
+        `recorded_ms`: their instants as the records have them, which for a level may be earlier than `due_ms`.
+        """
+        self._in_flight.append((due_ms, seq, recorded_ms))
         self.in_flight_rows += len(seq)
 
-    def released(self, seq: Int64Array, now_ms: int) -> None:
+    def released(self, seq: Int64Array) -> None:
         """Count the oldest in flight, or the first of them, as released: their records are durable."""
-        handed_due, handed = self._in_flight.popleft()
+        handed_due, handed, recorded_ms = self._in_flight.popleft()
         count = len(seq)
         # In another order there is a mistake, and going on would lose a promise or release it twice.
         assert np.array_equal(handed[:count], seq), (
             "releases become durable in the order in which they were handed out"
         )
         if count < len(handed):  # large bodies: one run was several frames
-            self._in_flight.appendleft((handed_due[count:], handed[count:]))
+            self._in_flight.appendleft((handed_due[count:], handed[count:], recorded_ms[count:]))
         self.in_flight_rows -= count
         self._released.add(handed_due[:count], seq)
-        self.cursor = self.cursor.after(np.minimum(handed_due[:count], now_ms))
+        self.cursor = self.cursor.after(recorded_ms[:count])
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Cancel those of these promises that waited until now; return which."""
@@ -148,7 +152,7 @@ class Outcomes:
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these are neither settled nor in flight."""
         waiting = ~self.is_settled(due_ms, seq)
-        for _, handed_out in self._in_flight:
+        for _, handed_out, _ in self._in_flight:
             waiting &= ~np.isin(seq, handed_out)
         return waiting
 

@@ -150,13 +150,13 @@ class Scheduler:
         if not keep.any():
             return None
         run = run if keep.all() else run.filtered(keep)
-        self.outcomes.hand_out(run.due, run.seq)
+        self.outcomes.hand_out(run.due, run.seq, run.due)
         return run.rows
 
-    def released(self, seq: Int64Array, now_ms: int) -> None:
+    def released(self, seq: Int64Array) -> None:
         """Count these, of the oldest hand-out, as released: their records are durable."""
         was_full = self.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
-        self.outcomes.released(seq, now_ms)
+        self.outcomes.released(seq)
         if was_full:
             self._look_now()
 

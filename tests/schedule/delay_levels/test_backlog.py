@@ -137,7 +137,7 @@ async def taken(world: World) -> pa.RecordBatch | None:
 async def released(world: World, rows: pa.RecordBatch) -> None:
     """As the broker writes it: due when it counted as due."""
     seq, due = int64(rows.column("seq")), int64(rows.column("due_ms"))
-    await world._settle_rows(Kind.RELEASE, due, seq, lambda: world.strategy.released(seq, world.now_ms))
+    await world._settle_rows(Kind.RELEASE, due, seq, lambda: world.strategy.released(seq))
     world.model.released |= {one: batch[one][0] for batch in world.model.in_flight for one in batch}
     world.model.in_flight.clear()
 
