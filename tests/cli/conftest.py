@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.cli.processes import serving
+from tests.node_fixture import running_node
 
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real broker in a process of its own; tests use topics of their own."""
-    with serving(tmp_path_factory.mktemp("broker") / "data") as uri:
-        yield uri
+    """A broker of this process; tests use topics of their own."""
+    with running_node(tmp_path_factory.mktemp("broker") / "data") as node:
+        yield node.endpoint

@@ -83,7 +83,7 @@ def test_the_version_is_shown() -> None:
 )
 def test_no_broker_is_one_sentence_with_a_way_out(command: list[str]) -> None:
     """Exit code 3, the endpoint, and how to start one."""
-    ended = timeball(*command, "--endpoint", NOWHERE)
+    ended = run_here(*command, "--endpoint", NOWHERE)
     assert ended.returncode == 3
     assert ended.stdout == ""
     assert len(ended.stderr.strip().splitlines()) == 1

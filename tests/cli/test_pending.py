@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from tests.cli.in_process import run_here
-from tests.cli.processes import serving
 from tests.node_fixture import running_node
 from tests.written_again import fill_segment, let_go, write_again
 
@@ -28,7 +27,7 @@ def _pending(endpoint: str, *options: str) -> dict[str, Any]:
 
 def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -> None:
     """Before and after compaction the same promises wait."""
-    with serving(tmp_path / "d") as endpoint, Timeball(endpoint) as ball:
+    with running_node(tmp_path / "d") as node, Timeball(endpoint := node.endpoint) as ball:
         assert _pending(endpoint)["waiting"] == 0
         now_ms = ball.status()["now_ms"]
         # In the middle of hours, so that none of them ends while this runs.

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from tests.accounts import SECRETS, access_file
 from tests.bounds import BOUND_S
+from tests.cli.in_process import run_here
 from tests.cli.processes import running, timeball
 from tests.node_fixture import eventually
 
@@ -78,7 +79,7 @@ def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, s
 def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, endpoint: str) -> None:
     """Exit code 4, naming the option."""
     port = endpoint.rpartition(":")[2]
-    ended = timeball("up", "--port", port, "--data", str(tmp_path / "d"))
+    ended = run_here("up", "--port", port, "--data", str(tmp_path / "d"))
     assert ended.returncode == 4
     assert f"--port {port}" in ended.stderr and "pipeline" not in ended.stderr
 

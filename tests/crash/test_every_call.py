@@ -44,6 +44,7 @@ def mixtures(call: int, count: int) -> list[tuple[int, Survival]]:
     return [(SEED * 1_000_003 + call * 101 + i, "random") for i in range(count)]
 
 
+@pytest.mark.slow
 def test_scenarios_end_well_and_use_every_kind_of_call() -> None:
     used: set[tuple[str, str]] = set()
     for name in SCENARIOS:

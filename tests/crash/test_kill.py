@@ -73,7 +73,9 @@ def lose_tail(data: Path) -> None:
         file.write(bytes(20))
 
 
-@pytest.mark.parametrize("is_lost", [True, False], ids=["tail lost", "tail kept"])
+@pytest.mark.parametrize(
+    "is_lost", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tail lost", "tail kept"]
+)
 def test_a_log_that_loses_its_acknowledged_tail_is_noticed(tmp_path: Path, is_lost: bool) -> None:
     with Siege(tmp_path / "data", SEED, QUIET) as siege:
         with Timeball(siege.broker.endpoint) as ball:

@@ -120,27 +120,27 @@ def test_a_pause_amid_releases_loses_and_doubles_nothing(node: RunningNode, brok
     assert set(released(broker).values()) == {1}
 
 
-def other(then: str) -> object:
-    """The same cut, and another command after it: half a second each, and there are many."""
-    return pytest.param(then, marks=pytest.mark.slow)
+def other(*values: object) -> object:
+    """The same cut, and another command after it, or another cut: half a second each, and there are many."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 PAUSE_CUTS = [
-    (Held, "copy", "before", 1),
+    other(Held, "copy", "before", 1),
     (Held, "copy", "after", 1),
     (Endpoint, "cancel_ranges", "after", 1),
-    (Held, "numbers", "after", 1),
-    (Campaigns, "record", "after", 1),  # pausing
-    (Campaigns, "record", "after", 2),  # paused
+    other(Held, "numbers", "after", 1),
+    other(Campaigns, "record", "after", 1),  # pausing
+    other(Campaigns, "record", "after", 2),  # paused
 ]
 RESUME_CUTS = [
-    (Campaigns, "record", "after", 1),  # resuming
+    other(Campaigns, "record", "after", 1),  # resuming
     (Endpoint, "reserve", "after", 2),
-    (Endpoint, "attach", "before", 1),
+    other(Endpoint, "attach", "before", 1),
     (Endpoint, "attach", "after", 1),
-    (Campaigns, "record", "before", 2),  # resumed
-    (Campaigns, "record", "after", 2),
-    (Held, "remove", "before", 1),
+    other(Campaigns, "record", "before", 2),  # resumed
+    other(Campaigns, "record", "after", 2),
+    other(Held, "remove", "before", 1),
 ]
 
 
