@@ -108,8 +108,6 @@ SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
 # Property of a CANCEL row: on whose account, if somebody has said so.
 CANCEL_REASON = "REASON"
-# Property of a CANCEL row of a promise that was moved: the number it goes on under, a row of the same frame.
-CANCEL_NEXT = "NEXT"
 
 PROPERTY_NAME_END = "\x01"
 PROPERTY_END = "\x02"

@@ -122,7 +122,8 @@ class Appending:
             placement.index(first_seq, first_seq + has_place)
             placement.count(self._parts.rates)
             self._waiters.wake_queues(placement.queues())
-        promised = rows.column("kind").to_numpy() == Kind.PROMISE
+        kinds = rows.column("kind").to_numpy()
+        promised = (kinds == Kind.PROMISE) | (kinds == Kind.MOVED)
         if not promised.any():
             return
         parts, promises = self._parts, with_seq(rows, first_seq)

@@ -12,7 +12,7 @@
        rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
     5. a release or cancel record settles a promise wherever it waits, in a level's queue as anywhere else
     6. the tick goes on from the checkpoint's with every release record of an instant since
-    7. a cancel record that names the promise's next number says that it was moved there
+    7. a MOVED row to another instant settles the version it names, and is the newest one of its promise
     8. promises without an instant (half messages) of the checkpoint's list and from C on, named by no row from C on,
        are open
 
@@ -35,7 +35,6 @@ import pyarrow.compute as pc
 
 from timeball.broker.parts import Tables
 from timeball.broker.queue_entries import BATCH_ROWS
-from timeball.broker.revoking.log_scan import next_seq_of
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
@@ -44,7 +43,7 @@ from timeball.log.meta_rows import SNAPSHOT_KEY, pairs_of
 from timeball.log.reader import LogReader
 from timeball.log.segment import Segments, segment_name
 from timeball.log.snapshot import last_snapshot
-from timeball.message import CANCEL_NEXT, Int64Array, Kind
+from timeball.message import Int64Array, Kind
 from timeball.schedule import locations
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import ReleaseCursor, Settled
@@ -66,7 +65,7 @@ class Replayed:
     attaches: list[tuple[int, Attachment]] = field(default_factory=list)
     halves: list[Int64Array] = field(default_factory=list)
     ended: list[Int64Array] = field(default_factory=list)  # halves that have been published or rolled back
-    moved: list[tuple[int, int, int]] = field(default_factory=list)  # see schedule/moved.py
+    moved: list[tuple[int, int, int, int]] = field(default_factory=list)  # see schedule/moved.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Recovered:
     files: list[FileEntry]
     promises_since_watermark: int
     halves: list[Half]
-    moved: list[tuple[int, int, int]]
+    moved: list[tuple[int, int, int, int]]
     levels: dict[int, cp.LevelFacts]
     snapshot_seq: int
 
@@ -176,6 +175,8 @@ def _replay(
         if present & locations.KINDS:
             replayed.promises.append(locations.waiting_in(locations.waiting_rows(rows)))
             replayed.halves.append(seqs[(kinds == Kind.PROMISE) & ~has_instant])
+            if Kind.MOVED in present:
+                _replay_moves(rows.filter(pa.array((kinds == Kind.MOVED) & has_instant)), replayed)
             # A promise that publishes a half takes its place. Others name what is no half; `load` asks for halves only.
             replayed.ended.append(_sources(rows, (kinds == Kind.PROMISE) & has_instant))
         if present & {Kind.RELEASE, Kind.CANCEL}:
@@ -186,7 +187,6 @@ def _replay(
             released = done.column("kind").to_numpy() == Kind.RELEASE
             replayed.settled.append((due, seq))
             replayed.released.append((due[released], seq[released]))
-            replayed.moved += _moved(done)
         for at in np.flatnonzero(kinds == Kind.TABLE).tolist() if Kind.TABLE in present else ():
             _replay_change(int(seqs[at]), rows.slice(at, 1), ledger, replayed)
     return replayed
@@ -198,15 +198,12 @@ def _sources(rows: pa.RecordBatch, chosen: npt.NDArray[np.bool_]) -> Int64Array:
     return np.asarray(named.to_numpy(), dtype=np.int64)
 
 
-def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
-    """(due_ms, seq, next_seq) of the promises that these rows move; most rows have no properties."""
-    properties = settling.column("properties")
-    if properties.null_count == len(properties):
-        return []
-    likely = pc.fill_null(pc.match_substring(properties, CANCEL_NEXT), False)
-    rows = settling.filter(likely).select(["kind", "due_ms", "source_seq", "properties"]).to_pylist()
-    named = [(row, next_seq_of(row)) for row in rows]
-    return [(row["due_ms"], row["source_seq"], next_seq) for row, next_seq in named if next_seq is not None]
+def _replay_moves(rows: pa.RecordBatch, replayed: Replayed) -> None:
+    """Apply the MOVED rows among which are some to another instant: each settles the version before it."""
+    moves = rows.filter(rows.column("from_due_ms").is_valid())
+    columns = (moves.column(name).to_pylist() for name in ("due_ms", "source_seq", "seq", "from_due_ms"))
+    replayed.moved += zip(*columns, strict=True)
+    replayed.settled.append((moves.column("from_due_ms").to_numpy(), locations.versions(moves)))
 
 
 def _replay_change(seq: int, row: pa.RecordBatch, ledger: AttachState, replayed: Replayed) -> None:

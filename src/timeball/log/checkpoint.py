@@ -62,7 +62,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
         0,
         0,
     )  # see schedule/outcomes.py: the second being sent, and how many of it have been
-    moved: list[tuple[int, int, int]] = []  # see schedule/moved.py: (due_ms, seq, next_seq)
+    moved: list[tuple[int, int, int, int]] = []  # schedule/moved.py: (due_ms, number, version, until_ms)
     schedule: str = "hour_log"  # who kept promises for an instant
     kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some
     files: list[Any] = []  # live data files (table/attachment.py): what the TABLE rows below `seq` add up to

@@ -54,6 +54,14 @@ def waiting_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
     return rows if mask.all() else rows.filter(pa.array(mask))
 
 
+def versions_in(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the rows, of those that `waiting_rows` gives, that gave a promise its instant."""
+    rows = waiting_rows(rows)
+    mask = rows.column("kind").to_numpy() == Kind.PROMISE
+    mask |= np.asarray(rows.column("from_due_ms").is_valid())
+    return rows if mask.all() else rows.filter(pa.array(mask))
+
+
 def waiting_in(rows: pa.RecordBatch) -> Waiting:
     """Return the promises that READ_SCHEMA rows of these `KINDS` hold."""
     row_seq = int64(rows.column("seq"))

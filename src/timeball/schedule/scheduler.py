@@ -34,7 +34,7 @@ from timeball.schedule.due_wheel import Run
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.loaded import Loaded, Source
-from timeball.schedule.locations import Waiting
+from timeball.schedule.locations import Waiting, as_promises
 from timeball.schedule.outcomes import Outcomes, Settled
 from timeball.schedule.rewrites import Rewrites
 from timeball.table.attachment import Attachment
@@ -91,7 +91,7 @@ class Scheduler:
     # -- promises come ---------------------------------------------------------------------------------------
 
     def add(self, backlog: Backlog, promises: pa.RecordBatch) -> None:
-        """Keep these durable promises, in READ_SCHEMA."""
+        """Keep these durable promises, rows of the log that gave them their instants."""
         due, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         now_ms = int(promises.column("store_ms")[-1].as_py())
         near = backlog.add(Waiting(due, seq, seq), now_ms)
@@ -99,7 +99,7 @@ class Scheduler:
             if not near.all():
                 promises = promises.filter(pa.array(near))
             source = self._sources[id(backlog)]
-            self._expect(self.loaded.add(source, backlog.decode_waiting(promises), now_ms))
+            self._expect(self.loaded.add(source, backlog.decode_waiting(as_promises(promises)), now_ms))
         if len(near) > promises.num_rows or not near.any():
             self._expect_opening(backlog)
 

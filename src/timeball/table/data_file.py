@@ -29,7 +29,7 @@ from timeball.table.layout import FOLDER, KEYS_FOLDER
 Position = tuple[int, int]  # (due_ms, seq)
 
 _CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
-_ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
+_ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
 _NO_GROUPS: Int64Array = np.empty(0, np.int64)
 _NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in _ID_COLUMNS]).empty_table()
 

@@ -450,7 +450,7 @@ def test_a_verdict_on_a_real_disk(tmp_path: Path) -> None:
 
 
 def candidate(subject: str, seq: int) -> Candidate:
-    return Candidate(subject, seq, 70 + seq, "orders", f"id{seq}", "k", 5)
+    return Candidate(subject, seq, seq, 70 + seq, "orders", f"id{seq}", "k", 5)
 
 
 def test_cancel_rows_name_the_promises_they_settle() -> None:

@@ -26,8 +26,8 @@ def look_up(
     search.search(files)
     missing = search.missing(thorough=thorough)
     if missing:
-        search.add_rows(scan(parts.reader, parts.outcomes.moved, missing))
-    return search.result(files)
+        search.add_rows(scan(parts.reader, missing))
+    return search.result()
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
@@ -62,7 +62,7 @@ async def test_bodies_come_from_wherever_they_lie(world: World) -> None:
     assert sorted(bodies(world, found).values()) == sorted(
         world.observed.sent[key].body for key in filed + logged
     )
-    lost = Candidate("x", 1 << 40, found[0].due_ms, "a", None, None, 0, in_table=True)
+    lost = Candidate("x", 1 << 40, 1 << 40, found[0].due_ms, "a", None, None, 0, in_table=True)
     assert bodies(world, [found[0], lost]).keys() == {found[0].seq}
     assert bodies(world, []) == {}
 

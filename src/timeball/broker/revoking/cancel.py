@@ -12,8 +12,8 @@ rows are appended to the log: a promise handed out cannot be cancelled, a cancel
 third case (G7).
 
 If another request settled the promise first, repeat the lookup once that request's row is durable. A promise that was
-moved meanwhile is tried under its new number; each repetition means that another request got on. The answer is one
-that was true at some instant between call and answer.
+moved meanwhile is tried at its new instant; each repetition means that another request got on. The answer is one
+that was true at some instant between call and answer. All verdicts name a promise by its number, which never changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,12 +41,14 @@ async def settle(parts: Parts, names: Names, act: Act) -> list[Verdict]:
     """Call `act` for what waits; return a definite verdict for each promise, and for each name without one."""
     names.check()
     found = await _look_up(parts, names)
-    told = {seq: Verdict("", ended.verdict, seq, ended.at_ms) for seq, ended in found.settled.items()}
-    left = {c.seq: c for c in found.candidates if c.seq not in told}
+    told = {
+        number: Verdict("", ended.verdict, number, ended.at_ms) for number, ended in found.settled.items()
+    }
+    left = {c.number: c for c in found.candidates if c.number not in told}
     while left:
-        acted = await act(list({c.seq: c for c in left.values()}.values()))
-        told |= {seq: acted[c.seq] for seq, c in left.items() if c.seq in acted}
-        left = await _look_again(parts, {seq: c for seq, c in left.items() if c.seq not in acted}, told)
+        acted = await act(list(left.values()))
+        told |= acted
+        left = await _look_again(parts, [c for c in left.values() if c.number not in acted], told)
     return verdicts(names.subjects, found, told)
 
 
@@ -59,7 +60,7 @@ async def cancel(parts: Parts, candidates: list[Candidate]) -> dict[int, Verdict
         # No pause since the decision: the CANCEL rows stand in the log before any later release.
         _, durable = parts.writer.append(cancel_rows(chosen, now_ms))
         await durable
-    return {c.seq: Verdict("", "cancelled", c.seq, now_ms) for c in chosen}
+    return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in chosen}
 
 
 def stop_waiting(parts: Parts, candidates: Sequence[Candidate]) -> npt.NDArray[np.bool_]:
@@ -67,9 +68,7 @@ def stop_waiting(parts: Parts, candidates: Sequence[Candidate]) -> npt.NDArray[n
     return parts.scheduler.cancel(*pairs(candidates))
 
 
-def cancel_rows(
-    chosen: Sequence[Candidate], now_ms: int, properties: Sequence[str] | None = None
-) -> pa.RecordBatch:
+def cancel_rows(chosen: Sequence[Candidate], now_ms: int) -> pa.RecordBatch:
     """Return LOG_SCHEMA cancel rows for these promises."""
     return build_rows(
         len(chosen),
@@ -78,11 +77,11 @@ def cancel_rows(
         queue_id=-1,
         unique_key=[c.unique_key for c in chosen],
         keys=[c.keys for c in chosen],
-        properties=properties,
         store_ms=now_ms,
         due_ms=[c.due_ms for c in chosen],
         accepted_ms=[c.accepted_ms for c in chosen],
-        source_seq=[c.seq for c in chosen],
+        source_seq=[c.number for c in chosen],
+        version_seq=[None if c.seq == c.number else c.seq for c in chosen],
     )
 
 
@@ -95,13 +94,13 @@ def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) ->
     for subject in subjects:
         told_of = []
         for c in by_subject.get(subject, []):
-            verdict = told[c.seq]
+            verdict = told[c.number]
             if not _is_overtaken(c, verdict, by_subject[subject]):
                 told_of.append(msgspec.structs.replace(verdict, subject=subject))
             if (
                 verdict.verdict == "cancelled"
             ):  # the same promise named twice in one request is cancelled once
-                told[c.seq] = msgspec.structs.replace(verdict, verdict=CANCELLED)
+                told[c.number] = msgspec.structs.replace(verdict, verdict=CANCELLED)
         told_of.sort(
             key=lambda verdict: (verdict.verdict not in ("cancelled", "rescheduled"), -(verdict.seq or 0))
         )
@@ -119,7 +118,7 @@ def _is_overtaken(candidate: Candidate, verdict: Verdict, others: list[Candidate
         or candidate.unique_key is None
     ):
         return False
-    return any(c.unique_key == candidate.unique_key and c.seq > candidate.seq for c in others)
+    return any(c.unique_key == candidate.unique_key and c.number > candidate.number for c in others)
 
 
 def _unknown(subject: str, found: Found) -> Verdict:
@@ -128,49 +127,37 @@ def _unknown(subject: str, found: Found) -> Verdict:
 
 
 async def _look_up(parts: Parts, names: Names, *, thorough: bool = False) -> Found:
-    pending, moved = parts.hour_log.pending, parts.outcomes.moved
-    search = Search(parts.reader, parts.key_index, moved, names)
-
-    def begin() -> Found | None:
-        files = pending.all()
-        search.search(files)
-        return None if search.missing(thorough=thorough) else search.result(files)
-
-    def end(rows: list[dict[str, Any]]) -> Found:
-        search.add_rows(rows)
-        return search.result(pending.all())
-
-    found = await in_thread(parts.reader_thread, begin)
-    if found is None:
-        missing = search.missing(thorough=thorough)
-        rows = await asyncio.to_thread(scan, parts.reader, moved, missing)
-        found = await in_thread(parts.reader_thread, end, rows)
-    return found
+    search = Search(parts.reader, parts.key_index, parts.outcomes.moved, names)
+    # The list of files is made in the reader thread, which removes them.
+    await in_thread(parts.reader_thread, lambda: search.search(parts.hour_log.pending.all()))
+    missing = search.missing(thorough=thorough)
+    if missing:
+        search.add_rows(await asyncio.to_thread(scan, parts.reader, missing))
+    return search.result()
 
 
 async def _look_again(
-    parts: Parts, lost: dict[int, Candidate], told: dict[int, Verdict]
+    parts: Parts, lost: Sequence[Candidate], told: dict[int, Verdict]
 ) -> dict[int, Candidate]:
-    """Add to `told` the verdicts of other requests, by the number each was found under; return those to try again."""
+    """Add to `told` the verdicts of other requests; return, by number, those to try again at another instant."""
     if not lost:
         return {}
     # It was settled since the lookup, or is handed out and on its way to the disk: after the flush its row is there.
     await parts.writer.flushed()
-    found = await _look_up(parts, Names(seqs=[c.seq for c in lost.values()]), thorough=True)
-    become, left = {c.subject: c for c in found.candidates}, {}
-    for seq, was in lost.items():
-        now = become.get(str(was.seq))
-        if now is not None and now.seq in found.settled:
-            ended = found.settled[now.seq]
-            told[seq] = Verdict("", ended.verdict, now.seq, ended.at_ms)
+    found = await _look_up(parts, Names(seqs=[c.number for c in lost]), thorough=True)
+    become, left = {c.number: c for c in found.candidates}, {}
+    for was in lost:
+        now, ended = become.get(was.number), found.settled.get(was.number)
+        if ended is not None:
+            told[was.number] = Verdict("", ended.verdict, was.number, ended.at_ms)
         elif now is not None and now.seq != was.seq:
-            left[seq] = now
+            left[was.number] = now
         else:
-            told[seq] = _faded(parts, was)
+            told[was.number] = _faded(parts, was)
     return left
 
 
 def _faded(parts: Parts, candidate: Candidate) -> Verdict:
     """It waits no more, and no row says why. Of a cancel ahead of its instant the schedule still knows."""
     was_cancelled = bool(parts.outcomes.was_cancelled(*pairs([candidate]))[0])
-    return Verdict("", CANCELLED if was_cancelled else "expired", candidate.seq)
+    return Verdict("", CANCELLED if was_cancelled else "expired", candidate.number)

@@ -1,10 +1,10 @@
 """Look promises up by id, key or number, with what the log says became of each.
 
-    id, key   every promise that carries it; of one that was moved, only what it has become
-    number    that promise, or what it has become by now
+    id, key   every promise that carries it
+    number    that promise
 
-A lookup reads the log and the pending table. A CANCEL row with a NEXT property says that the promise was moved to
-another number, whose row stands in the same frame. A lookup follows these moves to the last one.
+A lookup reads the log and the pending table. A promise that was moved to other instants has a row for each; the newest
+of them is where it waits now, and a RELEASE or CANCEL row of its number is its end.
 
 Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic: they
 carry their producer's id and keys, but its message has been delivered, and to cancel a copy would lose it.
@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.consuming.retry import DLQ_PREFIX, RETRY_PREFIX
-from timeball.broker.revoking.log_scan import COLUMNS, SETTLING, next_seq_of
+from timeball.broker.revoking.log_scan import COLUMNS, SETTLING
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
 from timeball.log.key_index import KeyIndex
@@ -32,7 +32,7 @@ from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind, decode_properties
 from timeball.schedule.delay_levels.rows import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
-from timeball.schedule.locations import as_promises
+from timeball.schedule.locations import KINDS, as_promises
 from timeball.schedule.moved import Moved
 from timeball.table.data_file import DataFile
 
@@ -65,10 +65,14 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A promise that a caller has named. `at_seq`: the row of the log that holds it now, if one does."""
+    """A promise that a caller has named, by its number, with the instant and version by which the schedule knows it.
+
+    `at_seq`: the row of the log that holds it now, if one does.
+    """
 
     subject: str
-    seq: int
+    number: int
+    seq: int  # its version
     due_ms: int
     topic: str
     unique_key: str | None
@@ -80,11 +84,10 @@ class Candidate:
 
 
 class Settled(NamedTuple):
-    """The end of a promise, and when it was. `next_seq`: the promise it was moved to."""
+    """The end of a promise, and when it was."""
 
     verdict: str
     at_ms: int | None
-    next_seq: int | None = None
 
 
 @dataclass(slots=True)
@@ -125,7 +128,7 @@ class Search:
 
     def missing(self, *, thorough: bool) -> set[int]:
         """Return the numbers to scan the log for; `thorough`: also those of promises without an id, for their end."""
-        return self._unknown | {c.seq for c in self._found.values() if thorough and c.unique_key is None}
+        return self._unknown | {c.number for c in self._found.values() if thorough and c.unique_key is None}
 
     def add_rows(self, rows: list[dict[str, Any]]) -> None:
         """Add the rows that a scan of the log has found."""
@@ -135,47 +138,63 @@ class Search:
             if row["source_seq"] in self._unknown:
                 self._add_logged(str(row["source_seq"]), row)
 
-    def result(self, files: list[DataFile]) -> Found:
-        """Return all promises with one of the names; `files` as they are now."""
-        self._files, names = files, self._names
-        known = {c.seq for c in self._found.values()}
+    def result(self) -> Found:
+        """Return all promises with one of the names."""
+        names, candidates = self._names, [self._in_newest(c) for c in self._found.values()]
+        known = {c.number for c in candidates}
         gone = {str(seq): seq for seq in self._unknown - known if seq < self._reader.first_seq}
-        followed = self._followed(gone)
         if names.topic is not None:
-            followed = [c for c in followed if c.topic == names.topic]
+            candidates = [c for c in candidates if c.topic == names.topic]
         else:
             numbers = {str(seq) for seq in names.seqs}
-            followed = [c for c in followed if c.subject in numbers or not is_on_its_way_back(c.topic)]
+            candidates = [c for c in candidates if c.subject in numbers or not is_on_its_way_back(c.topic)]
         if names.may is not None:
-            followed = [c for c in followed if names.may(c.topic)]
-        return Found(followed, self._settled, gone)
+            candidates = [c for c in candidates if names.may(c.topic)]
+        return Found(candidates, self._settled, gone)
+
+    def _in_newest(self, candidate: Candidate) -> Candidate:
+        """Return it as the schedule knows it now: what was found may be an old row of it in a file."""
+        moved_to = self._moved.newest(candidate.number)
+        if moved_to is None or moved_to[1] <= candidate.seq:
+            return candidate
+        due_ms, version = moved_to
+        # Moved since the search: what moved it is there to be read, unless retention has removed it.
+        at_seq = version if version >= self._reader.first_seq else None
+        return replace(candidate, due_ms=due_ms, seq=version, in_table=False, at_seq=at_seq)
 
     # -- by number ---------------------------------------------------------------------------------------------
 
-    def _by_number(self, seqs: Iterable[int]) -> None:
-        wanted = np.unique(np.array(list(seqs), dtype=np.int64))
+    def _by_number(self, numbers: Iterable[int]) -> None:
+        """Add these promises in their newest versions, as far as these are found where they got their instants."""
+        number_of = {self._version_of(number): number for number in numbers}
+        wanted = np.unique(np.array(list(number_of), dtype=np.int64))
         for file in self._files:
             inside = wanted[(wanted >= file.entry.min_seq) & (wanted <= file.entry.max_seq)]
             for row in file.find_seqs(inside).to_pylist() if len(inside) else ():
-                self._add(str(row["seq"]), row, row["accepted_ms"], in_table=True)
-        for seq in wanted.tolist():
+                if _number_in_table(row) == number_of[row["seq"]]:
+                    self._add_filed(str(number_of[row["seq"]]), row)
+        for version, number in number_of.items():
             if (
-                not self._in_log(seq)
-                and 0 < seq < self._reader.next_seq
-                and (str(seq), seq) not in self._found
+                not self._in_log(version, number)
+                and 0 < number < self._reader.next_seq
+                and (str(number), number) not in self._found
             ):
-                self._unknown.add(seq)
+                self._unknown.add(number)
 
-    def _in_log(self, seq: int) -> bool:
-        """Return whether the log keeps this row; add it when it is a promise."""
-        if not self._reader.first_seq <= seq < self._reader.next_seq:
+    def _version_of(self, number: int) -> int:
+        moved_to = self._moved.newest(number)
+        return number if moved_to is None else moved_to[1]
+
+    def _in_log(self, version: int, number: int) -> bool:
+        """Return whether the log keeps this row; add it when it is a version of this promise."""
+        if not self._reader.first_seq <= version < self._reader.next_seq:
             return False
         there = False
-        for rows in self._reader.rows(seq, seq + 1):
+        for rows in self._reader.rows(version, version + 1):
             there = True
             for row in rows.select(COLUMNS).to_pylist():
-                if row["kind"] == Kind.PROMISE and row["due_ms"] is not None:
-                    self._add(str(seq), row, row["store_ms"], at_seq=seq)
+                if row["kind"] in KINDS and _number_of(row) == number:
+                    self._add_logged(str(number), row)
         return there
 
     # -- by id and key -----------------------------------------------------------------------------------------
@@ -196,7 +215,7 @@ class Search:
             # Mostly none: a cancel asks every file.
             for row in rows.to_pylist() if rows.num_rows else ():
                 for name in _names(row, by_id, by_key):
-                    self._add(name, row, row["accepted_ms"], in_table=True)
+                    self._add_filed(name, row)
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -204,41 +223,48 @@ class Search:
         """Note the promise that a row of the log accepts, moves or ends. A half message waits for no instant."""
         if row["due_ms"] is None:
             return
-        if row["kind"] == Kind.PROMISE:
-            self._add(subject, row, row["store_ms"], at_seq=row["seq"])
-        elif row["kind"] == Kind.MOVED:
-            self._add(subject, {**row, "seq": row["source_seq"]}, row["accepted_ms"], at_seq=row["seq"])
+        if row["kind"] in KINDS:
+            accepted_ms = row["store_ms"] if row["kind"] == Kind.PROMISE else row["accepted_ms"]
+            self._add(subject, row, _number_of(row), _version_of(row), accepted_ms, at_seq=row["seq"])
         elif row["kind"] in SETTLING:
             # The promise itself may have been let go by retention, or never have been in the log (bulk).
-            self._add(subject, {**row, "seq": row["source_seq"]}, row["accepted_ms"])
+            self._add(subject, row, row["source_seq"], _version_of(row), row["accepted_ms"])
+
+    def _add_filed(self, subject: str, row: dict[str, Any]) -> None:
+        self._add(subject, row, _number_in_table(row), row["seq"], row["accepted_ms"], in_table=True)
 
     def _add(
         self,
         subject: str,
         row: dict[str, Any],
+        number: int,
+        version: int,
         accepted_ms: int | None,
         *,
         in_table: bool = False,
         at_seq: int | None = None,
     ) -> None:
-        known = self._found.get((subject, row["seq"]))
-        if known is not None:
-            self._found[subject, row["seq"]] = replace(
+        """Note where a promise lies: its newest version counts, and of that the last row of the log."""
+        known = self._found.get((subject, number))
+        if known is not None and known.seq > version:
+            return
+        if known is not None and known.seq == version:
+            self._found[subject, number] = replace(
                 known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
             )
             return
         is_level = row.get("kind") == Kind.PROMISE and row["queue_offset"] is not None
         # The CANCEL row is to name the topic the message was for.
         topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
-        self._found[subject, row["seq"]] = Candidate(
-            subject, row["seq"], row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
+        self._found[subject, number] = Candidate(
+            subject, number, version, row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
             is_level, in_table, at_seq,
         )  # fmt: skip
 
     def _note_settling(self, row: dict[str, Any]) -> None:
         if row["kind"] in SETTLING and row["due_ms"] is not None:
             verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
-            self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"], next_seq_of(row))
+            self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"])
 
     def _note_move(self, row: dict[str, Any]) -> None:
         """Note that a promise found by its number was written again, in this row."""
@@ -246,34 +272,20 @@ class Search:
         if row["kind"] == Kind.MOVED and (subject, row["source_seq"]) in self._found:
             self._add_logged(subject, row)
 
-    # -- moves ---------------------------------------------------------------------------------------------------
 
-    def _followed(self, gone: dict[str, int]) -> list[Candidate]:
-        """Return the candidates, in place of moved ones the last of each chain, each once for a subject."""
-        result: dict[tuple[str, int], Candidate] = {}
-        for candidate in list(self._found.values()):
-            seq = candidate.seq
-            while (next_seq := self._next_of(seq)) is not None:
-                seq = next_seq
-            last = self._found.get((candidate.subject, seq)) or self._successor(candidate, seq)
-            if last is None:
-                gone[candidate.subject] = seq
-            else:
-                result.setdefault((last.subject, last.seq), last)
-        return list(result.values())
+def _number_of(row: dict[str, Any]) -> int:
+    return int(row["source_seq"] if row["kind"] == Kind.MOVED else row["seq"])
 
-    def _next_of(self, seq: int) -> int | None:
-        """Return the number it was moved to by its CANCEL row, or by memory where retention has removed that row."""
-        ended = self._settled.get(seq)
-        return self._moved.next_of(seq) if ended is None else ended.next_seq
 
-    def _successor(self, candidate: Candidate, seq: int) -> Candidate | None:
-        """Return the last of a chain that the name itself did not find; None when log and table do not know it."""
-        if seq in self._settled:
-            return replace(candidate, seq=seq, in_table=False, at_seq=None)
-        self._by_number([seq])
-        found = self._found.get((str(seq), seq))
-        return None if found is None else replace(found, subject=candidate.subject)
+def _number_in_table(row: dict[str, Any]) -> int:
+    return int(row["seq"] if row["number"] is None else row["number"])
+
+
+def _version_of(row: dict[str, Any]) -> int:
+    """Return the version that a row of the log holds, or ends."""
+    if row["kind"] == Kind.PROMISE or row["from_due_ms"] is not None:
+        return int(row["seq"])
+    return int(row["source_seq"] if row["version_seq"] is None else row["version_seq"])
 
 
 def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
@@ -308,7 +320,7 @@ def read(reader: LogReader, files: list[DataFile], candidates: Sequence[Candidat
 
 
 def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
-    """Return (due_ms, seq) of each, as columns."""
+    """Return (due_ms, version) of each, as columns."""
     return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
         [c.seq for c in candidates], dtype=np.int64
     )

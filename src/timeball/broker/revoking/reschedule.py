@@ -1,11 +1,10 @@
 """Reschedule: a promise that waits is moved to another instant, as one step that cannot be seen half done.
 
-    one frame:   CANCEL   source_seq = the old number, REASON "rescheduled", NEXT = the new number
-                 PROMISE  the same message, under the same id, for the new instant
+    MOVED    the same message under the same number, for the new instant; it settles the instant before
 
-A frame is in the log whole or not at all, so after a power cut the message is due at the one instant or at the other.
-Recovery, ledger and audit see a promise that was cancelled and one that was accepted; they need not know of moves. The
-decision is that of a cancel: what was handed out is `released` and stays.
+One row says both, so after a power cut the message is due at the one instant or at the other. The schedule sees a
+promise that was settled and one that came, and need not know of moves. The decision is that of a cancel: what was
+handed out is `released` and stays.
 
 Bodies are read before the decision, because no await may stand between decision and append; a body does not change
 while its promise waits. The properties that had delayed the message (a level, a timer) are removed: their instant does
@@ -28,18 +27,12 @@ from timeball.broker.consuming.retry import SPENT
 from timeball.broker.delivery import in_frames
 from timeball.broker.parts import Parts, in_thread
 from timeball.broker.revoking import promise_lookup
-from timeball.broker.revoking.cancel import cancel_rows, settle, stop_waiting
+from timeball.broker.revoking.cancel import settle, stop_waiting
 from timeball.broker.revoking.promise_lookup import Candidate, Names
 from timeball.errors import InvalidDelay, RequestError
-from timeball.message import (
-    CANCEL_NEXT,
-    CANCEL_REASON,
-    LOG_SCHEMA,
-    Kind,
-    decode_properties,
-    encode_properties,
-)
+from timeball.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
 from timeball.schedule.delay_levels.rows import REAL_QUEUE
+from timeball.schedule.locations import names
 from timeball.wire import Verdict
 
 REASON = "rescheduled"
@@ -94,8 +87,8 @@ async def _move_frame(
     due_ms = max(
         due_ms, now_ms
     )  # an instant that has passed means now, so that the release does not count as late
-    moved = appending.prepare(
-        moved_rows(
+    promises = appending.prepare(
+        promise_rows(
             rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=parts.settings.host
         ),
         now_ms,
@@ -105,23 +98,32 @@ async def _move_frame(
     if not chosen:
         return {}
     # After `stop_waiting` the append must not fail or wait, so everything that may refuse was asked before it.
-    first_seq = parts.writer.next_seq + len(chosen)
-    cancels = cancel_rows(chosen, now_ms, [reason(first_seq + at) for at in range(len(chosen))])
-    moves = [(c.due_ms, c.seq, first_seq + at) for at, c in enumerate(chosen)]
+    first_seq = parts.writer.next_seq
+    moves = [(due_ms, c.number, first_seq + at, c.due_ms) for at, c in enumerate(chosen)]
+    mask = pa.array(waited)
     appended = appending.append(
-        pa.concat_batches([cancels, moved.filter(pa.array(waited))]),
-        lambda: parts.outcomes.moved.add(moves),
+        as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves)
     )
     await appended.durable
-    return {c.seq: Verdict("", REASON, first_seq + at, now_ms, due_ms) for at, c in enumerate(chosen)}
+    return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}
 
 
-def reason(next_seq: int) -> str:
-    """Return the properties of the CANCEL row of a promise that goes on under this number."""
-    return encode_properties({CANCEL_REASON: REASON, CANCEL_NEXT: str(next_seq)})
+def as_moves(promises: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+    """Return LOG_SCHEMA promises as moves of the READ_SCHEMA promises `before`."""
+    number, version = names(before)
+    changed = {
+        "kind": pa.array(np.full(promises.num_rows, Kind.MOVED, dtype=np.int8)),
+        "accepted_ms": before.column("store_ms"),
+        "source_seq": number,
+        "version_seq": version,
+        "from_due_ms": before.column("due_ms"),
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
 
 
-def moved_rows(
+def promise_rows(
     rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
 ) -> pa.RecordBatch:
     """Return LOG_SCHEMA promises for another instant, of READ_SCHEMA promises; `topics`: those they are for."""
@@ -145,6 +147,7 @@ def moved_rows(
         "store_host": pa.array([host] * count, pa.string()),
         "due_ms": pa.array(np.full(count, due_ms, dtype=np.int64)),
         "accepted_ms": nothing,
+        "source_seq": nothing,
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import TABLE_SCHEMA, Int64Array, Kind
-from timeball.schedule.locations import waiting_rows
+from timeball.schedule.locations import KINDS, as_promises, versions_in
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 
@@ -99,8 +99,8 @@ def promises(
 ) -> pa.Table:
     """Return TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
     parts = []
-    for found in reader.coalesced(from_seq, to_seq, [Kind.PROMISE], 65_536):
-        rows = waiting_rows(found)
+    for found in reader.coalesced(from_seq, to_seq, KINDS, 65_536):
+        rows = as_promises(versions_in(found))
         waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
         waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
         if waiting.any():

@@ -162,6 +162,12 @@ class Campaign:
                 same = pc.fill_null(pc.equal(batch.column("properties"), reason), False)
                 chosen = inside & same.to_numpy(zero_copy_only=False)
                 by_reason.setdefault(reason.as_py(), []).append(numbers(batch)[chosen])
+        # A message that was given another instant leaves its campaign, as if it had been cancelled.
+        moves = ["source_seq", "from_due_ms"]
+        for batch in self.broker.read_log(begin, end.log.durable_seq, [Kind.MOVED], columns=moves):
+            seq = numbers(batch.filter(batch.column("from_due_ms").is_valid()))
+            cancelled.append(seq[att.within(seq, ranges)])
+            released = [found[~np.isin(found, seq)] for found in released]
         return Settled(
             seq_ranges.ordered(released),
             seq_ranges.ordered(cancelled),

@@ -56,11 +56,17 @@ class Compacted(WriterCommitMessage):
 
 def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
     """Return the promises of a batch of the log that may still be pending, in TABLE_SCHEMA."""
-    wanted = pc.greater_equal(batch.column("due_ms"), settled_before_ms)
+    is_version = pc.or_(
+        pc.equal(batch.column("kind"), int(Kind.PROMISE)), batch.column("from_due_ms").is_valid()
+    )
+    wanted = pc.and_(pc.greater_equal(batch.column("due_ms"), settled_before_ms), is_version)
     # Mostly all of them: a filter that keeps everything copies everything. A half message has no instant.
     rows = batch if not wanted.null_count and pc.all(wanted).as_py() else batch.filter(wanted)
-    accepted = rows.column("store_ms")
-    changed = {"accepted_ms": accepted, "number": pa.nulls(rows.num_rows, pa.int64())}
+    moved, nothing = pc.equal(rows.column("kind"), int(Kind.MOVED)), pa.scalar(None, pa.int64())
+    changed = {
+        "accepted_ms": pc.if_else(moved, rows.column("accepted_ms"), rows.column("store_ms")),
+        "number": pc.if_else(moved, rows.column("source_seq"), nothing),
+    }
     columns = [changed[name] if name in changed else rows.column(name) for name in TABLE_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
 
@@ -71,7 +77,7 @@ def write_piece(endpoint: Endpoint, store: Store, piece: Piece) -> Piece:
     status = endpoint.status()
     batches = (
         waiting(batch, status.settled_before_ms)
-        for batch in endpoint.read_log(piece.from_seq, piece.to_seq, [Kind.PROMISE], placed=False)
+        for batch in endpoint.read_log(piece.from_seq, piece.to_seq, [Kind.PROMISE, Kind.MOVED], placed=False)
     )
     try:
         for rows in chunks(batch for batch in batches if batch.num_rows):

@@ -30,7 +30,7 @@ CANDIDATES_MAX = 4_096  # rows with the key's hash that are opened
 OPENED_AT_ONCE = 32  # of them, since each may have a body of 4 MiB
 BYTES_MAX = 8 * 1024 * 1024  # bodies of one answer, but at least one; clients close the connection at 16 MiB
 BORN_HOST = Host(bytes(4), 0)
-VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.PROMISE]
+VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.PROMISE, Kind.MOVED]
 
 
 class _Query(msgspec.Struct, rename="camel"):
@@ -130,9 +130,12 @@ def _read(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch | None:
 
 
 def _waits(rows: pa.RecordBatch) -> pa.Array:
-    """Return which rows accepted a message that waits for an instant; half messages wait for none."""
-    promised = pa.array(np.isin(rows.column("kind").to_numpy(), WAITING))
-    return pc.and_(promised, rows.column("due_ms").is_valid())
+    """Return which rows gave a message an instant that it waits for; half messages wait for none."""
+    promised = np.isin(rows.column("kind").to_numpy(), WAITING)
+    promised &= np.asarray(
+        pc.or_(pc.not_equal(rows.column("kind"), Kind.MOVED), rows.column("from_due_ms").is_valid())
+    )
+    return pc.and_(pa.array(promised), rows.column("due_ms").is_valid())
 
 
 def _matching(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:
