@@ -8,6 +8,7 @@ that the two share the machine as they would on a single node. `small=True` only
 NAMES = [
     "append",
     "remoting",
+    "pop",
     "grpc",
     "punctual",
     "burst",

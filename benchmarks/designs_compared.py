@@ -34,7 +34,7 @@ class Design:
 
     def settings(self, small: bool) -> dict[str, object]:
         """As `config.Settings` takes them."""
-        chosen: dict[str, object] = {"schedule": self.schedule, "timer_precision_ms": self.precision_ms}
+        chosen: dict[str, object] = {"strategy": self.schedule, "timer_precision_ms": self.precision_ms}
         if small and self.precision_ms == 1:
             chosen["timer_wheel_ms"] = SMALL_WHEEL_MS
         return chosen
@@ -82,7 +82,7 @@ class Ledger:
         moved_rows = 0
         for batch in batches:
             kinds = batch.column("kind").to_numpy()
-            later = np.isin(kinds, [Kind.PROMISE, Kind.LEVEL_PROMISE])
+            later = kinds == Kind.PROMISE
             promised.append(_columns(batch, later, ("seq", "due_ms")))
             moved_rows += int((kinds == Kind.MOVED).sum())
             released.append(_columns(batch, kinds == Kind.RELEASE, ("source_seq", "due_ms", "store_ms")))

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from benchmarks.designs_compared import HOUR_MS, Design, Ledger, level_of
 from benchmarks.harness import BODY_BYTES, TOPIC, messages
-from timeball.broker.parts import in_thread
+from timeball.broker.components import in_thread
 from timeball.clock import ManualClock
 from timeball.config import Settings
 from timeball.node import Node
@@ -94,7 +94,7 @@ class _Living:
         self._broker = self._node.broker
         try:
             await self._broker.create_topic(TOPIC, 8)
-            await self._node.upkeep.save_small_state()
+            await self._node.upkeep.save_offsets()
             written, logged = self._counts()
             last_due_ms = await self._send(delay_ms, level)
             while self._broker.lateness.released < self._rows:
@@ -131,12 +131,11 @@ class _Living:
         """When a strategy wants to be called, or a duty is to be looked at; a step ahead at least."""
         now_ms = self._clock.wall
         young = now_ms - self._begun_ms < FIRST_LOOKS_MS
-        wanted = [ms for ms in self._wishes() if ms is not None]
-        return max(now_ms + STEP_MS, min([now_ms + (FIRST_LOOK_MS if young else LOOK_MS), *wanted]))
+        look_ms, wanted_ms = now_ms + (FIRST_LOOK_MS if young else LOOK_MS), self._wanted_ms()
+        return max(now_ms + STEP_MS, look_ms if wanted_ms is None else min(look_ms, wanted_ms))
 
-    def _wishes(self) -> list[int | None]:
-        parts = self._broker.parts
-        return [schedule.next_due_ms() for schedule in (parts.schedule, parts.hour_log, parts.levels)]
+    def _wanted_ms(self) -> int | None:
+        return self._broker.parts.scheduler.next_due_ms()
 
     async def _duties(self) -> None:
         """What the broker does at this instant: by itself, and what upkeep would do by its own clock."""
@@ -151,21 +150,19 @@ class _Living:
 
     async def _calm(self) -> None:
         """Until nothing is due any more, nothing on its way to the disk, and the reader thread idle."""
-        broker, parts = self._broker, self._broker.parts
-        tickers = {broker.ticker, broker.table_ticker, broker.level_ticker}
+        parts = self._broker.parts
         seen, rounds = None, 0
         async with asyncio.timeout(BOUND_S):
             while rounds < CALM_ROUNDS:
-                for ticker in tickers:
-                    ticker.wake()
+                self._broker.ticker.wake()
                 await asyncio.sleep(0)
                 await parts.writer.flushed()
                 # The one thread that loads for strategies: what stands before this call is done after it.
                 await in_thread(parts.reader_thread, int)
                 await asyncio.sleep(0)
-                wishes, in_flight = self._wishes(), sum(ticker.in_flight_rows for ticker in tickers)
-                due = any(ms is not None and ms <= self._clock.wall for ms in wishes)
-                state = (parts.writer.next_seq, wishes, in_flight)
+                wanted_ms, in_flight = self._wanted_ms(), parts.scheduler.in_flight_rows
+                due = wanted_ms is not None and wanted_ms <= self._clock.wall
+                state = (parts.writer.next_seq, wanted_ms, in_flight)
                 rounds = rounds + 1 if state == seen and not due and not in_flight else 0
                 seen = state
 

@@ -3,7 +3,7 @@
     timeball bench designs --json > figures.json
     python -m benchmarks.designs_picture figures.json
 
-The picture is drawn without a display, and only where matplotlib is installed (extras demo, dev). One panel a
+The picture is drawn without a display, and only where matplotlib is installed (extras picture, dev). One panel a
 measure, one bar a strategy, always in the same colour and order; what a strategy cannot do has no bar.
 """
 

@@ -234,7 +234,7 @@ class Bench:
 
     def _check(self, what: str, ball: Timeball, promised: int, due_before_ms: int) -> Ledger:
         log = ball.status()["log"]
-        kinds = [Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE]
+        kinds = [Kind.PROMISE, Kind.RELEASE]
         ledger = Ledger.of(ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds))
         self._tally.add(what, ledger, promised, due_before_ms)
         return ledger

@@ -23,7 +23,7 @@ from benchmarks.harness import BODY_BYTES, TOPIC, Server, messages, quantiles, s
 from benchmarks.report import Report
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.dispatch import SERVICE_NAME
+from timeball.protocols.grpc.server import SERVICE_NAME
 
 QUEUES = 8
 RING = 512

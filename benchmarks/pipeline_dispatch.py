@@ -18,7 +18,7 @@ import numpy.typing as npt
 from benchmarks.harness import Server, now_ms, quantiles, releases, send_promises, serving, wait_until
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.pipeline.job_status import read_statuses
+from timeball.pipeline.run.job_status import read_statuses
 
 START_S = 120.0
 LATE_S = 60.0
@@ -85,7 +85,7 @@ class _Load:
         add(f"dispatch, {name}: left to Spark, most at once", left, "messages")
         add(f"dispatch, {name}: not brought by it in time", fetched, "messages", 0, "lower")
         add(f"dispatch, {name}: missing or doubled", wrong, "messages", 0, "lower")
-        add(f"dispatch, {name}: early", np.count_nonzero(lateness < 0), "messages", 0, "lower")
+        add(f"dispatch, {name}: early", int(np.count_nonzero(lateness < 0)), "messages", 0, "lower")
         return lateness
 
     def _wait_for(self, due_ms: Int64s, from_seq: int) -> int:

@@ -17,8 +17,8 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.harness import BODY_BYTES, TOPIC, now_ms
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import bulk, ledger
-from timeball.pipeline.screening import Columns
-from timeball.pipeline.session import build_session
+from timeball.pipeline.jobs.bulk_input import Columns
+from timeball.pipeline.run.session import build_session
 
 MIB = 1024 * 1024
 HOUR_MS = 3_600_000
@@ -97,7 +97,8 @@ def _bulk(spark: SparkSession, endpoint: str, rows: int, folder: str) -> Figures
         "unhex(concat(sha2(cast(id as string), 512), sha2(concat('x', id), 512))) as body",
     ).write.parquet(path)
     frame = spark.read.parquet(path)
-    assert len(frame.first()["body"]) == BODY_BYTES
+    first = frame.first()
+    assert first is not None and len(first["body"]) == BODY_BYTES
     used_s = _cpu_s()
     report = bulk.run(spark, frame, endpoint, columns=Columns(topic_name=TOPIC), campaign="bench")
     return [

@@ -15,16 +15,16 @@ import pyarrow as pa
 from google.protobuf.message import Message
 
 from benchmarks.harness import Server
+from benchmarks.stored_message import decode_stored
 from timeball import Timeball
 from timeball.message import encode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.dispatch import SERVICE_NAME
+from timeball.protocols.grpc.server import SERVICE_NAME
 from timeball.protocols.remoting.codec.check_points import CheckPoint
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
-from timeball.protocols.remoting.codec.stored_message import decode_stored
 
 BOUND_S = 60.0
 INVISIBLE_MS = 300_000  # longer than a busy machine keeps a client from its acknowledgement
@@ -82,7 +82,7 @@ class FlightClient:
 
     def receive(self, topic: str, group: str) -> list[bytes]:
         """See Client."""
-        batch = self._ball.pull_batch(topic, group, max_messages=1_024, wait=POLL_MS / 1000)
+        batch = self._ball.browse_batch(topic, group, max_messages=1_024, wait=POLL_MS / 1000)
         if batch.num_rows:
             self._ball.commit(topic, group)
         found: list[bytes] = batch.column("body").to_pylist()

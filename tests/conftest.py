@@ -5,6 +5,7 @@ import signal
 
 import hypothesis
 import pytest
+from tests.controls import CONTROLS
 from tests.examples import bound_examples
 
 # The second measures how long this process took to start: as early as can be.
@@ -39,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One of the processes that share the tests has the Spark session: a second one costs more than it saves."""
     for item in items:
+        if item.nodeid.partition("[")[0] in CONTROLS:
+            item.add_marker("control")
         test = getattr(item, "function", None)
         if test is not None and hypothesis.is_hypothesis_test(test):
             item.add_marker("property")

@@ -61,7 +61,7 @@ def _absorb_file(folder: Folder, name: str, inode: Inode | None, path: Path) -> 
         racy = time.time_ns() - stamp[1] < _RACY_NS
         if not racy or inode.mapped_bytes:
             return
-    data = np.fromfile(path, dtype=np.uint8)
+    data = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     if inode is None or inode.stamp is None or inode.stamp[0] != stamp[0]:
         inode = Inode()
         folder.link(name, inode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -10,18 +11,55 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from tests.bounds import BOUND_S
 
+from timeball.broker import transaction_checks
 from timeball.broker.service import Broker
-from timeball.clock import Clock
+from timeball.clock import Clock, ManualClock
 from timeball.config import Settings
 from timeball.node import Node
+from timeball.protocols.grpc.handlers import renewals
+from timeball.schedule import ticker
 
 SEGMENT_BYTES = (
     16 * 1024 * 1024
 )  # allocated in full by each node, twice: hundreds of tests must not fill a disk
 
 T = TypeVar("T")
+
+
+class Shortened:
+    """Changes for as long as any node runs that asked for them."""
+
+    def __init__(self, *changes: tuple[Any, str, Any]) -> None:
+        self._changes, self._nodes, self._patch = changes, 0, pytest.MonkeyPatch()
+
+    def begin(self) -> None:
+        """Count one more node; the first one makes the changes."""
+        if self._nodes == 0:
+            for change in self._changes:
+                self._patch.setattr(*change)
+        self._nodes += 1
+
+    def end(self) -> None:
+        """Count one less; after the last one all is as usual."""
+        self._nodes -= 1
+        if self._nodes == 0:
+            self._patch.undo()
+
+
+def _look_at(descriptor: int) -> None:
+    os.fstat(descriptor)  # one that is closed is still an error
+
+
+# The power stays on: a node syncs twenty times from its start to its end, which is most of what its tests would wait
+# for. CrashFiles and tests/test_files.py see to it that nothing is answered before its sync.
+UNSYNCED = Shortened((os, "fdatasync", _look_at), (os, "fsync", _look_at))
+# A clock that stands is looked at once a second of real time: often, so that a test need not wait for it.
+LOOKS = Shortened(
+    (ticker, "CLOCK_LOOK_MS", 10), (transaction_checks, "LOOK_S", 0.01), (renewals, "LOOK_S", 0.01)
+)
 
 
 class RunningNode:
@@ -40,9 +78,12 @@ class RunningNode:
             },
         )
         self._clock = clock
+        self._shortened = [UNSYNCED, LOOKS] if isinstance(clock, ManualClock) else [UNSYNCED]
         self.node: Node
 
     def start(self) -> None:
+        for one in self._shortened:
+            one.begin()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="node-loop", daemon=True)
         self._thread.start()
@@ -51,10 +92,14 @@ class RunningNode:
         self.settings = replace(self.settings, port=self.node.port)
 
     def stop(self) -> None:
-        self.run(self.node.stop())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(BOUND_S)
-        self.loop.close()
+        try:
+            self.run(self.node.stop())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(BOUND_S)
+            self.loop.close()
+        finally:
+            for one in self._shortened:
+                one.end()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The outcome of a coroutine on the node's loop."""

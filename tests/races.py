@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from timeball.message import CANCEL_NEXT, Kind, decode_properties
+from timeball.message import Kind
 
-COLUMNS = ["seq", "kind", "unique_key", "due_ms", "store_ms", "source_seq", "properties"]
-KINDS = [Kind.PROMISE, Kind.RELEASE, Kind.CANCEL]
+COLUMNS = ["seq", "kind", "unique_key", "due_ms", "store_ms", "source_seq", "version_seq", "from_due_ms"]
+KINDS = [Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL]
 CANCELLED = (
     "cancelled",
     "already_cancelled",
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass
 class Life:
-    """What the log says of one message: its promises in order, and the row that ended the last of them."""
+    """What the log says of one message: its promise, the rows that moved it, in order, and the row that ended it."""
 
     key: str
     promises: list[dict[str, Any]]
@@ -85,49 +85,46 @@ class Recorder:
 
     def faults(self, log: Iterable[dict[str, Any]]) -> list[str]:
         """Every disagreement with the rows (of `KINDS`, with `COLUMNS`) of the log."""
-        promises: dict[int, dict[str, Any]] = {}
-        ends: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        lives: dict[int, Life] = {}
+        wrong = []
         for row in log:
             if row["kind"] == Kind.PROMISE:
-                promises[row["seq"]] = row
-            else:
-                ends[row["source_seq"]].append(row)
+                lives[row["seq"]] = Life(row["unique_key"], [row])
+            elif row["kind"] == Kind.MOVED:
+                wrong += _of_move(lives[row["source_seq"]], row)
+                lives[row["source_seq"]].promises.append(row)
+            elif row["source_seq"] in lives:
+                lives[row["source_seq"]].ends.append(row)
         by_key = defaultdict(list)
         for call in self.calls:
             by_key[call.key].append(call)
-        wrong = [f"promise {seq} has {len(ends[seq])} ends" for seq in promises if len(ends[seq]) != 1]
+        wrong += [
+            f"promise {seq} has {len(life.ends)} ends" for seq, life in lives.items() if len(life.ends) != 1
+        ]
         if wrong:
             return wrong
-        counts = Counter(row["unique_key"] for row in promises.values())
+        counts = Counter(life.key for life in lives.values())
         for key, seq in self.first_seq.items():
-            life = _life(key, promises, ends, seq)
+            life = lives[seq]
             wrong += _of_life(life, counts[key], self.delivered[key])
             wrong += [f for call in by_key[key] for f in _of_call(life, call)]
             wrong += _of_order(life, by_key[key])
         return wrong
 
 
-def _life(
-    key: str, promises: dict[int, dict[str, Any]], ends: dict[int, list[dict[str, Any]]], seq: int
-) -> Life:
-    life = Life(key, [promises[seq]])
-    while True:
-        [end] = ends[seq]
-        life.ends.append(end)
-        text = (
-            decode_properties(end["properties"] or "").get(CANCEL_NEXT)
-            if end["kind"] == Kind.CANCEL
-            else None
-        )
-        if text is None:
-            return life
-        seq = int(text)
-        life.promises.append(promises[seq])
+def _of_move(life: Life, row: dict[str, Any]) -> Iterator[str]:
+    before = life.promises[-1]
+    named = row["source_seq"] if row["version_seq"] is None else row["version_seq"]
+    if life.ends or (named, row["from_due_ms"]) != (before["seq"], before["due_ms"]):
+        yield f"{life.key} was moved by row {row['seq']} from an instant at which it did not wait"
 
 
 def _of_life(life: Life, count: int, delivered: int) -> Iterator[str]:
-    if count != len(life.promises):
-        yield f"{life.key}: {count} promises, of which {len(life.promises)} are one after the other"
+    if count != 1:
+        yield f"{life.key}: {count} promises"
+    named = life.end["source_seq"] if life.end["version_seq"] is None else life.end["version_seq"]
+    if (named, life.end["due_ms"]) != (life.promises[-1]["seq"], life.promises[-1]["due_ms"]):
+        yield f"{life.key}: ended at another instant than its last"
     if delivered != int(life.is_released):
         yield f"{life.key}: delivered {delivered} times, and released: {life.is_released}"
     if life.is_released and life.end["store_ms"] < life.promises[-1]["due_ms"]:
@@ -145,8 +142,8 @@ def _of_call(life: Life, call: Call) -> Iterator[str]:
         if not life.is_released or call.at_ms not in (None, life.end["store_ms"]):
             yield f"{said}, and was not released then"
     elif call.verdict == "rescheduled":
-        moved = {promise["seq"]: promise for promise in life.promises[1:]}
-        if call.seq not in moved or moved[call.seq]["due_ms"] != call.due_ms:
+        moves = [(row["store_ms"], row["due_ms"]) for row in life.promises[1:]]
+        if call.seq != life.promises[0]["seq"] or (call.at_ms, call.due_ms) not in moves:
             yield f"{said}, and was not moved so"
     else:
         yield f"{said}, which is no answer to a message that was sent"
@@ -156,17 +153,21 @@ def _of_order(life: Life, calls: list[Call]) -> Iterator[str]:
     done = Counter(call.verdict for call in calls)
     if done["cancelled"] > 1:
         yield f"{life.key} was cancelled twice"
-    moves = Counter(call.seq for call in calls if call.verdict == "rescheduled")
-    if any(count > 1 for count in moves.values()) or len(moves) != len(life.promises) - 1:
-        yield f"{life.key} was moved {len(life.promises) - 1} times, and told so of {dict(moves)}"
-    where = {promise["seq"]: end["seq"] for promise, end in zip(life.promises[1:], life.ends, strict=False)}
+    told = Counter((call.at_ms, call.due_ms) for call in calls if call.verdict == "rescheduled")
+    moves = Counter((row["store_ms"], row["due_ms"]) for row in life.promises[1:])
+    if told != moves:
+        yield f"{life.key} was moved {dict(moves)}, and told so of {dict(told)}"
+    # Of moves in the same millisecond to the same instant it is not known which call made which: the last one stands
+    # for a call that came before another, the first one for the other, so that none is blamed.
+    last = {(row["store_ms"], row["due_ms"]): row["seq"] for row in life.promises[1:]}
+    first_of = {(row["store_ms"], row["due_ms"]): row["seq"] for row in reversed(life.promises[1:])}
 
-    def row(call: Call) -> int:
+    def row(call: Call, of: dict[tuple[Any, Any], int]) -> int:
         """The row of the log by which it was decided; one that only looked has seen the last one, or is told of it."""
-        decided: int = where.get(call.seq or 0, 0) if call.verdict == "rescheduled" else life.end["seq"]
-        return decided
+        moved_by = of.get((call.at_ms, call.due_ms), 0)
+        return moved_by if call.verdict == "rescheduled" else int(life.end["seq"])
 
     for one, other in itertools.permutations(calls, 2):
-        first, then = row(one), row(other)
+        first, then = row(one, first_of), row(other, last)
         if one.ended < other.began and first > then:
             yield f"{life.key}: {other.verdict} came after {one.verdict}, and stands before it in the log"

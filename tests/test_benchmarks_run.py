@@ -14,10 +14,11 @@ from types import ModuleType
 import pytest
 from benchmarks import NAMES
 from benchmarks.report import Report
+from tests.cli.in_process import run_here
 from tests.cli.processes import timeball
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
-SLOW = {"soak", "remoting", "grpc", "burst", "restart", "memory", "compact", "pipeline"}
+SLOW = {"soak", "remoting", "pop", "grpc", "burst", "restart", "memory", "compact", "pipeline"}
 SPARK = {"compact", "pipeline"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
@@ -36,6 +37,11 @@ WANTED = {
         "pulls of 32, first read: server CPU",
         "pulls of 32, second read: rate",
         "pulls of 256, second read: failed, missing",
+    ],
+    "pop": [
+        "pop 32 and ack each, 8x1: rate",
+        "pop 32 and ack each, 8x1: server CPU",
+        "pop 32 and ack each, 8x1: failed, missing",
     ],
     "grpc": [
         "send 1 a call, 8x8: rate",
@@ -177,15 +183,16 @@ def test_a_ratio_says_how_many_times_better_than_the_bar() -> None:
 
 def test_the_command_lists_and_runs_them() -> None:
     """One JSON document a benchmark, with what it leaves out."""
-    listed = timeball("bench", "--list", "--json")
+    listed = run_here("bench", "--list", "--json")
     assert [json.loads(line)["name"] for line in listed.stdout.splitlines()] == NAMES
-    ended = timeball("bench", "append", "--size", "small", "--json")
+    ended = run_here("bench", "append", "--size", "small", "--json")
     assert ended.returncode == 0, ended.stderr
     document = json.loads(ended.stdout)
     assert document["benchmark"] == "append" and document["small"] is True
     assert "the network (loopback)" in document["not_measured"]
 
 
+@pytest.mark.slow
 def test_the_screen_shows_what_is_not_measured() -> None:
     """Below the figures."""
     ended = timeball("bench", "append", "--size", "small")

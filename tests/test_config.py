@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from timeball import limits
-from timeball.config import MIB, Settings
+from timeball.config import MIB, Settings, types
 from timeball.errors import SetupError
 
 
@@ -97,13 +97,21 @@ def test_a_certificate_and_its_key_go_together() -> None:
         Settings(tls_key="k")
 
 
+def test_every_setting_says_what_it_is_for_and_lies_within_its_own_bounds() -> None:
+    for field in dataclasses.fields(Settings):
+        assert field.metadata["help"].endswith("."), field.name
+        low, high = field.metadata["low"], field.metadata["high"]
+        assert low is None or low <= field.default, field.name
+        assert high is None or field.default <= high, field.name
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().port = 1  # type: ignore[misc]
 
 
 def test_units_stand_last_in_the_names() -> None:
-    numbers = {f.name for f in dataclasses.fields(Settings) if f.type == "int"}
+    numbers = {f.name for f in dataclasses.fields(Settings) if types()[f.name] is int}
     counted = {
         "port",
         "name_server_port",

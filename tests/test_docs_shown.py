@@ -13,13 +13,11 @@ from tests.docs_pages import page
 from tests.node_fixture import running_node
 
 from timeball import errors
-from timeball.key_hash import hash_one
-from timeball.key_sidecar import KeySidecar
+from timeball.key_hash import KeySidecar, hash_one
 from timeball.log import checkpoint, queue_file
 from timeball.log import format as fmt
 from timeball.message import Kind
-from timeball.schedule import checksums
-from timeball.schedule.mapped_log import checked_type
+from timeball.schedule.mapped_log import checksums_of
 from timeball.schedule.timer_wheel import timer_log
 
 ENDPOINT = "grpc://127.0.0.1:7400"  # as the examples have it
@@ -50,8 +48,8 @@ def test_the_frame_that_is_shown_can_be_read() -> None:
     assert fmt.read_segment_header(segment) == 17
     frame = fmt.read_frame(segment, fmt.ALIGN)
     assert frame is not None
-    assert (frame.first_seq, frame.span, frame.rows, frame.payload) == (17, 1, 1, 1464)
-    assert (frame.append_ms, frame.epoch, frame.synced_to, frame.end) == (1_767_225_600_001, 1, 64, 1_600)
+    assert (frame.first_seq, frame.span, frame.rows, frame.payload) == (17, 1, 1, 1528)
+    assert (frame.append_ms, frame.epoch, frame.synced_to, frame.end) == (1_767_225_600_001, 1, 64, 1_664)
     (row,) = fmt.decode_rows(segment, frame).to_pylist()
     assert (row["kind"], row["topic"], row["keys"], row["body"]) == (
         Kind.PROMISE,
@@ -81,7 +79,7 @@ def test_the_sidecar_that_is_shown_can_be_read() -> None:
     told = {word: int(value, 16) for word, value in re.findall(r"^\| `(\S+)` \| `(\w{16})` \|", text, re.M)}
     assert told == {word: hash_one(word) for word in ("A17", "order-17", "anna")}
     for value in told.values():
-        assert sidecar.find(np.array([value], np.uint64)).tolist() == [0]
+        assert sidecar.find_rows(np.array([value], np.uint64)).tolist() == [0]
     assert hash_one("") == 0
 
 
@@ -99,10 +97,10 @@ def test_the_queue_index_that_is_shown_is_whole() -> None:
 
 
 def test_the_entries_of_the_wheel_that_are_shown_are_two() -> None:
-    shown = np.frombuffer(bytes_of(page("docs/formats/timer-wheel.md")), checked_type(timer_log.ENTRY))
+    shown = np.frombuffer(bytes_of(page("docs/formats/timer-wheel.md")), timer_log.ENTRIES.checked)
     entries = np.ascontiguousarray(shown["record"])
-    assert shown["crc32c"].tolist() == checksums.of_records(entries).tolist()
-    assert entries["seq"].tolist() == entries["at"].tolist() == [7, 8]
+    assert shown["crc32c"].tolist() == checksums_of(entries).tolist()
+    assert entries["seq"].tolist() == entries["row_seq"].tolist() == [7, 8]
     assert np.diff(entries["due_ms"]).tolist() == [500]
 
 

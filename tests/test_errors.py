@@ -17,6 +17,7 @@ CODES = {
     "invalid_filter": "InvalidFilter",
     "unauthorized": "Unauthorized",
     "forbidden": "Forbidden",
+    "invalid_receipt": "InvalidReceipt",
     "not_found": "NotFound",
     "group_not_found": "GroupNotFound",
     "out_of_range": "OutOfRange",

@@ -20,18 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
 
-from timeball.key_hash import hash_keys
-from timeball.key_sidecar import KeySidecar
+from timeball.inspect.folder import FolderDump, FrameFound
+from timeball.key_hash import KeySidecar, hash_keys
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log import queue_file as queue_format
-from timeball.log.dump import FolderDump, FrameFound
 from timeball.log.segment import FOLDER, Segment, segment_name
 from timeball.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
 from timeball.table import attachment as att
@@ -40,7 +40,7 @@ GOLDEN = Path(__file__).parent / "golden"
 DUE_MS = 1_767_227_400_000  # 2026-01-01T00:30:00Z
 ACCEPTED_MS = 1_767_225_600_123
 ATTACH = (
-    b'{"job":"compact","job_id":"broker","epoch":7,"files":[{"path":"bucket=2026-01-01/'
+    b'{"change":"attach","job":"compact","job_id":"broker","epoch":7,"files":[{"path":"bucket=2026-01-01/'
     b'0123456789abcdef0123456789abcdef.parquet","bucket":"2026-01-01","rows":1,"size_bytes":4321,'
     b'"min_due_ms":1767227400000,"max_due_ms":1767227400000,"min_seq":101,"max_seq":101}],'
     b'"removes":[],"from_seq":1,"to_seq":116,"ranges":[],"digest":""}'
@@ -63,25 +63,25 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [
         {
             "kind": 1, "topic": "orders", "queue_id": 2, "queue_offset": 40, "unique_key": "A16", "body": b"\x00\xff",
-            "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", "prepared_seq": 99, **PRODUCER,
+            "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PRODUCER,
         },
         {"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PROMISE},
     ],
-    102: [{"kind": 6, "body": b"10", "store_ms": ACCEPTED_MS}],
+    102: [{"kind": 6, "body": b'{"change":"reserve","rows":10}', "store_ms": ACCEPTED_MS}],
     113: [
         {
-            "kind": 3, **PROMISE, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
+            "kind": 4, **PROMISE, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
             "accepted_ms": ACCEPTED_MS, "source_seq": 101,
         },
-        {"kind": 4, "due_ms": DUE_MS, "store_ms": DUE_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 105},
-        {"kind": 5, "body": ATTACH, "store_ms": DUE_MS + 1},
+        {"kind": 5, "due_ms": DUE_MS, "store_ms": DUE_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 105},
+        {"kind": 6, "body": ATTACH, "store_ms": DUE_MS + 1},
     ],
 }  # fmt: skip
 # first_seq -> position, length, span, append_ms, synced_to: two commits, the first of two frames.
 HEADERS = {
-    100: (64, 1792, 2, ACCEPTED_MS, 64),
-    102: (1856, 1600, 11, ACCEPTED_MS, 64),
-    113: (3456, 2176, 3, DUE_MS + 1, 3456),
+    100: (64, 1856, 2, ACCEPTED_MS, 64),
+    102: (1920, 1664, 11, ACCEPTED_MS, 64),
+    113: (3584, 2304, 3, DUE_MS + 1, 3584),
 }
 # Transactions, which came later: a half message and its end, and the fact that one is open.
 HALF: dict[str, Any] = {
@@ -89,17 +89,17 @@ HALF: dict[str, Any] = {
     "properties": "TRAN_MSG\x01true\x02PGROUP\x01payers\x02", "reconsume_times": 0, **PRODUCER, "sys_flag": 4,
 }  # fmt: skip
 TRANSACTION_FRAMES: dict[int, list[dict[str, Any]]] = {
-    100: [{"kind": 8, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **HALF}],
+    100: [{"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **HALF}],
     101: [
         {
-            "kind": 9, "topic": "orders", "queue_id": -1, "unique_key": "A18", "body": b"asked 15 times",
-            "store_ms": ACCEPTED_MS + 1, "prepared_seq": 100,
+            "kind": 5, "topic": "orders", "queue_id": -1, "unique_key": "A18", "body": b"asked 15 times",
+            "store_ms": ACCEPTED_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
         },
     ],
 }  # fmt: skip
 TRANSACTION_HEADERS = {
-    100: (64, 1600, 1, ACCEPTED_MS, 64),
-    101: (1664, 1600, 1, ACCEPTED_MS + 1, 1664),
+    100: (64, 1664, 1, ACCEPTED_MS, 64),
+    101: (1728, 1600, 1, ACCEPTED_MS + 1, 1728),
 }
 # A promise of a delay level, and its release at the tenth second.
 LEVELLED: dict[str, Any] = {
@@ -110,20 +110,20 @@ LEVELLED: dict[str, Any] = {
 LEVEL_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [
         {
-            "kind": 7, "topic": "SCHEDULE_TOPIC_XXXX", "queue_id": 2, "queue_offset": 5, "store_ms": ACCEPTED_MS,
+            "kind": 2, "topic": "SCHEDULE_TOPIC_XXXX", "queue_id": 2, "queue_offset": 5, "store_ms": ACCEPTED_MS,
             **LEVELLED,
         },
     ],
     101: [
         {
-            "kind": 3, "topic": "orders", "queue_id": 1, "queue_offset": 8, "store_ms": ACCEPTED_MS + 10_000,
+            "kind": 4, "topic": "orders", "queue_id": 1, "queue_offset": 8, "store_ms": ACCEPTED_MS + 10_000,
             "accepted_ms": ACCEPTED_MS, "source_seq": 100, **LEVELLED,
         },
     ],
 }  # fmt: skip
 LEVEL_HEADERS = {
-    100: (64, 1600, 1, ACCEPTED_MS, 64),
-    101: (1664, 1600, 1, ACCEPTED_MS + 10_000, 1664),
+    100: (64, 1664, 1, ACCEPTED_MS, 64),
+    101: (1728, 1664, 1, ACCEPTED_MS + 10_000, 1728),
 }
 # A promise that a cascade keeps, and its second row an hour later.
 HOPPING: dict[str, Any] = {
@@ -135,16 +135,62 @@ MOVED_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [{"kind": 2, "store_ms": ACCEPTED_MS, "properties": "TIMING-LIST\x015,3\x02", **HOPPING}],
     101: [
         {
-            "kind": 10, "store_ms": ACCEPTED_MS + 3_600_000, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
+            "kind": 3, "store_ms": ACCEPTED_MS + 3_600_000, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
             "properties": "TIMING-LIST\x013\x02", **HOPPING,
+        },
+    ],
+    102: [
+        {
+            "kind": 3, "store_ms": ACCEPTED_MS + 3_600_001, "accepted_ms": ACCEPTED_MS, "source_seq": 100,
+            "from_due_ms": ACCEPTED_MS + 3_910_000, **HOPPING, "due_ms": ACCEPTED_MS + 3_700_000,
+        },
+    ],
+    103: [
+        {
+            "kind": 4, "queue_offset": 9, "store_ms": ACCEPTED_MS + 3_700_000, "accepted_ms": ACCEPTED_MS,
+            "source_seq": 100, "version_seq": 102, **HOPPING, "queue_id": 1, "due_ms": ACCEPTED_MS + 3_700_000,
         },
     ],
 }  # fmt: skip
 MOVED_HEADERS = {
-    100: (64, 1536, 1, ACCEPTED_MS, 64),
-    101: (1600, 1536, 1, ACCEPTED_MS + 3_600_000, 1600),
+    100: (64, 1600, 1, ACCEPTED_MS, 64),
+    101: (1664, 1600, 1, ACCEPTED_MS + 3_600_000, 1664),
+    102: (3264, 1600, 1, ACCEPTED_MS + 3_600_001, 3264),
+    103: (4864, 1600, 1, ACCEPTED_MS + 3_700_000, 4864),
+}
+# What the broker keeps of itself: a topic ahead of its first message; a value that is deleted.
+META_FRAMES: dict[int, list[dict[str, Any]]] = {
+    100: [
+        {"kind": 7, "unique_key": "topic/orders", "body": b'{"queues":8}', "store_ms": ACCEPTED_MS},
+        {
+            "kind": 1,
+            "topic": "orders",
+            "queue_id": 1,
+            "queue_offset": 0,
+            "body": b"first",
+            "store_ms": ACCEPTED_MS,
+        },
+    ],
+    102: [
+        {"kind": 7, "unique_key": "offsets/g@orders", "body": b'{"1":1}', "store_ms": ACCEPTED_MS + 1_000},
+        {"kind": 7, "unique_key": "group/g", "body": b"", "store_ms": ACCEPTED_MS + 1_000},
+    ],
+    # A campaign is paused.
+    104: [
+        {
+            "kind": 7, "unique_key": "campaign/spring", "store_ms": ACCEPTED_MS + 2_000,
+            "body": b'{"state":"paused","since_ms":1795264388000,"planned_ms":1795264387000,"planned_seq":100,'
+            b'"rows":3,"ranges":[[90,3]],"last_due_ms":1795264389000,"held_from_ms":1795264388500}',
+        },
+    ],
+}  # fmt: skip
+META_HEADERS = {
+    100: (64, 1792, 2, ACCEPTED_MS, 64),
+    102: (1856, 1792, 2, ACCEPTED_MS + 1_000, 1856),
+    104: (3648, 1792, 1, ACCEPTED_MS + 2_000, 3648),
 }
 LOGS = {
+    "commit-log-1-meta.log": (META_FRAMES, META_HEADERS),
     "commit-log-1.log": (FRAMES, HEADERS),
     "commit-log-1-transactions.log": (TRANSACTION_FRAMES, TRANSACTION_HEADERS),
     "commit-log-1-levels.log": (LEVEL_FRAMES, LEVEL_HEADERS),
@@ -186,10 +232,11 @@ FACTS = cp.Facts(
     queues={"orders": {1: (0, 8), 2: (40, 41)}},
 )
 TRANSACTION_FACTS = cp.Facts(seq=102, halves=[(100, 3)])
-LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3, ((5, 2), (9, 1)))})
+LEVEL_FACTS = cp.Facts(seq=102, levels={2: cp.LevelFacts(6), 4: cp.LevelFacts(3)})
 MOVED_FACTS = cp.Facts(
     seq=102, tick=(ACCEPTED_MS // 1_000 * 1_000, 3), schedule="level_cascade", kept={"known_seq": 102}
 )
+META_FACTS = cp.Facts(seq=102, meta={"topic/orders": msgspec.Raw(b'{"queues":8}')})
 SETTLED = [(DUE_MS + 86_400_000, 105), (DUE_MS + 1, 107)]  # due_ms, seq
 
 
@@ -260,12 +307,20 @@ def level_checkpoint() -> bytes:
     return checkpoint(LEVEL_FACTS)
 
 
+def meta_log() -> bytes:
+    return frames_and_bytes("commit-log-1-meta.log")[1]
+
+
 def moved_log() -> bytes:
     return frames_and_bytes("commit-log-1-moved.log")[1]
 
 
 def moved_checkpoint() -> bytes:
     return checkpoint(MOVED_FACTS)
+
+
+def meta_checkpoint() -> bytes:
+    return checkpoint(META_FACTS)
 
 
 def transaction_checkpoint() -> bytes:
@@ -278,6 +333,8 @@ WRITTEN: dict[str, Callable[[], bytes]] = {
     "checkpoint-1-transactions": transaction_checkpoint,
     "commit-log-1-levels.log": level_log,
     "checkpoint-1-levels": level_checkpoint,
+    "commit-log-1-meta.log": meta_log,
+    "checkpoint-1-meta": meta_checkpoint,
     "commit-log-1-moved.log": moved_log,
     "checkpoint-1-moved": moved_checkpoint,
     "frame-index-1.frames": frames,
@@ -379,15 +436,15 @@ def test_the_frame_index_says_what_it_said() -> None:
     segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
     files.replace(frame_index.index_name(segment), golden("frame-index-1.frames"))
     assert frame_index.load(files, segment, 116)
-    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5632, DUE_MS + 1)
-    assert segment.frame_positions.tolist() == [64, 1856, 3456]
+    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5888, DUE_MS + 1)
+    assert segment.frame_positions.tolist() == [64, 1920, 3584]
     assert segment.frame_seqs.tolist() == [100, 102, 113]
 
 
 def test_the_key_sidecar_says_what_it_said() -> None:
     sidecar = KeySidecar.parse(pa.py_buffer(golden("key-sidecar-1.keys")))
     for wanted, seqs in KEYS.items():
-        assert sidecar.find(np.array([wanted], np.uint64)).tolist() == seqs
+        assert sidecar.find_rows(np.array([wanted], np.uint64)).tolist() == seqs
     assert sorted(sidecar.rows.tolist()) == [100, 101, 101, 101, 113, 113, 113]
 
 
@@ -404,6 +461,7 @@ def test_the_queue_says_what_it_said() -> None:
         ("checkpoint-1-transactions", TRANSACTION_FACTS),
         ("checkpoint-1-levels", LEVEL_FACTS),
         ("checkpoint-1-moved", MOVED_FACTS),
+        ("checkpoint-1-meta", META_FACTS),
     ],
 )
 def test_the_checkpoint_says_what_it_said(name: str, facts: cp.Facts) -> None:

@@ -1,5 +1,5 @@
 """The map and the house agree: each room says what it does, each module has its test file, and
-ARCHITECTURE.md draws only what exists.
+ARCHITECTURE.md draws the rooms: every folder of the package, every file beside them, and nothing that is gone.
 """
 
 import ast
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src/timeball"
 TESTS = ROOT / "tests"
 
-ROOMS = ["log", "table", "schedule", "broker", "protocols", "pipeline"]
+ROOMS = ["log", "table", "schedule", "broker", "protocols", "pipeline", "inspect"]
 ANATOMY = ["Receives:", "Keeps:", "Hands on:"]
 
 # Module below src/timeball -> why it has no test file of its own. A folder ends with "/".
@@ -34,10 +34,14 @@ def test_room_says_what_it_receives_keeps_and_hands_on(room: str) -> None:
     assert opening_words(docstring) == ANATOMY
 
 
-def mirror(module: str) -> str:
-    """log/format.py -> log/test_format.py"""
+def mirrors(module: str) -> list[str]:
+    """Return where a module's tests may stand: log/format.py -> log/test_format.py, or test_log.py for a small room."""
     folder, _, name = module.rpartition("/")
-    return f"{folder}/test_{name}" if folder else f"test_{name}"
+    return [f"{folder}/test_{name}", mirrors(f"{folder}.py")[0]] if folder else [f"test_{name}"]
+
+
+def is_tested(module: str) -> bool:
+    return any((TESTS / name).exists() for name in mirrors(module))
 
 
 def excepted(module: str) -> str | None:
@@ -54,50 +58,46 @@ def modules() -> list[str]:
 
 
 def test_every_module_has_its_test_file() -> None:
-    missing = [m for m in modules() if not excepted(m) and not (TESTS / mirror(m)).exists()]
-    assert not missing, "\n" + "\n".join(f"{m} wants tests/{mirror(m)}" for m in missing)
+    missing = [m for m in modules() if not excepted(m) and not is_tested(m)]
+    assert not missing, "\n" + "\n".join(f"{m} wants tests/{mirrors(m)[0]}" for m in missing)
 
 
 def test_every_exception_is_needed_and_says_why() -> None:
-    without = [m for m in modules() if not (TESTS / mirror(m)).exists()]
+    without = [m for m in modules() if not is_tested(m)]
     for place, reason in UNMIRRORED.items():
         assert len(reason.split()) >= 3, f"{place}: say why"
         assert place in {excepted(m) for m in without}, f"{place} has its test file now: take it out"
 
 
-def drawn_paths(markdown: str) -> list[str]:
-    """The paths in fenced drawings: words with a slash inside or at the end, and names of Python files.
+DRAWN_LINE = re.compile(r"( *)([\w./-]+(?:/|\.py))(?: .*)?")
 
-    Blocks in a language (```bash) are no drawings; patterns (*, <name>, …) and addresses are no paths.
-    """
-    paths = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
-        if language not in ("", "text"):
-            continue
-        for word in re.findall(r"[^\s,;()│├└─→]+", block):
-            word = word.rstrip(".:")
-            if re.fullmatch(r"[\w.\-]+(?:/[\w.\-]+)*(?:/|\.py)|[\w.\-]+(?:/[\w.\-]+)+", word):
-                paths.append(word)
+
+def drawn(markdown: str) -> set[str]:
+    """Return the paths of the drawing that begins with `src/timeball/`, below it; four spaces are one folder in."""
+    block = re.search(r"^```text\nsrc/timeball/\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
+    paths, folders = set(), []
+    for line in block[1].splitlines() if block else ():
+        if entry := DRAWN_LINE.fullmatch(line):
+            folders[len(entry[1]) // 4 - 1 :] = [entry[2]]
+            paths.add("".join(folders))
     return paths
 
 
-def exists(path: str) -> bool:
-    """From the root, from the package, or, for a bare name, anywhere in the house; `.py` may be left out."""
-    bare = path.rstrip("/")
-    for start in (ROOT, PACKAGE):
-        if (start / bare).exists() or (start / f"{bare}.py").exists():
-            return True
-    return "/" not in bare and any(any(start.rglob(bare)) for start in (PACKAGE, TESTS, ROOT / "docs"))
+def rooms_and_files() -> set[str]:
+    """Return what the drawing has to name: the folders with Python in them, and the files that stand beside rooms."""
+    folders = {p.parent.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if "_generated" not in p.parts}
+    rooms = {f"{folder.as_posix()}/" for folder in folders if folder.parts}
+    return rooms | {p.name for p in PACKAGE.glob("*.py") if not p.name.startswith("__")}
 
 
-def test_architecture_draws_what_exists() -> None:
-    page = ROOT / "ARCHITECTURE.md"
-    if not page.exists():
-        pytest.skip("there is no ARCHITECTURE.md yet")
-    paths = drawn_paths(page.read_text("utf-8"))
-    assert paths, "ARCHITECTURE.md has no drawing"
-    gone = [path for path in paths if not exists(path)]
-    assert not gone, "drawn, but not there: " + ", ".join(gone)
+def test_architecture_draws_the_rooms_and_the_files_beside_them() -> None:
+    paths, expected = drawn((ROOT / "ARCHITECTURE.md").read_text("utf-8")), rooms_and_files()
+    assert not paths - expected, f"drawn, but not there: {sorted(paths - expected)}"
+    assert not expected - paths, f"there, but not drawn (a line each): {sorted(expected - paths)}"
+
+
+def test_architecture_is_read_in_ten_minutes() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text("utf-8").splitlines()) <= 250
 
 
 # ---- controls: each check sees a breach -------------------------------------------------------------------
@@ -123,23 +123,29 @@ def test_anatomy_check_lets_pass_what_is_right() -> None:
 
 
 def test_mirror_keeps_folders() -> None:
-    assert mirror("clock.py") == "test_clock.py"
-    assert mirror("schedule/hour_log/store.py") == "schedule/hour_log/test_store.py"
+    assert mirrors("clock.py") == ["test_clock.py"]
+    assert mirrors("schedule/hour_log/backlog.py") == [
+        "schedule/hour_log/test_backlog.py",
+        "schedule/test_hour_log.py",
+    ]
 
 
-def test_map_check_sees_a_breach() -> None:
-    drawing = "```\nlog/nowhere.py → (broker/neverwas)  gone.py\n  limbo/   a room\n```\n"
-    paths = drawn_paths(drawing)
-    assert paths == ["log/nowhere.py", "broker/neverwas", "gone.py", "limbo/"]
-    assert not any(map(exists, paths))
+DRAWING = """```text
+src/timeball/
+    clock.py    time
+    log/        bytes that stay
+        codec/  and a room in it
+    cli/
+```
+"""
 
 
-def test_map_check_reads_only_drawings() -> None:
-    assert drawn_paths("```bash\ncat log/nowhere.py\n```\nlog/nowhere.py\n") == []
-    assert drawn_paths("```text\nschedule/<strategy>/store.py grpc://a:1 * keys\n```\n") == []
+def test_map_check_reads_the_drawing_of_the_package_alone() -> None:
+    other = "```bash\ncat log/nowhere.py\n```\n```text\n limbo/  a room\n```\nlog/nowhere.py\n"
+    assert drawn(other + DRAWING) == {"clock.py", "log/", "log/codec/", "cli/"}
 
 
-def test_map_check_finds_what_is_there() -> None:
-    assert exists("src/timeball/py.typed")
-    assert exists("tests/")
-    assert exists("py.typed")
+def test_map_check_sees_a_room_that_is_gone_and_one_that_is_missing() -> None:
+    assert drawn(DRAWING) - rooms_and_files() == {"log/codec/"}
+    assert "broker/" in rooms_and_files() - drawn(DRAWING)
+    assert not drawn("A page without a drawing.\n")

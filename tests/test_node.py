@@ -57,7 +57,7 @@ def test_a_node_may_start_and_stop_often_in_one_process(tmp_path: Path) -> None:
     node = RunningNode(tmp_path)
     for number in range(3):
         node.start()
-        assert node.run(node.broker.send(batch(1))).first_seq == number + 1
+        assert node.run(node.broker.send(batch(1))).first_seq == number + 2
         node.stop()
     eventually(lambda: threading.active_count() <= threads + 1, "its threads have ended")
 
@@ -84,9 +84,9 @@ def test_a_signal_ends_it_in_order(tmp_path: Path) -> None:
         await node.run_until_signal(last_words)
         return seqs
 
-    assert asyncio.run(main()) == [1]
+    assert asyncio.run(main()) == [2]
     with running_node(tmp_path) as node:
-        assert node.broker.status()["log"]["next_seq"] == 2
+        assert node.broker.status()["log"]["next_seq"] == 3
 
 
 # ---- starts that cannot be ----------------------------------------------------------------------------------
@@ -104,13 +104,13 @@ def test_a_port_in_use_is_named_and_the_folder_is_given_back(tmp_path: Path) -> 
     with taken_port() as port:
         refused(tmp_path, str(port), port=port)
     with running_node(tmp_path) as node:
-        assert node.run(node.broker.send(batch(1))).first_seq == 1
+        assert node.run(node.broker.send(batch(1))).first_seq == 2
 
 
 def test_a_folder_that_another_node_holds(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
         refused(tmp_path, "in use by another Timeball")
-        assert node.run(node.broker.send(batch(1))).first_seq == 1, "the other one is undisturbed"
+        assert node.run(node.broker.send(batch(1))).first_seq == 2, "the other one is undisturbed"
     with running_node(tmp_path):
         pass
 
@@ -156,6 +156,17 @@ def test_a_folder_of_ours_passes(tmp_path: Path) -> None:
     before = os.stat(tmp_path / FORMAT_NAME).st_mtime_ns
     write_format(files)
     assert os.stat(tmp_path / FORMAT_NAME).st_mtime_ns == before
+
+
+def test_a_log_alone_is_a_folder_of_ours(tmp_path: Path) -> None:
+    """A backup is log and data files."""
+    with running_node(tmp_path) as node:
+        node.run(node.broker.send(batch(3)))
+    for path in [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".log"]:
+        path.unlink()
+    with running_node(tmp_path) as node:
+        assert sum(high for _, high in node.broker.queues("orders").values()) == 3
+    assert (tmp_path / FORMAT_NAME).exists()
 
 
 # ---- fail-stop ----------------------------------------------------------------------------------------------
@@ -214,7 +225,7 @@ def test_status_has_the_fields_that_clients_are_told_of(tmp_path: Path) -> None:
         assert status["format"] == FORMAT_VERSION
         assert status["pid"] == os.getpid()
         assert 0 < status["anon_bytes"] < status["rss_bytes"]  # type: ignore[operator]
-        assert status["log"]["durable_seq"] == 3  # type: ignore[index]
+        assert status["log"]["durable_seq"] == 4  # type: ignore[index]
         assert Path(status["table"]["uri"]) == tmp_path / "pending"  # type: ignore[index]
         with Timeball(node.endpoint) as ball:
             assert set(ball.status()) == set(status)

@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 MAX_FILE_LINES = 400
+MAX_DESIGN_LINES = 700  # placement, format and backlog of one way to wait: an hour's reading
 MAX_FUNCTION_LINES = 60  # code lines: without docstring, comments and blank lines
 LONG_FUNCTION_LINES = 40
 MAX_SHARE_OF_LONG_FUNCTIONS = 0.03  # a ratchet: lower it when the house does better
@@ -308,6 +309,13 @@ def test_few_functions_are_long(house: list[Source]) -> None:
     long = [f"{path}:{line}: {name} {n}" for path, name, line, n in functions if n > LONG_FUNCTION_LINES]
     allowed = max(1, int(len(functions) * MAX_SHARE_OF_LONG_FUNCTIONS))
     assert len(long) <= allowed, f"{len(long)} of {len(functions)} functions are long:\n" + "\n".join(long)
+
+
+@pytest.mark.parametrize("design", ["hour_log", "timer_wheel", "level_cascade", "delay_levels"])
+def test_a_design_is_read_in_an_hour(design: str) -> None:
+    files = list((ROOT / "src/timeball/schedule" / design).glob("*.py"))
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    assert len(files) >= 3 and lines <= MAX_DESIGN_LINES
 
 
 def test_tracked_files_name_no_machine_no_download_and_leave_nothing_over() -> None:

@@ -12,8 +12,7 @@ from tests.node_fixture import RunningNode
 
 from timeball import Timeball
 from timeball.broker.delivery import moved_rows
-from timeball.log import retention
-from timeball.schedule.places import as_promises
+from timeball.schedule.locations import as_promises
 
 
 def write_again(node: RunningNode, *places: int) -> list[int]:
@@ -21,7 +20,7 @@ def write_again(node: RunningNode, *places: int) -> list[int]:
 
     async def write() -> int:
         parts = node.broker.parts
-        promises = as_promises(parts.reader.take(np.array(places, np.int64)))
+        promises = as_promises(parts.reader.read_rows(np.array(places, np.int64)))
         _, durable = parts.writer.append(moved_rows(promises, now_ms=parts.clock.now_ms()))
         return await durable
 
@@ -46,7 +45,7 @@ def let_go(node: RunningNode) -> int:
         parts = node.broker.parts
         gone = parts.reader.segments.all[:-1]
         await asyncio.get_running_loop().run_in_executor(
-            parts.reader_thread, retention.remove, parts.files, parts.reader.segments, gone
+            parts.reader_thread, parts.reader.segments.remove, parts.files, gone
         )
         return parts.reader.first_seq
 

@@ -11,6 +11,7 @@ The rooms, in the order a message meets them:
     files config                  the disk and the settings, as arguments
     log                           decisions -> bytes that stay
     table                         promises at rest: the pending table's layout and catalogue
+    inspect                       a data folder, looked at without a broker
     schedule                      bytes that wait -> due at T
     broker                        requests -> decisions
     protocols                     bytes <-> requests
@@ -20,8 +21,20 @@ The rooms, in the order a message meets them:
     cli                           one file a command
 """
 
-from timeball.client import Timeball
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for readers and type checkers; a program gets it from `__getattr__`
+    from timeball.client import Timeball
 
 __all__ = ["Timeball", "__version__"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the client when a program asks for it: Arrow alone costs a command half of its start."""
+    if name != "Timeball":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from timeball.client import Timeball
+
+    return Timeball

@@ -1,10 +1,12 @@
-"""Who may do what: accounts from a file, credentials from a request, and an answer before anything is done.
+"""Accounts from a file, credentials from a request, and a decision before anything is done.
 
-    access file -> Access -- authenticate(headers) or verify(content, signature) --> Principal -- check(verb, …)
+    access file -> Access -- authenticate(headers) or verify(content, signature) --> Caller -- check(verb, …)
 
-What is not granted is refused. The words of the file are RocketMQ's (DENY, PUB, SUB, PUB|SUB, ANY):
+Edges find out who calls and hand the caller along; `check` is asked by broker/policy.py and by no edge.
 
-    what is asked                    verb       needs
+A right that is not granted is refused. The words of the file are RocketMQ's (DENY, PUB, SUB, PUB|SUB, ANY):
+
+    request                          verb       needs
     send                             SEND       PUB on the topic
     recall, cancel, reschedule       CANCEL     PUB on the topic
     receive, pull, acknowledge       RECEIVE    SUB on the topic and SUB on the group
@@ -12,9 +14,9 @@ What is not granted is refused. The words of the file are RocketMQ's (DENY, PUB,
     everything else                  ADMIN      admin = true
 
 `%RETRY%g` and `%DLQ%g` follow the group g and nothing else. `"*"` stands for all names that are not in the table, but
-never for topics that are the broker's own: messages of everybody pass through them.
+never for topics that are the broker's own: messages of all accounts pass through them.
 
-A signature covers a date and not the request, and a bearer sends the secret itself: that nobody listens is TLS's part.
+A signature covers a date and not the request, and a bearer sends the secret itself: only TLS keeps them from listeners.
 Invariant: no secret leaves this module, in no error and in no repr; secrets are compared in constant time.
 """
 
@@ -23,7 +25,6 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Annotated, Literal
@@ -31,12 +32,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from timeball.errors import Forbidden, SetupError, Unauthorized
+from timeball.message import DLQ_PREFIX, RETRY_PREFIX
 
 # RocketMQ's Python client writes its local time and calls it UTC; no zone is further away than that.
 DATE_DRIFT_MS_MAX = 15 * 60 * 60 * 1000
 FILE_BYTES_MAX = 4 * 1024 * 1024
 EVERY = "*"
-RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"
 # Delayed messages, half messages and traces of all topics; RocketMQ's names, told by how they begin.
 OWN_TOPICS = ("SCHEDULE_TOPIC_", "RMQ_SYS_", "rmq_sys_", "TRANS_CHECK_")
 
@@ -49,9 +50,6 @@ _SIGNED = re.compile(
 )
 _DATE = re.compile(r"([0-9]{4})([0-9]{2})([0-9]{2})T([0-9]{2})([0-9]{2})([0-9]{2})Z")
 
-# Whose request this task or thread works on: set where it is authenticated, "" while access is not controlled.
-ACCOUNT: ContextVar[str] = ContextVar("account", default="")
-
 Right = Literal["DENY", "PUB", "SUB", "PUB|SUB", "SUB|PUB", "ANY"]
 PUB, SUB = 1, 2
 _BOTH = PUB | SUB
@@ -63,7 +61,7 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^(\*|[%|a-zA-Z0-9_-]{1,255})\Z")]
 
 
 class Verb(Enum):
-    """What a request asks for; the value completes the sentence "may not …"."""
+    """The right that a request needs; the value completes the sentence "may not …"."""
 
     SEND = "send to"
     CANCEL = "take back messages of"
@@ -120,8 +118,33 @@ def parse(data: bytes, place: str) -> Accounts:
     return accounts
 
 
-class Principal:
-    """Who makes a request. What it may do is asked of the accounts as they are now, however long it has been here."""
+class Caller:
+    """The caller of a request. This class itself is a caller without an access file, who may do everything."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The access key; "" while access is not controlled."""
+        return ""
+
+    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
+        """Raise Forbidden unless the caller may do this; Unauthorized when its account has gone."""
+
+    def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
+        """Return whether `check` lets this pass."""
+        try:
+            self.check(verb, topic=topic, group=group)
+        except (Forbidden, Unauthorized):
+            return False
+        return True
+
+
+ANONYMOUS = Caller()
+
+
+class Principal(Caller):
+    """An account that makes a request. Its rights are those of the accounts now, however long it has been here."""
 
     __slots__ = ("_access", "_account")
 
@@ -130,6 +153,12 @@ class Principal:
 
     def __repr__(self) -> str:
         return f"Principal({self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Principal) and other._account is self._account
+
+    def __hash__(self) -> int:
+        return id(self._account)
 
     @property
     def name(self) -> str:
@@ -153,14 +182,6 @@ class Principal:
                 f"account {self.name!r} may not use group {group[:128]!r}: SUB on the group would let it"
             )
 
-    def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
-        """The same as a question."""
-        try:
-            self.check(verb, topic=topic, group=group)
-        except (Forbidden, Unauthorized):
-            return False
-        return True
-
 
 class Access:
     """The accounts in force. Any thread may ask; `replace` changes all of them at once."""
@@ -178,11 +199,11 @@ class Access:
         return f"Access({len(self._accounts)} accounts)"
 
     def replace(self, accounts: Accounts) -> None:
-        """From now on these; whoever is in with what is gone is out with the next thing it does."""
+        """Use these accounts from now on; a client whose account is gone is refused with its next request."""
         self._accounts = accounts
 
     def authenticate(self, headers: Mapping[str, str], now_ms: int) -> Principal:
-        """Who sends these headers (names in lower case): "authorization", and "x-mq-date-time". Raises Unauthorized.
+        """Return the caller of these headers, lower-case "authorization" and "x-mq-date-time". Raises Unauthorized.
 
         "MQv2-HMAC-SHA1 Credential=<access key>, SignedHeaders=x-mq-date-time, Signature=<hex>", or, for programs that
         cannot sign, "Bearer <access key>:<secret key>".
@@ -217,14 +238,13 @@ class Access:
         return found
 
     def refusal(self, text: str) -> Unauthorized:
-        """What to raise for a request whose sender is not known; counted, for who watches the broker."""
+        """Return the error for a request whose sender is not known; counted, for the broker's status."""
         self.refused += 1
         return Unauthorized(text)
 
     def _let_in(self, account: Account | None, proven: bool) -> Principal:
         if account is None or not proven:
             raise self.refusal(_WRONG)
-        ACCOUNT.set(account.access_key)
         return Principal(self, account)
 
 
@@ -233,7 +253,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _wrong_date(text: str, now_ms: int) -> str | None:
-    """What is wrong with the date of a signature; None when nothing is."""
+    """Return the fault of a signature's date; None when it has none."""
     found = _DATE.fullmatch(text)
     try:
         if found is None:
@@ -260,9 +280,9 @@ def _may_topic(account: Account, topic: str, right: int) -> bool:
 
 
 def _may_of_group(account: Account, rest: str) -> bool:
-    """Whether the account may use `%RETRY%<rest>`, where `rest` is a group, or a group and a topic behind it.
+    """Return whether the account may use `%RETRY%<rest>`, where `rest` is a group, or a group and a topic behind it.
 
-    Where one name ends nobody can tell. So the group that the file names counts; else some way to read it must be
+    Where one name ends cannot be told. So the group that the file names counts; else some way to read it must be
     allowed, and no way to read it may meet a name that the file refuses.
     """
     if rest in account.groups:

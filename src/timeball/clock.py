@@ -32,7 +32,7 @@ PROBATION_MS = 5_000
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """A source of time."""
 
     def wall_ms(self) -> int:
         """Milliseconds since 1970-01-01 UTC, as the machine believes."""
@@ -110,7 +110,7 @@ class SchedulerClock:
 
     @property
     def suspect(self) -> bool:
-        """Whether a forward step is on probation."""
+        """Return whether a forward step is on probation."""
         return self._suspect_since_boot is not None
 
     def now_ms(self) -> int:

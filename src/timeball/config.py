@@ -1,132 +1,162 @@
-"""One frozen record of settings: a field is a command-line option is a key of the settings file.
+"""One frozen record of settings: each field is an option, an environment variable and a key of the settings file.
 
-`Settings` refuses what cannot work when it is built, so that nothing further in has to check again.
+A field says all of it in one place: type, default, help text, bounds. A field whose name has `_bytes` or `_ms` in it
+is a size or a duration; people write its unit (`64MiB`, `72h`). `Settings` refuses what cannot work when it is built,
+so that nothing further in has to check again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from timeball import limits
 from timeball.errors import SetupError
 
 Durability = Literal["sync", "async"]
-Schedule = Literal["hour_log", "timer_wheel", "level_cascade"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 RecallAnswers = Literal["definite", "rocketmq"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 MIB = 1024 * 1024
 TIMER_WHEEL_MS_MAX = 30 * limits.DAY_MS
+PORT_MAX = 65_535
+
+
+def _of(default: Any, text: str, low: int | None = None, high: int | None = None) -> Any:
+    """Return a field with its help text and the least and greatest value that it may have."""
+    return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an operator may choose. Units stand last in each name."""
+    """The settings that an operator may choose. Units stand last in each name."""
 
     # where
-    data: Path = Path("timeball-data")
-    host: str = "127.0.0.1"
-    port: int = 7400
+    data: Path = _of(Path("timeball-data"), "Folder that holds the log and what waits.")
+    host: str = _of("127.0.0.1", "Address to listen on.")
+    port: int = _of(7400, "Port to listen on; 0 lets the system choose.", 0, PORT_MAX)
 
     # who may come in (docs/security.md)
-    access_file: str = ""  # accounts and what each may do; empty: everybody may do everything
-    tls_cert: str = ""  # PEM, with the chain; with a key, all ports speak TLS and nothing else
-    tls_key: str = ""
-    allow_plaintext: bool = False  # on an address that is not this machine's alone
+    access_file: str = _of(
+        "", "Accounts and what each may do (TOML, not readable by others); empty: no access control."
+    )
+    tls_cert: str = _of("", "Certificate with its chain, PEM; all ports speak TLS then.")
+    tls_key: str = _of("", "Its key, PEM, without a password.")
+    allow_plaintext: bool = _of(False, "Listen without TLS on an address that others can reach.")
 
-    # RocketMQ clients
-    name_server_port: int = 9876  # RocketMQ's own ports; -1: do not listen
-    remoting_port: int = 10911
-    grpc_port: int = 8081  # RocketMQ's proxy listens there
-    broker_name: str = "timeball"
-    cluster_name: str = "DefaultCluster"
-    advertise: str = ""  # host[:port] that RocketMQ clients dial; empty: the address they came in by
-
-    recall_answers: RecallAnswers = "definite"  # or as a stock broker does (docs/cancel.md)
+    # RocketMQ clients: the defaults are RocketMQ's own ports, for gRPC those of its proxy
+    name_server_port: int = _of(
+        9876, "Port for RocketMQ clients' look-ups; 0 lets the system choose, -1 is none.", -1, PORT_MAX
+    )
+    remoting_port: int = _of(
+        10911, "Port for RocketMQ clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX
+    )
+    grpc_port: int = _of(
+        8081, "Port for RocketMQ 5's gRPC clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX
+    )
+    broker_name: str = _of("timeball", "The broker's name for RocketMQ clients.")
+    cluster_name: str = _of("DefaultCluster", "The cluster's name for RocketMQ clients.")
+    advertise: str = _of("", "host[:port] that RocketMQ clients dial; empty: the address they came in by.")
+    recall_answers: RecallAnswers = _of(  # docs/cancel.md
+        "definite",
+        "'definite': success means it will not be delivered; 'rocketmq': as a stock broker answers.",
+    )
 
     # the log
-    durability: Durability = (
-        "sync"  # "async" acknowledges before the disk has it: it may lose the last second
+    durability: Durability = _of(
+        "sync", "'sync' acknowledges what the disk has; 'async' may lose the last second in a power cut."
     )
-    segment_bytes: int = 256 * MIB
-    retention_ms: int = 72 * limits.HOUR_MS  # RocketMQ's fileReservedTime
-    checkpoint_interval_ms: int = 10_000
+    segment_bytes: int = _of(256 * MIB, "Size of one file of the log.", 1 * MIB, 2048 * MIB)
+    retention_ms: int = _of(  # RocketMQ's fileReservedTime
+        72 * limits.HOUR_MS, "How long the log keeps what was delivered."
+    )
+    checkpoint_interval_ms: int = _of(
+        10_000, "How often the schedule is saved; a restart reads the log from there."
+    )
 
     # topics
-    queues_per_topic: int = 8  # RocketMQ's defaultTopicQueueNums
-    auto_create_topics: bool = True
-    check_message_types: bool = True  # RocketMQ's enableTopicMessageTypeCheck, for clients that say a type
+    queues_per_topic: int = _of(  # RocketMQ's defaultTopicQueueNums
+        8, "Queues of a topic made on first use.", 1, limits.QUEUES_PER_TOPIC_MAX
+    )
+    auto_create_topics: bool = _of(True, "Make a topic when the first message for it arrives.")
+    check_message_types: bool = _of(  # RocketMQ's enableTopicMessageTypeCheck
+        True, "Topics with a message.type refuse other types from gRPC clients, as RocketMQ's do."
+    )
 
     # waiting
-    delay_ms_max: int = limits.DELAY_MS_MAX
-    delay_levels: str = (  # RocketMQ's messageDelayLevel: level n is the nth item
-        "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+    delay_ms_max: int = _of(limits.DELAY_MS_MAX, "The longest delay accepted.", 1, limits.DELAY_MS_MAX)
+    delay_levels: str = _of(  # RocketMQ's messageDelayLevel
+        "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h",
+        "What RocketMQ's delay levels stand for: level n is the nth item; units s, m, h, d.",
     )
-    schedule: Schedule = "hour_log"  # who keeps promises for an instant (docs/designs.md)
-    timer_precision_ms: int = 1_000  # RocketMQ's timerPrecisionMs: a slot's width; nothing is late by it
-    timer_wheel_ms: int = 3 * limits.DAY_MS  # how far the ring reaches; what is due later rolls
-    timer_congest_num_each_slot: int = 0  # refuse more promises than this for one slot; 0: never
-    timing_zone: str = "UTC"  # of a TIMING property that names none
-    gather_ahead_ms: int = 10_000  # bodies due within this time are in memory
-    gather_bytes: int = 512 * MIB  # and never more than about this much of them
-    dispatch_grace_ms: int = (
-        2_000  # what a dispatcher has not brought so long after its instant, the broker loads
+    strategy: StrategyName = _of(  # docs/designs.md
+        "hour_log", "What keeps scheduled messages: hour_log, timer_wheel or level_cascade."
     )
+    timer_precision_ms: int = _of(  # RocketMQ's timerPrecisionMs
+        1_000, "Width of a slot of the timer wheel; nothing is late by it.", 1, limits.SECOND_MS
+    )
+    timer_wheel_ms: int = _of(
+        3 * limits.DAY_MS, "How far the timer wheel reaches; what is due later is rolled.",
+        limits.MINUTE_MS, TIMER_WHEEL_MS_MAX,
+    )  # fmt: skip
+    timer_congest_num_each_slot: int = _of(
+        0, "Refuse more scheduled messages than this for one slot of the wheel; 0: never.", 0
+    )
+    timing_zone: str = _of("UTC", "Time zone of a TIMING property that names none.")
+    gather_ahead_ms: int = _of(10_000, "Bodies due within this time are held in memory.", 1_000)
+    gather_bytes: int = _of(512 * MIB, "And never more than about this much of them.")
+    dispatch_grace_ms: int = _of(
+        2_000, "What Spark's dispatch has not brought so long after its instant, the broker loads.",
+        0, limits.HOUR_MS,
+    )  # fmt: skip
 
-    # moving what waits; the pipeline does it when it runs, the broker itself otherwise
-    compact_rows: int = 1_000_000  # compact when the tail holds this many promises
-    compact_interval_ms: int = 60_000  # or when this time has passed and there is anything worth moving
-    compact_rows_min: int = 10_000  # "worth moving": fewer rows wait for the next round
-    compact_self: bool = True
+    # moving what waits: the pipeline does it when it runs, the broker itself otherwise
+    compact_rows: int = _of(
+        1_000_000, "Move scheduled messages to the pending table when this many wait in the log's tail."
+    )
+    compact_interval_ms: int = _of(60_000, "Or when this time has passed and enough wait.")
+    compact_rows_min: int = _of(10_000, "Fewer than this are left for the next round.")
+    compact_self: bool = _of(True, "The broker compacts by itself while no pipeline does.")
 
     # what is logged, on stderr
-    log_level: LogLevel = "warning"
-    log_format: LogFormat = "text"
+    log_level: LogLevel = _of("warning", "Least level of the lines on stderr: debug, info, warning or error.")
+    log_format: LogFormat = _of("text", "Of these lines: text, or json for one document a line.")
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot work, naming the option."""
-        if not 0 <= self.port <= 65_535:
-            raise SetupError(f"--port {self.port}: a port lies between 0 and 65535")
-        for option, port in (
-            ("--name-server-port", self.name_server_port),
-            ("--remoting-port", self.remoting_port),
-            ("--grpc-port", self.grpc_port),
-        ):
-            if not -1 <= port <= 65_535:
-                raise SetupError(f"{option} {port}: a port lies between 0 and 65535; -1 is none")
-        for option, name in (("--broker-name", self.broker_name), ("--cluster-name", self.cluster_name)):
-            if not limits.NAME.fullmatch(name) or len(name) > limits.TOPIC_BYTES_MAX:
-                raise SetupError(f"{option} {name!r}: 1 to 127 of the characters % | a-z A-Z 0-9 _ -")
+        """Refuse values and combinations that cannot work, naming the option."""
+        hints = types()
+        for each in fields(self):
+            value, option = getattr(self, each.name), option_name(each.name)
+            choices = get_args(hints[each.name])
+            if choices and value not in choices:
+                text = f"{option} {value}: one of {', '.join(choices)}"
+                # Operators of RocketMQ know delay levels as a way to wait and look for them here.
+                levels = "; delay levels are always there, beside it" if each.name == "strategy" else ""
+                raise SetupError(text + levels)
+            low, high = each.metadata["low"], each.metadata["high"]
+            if (low is not None and value < low) or (high is not None and value > high):
+                bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise SetupError(f"{option} {value}: {bounds}")
+        for name in ("broker_name", "cluster_name"):
+            value = getattr(self, name)
+            if not limits.NAME.fullmatch(value) or len(value) > limits.TOPIC_BYTES_MAX:
+                allowed = "1 to 127 of the characters % | a-z A-Z 0-9 _ -"
+                raise SetupError(f"{option_name(name)} {value!r}: {allowed}")
         self._check_security()
-        if self.recall_answers not in get_args(RecallAnswers):
-            raise SetupError(f"--recall-answers {self.recall_answers}: it is 'definite' or 'rocketmq'")
-        if self.durability not in ("sync", "async"):
-            raise SetupError(f"--durability {self.durability}: it is 'sync' or 'async'")
-        if self.log_level not in get_args(LogLevel):
-            raise SetupError(f"--log-level {self.log_level}: one of {', '.join(get_args(LogLevel))}")
-        if self.log_format not in get_args(LogFormat):
-            raise SetupError(f"--log-format {self.log_format}: it is 'text' or 'json'")
-        if not 1 * MIB <= self.segment_bytes <= 2048 * MIB:
-            raise SetupError(f"--segment-bytes {self.segment_bytes}: between 1 MiB and 2 GiB")
-        if not 1 <= self.queues_per_topic <= limits.QUEUES_PER_TOPIC_MAX:
-            raise SetupError(
-                f"--queues-per-topic {self.queues_per_topic}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}"
-            )
-        if not 0 < self.delay_ms_max <= limits.DELAY_MS_MAX:
-            raise SetupError(
-                f"--delay-ms-max {self.delay_ms_max}: between 1 and {limits.DELAY_MS_MAX} (ten years)"
-            )
-        self._check_waiting()
-        if self.gather_ahead_ms < 1_000:
-            raise SetupError(f"--gather-ahead-ms {self.gather_ahead_ms}: at least 1000")
-        if not 0 <= self.dispatch_grace_ms <= limits.HOUR_MS:
-            raise SetupError(f"--dispatch-grace-ms {self.dispatch_grace_ms}: between 0 and {limits.HOUR_MS}")
+        try:
+            ZoneInfo(self.timing_zone)
+        except (ZoneInfoNotFoundError, ValueError) as error:
+            advice = "no IANA time zone, such as Europe/Berlin"
+            raise SetupError(f"--timing-zone {self.timing_zone!r}: {advice}") from error
 
     def _check_security(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -138,32 +168,20 @@ class Settings:
                 "certificate (--tls-cert, --tls-key), or say --allow-plaintext if the network is one you trust"
             )
 
-    def _check_waiting(self) -> None:
-        if self.schedule not in SCHEDULES:
-            # Said because somebody will try it.
-            levels = "delay levels are always there, beside it"
-            raise SetupError(f"--schedule {self.schedule}: one of {', '.join(SCHEDULES)}; {levels}")
-        if not 1 <= self.timer_precision_ms <= limits.SECOND_MS:
-            raise SetupError(
-                f"--timer-precision-ms {self.timer_precision_ms}: between 1 and {limits.SECOND_MS}"
-            )
-        least_ms = limits.MINUTE_MS
-        if not least_ms <= self.timer_wheel_ms <= TIMER_WHEEL_MS_MAX:
-            raise SetupError(
-                f"--timer-wheel-ms {self.timer_wheel_ms}: between {least_ms} and {TIMER_WHEEL_MS_MAX} (30 days)"
-            )
-        if self.timer_congest_num_each_slot < 0:
-            raise SetupError(f"--timer-congest-num-each-slot {self.timer_congest_num_each_slot}: 0 is none")
-        try:
-            ZoneInfo(self.timing_zone)
-        except (ZoneInfoNotFoundError, ValueError) as error:
-            raise SetupError(
-                f"--timing-zone {self.timing_zone!r}: no IANA time zone, such as Europe/Berlin"
-            ) from error
+
+@functools.cache
+def types() -> Mapping[str, Any]:
+    """Return each field's type."""
+    return typing.get_type_hints(Settings)
+
+
+def option_name(name: str) -> str:
+    """Return the option of a field: segment_bytes -> --segment-bytes."""
+    return "--" + name.replace("_", "-")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address. No name but "localhost" counts: who knows what it is tomorrow."""
+    """Return whether only this machine reaches the address. Of names, only "localhost" counts: others may change."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
 """How many descriptors this process may have, and some that are held back for the broker's own files.
 
-Connections are accepted in libraries that have no bound of their own, so strangers can take every descriptor there
-is; and a log that gets none for its next segment has failed for good. The soft limit is what accepting meets. It is
-kept `RESERVE` below what is allowed, and raised for the moment in which a file of the broker's own is opened.
+Connections are accepted in libraries that have no bound of their own, so strangers can take every descriptor; and a
+log that gets none for its next segment has failed for good. Accepting fails at the soft limit. It is kept `RESERVE`
+below the hard one, and raised for the moment in which a file of the broker's own is opened.
 """
 
 from __future__ import annotations

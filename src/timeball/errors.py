@@ -6,12 +6,13 @@
     │   │   └── InvalidName         of a topic or a group
     │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
     │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
+    │   ├── InvalidReceipt      not made by this broker for this group and topic, or its lease has ended
     │   ├── Unauthorized        no credentials, or wrong ones: send an access key of the access file
     │   ├── Forbidden           the account may not do this (its line in the access file says what it may), or no client
     │   │                       may: the topic's permission, the group's switch or a reserved name forbids it
     │   ├── NotFound            no such topic, promise or file
     │   │   └── GroupNotFound       no such consumer group
-    │   └── OutOfRange          a position outside what is kept; carries the range that is
+    │   └── OutOfRange          a position outside the range that is kept, which it carries
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
     ├── Unavailable         the broker is starting, stopping or stopped, or Spark was lost: retry elsewhere or later
     ├── SetupError          the operator must act: port, folder, Java, a setting
@@ -68,6 +69,12 @@ class InvalidFilter(RequestError):
         self.position, self.limit = position, limit
 
 
+class InvalidReceipt(RequestError):
+    """A receipt handle names no lease of this group and topic, or one that has ended."""
+
+    code = "invalid_receipt"
+
+
 class Unauthorized(RequestError):
     """The request comes without credentials, or with wrong ones; which of the two is not said."""
 
@@ -93,7 +100,7 @@ class GroupNotFound(NotFound):
 
 
 class OutOfRange(RequestError):
-    """A position lies outside what is kept."""
+    """A position lies outside the range that is kept."""
 
     code = "out_of_range"
 

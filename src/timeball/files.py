@@ -1,8 +1,8 @@
 """The disk as an argument: the only module that opens, maps, syncs, renames and removes.
 
 Every store receives a `Files` and names things relative to its root, so that the same code runs on a real
-folder (`RealFiles`) and on the crash model of the tests, which forgets what was not synced, tears what was in
-flight and loses directory entries nobody synced. What a caller may rely on is therefore exactly this:
+folder (`RealFiles`) and on the crash model of the tests, which forgets bytes that were not synced, tears writes in
+flight and loses directory entries that were not synced. A caller may rely on exactly this:
 
     * bytes written are on disk after `File.sync()` has returned, and not before;
     * a created, renamed or removed name is on disk after `sync_dir()` of its folder, and not before;
@@ -66,7 +66,7 @@ class Files(Protocol):
         """Sorted names in a folder; empty when it does not exist."""
 
     def exists(self, name: str) -> bool:
-        """Whether a file or folder has this name."""
+        """Return whether a file or folder has this name."""
 
     def size(self, name: str) -> int:
         """Length of a file in bytes."""
@@ -247,7 +247,7 @@ class RealFiles:
             missing = {p for p in (path, *path.parents) if not p.exists()}
             path.mkdir(parents=True, exist_ok=True)
         # Below the root every name is synced even when it was there: a run killed between making it and
-        # syncing it leaves a folder that everybody sees and a power cut takes away with all it holds.
+        # syncing it leaves a folder that all processes see and a power cut takes away with all it holds.
         for made in (path, *path.parents):
             if made in missing or (made != self.root and made.is_relative_to(self.root)):
                 _sync_directory(made.parent)
@@ -335,7 +335,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:
-    """A file of the operator's outside the data folder, whole, with something in it that is not for everybody.
+    """Return the bytes of an operator's file outside the data folder that other users must not read.
 
     Raises SetupError naming the option: when it cannot be read, and when its mode has one of these bits.
     """
@@ -343,7 +343,7 @@ def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:
         with Path(path).open("rb") as file:
             mode = (
                 os.fstat(file.fileno()).st_mode & 0o777
-            )  # of the file that is read, whatever the name means next
+            )  # of the file that is read: the name may mean another one next
             if mode & forbidden_mode:
                 raise SetupError(f"{option} {path}: others may read it (mode {mode:04o}); chmod 600 it")
             return file.read()

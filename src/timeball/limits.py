@@ -69,8 +69,8 @@ PULL_WAIT_MS_MAX = 60_000
 PULLS_WAITING_MAX = 10_000
 POP_ROWS_MAX = 1_024
 POP_BYTES_MAX = 8 * 1024 * 1024  # of one answer; RocketMQ's clients close the connection at 16 MiB
-POP_HELD_PER_QUEUE_MAX = 10_000  # in hand of one group (RocketMQ's popInflightMessageThreshold)
-POP_HELD_MAX = 500_000  # in hand of all groups; some 300 bytes each
+POP_HELD_PER_QUEUE_MAX = 10_000  # leased in memory, of one group (RocketMQ's popInflightMessageThreshold)
+POP_HELD_MAX = 500_000  # leased in memory, of all groups; some 300 bytes each
 POP_SPAN_MAX = 100_000  # positions from a group's stored offset to its newest: what a crash hands out again
 POP_WINDOWS_MAX = 100_000  # queues times groups that are looked after at once
 INVISIBLE_MS_MAX = 12 * HOUR_MS  # RocketMQ's maxInvisibleTime
@@ -80,9 +80,10 @@ ATTACH_FILES_MAX = 10_000
 RESERVATIONS_MAX = 10_000  # ranges set aside by writers that have not attached yet
 # Jobs whose last attach is known, so that a repeated one is: some 400 bytes each, in memory and in the checkpoint.
 JOBS_MAX = 100_000
+CAMPAIGNS_MAX = 1_000  # of which the log keeps a row; those that are over give way
 JOB_KEPT_MS = 7 * DAY_MS  # at least so long, or a write of yesterday that is run again would be written again
 JOBS_UNNAMED_MAX = 10_000  # repeated only by a writer that waits for its answer
-HALVES_OPEN_MAX = 200_000  # transactions nobody has ended; each is in memory and in the checkpoint
+HALVES_OPEN_MAX = 200_000  # transactions not ended yet; each is in memory and in the checkpoint
 # RocketMQ's transactionTimeOut, transactionCheckInterval (5.x) and transactionCheckMax.
 TRANSACTION_FIRST_CHECK_MS = 6 * SECOND_MS
 TRANSACTION_CHECK_INTERVAL_MS = 30 * SECOND_MS

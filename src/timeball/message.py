@@ -5,17 +5,24 @@ The schema is the format: it is named by `SCHEMA_VERSION` in every frame header,
 means a new version and a reader for the old one (docs/formats/commit-log.md). `seq`, the row's sequence
 number, is not a column of the log: rows are dense within a frame, so the header's first number says it all.
 
-Kinds are small integers and zero is invalid, so that memory nobody wrote can never be a message.
+Kinds are small integers and zero is invalid, so that memory that was never written can never be a message.
+
+META rows are state of the broker as a key (`unique_key`) and a value (`body`). An empty value deletes the key. Values
+under `secret/`, and a snapshot, stay inside the broker: what hands rows to the outside passes them through
+`without_secrets`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 SCHEMA_VERSION = 1
 SMALL_ROWS = 256
@@ -24,19 +31,20 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Kind(IntEnum):
-    """What a row of the log says. Values are on disk: never reuse one."""
+    """The kind of a row of the log. Values are on disk: never reuse one."""
 
     INVALID = 0
     MESSAGE = 1  # visible at once
-    PROMISE = 2  # accepted, due later
-    RELEASE = 3  # the message, now visible; `source_seq` names the promise it keeps
-    CANCEL = 4  # the promise named by `source_seq` will not be kept
-    ATTACH = 5  # body: JSON of a set of files that joined (and left) the pending table
-    RESERVE = 6  # the frame's span was set aside for rows of a later ATTACH
-    LEVEL_PROMISE = 7  # as PROMISE, waiting in the queue of a delay level: it has a place there
-    HALF = 8  # a transaction's message, which nobody sees before a row whose `prepared_seq` names it
-    ROLLBACK = 9  # the half message named by `prepared_seq` will not be published
-    MOVED = 10  # the promise named by `source_seq`, written again so that it can go on waiting
+    # Accepted, due later. Without an instant it is a half message, due when its transaction is committed; with a place
+    # in a queue (of the schedule's topic) it waits for a delay level.
+    PROMISE = 2
+    MOVED = (
+        3  # the promise named by `source_seq`, written again: it lies elsewhere, or is due at another instant
+    )
+    RELEASE = 4  # the message, now visible; `source_seq` names the promise it keeps
+    CANCEL = 5  # the promise named by `source_seq` will not be kept
+    TABLE = 6  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
+    META = 7  # state of the broker: `unique_key` names it, the body is its value; the last row counts
 
 
 LOG_SCHEMA = pa.schema(
@@ -44,7 +52,8 @@ LOG_SCHEMA = pa.schema(
         ("kind", pa.int8()),
         ("topic", pa.string()),
         ("queue_id", pa.int32()),  # -1 until a queue is chosen, which happens when the row becomes visible
-        ("queue_offset", pa.int64()),  # position in (topic, queue) of a visible row; null for all others
+        # Position in (topic, queue) of a visible row, or of a promise that waits for a delay level; null for others.
+        ("queue_offset", pa.int64()),
         ("tag", pa.string()),
         ("keys", pa.string()),  # blank-separated, as RocketMQ has them
         ("unique_key", pa.string()),  # the message id a client knows
@@ -57,19 +66,47 @@ LOG_SCHEMA = pa.schema(
         ("flag", pa.int32()),
         ("sys_flag", pa.int32()),
         ("reconsume_times", pa.int32()),
-        ("prepared_seq", pa.int64()),  # transactions: the half message that this row commits or rolls back
-        ("due_ms", pa.int64()),  # null for an ordinary message
+        ("due_ms", pa.int64()),  # null for an ordinary message, a half message and the rows that end one
         (
             "accepted_ms",
             pa.int64(),
         ),  # releases, cancels, moves: when the promise was appended (null: of a receipt)
         # Releases and cancels: the promise settled. Moves: the promise. Promises: the row handed out that
-        # they bring back to a consumer, if they are for that (broker/receiving/).
+        # they bring back to a consumer, if they are for that (broker/consuming/).
         ("source_seq", pa.int64()),
+        # Releases, cancels, moves: the row that gave the promise the instant it had; null when that is the promise.
+        ("version_seq", pa.int64()),
+        (
+            "from_due_ms",
+            pa.int64(),
+        ),  # moves to another instant: the one before, NO_INSTANT_MS of a half; null for those to another place
     ]
 )
 
-# A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md.
+# What a send may say of a message; admission fills in the rest of its row. Each edge takes those its protocol has.
+SEND_COLUMNS: dict[str, pa.DataType] = {
+    "topic": pa.string(),
+    "body": pa.binary(),
+    "tag": pa.string(),
+    "keys": pa.string(),
+    "unique_key": pa.string(),
+    "properties": pa.string(),
+    "queue_id": pa.int32(),
+    "born_ms": pa.int64(),
+    "born_host": pa.string(),
+    "flag": pa.int32(),
+    "sys_flag": pa.int32(),
+    "reconsume_times": pa.int32(),
+    "due_ms": pa.int64(),  # absolute, milliseconds since 1970 UTC
+    "delay_ms": pa.int64(),  # relative; becomes absolute at admission
+    "delay_level": pa.int32(),  # RocketMQ's; at most one of these three
+}
+# One message of a client that sends one at a time, before it is a row of a batch: a value for each of these.
+SEND_NAMES = [name for name in SEND_COLUMNS if name != "delay_ms"]
+SendRow = tuple[Any, ...]
+
+# A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md. `seq` is the row that
+# gave it its instant; `number` is the promise, null when that is the same row.
 TABLE_SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),
@@ -87,19 +124,26 @@ TABLE_SCHEMA = pa.schema(
         ("sys_flag", pa.int32()),
         ("reconsume_times", pa.int32()),
         ("accepted_ms", pa.int64()),
+        ("number", pa.int64()),
     ]
 )
 
 # What readers get: the log's columns behind the sequence number.
 READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
 
-# RocketMQ's topic of those who wait for a delay level, a queue a level; LEVEL_PROMISE rows stand nowhere else.
-SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
+# `from_due_ms` of the row that gives a half message its first instant: a move from an instant that has long passed.
+NO_INSTANT_MS = 0
 
-# Property of a CANCEL row: on whose account, if somebody has said so.
+# RocketMQ's topic of those who wait for a delay level, a queue a level.
+SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
+# Before a group's name: the topics of its second tries, and of its dead letters.
+RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"
+
+# RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
+STORED_OVERHEAD_BYTES = 91
+
+# Property of a CANCEL row: its reason, if the caller gave one.
 CANCEL_REASON = "REASON"
-# Property of a CANCEL row of a promise that was moved: the number it goes on under, a row of the same frame.
-CANCEL_NEXT = "NEXT"
 
 PROPERTY_NAME_END = "\x01"
 PROPERTY_END = "\x02"
@@ -165,7 +209,7 @@ def byte_lengths(column: pa.Array) -> Int64Array:
     ends = np.frombuffer(column.buffers()[1], dtype=np.int32, offset=4 * column.offset, count=len(column) + 1)
     lengths = ends[1:] - ends[:-1]
     if column.null_count:
-        lengths[np.asarray(column.is_null())] = 0  # a null may have bytes behind it, which nobody is to see
+        lengths[np.asarray(column.is_null())] = 0  # a null may have bytes behind it, which do not count
     return lengths.astype(np.int64)
 
 
@@ -185,3 +229,79 @@ def _column(field: pa.Field, value: object, count: int) -> pa.Array:
 def int64(column: pa.Array) -> Int64Array:
     """The values of a null-free int64 column as numpy, without a copy."""
     return np.asarray(column.to_numpy(zero_copy_only=True), dtype=np.int64)
+
+
+def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:
+    """Return LOG_SCHEMA rows as READ_SCHEMA rows: the sequence numbers become a column."""
+    seq = pa.array(np.arange(first_seq, first_seq + rows.num_rows, dtype=np.int64))
+    return pa.RecordBatch.from_arrays([seq, *rows.columns], schema=READ_SCHEMA)
+
+
+def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
+    """Return the bytes of each message as RocketMQ would store it."""
+    total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
+    for name in ("topic", "body", "properties"):
+        total += byte_lengths(rows.column(name))
+    return total
+
+
+def codes_of(column: pa.Array) -> tuple[Int64Array, list[str]]:
+    """Return each row's number in the list of distinct values, and that list."""
+    if len(column) <= SMALL_ROWS:
+        # A kernel's fixed cost is that of a hundred rows in Python, and most commits have fewer.
+        values = column.to_pylist()
+        if values.count(values[0] if values else None) == len(values):
+            return np.zeros(len(values), dtype=np.int64), values[:1]
+        numbers: dict[str, int] = {}
+        codes = [numbers.setdefault(value, len(numbers)) for value in values]
+        return np.array(codes, dtype=np.int64), list(numbers)
+    encoded = column.dictionary_encode()
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
+
+
+def alike(values: Int64Array) -> list[Int64Array]:
+    """Return the positions of each distinct value, in order."""
+    if len(values) == 1:
+        return [np.zeros(1, dtype=np.int64)]
+    # Stable: rows of one queue keep their order, which becomes the order of their offsets.
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(values)]
+    return [order[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+
+def filled(column: pa.Array, value: str | int) -> pa.Array:
+    """Return the column with this value for nulls; itself when it has none: a kernel costs most then."""
+    return column.fill_null(value) if column.null_count else column
+
+
+# ---- META rows ------------------------------------------------------------------------------------------------
+
+SECRET_PREFIX = "secret/"
+SNAPSHOT_KEY = "snapshot"  # all other values at once, the secret ones too (log/checkpoint.py)
+
+
+def meta_rows(pairs: list[tuple[str, bytes]], now_ms: int) -> pa.RecordBatch:
+    """Return LOG_SCHEMA rows of these keys and values."""
+    keys, values = ([pair[at] for pair in pairs] for at in (0, 1))
+    return build_rows(len(pairs), kind=int(Kind.META), unique_key=keys, body=values, store_ms=now_ms)
+
+
+def without_secrets(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the rows with null for each value that must not leave the broker; needs kind, key and body."""
+    is_meta = rows.column("kind").to_numpy() == Kind.META
+    # Most batches have no META row, and every read of the log from outside comes by here.
+    if not is_meta.any():
+        return rows
+    keys = pc.fill_null(rows.column("unique_key"), "")
+    is_secret = pc.or_(pc.starts_with(keys, SECRET_PREFIX), pc.equal(keys, SNAPSHOT_KEY))
+    is_secret = pc.and_(pa.array(is_meta), is_secret)
+    at = rows.schema.get_field_index("body")
+    body = pc.if_else(is_secret, pa.scalar(None, pa.binary()), rows.column(at))
+    return rows.set_column(at, rows.schema.field(at), body)
+
+
+def pairs_of(rows: pa.RecordBatch) -> Iterator[tuple[str, bytes]]:
+    """Yield the keys and values of META rows."""
+    return zip(rows.column("unique_key").to_pylist(), rows.column("body").to_pylist(), strict=True)

@@ -21,49 +21,51 @@ import numpy as np
 import psutil
 
 from timeball import __version__
-from timeball.broker.attaching import Ledger
-from timeball.broker.groups import Groups
-from timeball.broker.new_topics import NewTopics
-from timeball.broker.offsets import Offsets
-from timeball.broker.parts import Parts
-from timeball.broker.recovery import Recovered, check_documents, recover
+from timeball.access import ANONYMOUS, Caller
+from timeball.broker.components import Components, Tables
+from timeball.broker.recovery import Recovered, recover, starting_point
+from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
-from timeball.broker.topics import Topics
+from timeball.broker.tables.attach import AttachState
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
 from timeball.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
-from timeball.guard import OPEN, Guard
 from timeball.log import checkpoint
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
+from timeball.log.segment import holds_log
 from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.protocols.strangers import Strangers
-from timeball.schedule import keepers
-from timeball.schedule.delay_levels.fifo import DelayLevels
+from timeball.schedule import strategies
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
 from timeball.schedule.delay_levels.levels import LevelTable
-from timeball.schedule.hour_log.store import HourLog
-from timeball.schedule.settling import Settling
+from timeball.schedule.external_delivery import ExternalDelivery
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.locations import NOTHING
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
+from timeball.security import OPEN, Security
 from timeball.table.catalog import Catalog
 
 logger = logging.getLogger(__name__)
 
 FORMAT_NAME = "FORMAT"
 SWITCH_INTERVAL_S = 0.000_5
-LEVELS_SHARE = 2  # half of --gather-bytes: what delay levels may hold besides what the other promises do
 
 
 class FormatFacts(msgspec.Struct):
-    """What the file FORMAT says of a data folder."""
+    """The contents of the file FORMAT in a data folder."""
 
     product: str
     format: int
@@ -81,7 +83,7 @@ class Node:
         self.files: Files = chosen
         self.broker: Broker
         self.upkeep: Upkeep
-        self.guard = OPEN
+        self.security = OPEN
         self.edge: FlightEdge | None = None
         self.remoting: RemotingEdge | None = None
         self.grpc: GrpcEdge | None = None
@@ -101,12 +103,12 @@ class Node:
     @property
     def name_server_port(self) -> int:
         """The port that RocketMQ clients look topics up at; -1 when there is none."""
-        return self.remoting.site.name_server_port if self.remoting is not None else -1
+        return self.remoting.context.name_server_port if self.remoting is not None else -1
 
     @property
     def remoting_port(self) -> int:
         """The port that RocketMQ clients send to and pull from; -1 when there is none."""
-        return self.remoting.site.remoting_port if self.remoting is not None else -1
+        return self.remoting.context.port if self.remoting is not None else -1
 
     @property
     def grpc_port(self) -> int:
@@ -118,7 +120,7 @@ class Node:
         # The default lets a busy thread hold the interpreter for 5 ms, which is all the lateness we may have.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._failed = asyncio.get_running_loop().create_future()
-        self.guard = Guard(self.settings)
+        self.security = Security(self.settings)
         if self._real_files is not None:
             check_folder(self._real_files)
             self._real_files.lock()
@@ -126,12 +128,11 @@ class Node:
             await self._build()
             if listen:
                 await self._listen()
-        except BaseException:  # whatever it was, the folder must not stay claimed
+        except BaseException:  # of any kind: the folder must not stay claimed
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
-        for ticker in {self.broker.ticker, self.broker.table_ticker, self.broker.level_ticker}:
-            self._run_until_stop(ticker.run())
+        self._run_until_stop(self.broker.ticker.run())
         self.upkeep.start()
 
     def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
@@ -146,9 +147,9 @@ class Node:
             self.settings.host,
             self.settings.port,
             status=self.status,
-            guard=self.guard,
+            security=self.security,
         )
-        remoting, grpc = RemotingEdge(self.broker, self.guard), GrpcEdge(self.broker, self.guard)
+        remoting, grpc = RemotingEdge(self.broker, self.security), GrpcEdge(self.broker, self.security)
         try:
             await remoting.start()
             await grpc.start()
@@ -167,39 +168,42 @@ class Node:
         loop, clock = asyncio.get_running_loop(), SchedulerClock(self.clock)
         write_format(files)
         saved = checkpoint.load(files)
-        check_documents(saved, files)
         opened = await self._open_log(saved)
         reader, catalog = LogReader(opened.segments), Catalog(files)
-        topics = Topics(files, queues_per_topic=settings.queues_per_topic)
-        ledger = Ledger(watermark=opened.segments.first_seq)
-        kept = keepers.kept(settings, files, saved)
+        tables = Tables(files, settings.queues_per_topic)
+        topics, ledger = tables.topics, AttachState(watermark=opened.segments.first_seq)
+        start = starting_point(saved, opened.segments)
+        state = strategies.saved_state(settings, files, start)
         found = await loop.run_in_executor(
             reader_thread,
-            lambda: recover(saved, reader, topics, ledger, catalog, clock.now_ms(), resumes=kept is not None),
+            lambda: recover(
+                start, reader, tables, ledger, catalog, clock.now_ms(), resumes=state is not None
+            ),
         )
-        settling = Settling()
-        settling.restore(found.settled, found.tick)
-        settling.moved.add(found.moved)
-        hour_log, levels = self._hour_log(reader, found, settling), self._levels(reader, topics)
-        keeper = keepers.build(
-            settings, files, reader, reader_thread, settling, on_change=self._wake, on_failure=self._fail
-        )
-        parts = Parts(
+        outcomes = Outcomes()
+        outcomes.restore(found.settled, found.cursor)
+        outcomes.moved.add(found.moved)
+        for name, facts in tables.campaigns.all().items():
+            if facts.held_from_ms is not None:
+                outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
+        hour_log = HourLog(files, reader, reader_thread, found.files, ahead_ms=settings.gather_ahead_ms)
+        levels = self._levels(reader, topics, outcomes)
+        backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
+        writer = self._writer(opened)
+        tables.meta.open(writer.append, clock.now_ms)
+        parts = Components(
             settings=settings,
             files=files,
             clock=clock,
-            writer=self._writer(opened),
+            writer=writer,
             reader=reader,
             key_index=KeyIndex(files, opened.segments, reader),
-            topics=topics,
-            new_topics=NewTopics(topics, self.clock),
-            offsets=Offsets(files),
-            groups=Groups(files),
-            schedule=keeper or hour_log,
-            keeper=keeper,
+            **vars(tables),
+            scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
+            backlog=backlog,
             hour_log=hour_log,
             levels=levels,
-            settling=settling,
+            outcomes=outcomes,
             catalog=catalog,
             ledger=ledger,
             reader_thread=reader_thread,
@@ -209,20 +213,20 @@ class Node:
         self.broker = Broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
-        await self.broker.receiving.restore()
-        await self._restore(found, kept)
-        levels.restore(found.levels, found.levels_settled_seq)
-        self.upkeep = Upkeep(self.broker)
+        await self.broker.consuming.restore()
+        await self._restore(found, state if found.resumes else None)
+        await writer.flushed()  # what was in flight is served from now on: no later start may find it
+        self.upkeep = Upkeep(self.broker, found.snapshot_seq)
 
-    async def _restore(self, found: Recovered, kept: msgspec.Struct | None) -> None:
-        parts, waiting = self.broker.parts, found.waiting
-        if parts.keeper is not None:
-            parts.hour_log.restore(found.settled, waiting.part(np.zeros(len(waiting), np.bool_)))
-            parts.keeper.restore(kept, found.settled, waiting, parts.clock.now_ms())
-            return
-        parts.hour_log.restore(found.settled, waiting)
-        if not np.array_equal(waiting.at, waiting.seq):
-            logger.info("promises of another --schedule moved to the pending table promises=%d", len(waiting))
+    async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
+        parts, waiting, now_ms = self.broker.parts, found.waiting, self.broker.parts.clock.now_ms()
+        restore = parts.scheduler.restore
+        restore(parts.levels, LevelsState(found.levels), found.settled, NOTHING, now_ms)
+        if not parts.compacts:
+            restore(parts.hour_log, None, found.settled, NOTHING, now_ms)
+        restore(parts.backlog, state, found.settled, waiting, now_ms)
+        if parts.compacts and not np.array_equal(waiting.row_seq, waiting.seq):
+            logger.info("promises of another --strategy moved to the pending table promises=%d", len(waiting))
             await self.broker.mover.adopt(waiting)
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
@@ -236,35 +240,29 @@ class Node:
             ),
         )
 
-    def _hour_log(self, reader: LogReader, found: Recovered, settling: Settling) -> HourLog:
-        return HourLog(
-            self.files,
+    def _scheduler(
+        self, reader: LogReader, outcomes: Outcomes, backlog: Backlog, hour_log: HourLog, levels: DelayLevels
+    ) -> Scheduler:
+        settings = self.settings
+        return Scheduler(
             reader,
             self._threads[1],
-            found.files,
-            settling,
-            ahead_ms=self.settings.gather_ahead_ms,
-            gather_bytes=self.settings.gather_bytes,
-            grace_ms=self.settings.dispatch_grace_ms,
-            on_change=self._wake_table,
+            outcomes,
+            list(dict.fromkeys((backlog, hour_log, levels))),
+            table=hour_log,
+            external=ExternalDelivery(settings.dispatch_grace_ms),
+            ahead_ms=strategies.ahead_ms_of(settings),
+            gather_bytes=settings.gather_bytes,
             on_failure=self._fail,
         )
 
-    def _levels(self, reader: LogReader, topics: Topics) -> DelayLevels:
+    def _levels(self, reader: LogReader, topics: Topics, outcomes: Outcomes) -> DelayLevels:
         def indexes() -> list[QueueIndex]:
-            topic = topics.find(SCHEDULE_TOPIC)
+            topic = topics.find_topic(SCHEDULE_TOPIC)
             return [] if topic is None else [queue.index for queue in topic.queues]
 
-        return DelayLevels(
-            reader,
-            self._threads[1],
-            self._level_table,
-            indexes,
-            ahead_ms=self.settings.gather_ahead_ms,
-            gather_bytes=self.settings.gather_bytes // LEVELS_SHARE,
-            on_change=self._wake_levels,
-            on_failure=self._fail,
-        )
+        ahead_ms = self.settings.gather_ahead_ms
+        return DelayLevels(reader, self._level_table, indexes, outcomes, ahead_ms=ahead_ms)
 
     def _writer(self, opened: Opened) -> LogWriter:
         return LogWriter(
@@ -287,15 +285,12 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
         _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
-        await self.broker.receiving.close()
-        await self.broker.popper.close()
-        await self.broker.parts.hour_log.close()
-        await self.broker.parts.levels.close()
+        await self.broker.consuming.close()
+        await self.broker.parts.scheduler.close()
         if self.broker.parts.writer.failed is None:
             await self.broker.parts.writer.flushed()
         await self.upkeep.stop(saves=self._failed is None or not self._failed.done())
-        if self.broker.parts.keeper is not None:
-            await self.broker.parts.keeper.close()  # its files are part of the last checkpoint
+        self.broker.parts.backlog.close()  # its files are part of the last checkpoint
         await self.broker.parts.writer.close()
         for thread in self._threads:
             thread.shutdown(wait=True)
@@ -305,7 +300,7 @@ class Node:
     async def run_until_signal(self, before_stop: Callable[[], Awaitable[None]] | None = None) -> None:
         """Serve until SIGTERM or SIGINT; raises what stopped the storage. SIGHUP: the access file is read again.
 
-        `before_stop` runs while the broker still answers: what is a client of it can end in order.
+        `before_stop` runs while the broker still answers, so that its clients can end in order.
         """
         assert self._failed is not None
         loop = asyncio.get_running_loop()
@@ -317,8 +312,8 @@ class Node:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ask)
-        if self.guard.access is not None:
-            loop.add_signal_handler(signal.SIGHUP, self.guard.reload)
+        if self.security.access is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.security.reload)
         try:
             await asyncio.wait([asked, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if before_stop is not None:
@@ -328,7 +323,7 @@ class Node:
         if self._failed.done():
             self._failed.result()
 
-    def status(self) -> dict[str, object]:
+    def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """The broker's figures and the process's."""
         with lent(RESERVE_OF_LIBRARIES):
             memory, real = psutil.Process().memory_info(), self._real_files
@@ -337,27 +332,14 @@ class Node:
             "format": FORMAT_VERSION,
             "pid": os.getpid(),
             "rss_bytes": memory.rss,
-            # Without the mapped log, which is page cache that the system takes back when it needs it.
-            "anon_bytes": memory.rss - memory.shared,
+            "anon_bytes": memory.rss - memory.shared,  # without the mapped log, which is page cache
             "disk": {
                 "free_bytes": real.free_bytes() if real else 0,
                 "no_room": self.broker.parts.writer.no_room,
             },
-            "access": self.guard.status(),
-            **self.broker.status(),
+            "access": self.security.status(),
+            **self.broker.status(caller),
         }
-
-    def _wake(self) -> None:
-        if hasattr(self, "broker"):
-            self.broker.ticker.wake()
-
-    def _wake_table(self) -> None:
-        if hasattr(self, "broker"):
-            self.broker.table_ticker.wake()
-
-    def _wake_levels(self) -> None:
-        if hasattr(self, "broker"):
-            self.broker.level_ticker.wake()
 
     def _fail(self, error: BaseException) -> None:
         if self._failed is not None and not self._failed.done():
@@ -376,7 +358,7 @@ def check_folder(files: RealFiles) -> None:
         raise SetupError(f"--data {root} is a file; name a folder")
     if not files.exists(FORMAT_NAME):
         foreign = [name for name in files.list_dir(".") if name != "LOCK"]
-        if foreign:
+        if foreign and not holds_log(files):
             raise SetupError(
                 f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder"
             )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from typing import Any
+
 import pytest
 from tests.broker.on_node import batch, column, on_node
 from tests.crash.checker import check
-from tests.crash.world import HOUR_MS, SECOND_MS, World
+from tests.crash.lives import run
+from tests.crash.world import BOUND_S, HOUR_MS, SECOND_MS, CutFiles, World
 
+from timeball.clock import ManualClock
 from timeball.errors import OverLimit, RequestError
-from timeball.message import Kind
+from timeball.message import Kind, stored_sizes
+from timeball.schedule import scheduler as scheduler_module
 
 KEEPERS = ["timer_wheel", "level_cascade"]
 MINUTE_MS = 60 * SECOND_MS
@@ -18,7 +25,7 @@ kept_by = pytest.mark.parametrize("schedule", KEEPERS)
 
 
 async def begin(world: World, schedule: str, **settings: object) -> None:
-    await world.restart(schedule=schedule, timer_wheel_ms=MINUTE_MS, retention_ms=1, **settings)
+    await world.restart(strategy=schedule, timer_wheel_ms=MINUTE_MS, retention_ms=1, **settings)
 
 
 async def rows_of(world: World, kind: Kind) -> int:
@@ -54,7 +61,7 @@ async def test_who_keeps_is_told_and_nothing_is_compacted(world: World, schedule
     status = world.broker.status()
     assert status["strategy"] == schedule
     assert (status["schedule"]["waiting_rows"], status["schedule"]["tail_rows"]) == (2, 0)
-    with pytest.raises(RequestError, match=f"--schedule {schedule}"):
+    with pytest.raises(RequestError, match=f"--strategy {schedule}"):
         await world.broker.compact()
     assert world.node is not None
     await world.node.upkeep.compact_if_worth()
@@ -120,6 +127,32 @@ async def test_retention_leaves_what_a_promise_lies_in(world: World, schedule: s
     assert world.broker.parts.reader.first_seq > 1
 
 
+@pytest.mark.parametrize("cancels", [False, True])
+@on_node()
+async def test_a_cascade_holds_no_row_of_a_promise_that_went_elsewhere(world: World, cancels: bool) -> None:
+    """A MOVED row has the whole message, and one that is cancelled needs none."""
+    await begin(world, "level_cascade")
+    keys = await world.send("a", [10 * HOUR_MS] * 3)
+    await fill_a_segment(world)
+    later = await world.send("a", [10 * HOUR_MS])
+    if cancels:
+        await world.cancel(keys)
+    else:
+        await world.reschedule(keys, 11 * HOUR_MS)
+    await fill_a_segment(world)
+    await world.advance(SECOND_MS)
+    await world.checkpoint()
+    await world.let_go()
+    reader = world.broker.parts.reader
+    assert reader.first_seq > 1, "the first segment has gone"
+    rows = world.broker.read_log(reader.first_seq, reader.next_seq, [Kind.PROMISE])
+    assert [key for part in rows for key in column(part, "unique_key")] == later, "and no more"
+    await world.restart()
+    await world.advance(11 * HOUR_MS)
+    await world.consume()
+    assert await delivered(world) == sorted(later if cancels else [*keys, *later])
+
+
 # ---- flow control -------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +209,7 @@ async def test_another_takes_over_what_waits_and_what_is_late(world: World, sche
     await world.stop()
     world.clock.advance(10 * SECOND_MS)
     await world.start()
-    await world.restart(schedule=heir)
+    await world.restart(strategy=heir)
     await world.settled()
     assert await delivered(world) == sorted([*keys[:2], *late])
     await world.cancel([keys[3]])
@@ -188,3 +221,112 @@ async def test_another_takes_over_what_waits_and_what_is_late(world: World, sche
     assert check(world.observed, await world.outcome()) == []
     if schedule == "timer_wheel" and heir == "hour_log":
         assert world.broker.status()["watermark"] > 1, "what had been moved was compacted"
+
+
+@pytest.mark.parametrize("compacts", [False, True])
+@pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
+@on_node()
+async def test_what_a_cascade_has_noted_reaches_no_consumer(world: World, heir: str, compacts: bool) -> None:
+    """Its TIMING-LIST stands in the rows of the log, and in the files that compaction makes of them."""
+    await begin(world, "level_cascade")
+    for delay_ms in (11_100, 5 * MINUTE_MS + 17 * SECOND_MS):
+        text = "TIMING\x0108:00:00\x02"
+        await world.broker.send(batch(1, due_ms=[world.clock.wall + delay_ms], properties=[text]))
+    if compacts:
+        await world.restart(strategy="hour_log")
+        await world.compact()
+    await world.restart(strategy=heir)
+    await move_on(world, 6)
+    rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
+    assert [text.strip("\x02") for text in column(rows, "properties")] == ["TIMING\x0108:00:00"] * 2
+    # The index counts what they get: one that is made anew from the log must say the same.
+    queues = world.broker.parts.topics.get("orders").queues
+    indexed = [queue.index.read(queue.index.min_offset, 10)["size"].tolist() for queue in queues]
+    assert sorted(size for sizes in indexed for size in sizes) == sorted(stored_sizes(rows).tolist())
+
+
+# ---- what comes while a backlog is opened ------------------------------------------------------------------
+
+
+async def settle(world: World) -> list[str]:
+    """Let everything become due, and return the keys that were delivered, also after a restart."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await world.advance(10_000)
+    await world.advance(HOUR_MS)
+    await world.restart()
+    await world.advance(HOUR_MS)
+    return sorted(row.key for row in (await world.outcome()).rows)
+
+
+@pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
+def test_a_promise_that_comes_as_an_opening_begins_is_kept(strategy: str) -> None:
+    """The mark passed it, because the opening's bound was read before it came: it was lost for ever."""
+
+    async def main() -> None:
+        world = World(CutFiles(), ManualClock(), strategy=strategy)
+        await world.start()
+        far = await world.send("t", [HOUR_MS])
+        scheduler, busy = world.broker.parts.scheduler, threading.Event()
+        world.clock.advance(
+            HOUR_MS - scheduler._ahead_ms // 2 - 1
+        )  # the backlog is opened a millisecond later
+        await asyncio.sleep(0)
+        add = scheduler.add
+
+        def add_behind_a_tick(*args: Any) -> None:
+            scheduler.add = add
+            world.broker.ticker.tick()  # begins the opening, of which nothing has run when the promise comes
+            add(*args)
+
+        scheduler.add = add_behind_a_tick
+        world.clock.advance(1)
+        assert world.node is not None
+        world.node._threads[1].submit(
+            busy.wait, BOUND_S
+        )  # the reader thread is busy, and the opening waits for it
+        near = await world.send("late", [3])
+        world.clock.advance(1_500)
+        world.broker.ticker.tick()
+        busy.set()
+        assert await settle(world) == sorted(far + near)
+        await world.stop()
+
+    run(main())
+
+
+def test_a_promise_that_comes_between_two_slices_of_an_opening_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stands in the last slice; the mark had passed it after the first."""
+    monkeypatch.setattr(scheduler_module, "SORT_ROWS", 4)
+
+    async def main() -> None:
+        world, busy = World(CutFiles(), ManualClock()), threading.Event()
+        await world.start()
+        far = await world.bulk("t", [HOUR_MS] * 12, 0)
+        scheduler = world.broker.parts.scheduler
+        world.clock.advance(HOUR_MS - scheduler._ahead_ms // 2)
+        assert world.node is not None
+        world.node._threads[1].submit(busy.wait, BOUND_S)
+        world.broker.ticker.tick()
+        await asyncio.sleep(0)  # the opening asks the reader thread, which is busy
+        near = await world.send("late", [3])
+        world.clock.advance(1_500)
+        give_up, slices = scheduler._take_over, []
+
+        def give_up_before_a_tick(*args: Any) -> None:
+            give_up(*args)
+            slices.append(args)
+            asyncio.get_running_loop().call_soon(world.broker.ticker.tick)
+
+        scheduler._take_over = give_up_before_a_tick
+        busy.set()
+        async with asyncio.timeout(BOUND_S):
+            while scheduler._openings:
+                await asyncio.sleep(0)
+        assert await settle(world) == sorted(far + near)
+        assert len(slices) > 3
+        await world.stop()
+
+    run(main())

@@ -5,21 +5,31 @@ The answers themselves, over every edge, are in tests/protocols/test_one_policy.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.broker.on_node import batch, column, on_node
-from tests.crash.world import World
+from tests.broker.registry.state_rows import StateRows
+from tests.crash.world import SECOND_MS, World
+from tests.crash_files import CrashFiles
+from tests.starving import no_descriptors
 
 import timeball
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.policy import queues_to_read, queues_to_write
-from timeball.broker.topic_config import READ, WRITE, TopicConfig
-from timeball.errors import Forbidden, GroupNotFound, InvalidName, NotFound, OutOfRange
-
-SECOND_MS = 1_000
+from timeball import limits
+from timeball.access import ANONYMOUS, Access, Account, Caller, Principal
+from timeball.broker.policy import NewTopics, queues_to_read, queues_to_write
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic import READ, WRITE, TopicConfig
+from timeball.broker.registry.topics import Topics
+from timeball.clock import ManualClock
+from timeball.config import MIB, Settings
+from timeball.errors import Forbidden, GroupNotFound, InvalidName, NotFound, OutOfRange, OverLimit
+from timeball.node import Node
 
 
 def close_to_writers(world: World, topic: str = "orders") -> None:
@@ -70,7 +80,7 @@ async def test_a_batch_makes_no_topic_unless_all_of_them_may_be_sent_to(world: W
     await world.broker.create_topic("orders")
     close_to_writers(world)
     before = world.broker.topics()
-    for sends in (world.broker.send_nowait, world.broker.prepare_nowait):
+    for sends in (world.broker.appender.send, world.broker.prepare_nowait):
         with pytest.raises(Forbidden, match="'orders' is not to be written to"):
             sends(batch(2, topic=["new", "orders"]))
     assert world.broker.topics() == before
@@ -88,16 +98,20 @@ async def test_what_has_changed_is_seen_at_once(world: World) -> None:
     """The answers are remembered, for as long as no topic changes."""
     policy, topics = world.broker.policy, world.broker.parts.topics
     await world.broker.send(batch(1))
-    assert policy.destination("orders") is topics.get("orders") is policy.destination("orders")
+    assert (
+        policy.destination("orders", ANONYMOUS)
+        is topics.get("orders")
+        is policy.destination("orders", ANONYMOUS)
+    )
     close_to_writers(world)
     with pytest.raises(Forbidden):
-        policy.destination("orders")
+        policy.destination("orders", ANONYMOUS)
     topics.configure("orders", TopicConfig(2, 2, perm=WRITE))
-    assert policy.destination("orders") is not None
+    assert policy.destination("orders", ANONYMOUS) is not None
     with pytest.raises(Forbidden, match="not for reading"):
-        policy.readable("orders")
+        policy.readable("orders", ANONYMOUS)
     delete(world)
-    assert policy.destination("orders") is None, "the next message makes it"
+    assert policy.destination("orders", ANONYMOUS) is None, "the next message makes it"
 
 
 @on_node(queues_per_topic=4)
@@ -106,7 +120,7 @@ async def test_a_new_topic_has_as_many_queues_as_its_producer_wants_and_no_more_
 ) -> None:
     policy, topics = world.broker.policy, world.broker.parts.topics
     for name, wanted, given in (("a", None, 4), ("b", 2, 2), ("c", 99, 4), ("d", 0, 4), ("e", -1, 1)):
-        policy.admit([name], wanted)
+        policy.admit([name], ANONYMOUS, wanted)
         assert len(topics.get(name).queues) == given
 
 
@@ -122,17 +136,22 @@ async def test_a_retry_topic_is_made_for_its_group_and_for_no_other(world: World
 @on_node()
 async def test_a_group_may_be_switched_off_and_may_be_kept_from_broadcasting(world: World) -> None:
     policy, groups = world.broker.policy, world.broker.parts.groups
-    assert policy.joined("g", broadcasting=True) == SubscriptionGroup("g")
+    assert policy.joined("g", ANONYMOUS, broadcasting=True) == SubscriptionGroup("g")
     groups.update(SubscriptionGroup("g", consume_broadcast_enable=False))
-    policy.joined("g")
+    policy.joined("g", ANONYMOUS)
     with pytest.raises(Forbidden, match="may not broadcast"):
-        policy.joined("g", broadcasting=True)
+        policy.joined("g", ANONYMOUS, broadcasting=True)
     groups.update(SubscriptionGroup("g", consume_enable=False))
-    for ask in (policy.joined, policy.check_group, lambda name: world.broker.offsets(name, "orders")):
+    asks = (
+        lambda: policy.joined("g", ANONYMOUS),
+        lambda: policy.check_group("g"),
+        lambda: world.broker.offsets("g", "orders"),
+    )
+    for ask in asks:
         with pytest.raises(Forbidden, match="switched off"):
-            ask("g")
+            ask()
     policy.check_group("unknown")
-    assert groups.find("unknown") is None
+    assert groups.find_group("unknown") is None
 
 
 @on_node()
@@ -185,3 +204,110 @@ def test_no_edge_asks_by_itself() -> None:
 )
 def test_that_test_sees_an_edge_that_does(line: str) -> None:
     assert ASKS.search(line)
+
+
+def messages(names: list[str]) -> pa.RecordBatch:
+    return pa.record_batch({"topic": names, "body": [b"x"] * len(names)})
+
+
+def names(first: int, count: int) -> list[str]:
+    return [f"topic-{n}" for n in range(first, first + count)]
+
+
+def quota() -> tuple[Topics, NewTopics, ManualClock]:
+    clock = ManualClock()
+    topics = StateRows().opened(lambda meta: Topics(CrashFiles(), meta, queues_per_topic=1))
+    return topics, NewTopics(topics, clock), clock
+
+
+def make(topics: Topics, new: NewTopics, wanted: list[str], account: str = "") -> None:
+    new.admit(wanted, account)
+    for name in wanted:
+        topics.ensure(name, made_by=account)
+
+
+def caller(name: str) -> Caller:
+    account = Account(access_key=name, secret_key="secret 12", topics={"*": "PUB"})
+    return Principal(Access({name: account}), account)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@on_node()
+async def test_a_request_that_names_too_many_new_topics_is_refused_whole(world: World, delayed: bool) -> None:
+    wanted = names(0, limits.NEW_TOPICS_PER_REQUEST_MAX + 1)
+    batch = messages(wanted)
+    if delayed:
+        batch = batch.append_column("delay_ms", pa.array([SECOND_MS] * len(wanted)))
+    with pytest.raises(OverLimit, match="101 new topics in one request; at most 100"):
+        await world.broker.send(batch)
+    assert world.broker.topics() == {}
+    await world.broker.send(batch.slice(1))
+    await world.broker.send(batch)  # one new topic more
+    assert len(world.broker.topics()) == len(wanted)
+
+
+def test_new_topics_are_bounded_in_a_second_and_come_again() -> None:
+    topics, new, clock = quota()
+    for first in range(0, limits.NEW_TOPICS_BURST, 100):
+        make(topics, new, names(first, 100))
+    with pytest.raises(OverLimit, match="100 new topics a second; try again in a moment"):
+        make(topics, new, ["another"])
+    make(topics, new, ["topic-1", "topic-2"])
+    clock.advance(500)
+    make(topics, new, names(5_000, 50))
+    with pytest.raises(OverLimit):
+        make(topics, new, ["another"])
+    clock.advance(3_600_000)
+    make(topics, new, ["another"])
+
+
+def test_each_account_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NEW_TOPICS_PER_ACCOUNT_MAX", 3)
+    topics, new, _ = quota()
+    make(topics, new, names(0, 3), "anna")
+    with pytest.raises(OverLimit, match="account 'anna' has made 3 topics; at most 3"):
+        make(topics, new, names(3, 1), "anna")
+    make(topics, new, names(3, 1), "ben")
+    with pytest.raises(OverLimit):
+        make(topics, new, names(4, 3), "ben")
+    assert topics.made_by == {"anna": 3, "ben": 1}
+
+
+@on_node()
+async def test_who_made_a_topic_is_known_after_a_restart(world: World) -> None:
+    await world.broker.send(messages(names(0, 3)), caller("anna"))
+    await world.broker.send(messages(["mine"]))
+    await world.restart()
+    assert world.broker.parts.topics.made_by == {"anna": 3, "": 1}
+
+
+def test_a_broker_without_descriptors_goes_on(tmp_path: Path) -> None:
+    """New topics, a checkpoint and the next segment are put off; what is sent is kept, and the next start is whole."""
+
+    async def live() -> None:
+        node = Node(Settings(data=tmp_path, segment_bytes=MIB))
+        await node.start(listen=False)
+        before = len(os.listdir("/proc/self/fd"))
+        for first in range(0, 1_000, 100):
+            await node.broker.send(messages(names(first, 100)))
+        await node.upkeep.checkpoint()
+        assert len(os.listdir("/proc/self/fd")) - before < 5, "a topic costs no descriptor"
+        with no_descriptors():
+            await node.broker.send(messages(names(0, 1_000)))
+            with pytest.raises(OverLimit, match="too many open files while"):
+                await node.upkeep.checkpoint()
+            found = await node.broker.pull("topic-5", dict.fromkeys(range(8), 0), 10, 0)
+            assert found.num_rows == 2
+        assert node.broker.parts.writer.failed is None
+        await node.broker.send(messages(names(0, 1)))
+        await node.stop()
+
+    async def again() -> None:
+        node = Node(Settings(data=tmp_path, segment_bytes=MIB))
+        await node.start(listen=False)
+        ends = [high for name in names(0, 1_000) for _, high in node.broker.queues(name).values()]
+        assert sum(ends) == 2_001
+        await node.stop()
+
+    asyncio.run(live())
+    asyncio.run(again())

@@ -170,4 +170,4 @@ async def test_entries_are_built_as_they_were_written(world: World) -> None:
     tags = {tag for p in built if p.topic == "m" for _, _, tag in p.entries.tolist()}
     assert len(tags) == 2, "with a tag and without"
     kinds = [kind for rows in reader.rows(1, reader.next_seq) for kind in rows["kind"].to_pylist()]
-    assert kinds.count(Kind.LEVEL_PROMISE) == 2 and sum(len(p.entries) for p in built) == 8
+    assert kinds.count(Kind.PROMISE) == 2 and sum(len(p.entries) for p in built) == 8

@@ -29,10 +29,10 @@ async def queue(world: World, topic: str, queue_id: int = 0) -> pa.RecordBatch:
 async def test_a_batch_of_both_sorts_is_taken_in_its_order(world: World) -> None:
     first = await world.broker.send(batch(3, body=[b"0", b"1", b"2"], delay_ms=[None, SECOND_MS, None]))
     second = await world.broker.send(batch(1))
-    assert (first.first_seq, first.rows, first.store_ms) == (1, 3, world.clock.wall)
-    assert second.first_seq == 4
-    rows = list(world.broker.read_log(1, 5))
-    assert [kind for part in rows for kind in column(part, "kind")] == [1, 2, 1, 1]
+    assert (first.first_seq, first.rows, first.store_ms) == (2, 3, world.clock.wall)
+    assert second.first_seq == 5
+    rows = list(world.broker.read_log(1, 6))
+    assert [kind for part in rows for kind in column(part, "kind")] == [Kind.META, 1, 2, 1, 1]
     bodies = [body for q in (0, 1) for body in column(await queue(world, "orders", q), "body")]
     assert sorted(bodies) == [b"0", b"2", b"body"]
 
@@ -43,7 +43,7 @@ async def test_a_batch_is_refused_whole(world: World) -> None:
         await world.broker.send(batch(3, topic=["a", "b", "c"], delay_ms=[None, 5, -1]))
     assert world.broker.status()["log"]["next_seq"] == 1
     assert world.broker.topics() == {}
-    assert (await world.broker.send(batch(1))).first_seq == 1
+    assert (await world.broker.send(batch(1))).first_seq == 2
 
 
 @on_node(auto_create_topics=False)
@@ -52,7 +52,7 @@ async def test_a_topic_that_nobody_made_is_refused_before_a_row_is_kept(world: W
     for delay_ms in (None, SECOND_MS):
         with pytest.raises(NotFound, match="'other'"):
             await world.broker.send(batch(2, topic=["orders", "other"], delay_ms=[delay_ms] * 2))
-    assert world.broker.status()["log"]["next_seq"] == 1
+    assert world.broker.status()["log"]["next_seq"] == 2
     await world.broker.send(batch(1))
     offsets = column(await queue(world, "orders"), "queue_offset")
     assert offsets == [0], "a refused batch has used up no offset"
@@ -79,8 +79,8 @@ async def test_a_batch_that_unfolds_beyond_a_frame_uses_up_no_offsets(world: Wor
 @on_node()
 async def test_sends_that_overlap_are_in_the_log_in_the_order_of_the_calls(world: World) -> None:
     answers = await asyncio.gather(*(world.broker.send(batch(2, body=[b"%d" % i] * 2)) for i in range(20)))
-    assert [answer.first_seq for answer in answers] == list(range(1, 41, 2))
-    bodies = [body for part in world.broker.read_log(1, 41) for body in column(part, "body")]
+    assert [answer.first_seq for answer in answers] == list(range(2, 42, 2))
+    bodies = [body for part in world.broker.read_log(2, 42) for body in column(part, "body")]
     assert bodies == [b"%d" % (i // 2) for i in range(40)]
 
 
@@ -158,11 +158,11 @@ async def test_the_log_is_read_by_range_and_kind(world: World) -> None:
         parts = world.broker.read_log(from_seq, to_seq, *how)
         return [seq for part in parts for seq in column(part, "seq")]
 
-    assert read(1, 100) == [1, 2, 3, 4, 5, 6]
+    assert read(1, 100) == [1, 2, 3, 4, 5, 6, 7]
     assert read(2, 5) == [2, 3, 4]
-    assert read(1, 100, [Kind.RELEASE, Kind.MESSAGE]) == [1, 3, 5, 6]
-    assert read(1, 100, [Kind.PROMISE], 1) == [2, 4]
-    assert read(7, 9) == read(5, 5) == []
+    assert read(1, 100, [Kind.RELEASE, Kind.MESSAGE]) == [2, 4, 6, 7]
+    assert read(1, 100, [Kind.PROMISE], 1) == [3, 5]
+    assert read(8, 9) == read(5, 5) == []
 
 
 @on_node()
@@ -194,9 +194,9 @@ async def test_figures_add_up(world: World) -> None:
     await world.advance(500)
     status = world.broker.status()
     log = status["log"]
-    assert (log["first_seq"], log["next_seq"], log["durable_seq"]) == (1, 10, 10)
+    assert (log["first_seq"], log["next_seq"], log["durable_seq"]) == (1, 11, 11)
     assert status["now_ms"] == world.clock.wall < status["settled_before_ms"]
-    assert status["watermark"] == 6
+    assert status["watermark"] == 7
     assert status["lateness"]["released"] == 1
     schedule = status["schedule"]
     assert (schedule["tail_rows"], schedule["wheel_rows"], schedule["cancelled_rows"]) == (1, 0, 1)

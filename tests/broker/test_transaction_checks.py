@@ -44,7 +44,7 @@ async def prepare(world: World) -> int:
 
 async def look(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
     world.clock.advance(ms)
-    await world.broker.transaction_checks.look()
+    await world.broker.transaction_checks.ask_due()
 
 
 @on_node()

@@ -18,7 +18,7 @@ from timeball.broker.transactions import Half, Outcome
 from timeball.clock import ManualClock
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.log import checkpoint
-from timeball.message import Kind, encode_properties
+from timeball.message import NO_INSTANT_MS, Kind, encode_properties
 
 FIRST_MS, EACH_MS = limits.TRANSACTION_FIRST_CHECK_MS, limits.TRANSACTION_CHECK_INTERVAL_MS
 GROUP = "payers"
@@ -55,6 +55,10 @@ def log(world: World, *kinds: Kind) -> list[dict[str, Any]]:
     return [row for rows in reader.rows(1, reader.next_seq, kinds) for row in rows.to_pylist()]
 
 
+def halves_in_log(world: World) -> list[dict[str, Any]]:
+    return [row for row in log(world, Kind.PROMISE) if row["due_ms"] is None]
+
+
 def due(world: World) -> list[int]:
     """Numbers of all halves that are to be asked about now."""
     found = []
@@ -75,8 +79,8 @@ async def left_after_a_cut(world: World) -> World:
 @on_node()
 async def test_nobody_sees_a_half(world: World) -> None:
     seq = await prepare(world, 2)
-    assert [(row["kind"], row["topic"], row["queue_offset"]) for row in log(world, Kind.HALF)] == [
-        (Kind.HALF, "orders", None)
+    assert [(row["kind"], row["topic"], row["queue_offset"]) for row in halves_in_log(world)] == [
+        (Kind.PROMISE, "orders", None)
     ] * 2
     assert "orders" in world.broker.topics()
     assert (await visible(world)) == []
@@ -97,10 +101,10 @@ async def test_a_commit_shows_the_message_as_it_was(world: World) -> None:
     seq = await prepare(world, **whole)
     world.clock.advance(10)
     assert await commit(world, seq) is Outcome.COMMITTED
-    [half], [row] = log(world, Kind.HALF), log(world, Kind.MESSAGE)
+    [half], [row] = halves_in_log(world), log(world, Kind.RELEASE)
     changed = {name for name in half if half[name] != row[name]}
-    assert changed == {"seq", "kind", "queue_offset", "store_ms", "sys_flag", "prepared_seq"}
-    assert (row["prepared_seq"], row["queue_id"], row["queue_offset"]) == (seq, 1, 0)
+    assert changed == {"seq", "kind", "queue_offset", "store_ms", "sys_flag", "accepted_ms", "source_seq"}
+    assert (row["source_seq"], row["queue_id"], row["queue_offset"]) == (seq, 1, 0)
     assert row["sys_flag"] == 9  # compressed, and committed instead of prepared
     assert world.broker.transactions.open() == []
     assert await visible(world) == ["A0"]
@@ -111,21 +115,65 @@ async def test_a_rollback_shows_nothing(world: World) -> None:
     seq = await prepare(world)
     assert await roll_back(world, seq) is Outcome.ROLLED_BACK
     assert (await visible(world)) == world.broker.transactions.open() == []
-    [row] = log(world, Kind.ROLLBACK)
-    assert (row["prepared_seq"], row["unique_key"], row["body"]) == (seq, "A0", None)
+    [row] = log(world, Kind.CANCEL)
+    assert (row["source_seq"], row["unique_key"], row["body"]) == (seq, "A0", None)
 
 
 @on_node()
 async def test_a_delay_begins_with_the_commit(world: World) -> None:
     seq = await prepare(world, delay_ms=[5])
-    assert [half["due_ms"] for half in log(world, Kind.HALF)] == [None]  # not looked at
+    assert [half["unique_key"] for half in halves_in_log(world)] == ["A0"]  # its delay is not looked at
     await world.advance(HOUR_MS)
     assert await commit(world, seq, delay_ms=1_000) is Outcome.COMMITTED
-    [promise] = log(world, Kind.PROMISE)
-    assert (promise["due_ms"], promise["prepared_seq"]) == (world.clock.wall + 1_000, seq)
+    [moved] = log(world, Kind.MOVED)
+    assert (moved["due_ms"], moved["source_seq"]) == (world.clock.wall + 1_000, seq)
+    assert (moved["accepted_ms"], moved["from_due_ms"]) == (world.clock.wall, NO_INSTANT_MS)
     assert await visible(world) == []
     await world.advance(1_000)
     assert await visible(world) == ["A0"]
+
+
+@pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
+@pytest.mark.parametrize("delay", [{"delay_ms": HOUR_MS}, {"delay_level": 17}], ids=["instant", "level"])
+@pytest.mark.parametrize("after", ["nothing", "restart", "without caches", "compaction"])
+def test_a_half_that_is_committed_with_a_delay_keeps_its_number(
+    strategy: str, delay: dict[str, int], after: str
+) -> None:
+    """Its id and its number name it, however it is moved then, and each of these promises ends once."""
+
+    @on_node()
+    async def live(world: World) -> None:
+        await world.restart(strategy=strategy, timer_wheel_ms=60_000)
+        halves = [await prepare(world, unique_key=[f"A{n}"]) for n in range(3)]
+        for seq in halves:
+            assert await commit(world, seq, **delay) is Outcome.COMMITTED
+        if after == "compaction" and strategy == "hour_log":
+            await world.compact()
+        elif after != "nothing":
+            await world.stop()
+            if after == "without caches":
+                world.files.remove("checkpoint")
+            await world.start()
+        assert world.broker.transactions.open() == []
+        kept, cancelled, moved = halves
+        told = await world.broker.cancel(ids=["A1"])
+        told += await world.broker.cancel(seqs=[cancelled])
+        told += await world.broker.reschedule(seqs=[moved], delay_ms=2 * HOUR_MS)
+        assert [(one.verdict, one.seq) for one in told] == [
+            ("cancelled", cancelled), ("already_cancelled", cancelled), ("rescheduled", moved),
+        ]  # fmt: skip
+        for seq in halves:  # the producer asks again
+            assert await commit(world, seq) is Outcome.COMMITTED
+        await world.advance(HOUR_MS)
+        assert await visible(world) == ["A0"]
+        await world.advance(HOUR_MS)
+        assert await visible(world) == ["A0", "A2"]
+        told = [v for n in halves for v in await world.broker.cancel(seqs=[n])]
+        assert [one.verdict for one in told] == ["released", "already_cancelled", "released"]
+        ends = [(row["source_seq"], row["kind"]) for row in log(world, Kind.RELEASE, Kind.CANCEL)]
+        assert sorted(ends) == [(kept, Kind.RELEASE), (cancelled, Kind.CANCEL), (moved, Kind.RELEASE)]
+
+    live()
 
 
 @on_node()
@@ -136,14 +184,14 @@ async def test_an_end_is_repeated_and_counts_once(world: World) -> None:
     assert outcomes == [Outcome.COMMITTED] * 5 + [Outcome.ROLLED_BACK]
     assert await commit(world, first) is await roll_back(world, first) is Outcome.COMMITTED
     assert await commit(world, second) is await roll_back(world, second) is Outcome.ROLLED_BACK
-    assert len(log(world, Kind.MESSAGE)) == len(log(world, Kind.ROLLBACK)) == 1
+    assert len(log(world, Kind.RELEASE)) == len(log(world, Kind.CANCEL)) == 1
 
 
 @on_node()
 async def test_who_comes_first_decides(world: World) -> None:
     seq = await prepare(world)
     assert await asyncio.gather(roll_back(world, seq), commit(world, seq)) == [Outcome.ROLLED_BACK] * 2
-    assert log(world, Kind.MESSAGE) == []
+    assert log(world, Kind.MESSAGE, Kind.RELEASE) == []
 
 
 @on_node()
@@ -164,7 +212,7 @@ async def test_without_an_id_it_has_ended_somehow(world: World) -> None:
     seq = await prepare(world, unique_key=[None])
     await commit(world, seq)
     assert await commit(world, seq) is Outcome.ENDED
-    assert len(log(world, Kind.MESSAGE)) == 1
+    assert len(log(world, Kind.RELEASE)) == 1
 
 
 @on_node()
@@ -200,9 +248,9 @@ async def test_commits_that_come_together_share_an_append_and_not_their_mistakes
         "Outcome.COMMITTED", "not this one", "Outcome.COMMITTED", "Outcome.COMMITTED",
     ]  # fmt: skip
     assert world.broker.parts.writer.statistics.commits == commits + 1
-    published = log(world, Kind.MESSAGE, Kind.PROMISE)
-    assert [(row["unique_key"], row["prepared_seq"], row["kind"]) for row in published] == [
-        ("A0", first, Kind.MESSAGE), ("A2", first + 2, Kind.MESSAGE), ("A3", first + 3, Kind.PROMISE),
+    published = log(world, Kind.RELEASE, Kind.MOVED)
+    assert [(row["unique_key"], row["source_seq"], row["kind"]) for row in published] == [
+        ("A0", first, Kind.RELEASE), ("A2", first + 2, Kind.RELEASE), ("A3", first + 3, Kind.MOVED),
     ]  # fmt: skip
     assert world.broker.transactions.open() == [(first + 1, 0)]
 
@@ -335,7 +383,7 @@ async def test_what_is_discarded_is_rolled_back_and_said(
     await world.broker.transactions.discard(half, "its producer was asked 15 times")
     await world.broker.transactions.discard(half, "and again")
     assert f"half message rolled back seq={seq} group=payers topic=orders unique_key=A0 " in caplog.text
-    [row] = log(world, Kind.ROLLBACK)
+    [row] = log(world, Kind.CANCEL)
     assert row["body"] == b"its producer was asked 15 times"
     assert await commit(world, seq) is Outcome.ROLLED_BACK
 
@@ -383,13 +431,13 @@ async def test_a_late_check_is_due_at_the_start(world: World) -> None:
     await left.stop()
 
 
-async def twice(world: World, told: list[str]) -> None:
+async def twice(world: World, told: list[str], delay: dict[str, int]) -> None:
     """A transaction that is committed and one that is rolled back; `told`: what was answered."""
     await world.start()
     first = await prepare(world, 2)
     told.append("prepared")
     await world.checkpoint()
-    assert await commit(world, first) is Outcome.COMMITTED
+    assert await commit(world, first, **delay) is Outcome.COMMITTED
     told.append("committed")
     await world.checkpoint()
     assert await roll_back(world, first + 1) is Outcome.ROLLED_BACK
@@ -397,36 +445,46 @@ async def twice(world: World, told: list[str]) -> None:
     await world.stop()
 
 
-def lived(crash_at: int | None) -> tuple[World, list[str]]:
+def lived(crash_at: int | None, delay: dict[str, int]) -> tuple[World, list[str]]:
     files, told = CutFiles(crash_at=crash_at), []  # type: ignore[var-annotated]
     world = World(files, ManualClock())
-    run(until_cut(world, files, lambda: twice(world, told)))
+    run(until_cut(world, files, lambda: twice(world, told, delay)))
     return world, told
 
 
-def test_at_whichever_call_the_power_goes_it_is_ended_once() -> None:
-    whole, told = lived(None)
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "delay", [{}, {"delay_ms": 5_000}, {"delay_level": 2}], ids=["now", "later", "level"]
+)
+def test_at_whichever_call_the_power_goes_it_is_ended_once(step: int, delay: dict[str, int]) -> None:
+    whole, told = lived(None, delay)
     assert told == ["prepared", "committed", "rolled back"]
     begun = 0
-    for crash_at in range(1, whole.files.calls + 1):
-        world, told = lived(crash_at)
+    for crash_at in range(1, whole.files.calls + 1, step):
+        world, told = lived(crash_at, delay)
         for survival in ("nothing", "everything"):
-            begun += run(ended_once(World(world.files.crash(survival=survival), world.clock), told))
-    assert begun > 20  # or the cuts came before there was anything to lose
+            left = World(world.files.crash(survival=survival), world.clock)
+            begun += run(ended_once(left, told, delay))
+    assert begun > 20 // step  # or the cuts came before there was anything to lose
 
 
-async def ended_once(left: World, told: list[str]) -> int:
+async def ended_once(left: World, told: list[str], delay: dict[str, int]) -> int:
     await left.start()
-    found = {row["unique_key"]: row["seq"] for row in log(left, Kind.HALF)}
+    found = {row["unique_key"]: row["seq"] for row in halves_in_log(left)}
     assert not told or len(found) == 2
     still = [seq for seq, _ in left.broker.transactions.open()]
     if found:
         assert ("committed" in told) <= (found["A0"] not in still)
         assert ("rolled back" in told) <= (found["A1"] not in still)
-        assert await commit(left, found["A0"]) is Outcome.COMMITTED
+        assert await commit(left, found["A0"], **delay) is Outcome.COMMITTED
         assert await roll_back(left, found["A1"]) is Outcome.ROLLED_BACK
+    if delay:
+        await left.advance(5_000)
     assert await visible(left) == ["A0"] * bool(found)
-    assert len(log(left, Kind.ROLLBACK)) == bool(found)
+    released = log(left, Kind.RELEASE)
+    assert [row["source_seq"] for row in released] == [found[key] for key in ("A0",) if found]
+    assert all(row["store_ms"] >= (row["due_ms"] or 0) for row in released)
+    assert len(log(left, Kind.CANCEL)) == bool(found)
     await left.stop()
     await left.abandon()
     return len(found)

@@ -11,7 +11,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import upkeep
-from timeball.broker.rewriting import FILES_MIN
+from timeball.broker.tables.rewrite import FILES_MIN
 from timeball.errors import Corrupt, DiskFailed, OverLimit
 from timeball.limits import DAY_MS
 from timeball.log import checkpoint
@@ -44,11 +44,29 @@ async def test_a_checkpoint_is_written_when_something_has_happened(world: World)
     await world.checkpoint()
     facts = checkpoint.load(world.files)
     assert facts is not None
-    assert (facts.facts.seq, facts.facts.queues) == (3, {"a": {0: (0, 1)}})
+    assert (facts.facts.seq, facts.facts.queues) == (4, {"a": {0: (0, 1)}})
 
 
 @on_node()
-async def test_small_state_is_saved_when_it_has_changed(world: World) -> None:
+async def test_a_snapshot_is_written_when_much_log_has_come(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SNAPSHOT_BYTES", 100_000)
+    found = []
+    for _ in range(6):
+        await world.send("a", [None, FAR_MS], 30_000)
+        await world.checkpoint()
+        last = checkpoint.last_snapshot(world.broker.parts.reader.segments)
+        found.append(0 if last is None else last.facts.seq)
+    assert found[0] == 0 and len(set(found)) == 4, "every 100,000 bytes, and not at every checkpoint"
+    await world.restart()
+    await world.checkpoint()
+    last = checkpoint.last_snapshot(world.broker.parts.reader.segments)
+    assert last is not None and last.facts.seq == found[-1], "a start knows where the last one stands"
+
+
+@on_node()
+async def test_offsets_are_saved_when_they_have_changed(world: World) -> None:
     await world.send("a", [None])
     await world.consume()
     await world.save_offsets()
@@ -66,7 +84,7 @@ async def test_a_stop_saves_everything(world: World) -> None:
     await world.consume()
     await world.stop()
     saved = checkpoint.load(world.files)
-    assert saved is not None and saved.facts.seq == 3
+    assert saved is not None and saved.facts.seq == 6
     left = await left_after_a_cut(world)
     assert left.broker.offsets(GROUP, "a")[0] == 1
     await left.stop()
@@ -74,19 +92,28 @@ async def test_a_stop_saves_everything(world: World) -> None:
 
 
 @on_node()
-async def test_what_a_full_disk_refused_is_saved_when_there_is_room(world: World) -> None:
-    """Not forgotten, and nothing vouched for that was not synced."""
+async def test_a_full_disk_is_no_reason_not_to_stop(world: World) -> None:
+    await world.send("a", [None, FAR_MS])
+    await world.consume()
+    full(world)
+    world.broker.parts.writer._room_error = OverLimit("full")
+    await world.stop()
+    world.files.heal()
+    await world.start()
+    assert world.broker.offsets(GROUP, "a").get(0, 0) == 0, "from what was saved before"
+
+
+@on_node()
+async def test_what_a_full_disk_refuses_is_the_checkpoint_alone(world: World) -> None:
+    """State goes into the segment at hand, which has its room already."""
     await world.send("a", [None] * 4)
     await world.consume()
     full(world)
-    with pytest.raises(OverLimit):
-        await world.broker.create_topic("made", 3)
-    for duty in (world.checkpoint, world.save_offsets):
-        with pytest.raises(OverLimit):
-            await duty()
-    world.files.heal()
     await world.broker.create_topic("made", 3)
     await world.save_offsets()
+    with pytest.raises(OverLimit):
+        await world.checkpoint()
+    world.files.heal()
     await world.checkpoint()
     left = await left_after_a_cut(world)
     assert left.broker.topics()["made"] == {"queues": 3}
@@ -196,11 +223,11 @@ async def test_segments_go_when_they_are_old_and_not_before(world: World) -> Non
     world.clock.advance(HOUR_MS)
     await world.let_go()
     first_seq = world.broker.parts.reader.first_seq
-    assert 1 < first_seq <= 24, "the newest segment always stays"
+    assert 1 < first_seq <= 25, "the newest segment always stays"
     for low, high in world.broker.queues("filler").values():
         assert 0 < low <= high == 12
     kept = [row.seq for row in (await world.outcome()).rows]
-    assert sorted(kept) == list(range(first_seq, 25))
+    assert sorted(kept) == list(range(first_seq, 26))
 
 
 @on_node(retention_ms=1)
@@ -277,8 +304,8 @@ async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> N
     assert await world.broker.mover.rewrite() is not None
     assert len(world.files.list_dir(folder)) == FILES_MIN + 1, "who reads the version before still can"
     world.clock.advance(HOUR_MS - SECOND_MS)
-    await world.node.upkeep.let_go()
+    await world.node.upkeep.apply_retention()
     assert len(world.files.list_dir(folder)) == FILES_MIN + 1
     world.clock.advance(2 * SECOND_MS)
-    await world.node.upkeep.let_go()
+    await world.node.upkeep.apply_retention()
     assert len(world.files.list_dir(folder)) == 1

@@ -3,11 +3,21 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.cli.processes import serving
+from tests.node_fixture import running_node
+
+from timeball.client import calls
 
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real broker in a process of its own; tests use topics of their own."""
-    with serving(tmp_path_factory.mktemp("broker") / "data") as uri:
-        yield uri
+    """A broker of this process; tests use topics of their own."""
+    with running_node(tmp_path_factory.mktemp("broker") / "data") as node:
+        yield node.endpoint
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pauses() -> Iterator[None]:
+    """A client that finds no broker tries as often as ever, and at once: commands are asked thirty times for one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "RETRY_PAUSES_S", (0.0,) * len(calls.RETRY_PAUSES_S))
+        yield

@@ -68,7 +68,7 @@ def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) ->
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1, "unique_key": f"m{n}"} for n in range(5)])
         kept = [ball.send("t", b"y", after="1d").id for _ in range(3)]
         ball.cancel(id=kept[0])
-        eventually(lambda: len(ball.pull("t", "all")) == 5, "five messages released")
+        eventually(lambda: len(ball.browse("t", "all", wait="10s")) == 5, "five messages released")
         equation = "accepted 8 = released 5 + cancelled 1 + expired 0 + pending 2"
         fresh = run_here("audit", "--endpoint", node.endpoint)  # no ledger: what is in the log is enough
         assert (fresh.returncode, fresh.stdout.splitlines()) == (0, [equation, "it balances"]), fresh.stderr

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 from benchmarks.report import Report
-from tests.cli.processes import timeball
+from tests.cli.in_process import run_here
 
 import timeball as package
 from timeball.cli import bench
@@ -16,12 +16,13 @@ from timeball.errors import SetupError
 
 def test_each_is_listed_with_what_it_is_about() -> None:
     """One line each."""
-    shown = timeball("bench", "--list")
+    shown = run_here("bench", "--list")
     assert shown.returncode == 0
     lines = shown.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
         "append",
         "remoting",
+        "pop",
         "grpc",
         "punctual",
         "burst",
@@ -55,7 +56,7 @@ def test_one_that_takes_an_hour_is_run_by_its_name_only(monkeypatch: pytest.Monk
 
 def test_an_unknown_one_is_refused_with_those_there_are() -> None:
     """Before anything is run."""
-    ended = timeball("bench", "append", "speed")
+    ended = run_here("bench", "append", "speed")
     assert ended.returncode == 2
     assert "speed" in ended.stderr and "punctual" in ended.stderr
     assert ended.stdout == ""

@@ -18,8 +18,8 @@ from timeball.limits import DAY_MS
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
-from timeball.pipeline.due_load import Load
 from timeball.pipeline.jobs.bulk import BulkReport
+from timeball.pipeline.views.due_histogram import Load
 
 
 def report(**more: object) -> BulkReport:

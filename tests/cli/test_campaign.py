@@ -1,4 +1,4 @@
-"""`timeball campaign`: what each command says. What they do: tests/pipeline/test_campaign.py and test_holding.py."""
+"""`timeball campaign`: what each command says. What they do: tests/pipeline/jobs/test_campaign.py."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
         assert say("list") == "no campaigns yet: timeball bulk makes them\n"
         assert say("list", "--json") == ""
         attach(campaign_of(node), 20)
-        assert say("list").startswith("spring  active  20 messages, of ")
+        assert say("list").startswith("spring  running  20 messages, of ")
         shown = say("status", "spring").splitlines()
         assert shown[:2] == [
-            "spring: active, 0 % of 20 messages",
+            "spring: running, 0 % of 20 messages",
             "released 0 + cancelled 0 + waiting 20 + held 0",
         ]
         assert shown[2].startswith("next at ")

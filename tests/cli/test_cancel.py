@@ -40,7 +40,7 @@ def test_too_late_and_unknown_are_exit_code_1(endpoint: str) -> None:
     assert ended.returncode == 1
     lines = ended.stdout.splitlines()
     assert lines[0].startswith(f"{late}: too late, released at 20")
-    assert lines[1:] == ["nobody: no such promise", f"{waiting}: cancelled"]
+    assert lines[1:] == ["nobody: no such scheduled message", f"{waiting}: cancelled"]
 
 
 def test_ids_and_key_exclude_each_other() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.cli.in_process import run_here
 from tests.cli.processes import serving
-from tests.node_fixture import running_node
+from tests.node_fixture import RunningNode, running_node
 from tests.written_again import fill_segment, write_again
 
 from timeball import Timeball
@@ -64,11 +64,11 @@ def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
     before = state(data)
     [report] = documents(data, "--verify")
     [segment, *spares] = report["segments"]
-    assert segment["kinds"] == {"MESSAGE": 5, "PROMISE": 2, "CANCEL": 1}
-    assert (segment["state"], segment["rows"]) == ("active", 8)
-    assert (segment["first_seq"], segment["next_seq"]) == (1, 9)
+    assert segment["kinds"] == {"META": 1, "MESSAGE": 5, "PROMISE": 2, "CANCEL": 1}
+    assert (segment["state"], segment["rows"]) == ("active", 9)
+    assert (segment["first_seq"], segment["next_seq"]) == (1, 10)
     assert all(spare["state"] == "spare" for spare in spares)
-    assert (report["checkpoint"]["seq"], report["checkpoint"]["settled_rows"]) == (9, 1)
+    assert (report["checkpoint"]["seq"], report["checkpoint"]["settled_rows"]) == (10, 1)
     lengths = [(q["topic"], q["queue_id"], q["max_offset"]) for q in report["queues"]]
     assert sorted(lengths) in ([("orders", 0, 3), ("orders", 1, 2)], [("orders", 0, 2), ("orders", 1, 3)])
     assert (report["damage"], report["torn"], report["verified"]) == ([], [], True)
@@ -78,14 +78,14 @@ def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
 def test_people_see_the_same(data: Path) -> None:
     ended = run_here("dump", "--data", str(data))
     assert ended.returncode == 0
-    assert "5 message, 2 promise, 1 cancel" in ended.stdout
-    assert "checkpoint at seq 9" in ended.stdout and "topic orders: 5 in 2 queues" in ended.stdout
+    assert "5 message, 1 meta, 2 promise, 1 cancel" in ended.stdout
+    assert "checkpoint at seq 10" in ended.stdout and "topic orders: 5 in 2 queues" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "no damage"
 
 
 def test_frames_follow_each_other(data: Path) -> None:
     frames = documents(data, "--frames")
-    assert sum(frame["rows"] for frame in frames) == 8
+    assert sum(frame["rows"] for frame in frames) == 9
     for before, after in itertools.pairwise(frames):
         assert after["first_seq"] == before["first_seq"] + before["span"]
         assert after["position"] == before["position"] + before["length"]
@@ -95,13 +95,13 @@ def test_frames_follow_each_other(data: Path) -> None:
 
 
 def test_rows_by_kind_and_range(data: Path) -> None:
-    assert [row["seq"] for row in documents(data, "--rows")] == list(range(1, 9))
+    assert [row["seq"] for row in documents(data, "--rows")] == list(range(1, 10))
     later, never = documents(data, "--rows", "--kind", "promise")
     assert (later["unique_key"], later["keys"], later["body_base64"]) == ("later", "order-17", "/w==")
     assert (never["body"], never["kind"]) == ("never", "PROMISE")
     [cancel] = documents(data, "--rows", "--kind", "CANCEL", "--kind", "release")
     assert cancel["source_seq"] == never["seq"]
-    assert [row["body"] for row in documents(data, "--rows", "--from-seq", "2", "--to-seq", "5")] == [
+    assert [row["body"] for row in documents(data, "--rows", "--from-seq", "3", "--to-seq", "6")] == [
         "1",
         "2",
         "3",
@@ -109,6 +109,22 @@ def test_rows_by_kind_and_range(data: Path) -> None:
     assert documents(data, "--rows", "--from-seq", "100") == []
     shown = run_here("dump", "--data", str(data), "--rows", "--kind", "promise").stdout.splitlines()
     assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
+
+
+def test_the_topic_is_a_row_and_a_secret_is_none(data: Path, tmp_path: Path) -> None:
+    """Receipts of gRPC consumers are sealed with a secret that stands in the log; a dump is passed on."""
+    [topic] = documents(data, "--rows", "--kind", "meta")
+    assert "orders" in topic["unique_key"] and topic["body"]
+    folder = tmp_path / "data"
+    with running_node(folder, segment_bytes=MIB) as node:
+        node.run(_secret_made(node))
+    secret = [row for row in documents(folder, "--rows") if row["unique_key"].startswith("secret/")]
+    assert secret and all("body" not in row and "body_base64" not in row for row in secret)
+
+
+async def _secret_made(node: RunningNode) -> None:
+    node.broker.parts.receipt_secret.get()
+    await node.broker.parts.writer.flushed()
 
 
 def test_a_promise_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:

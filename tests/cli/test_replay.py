@@ -13,7 +13,7 @@ from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import eventually, running_node
 
 from timeball import Timeball
-from timeball.cli.replay import agree, beginning, describe_plan, instant, tell
+from timeball.cli.replay import agree, beginning, describe_plan, instant, print_report
 from timeball.errors import InvalidDelay, RequestError
 from timeball.limits import DAY_MS, HOUR_MS
 
@@ -84,9 +84,9 @@ def test_an_instant_names_its_fraction_only_when_there_is_one() -> None:
 
 def test_what_was_done_before_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     report = ReplayReport(job_id="replay-1", rows=5_000, at_ms=0, repeated=False, ranges=[(1, 5_000)])
-    tell(report, as_json=False)
-    tell(msgspec.structs.replace(report, repeated=True), as_json=False)
-    tell(report, as_json=True)
+    print_report(report, as_json=False)
+    print_report(msgspec.structs.replace(report, repeated=True), as_json=False)
+    print_report(report, as_json=True)
     now, before, document = capsys.readouterr().out.splitlines()
     assert now == "scheduled 5,000 messages as replay-1"
     assert before == "done before, at 1970-01-01T00:00:00Z: 5,000 messages as replay-1"
@@ -122,7 +122,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 def test_a_window_from_the_first_look_to_a_second_run(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1} for _ in range(5)])
-        eventually(lambda: len(ball.pull("t", "all")) == 5, "five messages released")
+        eventually(lambda: len(ball.browse("t", "all", wait="10s")) == 5, "five messages released")
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms, "a moment later")
         where = [

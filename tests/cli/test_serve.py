@@ -13,70 +13,51 @@ from tests.bounds import BOUND_S
 from tests.certificates import certificate
 from tests.cli.in_process import run_here
 from tests.cli.processes import COMMAND, running, serving
-from tests.node_fixture import eventually
+from tests.node_fixture import eventually, running_node
 
 from timeball import Timeball, __version__
 from timeball.cli.exit_codes import ExitCode
 from timeball.errors import Unavailable
 
 
-def test_the_ready_line_is_there_when_a_client_can_connect(tmp_path: Path) -> None:
-    """And says all that a program needs to find the broker."""
-    with running("serve", "--json", "--port", "0", "--data", str(tmp_path / "d")) as server:
-        ready = server.wait_line(event="ready")
-        with Timeball(ready["endpoint"]) as ball:
-            assert ball.topics() == {}
-        assert ready["pid"] == server.pid
-        assert ready["version"] == __version__
-        assert ready["data"] == str(tmp_path / "d")
-        assert ready["endpoint"].endswith(f":{ready['port']}")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    """Exit code 0, nothing on stderr, and what was acknowledged is there again."""
+    """The ready line says all that a program needs; exit code 0, and what was acknowledged is there again."""
     data = str(tmp_path / "d")
     with running("serve", "--json", "--port", "0", "--data", data) as server:
-        uri = server.wait_line(event="ready")["endpoint"]
-        assert run_here("send", "orders", "kept", "--endpoint", uri).returncode == 0
+        ready = server.wait_line(event="ready")
+        assert (ready["pid"], ready["version"], ready["data"]) == (server.pid, __version__, data)
+        assert ready["endpoint"].endswith(f":{ready['port']}")
+        with Timeball(ready["endpoint"]) as ball:
+            assert ball.topics() == {}
+        assert run_here("send", "orders", "kept", "--endpoint", ready["endpoint"]).returncode == 0
         assert server.end(number) == 0
         assert server.errors == []
-    with serving(Path(data)) as uri:
-        pulled = run_here("pull", "orders", "--json", "--endpoint", uri)
+    with running_node(Path(data)) as node:
+        pulled = run_here("pull", "orders", "--json", "--endpoint", node.endpoint)
         assert json.loads(pulled.stdout)["body"] == "kept"
 
 
-def test_a_relative_folder_is_told_to_others_as_an_absolute_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Spark's workers have a working folder of their own."""
+def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two brokers on one log would be the end of it; and gRPC would share the port silently."""
     monkeypatch.chdir(tmp_path)
     with serving(Path("d")) as uri, Timeball(uri) as ball:
-        assert ball.status()["table"]["uri"] == str(tmp_path / "d" / "pending")
-
-
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    """gRPC would share the port silently; we do not."""
-    with serving(tmp_path / "a") as uri:
+        told = ball.status()["table"]["uri"]
+        assert told == str(tmp_path / "d" / "pending"), "Spark's workers have a working folder of their own"
         port = uri.rpartition(":")[2]
-        ended = run_here("serve", "--port", port, "--data", str(tmp_path / "b"))
-    assert ended.returncode == 4
-    assert f"--port {port}" in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-
-
-def test_a_folder_in_use_is_named(tmp_path: Path) -> None:
-    """Two brokers on one log would be the end of it."""
-    with serving(tmp_path / "d"):
-        ended = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"))
-    assert ended.returncode == 4
-    assert "in use" in ended.stderr and str(tmp_path / "d") in ended.stderr
+        for options, words in (
+            (["--port", port, "--data", "other"], f"--port {port}"),
+            (["--port", "0", "--data", str(tmp_path / "d")], f"{tmp_path / 'd'} is in use"),
+        ):
+            ended = run_here("serve", *options)
+            assert ended.returncode == 4
+            assert words in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
 def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     """Says which format it has and which one this version reads."""
     data = tmp_path / "d"
-    with serving(data):
+    with running_node(data):
         pass
     facts = json.loads((data / "FORMAT").read_text())
     (data / "FORMAT").write_text(json.dumps({**facts, "format": facts["format"] + 1}))
@@ -152,7 +133,7 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
         shop["TIMEBALL_SECRET_KEY"] = "shop secret 9"
         eventually(lambda: run_here("send", "orders", "x", **shop).returncode == 0, "the new secret is known")
         told = [json.loads(line) for line in server.errors]
-        assert [line["level"] for line in told if line["logger"] == "timeball.guard"] == ["INFO"]
+        assert [line["level"] for line in told if line["logger"] == "timeball.security"] == ["INFO"]
         access_file(tmp_path, "not TOML")
         os.kill(server.pid, signal.SIGHUP)
         eventually(lambda: [line for line in server.errors if "--access-file" in line], "the mistake is told")
@@ -170,7 +151,7 @@ def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) ->
         for _ in range(300):
             strangers.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
         with Timeball(ready["endpoint"]) as ball:
-            assert ball.send("orders", "x").seq == 1
+            assert ball.send("orders", "x").seq == 2
             assert ball.compact() is None
         assert server.end() == 0
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import timeball
@@ -55,3 +56,17 @@ def test_our_own_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
         subprocess.run(["sh", "-c", "echo hidden >&2"], check=True)
     subprocess.run(["sh", "-c", "echo shown >&2"], check=True)
     assert capfd.readouterr().err == "shown\n"
+
+
+def test_an_interrupt_ends_what_was_started_and_nothing_else() -> None:
+    """With its children; a process from before the block goes on."""
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            with pytest.raises(KeyboardInterrupt), door.no_child_left_behind():
+                java = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+                raise KeyboardInterrupt
+            # Its own child may have been ended a moment earlier, and the shell have gone by itself: both will do.
+            java.wait(60)
+            assert psutil.pid_exists(other.pid) and other.poll() is None
+        finally:
+            other.kill()

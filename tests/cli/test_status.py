@@ -58,10 +58,10 @@ def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
 @pytest.fixture
 def status() -> dict[str, Any]:
     return {
-        "version": "1", "pid": 1, "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0, "wheel_rows": 0},
+        "version": "1", "pid": 1, "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0},
         "log": {"first_seq": 1, "next_seq": 2, "durable_seq": 2, "bytes": 3}, "table": {"version": 1},
         "strategy": "hour_log", "disk": {"free_bytes": 5 << 20, "no_room": ""},
-        "schedule": {"wheel_rows": 3, "tail_rows": 20, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},
+        "schedule": {"near_rows": 3, "tail_rows": 20, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},
         "lateness": {"released": 0, "max_ms": 0, "buckets": {}},
     }  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_what_waits_in_the_log_is_what_its_schedule_says(status: dict[str, Any])
     assert told["schedule"] == "hour_log"
     assert told["waiting"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
     status["strategy"], status["schedule"]["tail_rows"] = "timer_wheel", 0
-    status["schedule"] |= {"waiting_rows": 4_321, "wheel_rows": 4_318, "near_rows": 3}
+    status["schedule"] |= {"waiting_rows": 4_321, "wheel_rows": 2}
     told = dict(_rows("e", status))
     assert told["schedule"] == "timer_wheel"
     assert told["waiting"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
@@ -85,5 +85,5 @@ def test_a_full_disk_cannot_be_overlooked(status: dict[str, Any]) -> None:
 
 def test_what_waits_for_delay_levels_has_a_line_when_there_is_any(status: dict[str, Any]) -> None:
     assert "for delay levels" not in dict(_rows("e", status))
-    status["levels"] = {"waiting_rows": 1_234, "wheel_rows": 5}
-    assert dict(_rows("e", status))["for delay levels"] == "1,234, 5 near their instant"
+    status["levels"] = {"waiting_rows": 1_234}
+    assert dict(_rows("e", status))["for delay levels"] == "1,234"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,11 +13,14 @@ import psutil
 import pytest
 from tests.accounts import SECRETS, access_file
 from tests.bounds import BOUND_S
+from tests.cli.in_process import run_here
 from tests.cli.processes import running, timeball
 from tests.node_fixture import eventually
 
 from timeball import Timeball
-from timeball.cli.up import pipeline_command
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.up import Supervisor, pipeline_command
+from timeball.clock import ManualClock
 from timeball.config import Settings
 
 
@@ -33,7 +37,7 @@ def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
 def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedule: str) -> None:
-    command = pipeline_command(Settings(data=Path("d"), schedule=schedule), "grpc://h:1", "m")  # type: ignore[arg-type]
+    command = pipeline_command(Settings(data=Path("d"), strategy=schedule), "grpc://h:1", "m")  # type: ignore[arg-type]
     assert command[5:7] == ["ledger", "--log-level"]
     assert not [word for word in command if "compact" in word]
 
@@ -51,14 +55,14 @@ def bare(tmp_path: Path) -> dict[str, str]:
 def test_another_schedule_is_told_of_in_one_line_before_the_pipeline_starts(
     tmp_path: Path, bare: dict[str, str]
 ) -> None:
-    options = ["--port", "0", "--data", str(tmp_path / "d"), "--schedule", "level_cascade"]
+    options = ["--port", "0", "--data", str(tmp_path / "d"), "--strategy", "level_cascade"]
     with running("up", "--json", *options, **bare) as up:
         up.wait_line(event="ready")
         said = up.wait_line(event="pipeline", state="given_up")
         assert "compact" not in said["text"]
         assert [line.get("state") for line in up.lines] == [None, "ledger_only", "started", "given_up"]
         told = up.lines[1]["text"]
-        assert told.startswith("nothing to compact: with the schedule level_cascade promises wait in the log")
+        assert told.startswith("nothing to compact: with the strategy level_cascade messages wait in the log")
         assert up.end() == 0
 
 
@@ -78,7 +82,7 @@ def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, s
 def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, endpoint: str) -> None:
     """Exit code 4, naming the option."""
     port = endpoint.rpartition(":")[2]
-    ended = timeball("up", "--port", port, "--data", str(tmp_path / "d"))
+    ended = run_here("up", "--port", port, "--data", str(tmp_path / "d"))
     assert ended.returncode == 4
     assert f"--port {port}" in ended.stderr and "pipeline" not in ended.stderr
 
@@ -150,3 +154,106 @@ def test_a_pipeline_whose_account_may_not_do_its_work_says_why_and_tries_again(t
             up.wait_line(event="pipeline", state="ended")
             assert up.end() == 0
             assert [line for line in up.errors if told in line]
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+async def _until_said(said: list[str], state: str, count: int = 1) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while said.count(state) < count:
+            await asyncio.sleep(0.005)
+
+
+def test_a_child_that_ends_is_started_again_after_a_pause(tmp_path: Path) -> None:
+    """And says with which code it ended."""
+    said: list[str] = []
+    sentences: list[str] = []
+
+    def say(state: str, sentence: str) -> None:
+        said.append(state)
+        sentences.append(sentence)
+
+    async def scenario() -> None:
+        supervisor = Supervisor(_python("raise SystemExit(70)"), say, ManualClock())
+        running = asyncio.create_task(supervisor.run())
+        await _until_said(said, "started", 2)
+        await supervisor.stop()
+        await running
+
+    asyncio.run(scenario())
+    assert said[:3] == ["started", "ended", "started"]
+    assert said[-1] == "stopped"
+    assert "ended with code 70" in sentences[1] and "next start in 1 s" in sentences[1]
+
+
+def test_a_child_that_cannot_run_here_is_given_up() -> None:
+    """Set-up is not mended by another start."""
+    said: list[str] = []
+    command = _python(f"raise SystemExit({int(ExitCode.SETUP)})")
+    supervisor = Supervisor(command, lambda *both: said.extend(both), alone="stays by itself")
+    asyncio.run(asyncio.wait_for(supervisor.run(), BOUND_S))
+    assert said[::2] == ["started", "given_up"]
+    assert said[-1] == "the pipeline cannot run here; the broker stays by itself"
+
+
+@pytest.mark.parametrize("code", [code for code in ExitCode if code != ExitCode.SETUP])
+def test_every_other_end_is_followed_by_another_start(code: ExitCode) -> None:
+    """Also a request that the broker refuses today, and a fault of ours."""
+    said: list[str] = []
+
+    async def scenario() -> None:
+        command = _python(f"raise SystemExit({int(code)})")
+        supervisor = Supervisor(command, lambda state, _: said.append(state))
+        running = asyncio.create_task(supervisor.run())
+        await _until_said(said, "ended")
+        await supervisor.stop()
+        await running
+
+    asyncio.run(scenario())
+    assert said == ["started", "ended", "stopped"]
+
+
+def test_stopping_ends_the_child(tmp_path: Path) -> None:
+    """By SIGTERM, which it hears."""
+    said: list[str] = []
+    mark = tmp_path / "ready"
+    code = (
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        f"pathlib.Path({str(mark)!r}).touch()\n"
+        "signal.pause()\n"
+    )
+
+    others = set(psutil.Process().children())
+
+    async def scenario() -> psutil.Process:
+        supervisor = Supervisor(_python(code), lambda state, _: said.append(state))
+        running = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(BOUND_S):
+            while not mark.exists():
+                await asyncio.sleep(0.005)
+        [child] = set(psutil.Process().children()) - others
+        await supervisor.stop()
+        await running
+        return child
+
+    child = asyncio.run(scenario())
+    assert said == ["started", "stopped"]
+    assert not child.is_running()
+
+
+def test_a_stop_in_the_pause_between_two_starts_does_not_wait_for_its_end() -> None:
+    """Nor does it start another child."""
+    said: list[str] = []
+
+    async def scenario() -> None:
+        supervisor = Supervisor(_python(""), lambda state, _: said.append(state))
+        running = asyncio.create_task(supervisor.run())
+        await _until_said(said, "ended")
+        await supervisor.stop()
+        await asyncio.wait_for(running, BOUND_S)
+
+    asyncio.run(scenario())
+    assert said == ["started", "ended", "stopped"]

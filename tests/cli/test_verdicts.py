@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import get_args, get_type_hints
 
 import pytest
 import typer
 
+from timeball.cli.cancel import SENTENCES, report, sentence
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.verdicts import SENTENCES, report, sentence
-from timeball.client.answers import Verdict
+from timeball.wire import VERDICTS, Verdict
 
 
 def test_each_verdict_has_a_sentence() -> None:
-    said = get_args(get_type_hints(Verdict)["verdict"])
+    said = VERDICTS
     assert SENTENCES.keys() == set(said)
     assert len({sentence(Verdict("x", verdict, 1, 0, 5)) for verdict in said}) == len(said)
     assert sentence(Verdict("x", "rescheduled", 1, 0, 5)).endswith("due 1970-01-01T00:00:00.005Z")

@@ -1,20 +1,21 @@
-"""Consuming: positions and commits, at least once, and loops that end."""
+"""Members of a group: what they share, how they answer, and loops that end."""
 
 import threading
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
+import pyarrow as pa
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.client.messages import Message
-from timeball.errors import NotFound, RequestError
+from timeball.errors import InvalidReceipt, NotFound, RequestError
 
 
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
     bodies = [b"%d" % i for i in range(count)]
+    ball.create_topic(topic, 2)
     ball.send_many([{"body": body} for body in bodies], topic=topic)
     return bodies
 
@@ -26,61 +27,132 @@ def pull_all(ball: Timeball, topic: str, group: str, count: int) -> list[Message
     return got
 
 
-def test_pulls_go_on_and_a_new_client_begins_at_the_commit(node: RunningNode, ball: Timeball) -> None:
-    bodies = send(ball, "pulled", 50)
-    first = pull_all(ball, "pulled", "g", 50)
-    assert sorted(m.body for m in first) == sorted(bodies)
-    with Timeball(node.endpoint) as other:  # nothing was committed
-        assert len(pull_all(other, "pulled", "g", 50)) == 50
-    ball.commit("pulled", "g")
-    with Timeball(node.endpoint) as third:
-        assert third.pull("pulled", "g", wait=0) == []
-        assert sum(third.offsets("g", "pulled").values()) == 50
-
-
-def test_acks_commit_behind_the_messages(node: RunningNode, ball: Timeball) -> None:
-    send(ball, "acked", 20)
-    got = pull_all(ball, "acked", "g", 20)
-    queue = got[0].queue_id
-    of_queue = [m for m in got if m.queue_id == queue]
-    ball.ack(of_queue[0], "g")
-    assert ball.offsets("g", "acked") == {queue: 1}
-    ball.ack(of_queue, "g")
-    assert ball.offsets("g", "acked") == {queue: len(of_queue)}
+def test_two_members_of_a_group_share_the_messages_and_another_group_has_them_all(
+    node: RunningNode, ball: Timeball
+) -> None:
+    bodies = send(ball, "shared", 20)
     with Timeball(node.endpoint) as other:
-        assert len(pull_all(other, "acked", "g", 20 - len(of_queue))) == 20 - len(of_queue)
+        mine: list[Message] = []
+        theirs: list[Message] = []
+        while len(mine) + len(theirs) < 20:
+            mine += ball.pull("shared", "workers", max_messages=3)
+            theirs += other.pull("shared", "workers", max_messages=3, wait=0)
+        assert mine and theirs
+        assert sorted(m.body for m in mine + theirs) == sorted(bodies)
+        assert ball.pull("shared", "workers", wait=0) == other.pull("shared", "workers", wait=0) == []
+        assert ball.ack(mine) + other.ack(theirs) == 20
+        assert sorted(m.body for m in pull_all(other, "shared", "readers", 20)) == sorted(bodies)
+    assert sum(ball.offsets("workers", "shared").values()) == 20
 
 
-def test_batches_are_columns_and_move_the_position(ball: Timeball) -> None:
-    send(ball, "columns", 30)
-    batch = ball.pull_batch("columns", "g", max_messages=30)
-    while batch.num_rows < 30:
-        batch = batch.slice(0, 0) if batch.num_rows == 30 else _joined(batch, ball.pull_batch("columns", "g"))
-    offsets = batch.column("queue_offset").to_numpy()
-    queues = batch.column("queue_id").to_numpy()
-    for queue in np.unique(queues):
-        assert offsets[queues == queue].tolist() == list(range((queues == queue).sum()))
-    assert ball.pull_batch("columns", "g", wait=0).num_rows == 0
+def test_what_is_not_acknowledged_comes_again_to_any_member_and_its_attempts_are_counted(
+    node: RunningNode, ball: Timeball
+) -> None:
+    send(ball, "leased", 1)
+    (first,) = ball.pull("leased", "g", lease="50ms")
+    with Timeball(node.endpoint) as other:
+        (again,) = other.pull("leased", "g", lease="1m")
+        assert (again.body, again.topic, again.id, again.attempts) == (first.body, "leased", first.id, 1)
+        assert not first.ack() and not first.nack() and not first.extend("1m")
+        assert again.ack() and not again.ack()
+    assert ball.pull("leased", "g", wait=0) == []
+
+
+def test_attempts_that_fail_end_in_the_dead_letters(node: RunningNode, ball: Timeball) -> None:
+    send(ball, "failing", 1)
+    node.broker.parts.groups.update(SubscriptionGroup("tries", retry_max_times=2))
+    for attempts in range(3):
+        (message,) = ball.pull("failing", "tries", wait="30s")
+        assert message.attempts == attempts
+        assert message.nack(after=0)
+    eventually(lambda: "%DLQ%tries" in ball.topics() and ball.queues("%DLQ%tries")[0].max == 1, "given up")
+    (dead,) = ball.browse("%DLQ%tries")
+    assert (dead.body, dead.attempts, dead.properties["RETRY_TOPIC"]) == (b"0", 3, "failing")
+    assert ball.pull("failing", "tries", wait=0) == []
+
+
+def test_a_message_may_be_kept_for_longer_or_come_later(ball: Timeball) -> None:
+    send(ball, "longer", 2)
+    first, second = sorted(pull_all(ball, "longer", "g", 2), key=lambda m: m.body)
+    assert first.extend("1h") and first.extend("2h") and first.ack()
+    assert second.nack(after="100ms")
+    (again,) = ball.pull("longer", "g", wait="30s")
+    assert (again.body, again.attempts) == (b"1", 1)
+
+
+def test_batches_are_columns_with_receipts(ball: Timeball) -> None:
+    send(ball, "columns-leased", 30)
+    batches: list[pa.RecordBatch] = []
+    while sum(batch.num_rows for batch in batches) < 30:
+        batches.append(ball.pull_batch("columns-leased", "g", max_messages=20))
+    assert batches[0].schema.names[-1] == "receipt" and batches[0].num_rows <= 20
+    assert set(batches[0].column("topic").to_pylist()) == {"columns-leased"}
+    assert [ball.ack(batch, "g") for batch in batches] == [batch.num_rows for batch in batches]
+    assert ball.pull_batch("columns-leased", "g", wait=0).num_rows == 0
+    with pytest.raises(RequestError, match="its group"):
+        ball.ack(batches[0])
+
+
+def test_a_receipt_of_another_group_or_made_up_is_refused(ball: Timeball) -> None:
+    send(ball, "sealed", 1)
+    batch = ball.pull_batch("sealed", "g")
+    with pytest.raises(InvalidReceipt, match="not made by this broker for this group"):
+        ball.ack(batch, "other")
+    (browsed, *_) = ball.browse("sealed")
+    with pytest.raises(RequestError, match="browsed"):
+        browsed.ack()
+
+
+def test_a_group_that_keeps_the_order_has_one_message_of_a_queue_at_a_time(
+    node: RunningNode, ball: Timeball
+) -> None:
+    node.broker.parts.groups.update(SubscriptionGroup("orderly", consume_message_orderly=True))
+    ball.create_topic("steps-in-order", 1)
+    ball.send_many([{"body": b"%d" % i} for i in range(3)], topic="steps-in-order")
+    for body in (b"0", b"1", b"2"):
+        (message,) = ball.pull("steps-in-order", "orderly", max_messages=1)
+        assert message.body == body
+        assert ball.pull("steps-in-order", "orderly", wait=0) == [], "the queue waits for it"
+        assert message.ack()
+
+
+def test_leases_and_acknowledgements_outlive_a_restart(data: Path) -> None:
+    with running_node(data) as node:
+        with Timeball(node.endpoint) as ball:
+            send(ball, "kept", 3)
+            first, second, third = pull_all(ball, "kept", "g", 3)
+            assert first.ack()
+        node.stop()
+        node.start()
+        with Timeball(node.endpoint) as ball:
+            assert ball.pull("kept", "g", wait=0) == []
+            assert (
+                ball.ack(
+                    pa.RecordBatch.from_pylist(
+                        [{"topic": "kept", "receipt": one.lease[1]} for one in (second, third)]
+                    ),
+                    "g",
+                )
+                == 2
+            )
 
 
 def test_a_late_group_may_begin_at_the_end(ball: Timeball) -> None:
-    send(ball, "latest", 5)
-    assert ball.pull("latest", "late", wait=0, start="latest") == []
-    ball.send("latest", "new")
-    assert [m.body for m in ball.pull("latest", "late")] == [b"new"]
+    send(ball, "latest-group", 5)
+    assert ball.pull("latest-group", "late", wait=0, start="latest") == []
+    ball.send("latest-group", "new")
+    assert [m.body for m in ball.pull("latest-group", "late", start="latest")] == [b"new"]
 
 
 def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
-    ball.create_topic("polled", 1)
-    receipt = ball.send("polled", "later", after="200ms")
-    (message,) = ball.pull("polled", "g", wait="60s")
-    assert message.body == b"later" and message.id == receipt.id and message.promise_seq == receipt.seq
-    assert message.due_ms == receipt.due_ms
+    ball.create_topic("polled-group", 1)
+    receipt = ball.send("polled-group", "later", after="200ms")
+    (message,) = ball.pull("polled-group", "g", wait="60s")
+    assert message.body == b"later" and message.id == receipt.id and message.due_ms == receipt.due_ms
     assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
 
 
-def test_a_consumer_that_breaks_off_gets_its_last_message_again(node: RunningNode, ball: Timeball) -> None:
-    ball.create_topic("loop", 1)
+def test_a_loop_that_is_left_gives_back_what_it_has_not_dealt_with(node: RunningNode, ball: Timeball) -> None:
     send(ball, "loop", 10)
     seen = []
     for message in ball.consume("loop", "g", max_messages=4):
@@ -88,21 +160,35 @@ def test_a_consumer_that_breaks_off_gets_its_last_message_again(node: RunningNod
         if len(seen) == 6:
             break
     with Timeball(node.endpoint) as other:
-        rest = [m.body for m in other.consume("loop", "g", until_idle="100ms")]
-    assert seen == [b"%d" % i for i in range(6)]
-    assert rest == [b"%d" % i for i in range(5, 10)]
-    assert ball.offsets("g", "loop") == {0: 10}
+        rest = {m.body: m.attempts for m in other.consume("loop", "g", until_idle="500ms")}
+    assert len(set(seen)) == 6
+    assert set(rest) == {b"%d" % i for i in range(10)} - set(seen[:5])
+    assert rest[seen[5]] == 1, "the one it was at has failed once"
+    assert [times for body, times in rest.items() if body != seen[5]] == [0] * 4
+    assert sum(ball.offsets("g", "loop").values()) == 10
 
 
-def test_an_error_in_the_loop_commits_what_was_dealt_with(ball: Timeball) -> None:
+def test_an_error_in_the_loop_acknowledges_what_was_dealt_with(ball: Timeball) -> None:
     ball.create_topic("crash", 1)
-    send(ball, "crash", 5)
+    ball.send_many([{"body": b"%d" % i} for i in range(5)], topic="crash")
     with pytest.raises(ValueError, match="2"):
         for message in ball.consume("crash", "g"):
             if message.body == b"2":
                 raise ValueError(message.body)
-    again = [m.body for m in ball.consume("crash", "g", until_idle="100ms")]
-    assert again == [b"2", b"3", b"4"]
+    again = [m.body for m in ball.consume("crash", "g", until_idle="500ms")]
+    assert sorted(again) == [b"2", b"3", b"4"]
+
+
+def test_a_slow_loop_keeps_what_it_has_not_come_to(node: RunningNode, ball: Timeball) -> None:
+    send(ball, "slow", 7)
+    pause = threading.Event()
+    seen = []
+    for message in ball.consume("slow", "g", until_idle="200ms", lease="2s"):
+        seen.append(message.body)
+        pause.wait(0.35)
+    assert sorted(seen) == [b"%d" % i for i in range(7)], (
+        "each once, although all of them took longer than a lease"
+    )
 
 
 def test_a_consumer_can_be_stopped_from_outside(ball: Timeball) -> None:
@@ -116,54 +202,28 @@ def test_a_consumer_can_be_stopped_from_outside(ball: Timeball) -> None:
     assert not loop.is_alive()
 
 
-def test_queues_added_later_are_found(ball: Timeball) -> None:
-    ball.create_topic("grown", 1)
-    assert ball.pull("grown", "g", wait=0) == []
-    ball.create_topic("grown", 4)
-    ball.send_many([{"body": "x", "queue_id": 3}], topic="grown")
-    got = ball.pull("grown", "g", wait=0) or ball.pull("grown", "g")
-    assert [m.queue_id for m in got] == [3]
-
-
 def test_unknown_topics_and_impossible_sizes(ball: Timeball) -> None:
     with pytest.raises(NotFound, match="nowhere"):
         ball.pull("nowhere", "g", wait=0)
     with pytest.raises(RequestError, match="max_messages"):
         ball.pull("nowhere", "g", max_messages=0)
+    with pytest.raises(RequestError, match="lease"):
+        ball.pull("nowhere", "g", lease=0)
 
 
-@pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_a_consumer_may_come_before_the_topic(
-    node: RunningNode, ball: Timeball, start: Literal["earliest", "latest"]
-) -> None:
-    topic = f"not-yet-{start}"
-    got: list[Message] = []
+def test_a_member_may_come_before_the_topic(node: RunningNode, ball: Timeball) -> None:
+    topic, got = "group-not-yet", list[Message]()
 
     def consume() -> None:
         with Timeball(node.endpoint) as early:
             while len(got) < 3:
-                got.extend(early.pull(topic, "g", wait=BOUND_S, start=start))
+                got.extend(early.pull(topic, "g", wait=BOUND_S, start="latest"))
 
     waiting = threading.Thread(target=consume)
     waiting.start()
     waiters = node.broker.waiters
     eventually(lambda: topic in waiters._by_topic, "it waits, and makes no topic")
     assert topic not in ball.topics()
-    bodies = send(ball, topic, 3)
+    ball.send_many([{"body": b"%d" % i} for i in range(3)], topic=topic)
     waiting.join(BOUND_S)
-    assert sorted(message.body for message in got) == bodies
-
-
-def test_waiting_for_a_topic_ends_and_makes_none_where_that_is_not_allowed(tmp_path: Path) -> None:
-    with running_node(tmp_path / "d", auto_create_topics=False) as strict, Timeball(strict.endpoint) as ball:
-        with pytest.raises(NotFound, match="auto-create-topics"):
-            ball.pull("nowhere", "g", wait="10s")
-        assert ball.topics() == {}
-        ball.create_topic("somewhere")
-        assert ball.pull("somewhere", "g", wait="50ms") == []
-
-
-def _joined(a: object, b: object):  # type: ignore[no-untyped-def]
-    import pyarrow as pa
-
-    return pa.Table.from_batches([a, b]).combine_chunks().to_batches()[0]
+    assert sorted(message.body for message in got) == [b"0", b"1", b"2"]

@@ -86,6 +86,8 @@ class Observed:
     early: list[Fault] = field(default_factory=list)
     saved_offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)  # (group, topic)
     topics: dict[str, int] = field(default_factory=dict)
+    campaigns: dict[str, list[str]] = field(default_factory=dict)  # the keys of each
+    paused_ms: dict[str, int] = field(default_factory=dict)  # of those whose pause was answered
 
     def see(self, row: Row, now_ms: int) -> None:
         """A consumer was given this row at `now_ms`."""

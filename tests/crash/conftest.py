@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from timeball.broker import rewriting, upkeep
+from timeball.broker import upkeep
+from timeball.broker.tables import rewrite
 
 
 @pytest.fixture(autouse=True)
 def few_files_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "BEHIND_FILES_MIN", 1)
-    monkeypatch.setattr(rewriting, "FILES_MIN", 2)
+    monkeypatch.setattr(rewrite, "FILES_MIN", 2)

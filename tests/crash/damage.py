@@ -8,21 +8,24 @@ fault      another error than that, or one that names no file, or leaves the ope
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 from tests.crash.folder import Kept, Look, look
 from tests.crash_disk import Folder
 from tests.crash_files import CrashFiles
 
 from timeball.errors import StorageError
+from timeball.inspect.folder import FolderDump, FrameFound
+from timeball.log import format as fmt
 
 # Files of these kinds must be there, or the folder is not one of every kind.
 KINDS = {
     "checkpoint": r"checkpoint",
-    "document": r"[a-z_]+\.(json|key)",
     "segment": r"log/\d+\.log",
     "keys of a segment": r"log/\d+\.keys",
     "frames of a segment": r"log/\d+\.frames",
@@ -116,6 +119,26 @@ def drawn(kept: Kept, count: int, seed: int) -> list[Damage]:
 def written(files: CrashFiles, name: str) -> int:
     """Bytes up to the last one that is not zero: behind it nobody has written."""
     return len(files.content(name).rstrip(b"\0"))
+
+
+def change_value(files: CrashFiles, key: str) -> None:
+    """Set the numbers of the last META row of `key` to 0, and write its frame as if it had always said so."""
+    folder = FolderDump(files)
+    found = [f for segment in folder.segments for f in folder.walk(segment) if isinstance(f, FrameFound)]
+    mine = next(f for f in reversed(found) if key in f.rows.column("unique_key").to_pylist())
+    at = mine.rows.column("unique_key").to_pylist().index(key)
+    bodies = mine.rows.column("body").to_pylist()
+    bodies[at] = re.sub(rb":\d+", lambda number: b":" + b"0".rjust(len(number[0]) - 1), bodies[at])
+    column = mine.rows.schema.get_field_index("body")
+    rows = mine.rows.set_column(column, mine.rows.schema.field(column), pa.array(bodies, pa.binary()))
+    frame, parts = fmt.encode_frame(
+        rows, first_seq=mine.frame.first_seq, span=mine.frame.span, append_ms=mine.frame.append_ms,
+        epoch=mine.frame.epoch, position=mine.frame.position, synced_to=mine.frame.synced_to,
+    )  # fmt: skip
+    assert frame == mine.frame
+    with contextlib.closing(files.open(mine.segment.name)) as file:
+        file.write_at(frame.position, b"".join(bytes(part) for part in parts))
+        file.sync()
 
 
 def difference(expected: object, found: object) -> str:

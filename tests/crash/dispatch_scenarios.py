@@ -27,7 +27,7 @@ def cancel_some(*numbers: int) -> Step:
 
 async def lease(world: World) -> None:
     """A dispatcher is at work."""
-    world.broker.dispatching.lease(LEASE_MS)
+    world.broker.delivery.lease_to_dispatcher(LEASE_MS)
 
 
 def pass_by(ms: int, dispatched: int) -> Step:
@@ -36,7 +36,7 @@ def pass_by(ms: int, dispatched: int) -> Step:
     async def step(world: World) -> None:
         for _ in range(ms // SECOND_MS):
             world.clock.advance(SECOND_MS)
-            world.broker.table_ticker.wake()
+            world.broker.ticker.wake()
             await asyncio.sleep(0)
         counts = world.broker.schedule_statistics
         await world.until(lambda: counts()["dispatched_rows"] == dispatched, f"{dispatched} are left to him")
@@ -53,7 +53,7 @@ def bring(every: int) -> Step:
             for batch in rows.take(pa.array(range(0, rows.num_rows, every), pa.int64())).to_batches():
                 if batch.num_rows:
                     columns = batch.select(TABLE_SCHEMA.names).columns
-                    await world.broker.dispatching.release(
+                    await world.broker.delivery.release_brought(
                         pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
                     )
 

@@ -1,9 +1,9 @@
 """A data folder with something of every kind in it, and one long look at what it holds: what damage is measured by.
 
 `lived` leaves messages, promises in tail and table, delay levels, receipts, half messages, groups, offsets, cancelled
-and moved promises, several segments, an older and a newer version of the table, behind a clean stop. `look` starts on
-such a folder, does with it what users do until all is due, and returns everything that could be seen on the way:
-two folders that hold the same give two equal looks.
+and moved promises, a campaign in each state, several segments, an older and a newer version of the table, behind a
+clean stop. `look` starts on such a folder, does with it what users do until all is due, and returns everything that
+could be seen on the way: two folders that hold the same give two equal looks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.popping import in_hand
-from timeball.broker.popping.modes import RequestMode, RequestModes
-from timeball.broker.popping.popper import Ask
-from timeball.broker.topic_config import TopicConfig
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.consuming.restart import saved
+from timeball.broker.registry.groups import RequestMode, SubscriptionGroup
+from timeball.broker.registry.topic import TopicConfig
 from timeball.clock import ManualClock
 from timeball.table import catalog
 
@@ -34,8 +33,8 @@ MINUTE_MS = 60_000
 VARIANTS: dict[str, dict[str, Any]] = {
     "hour_log": {},
     "retained": {"retention_ms": 1},  # the log's beginning is gone
-    "timer_wheel": {"schedule": "timer_wheel"},
-    "level_cascade": {"schedule": "level_cascade"},
+    "timer_wheel": {"strategy": "timer_wheel"},
+    "level_cascade": {"strategy": "level_cascade"},
 }
 
 
@@ -47,7 +46,7 @@ class Kept:
     clock: ManualClock
     observed: Observed
     settings: dict[str, Any]
-    keys: dict[str, list[str]]  # of promises to be cancelled, and to be moved, during the look
+    keys: dict[str, list[str]]  # of promises to be cancelled, moved and resumed during the look
     halves: list[int]
 
     def world(self, files: CrashFiles) -> World:
@@ -72,14 +71,27 @@ def lived(variant: str) -> Kept:
 
 async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     await world.start()
-    broker, compacts = world.broker, world.settings.schedule == "hour_log"
+    broker, compacts = world.broker, world.settings.strategy == "hour_log"
     await world.create_topic("a", 2)
     broker.parts.topics.configure("c", TopicConfig(3, 3, attributes={"message.type": "DELAY"}))
     broker.parts.groups.update(SubscriptionGroup("configured", retry_max_times=3))
-    await RequestModes(broker.parts).set(RequestMode("a", POPS, "POP"))
+    broker.parts.request_modes.set(RequestMode("a", POPS, "POP"))
     far = await world.send("a", [HOUR_MS, HOUR_MS + 1, 2 * HOUR_MS, 3 * HOUR_MS, 40 * MINUTE_MS])
     await world.send("a", [None] * 6, 20_000)
     table = await world.bulk("b", [HOUR_MS, 2 * HOUR_MS, 5 * HOUR_MS, SECOND_MS], 1)
+    held = await world.campaign("paused", "b", [2 * SECOND_MS, 3 * SECOND_MS, HOUR_MS, 2 * HOUR_MS])
+    moved = await world.campaign("resumed", "b", [MINUTE_MS, HOUR_MS])
+    await world.campaign("running", "a", [HOUR_MS])
+    ended = await world.campaign("cancelled", "a", [HOUR_MS, 2 * HOUR_MS])
+    await world.advance(2 * SECOND_MS)  # the first of the campaign that is paused is released
+    for name in ("paused", "resumed"):
+        await world.broker.change_campaign(name, "pause")
+    await world.advance(3 * SECOND_MS)
+    await world.cancel(held[3:])
+    await world.resume("resumed", moved, shift=True)
+    world.observed.cancel_asked.update(ended)
+    await world.broker.change_campaign("cancelled", "cancel")
+    await world.broker.change_campaign("planned", "plan", rows=3)
     for round_ in range(4):
         if compacts:
             await world.compact()
@@ -100,11 +112,14 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     tail = await world.send("a", [HOUR_MS, 2 * HOUR_MS, 50 * MINUTE_MS])
     await world.send_levels("b", [4, 10])
     await world.send("a", [None] * 4)
-    await broker.popper.pop(Ask(POPS, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
-    await broker.receiving.receive(Ask(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
+    await broker.consuming.receive(ReceiveRequest(POPS, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
+    await broker.consuming.receive(
+        ReceiveRequest(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS, in_log=True), 0
+    )
     assert (broker.parts.reader.first_seq > 1) == (world.settings.retention_ms == 1)
     await world.stop()
-    return {"cancel": [far[3], table[1], tail[1]], "move": [far[4], table[2], tail[2]]}, halves
+    keys = {"cancel": [far[3], table[1], tail[1]], "move": [far[4], table[2], tail[2]], "held": held[1:3]}
+    return keys, halves
 
 
 Look = dict[str, Any]
@@ -130,19 +145,20 @@ def look(kept: Kept, files: CrashFiles) -> Look:
 async def _look(world: World, kept: Kept) -> Look:
     await world.start()
     await world.settled()
-    found = _known(world)
+    found, new_seq = known(world), world.broker.parts.writer.next_seq
     found["visible"] = [(row.place, row.key, row.body) for row in (await world.outcome()).rows]
     await world.consume()
     found["seen"] = [(row.place, row.key) for row in sorted(world.observed.seen.values())]
     found["verdicts"] = [v.verdict for v in await world.broker.cancel(ids=kept.keys["cancel"])]
     world.observed.cancel_asked.update(kept.keys["cancel"])
     await world.reschedule(kept.keys["move"], 70 * MINUTE_MS)
+    found["resumed"] = await world.resume("paused", kept.keys["held"])
     found["committed"] = str(await commit(world, kept.halves[0]))
     await world.send("a", [None, SECOND_MS])
     await world.advance(11 * MINUTE_MS)
-    world.broker.popper.wake()
-    windows = world.broker.popper.windows.all()
-    await world.until(lambda: not any(window.held for window in windows), "what POP handed out is back")
+    world.broker.consuming.wake()
+    windows = world.broker.consuming.leases.all()
+    await world.until(lambda: not any(window.in_flight for window in windows), "what POP handed out is back")
     await world.consume()
     await world.advance(AFTER_MS)
     await world.consume()
@@ -156,14 +172,15 @@ async def _look(world: World, kept: Kept) -> Look:
     outcome.offsets = {of: offsets for of, offsets in outcome.offsets.items() if not of[1].startswith(AGAIN)}
     observed.seen = {place: row for place, row in observed.seen.items() if not place.topic.startswith(AGAIN)}
     found["faults"] = [fault for fault in check(world.observed, outcome) if fault.kind != "unexpected"]
-    found["settled"] = sorted(outcome.settled)
+    # Rows of this life have other numbers each time: what groups have come to is a row, once a second.
+    found["settled"] = sorted(min(seq, new_seq) for seq in outcome.settled)
     if world.failure is not None:
         raise world.failure  # it would have ended the process
     await world.stop()
     return found
 
 
-def _known(world: World) -> Look:
+def known(world: World) -> Look:
     """What the broker says of itself after a start."""
     parts, broker = world.broker.parts, world.broker
     adds = DeltaTable(parts.catalog.uri).get_add_actions(flatten=True)
@@ -172,9 +189,10 @@ def _known(world: World) -> Look:
         "queues": {topic: broker.queues(topic) for topic in broker.topics()},
         "groups": parts.groups.all(),
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
-        "modes": RequestModes(parts).get("a", POPS),
-        "secret": broker.receiving.seal,
-        "held": in_hand.encode(broker.popper.windows.all()),
+        "modes": parts.request_modes.get("a", POPS),
+        "secret": parts.receipt_secret.get() if parts.receipt_secret.is_made else None,
+        "held": [saved(queue) for queue in broker.consuming.leases.all() if not queue.idle],
+        "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),
         "ledger": (parts.ledger.epochs, parts.ledger.reserved, parts.ledger.attach_seq),
         "files": sorted(str(entry) for entry in parts.hour_log.pending.live_entries()),

@@ -15,8 +15,8 @@ Step = Callable[[World], Awaitable[object]]
 
 MINUTE_MS = 60 * SECOND_MS
 SETTINGS: dict[str, dict[str, Any]] = {
-    "wheel": {"schedule": "timer_wheel", "timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
-    "cascade": {"schedule": "level_cascade", "retention_ms": 1},
+    "wheel": {"strategy": "timer_wheel", "timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
+    "cascade": {"strategy": "level_cascade", "retention_ms": 1},
     "change": {"timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
 }
 
@@ -34,7 +34,7 @@ def change_to(schedule: str) -> Step:
     """Stop, and start with another strategy."""
 
     async def change(world: World) -> None:
-        await world.restart(schedule=schedule)
+        await world.restart(strategy=schedule)
 
     return change
 

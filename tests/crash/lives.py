@@ -109,6 +109,7 @@ async def end_of_days(world: World) -> list[Fault]:
     try:
         await world.settled()
         await world.consume()
+        await world.resume_all()
         await world.advance(AFTER_MS)
         await world.consume()
         outcome = await world.outcome()

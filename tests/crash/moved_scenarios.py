@@ -86,6 +86,6 @@ KEPT: list[Step] = [
 SCENARIOS: dict[str, list[Step]] = {"moves": MOVES, "moves on a wheel": KEPT, "moves on a cascade": KEPT}
 SETTINGS: dict[str, dict[str, Any]] = {
     "moves": {"retention_ms": 1},
-    "moves on a wheel": {"schedule": "timer_wheel", "timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
-    "moves on a cascade": {"schedule": "level_cascade", "retention_ms": 1},
+    "moves on a wheel": {"strategy": "timer_wheel", "timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
+    "moves on a cascade": {"strategy": "level_cascade", "retention_ms": 1},
 }

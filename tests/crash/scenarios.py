@@ -105,6 +105,37 @@ BULK: Scenario = [
     lambda w: w.checkpoint(),
 ]
 
+# A campaign that is paused, resumed and ended, with others in its files and single promises of it cancelled meanwhile.
+CAMPAIGN: Scenario = [
+    lambda w: w.start(),
+    lambda w: w.campaign("spring", "a", [100, 2 * SECOND_MS, FAR_MS, FAR_MS, 2 * HOUR_MS]),  # k0 to k4
+    lambda w: w.bulk("a", [200, 3 * SECOND_MS, FAR_MS], 1),  # k5 to k7
+    lambda w: w.merge(),
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.pause("spring"),
+    lambda w: w.advance(3 * SECOND_MS),
+    lambda w: w.consume(),
+    cancel_some(2),
+    lambda w: w.checkpoint(),
+    lambda w: w.resume("spring", ["k00001", "k00003", "k00004"], shift=True),
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.restart(),
+    lambda w: w.pause("spring"),
+    lambda w: w.advance(2 * FAR_MS),
+    lambda w: w.merge(),
+    lambda w: w.let_go(),
+    lambda w: w.restart(),
+    lambda w: w.resume("spring", ["k00003", "k00004"]),
+    lambda w: w.settled(),
+    lambda w: w.consume(),
+    lambda w: w.pause("spring"),
+    lambda w: w.end_campaign("spring"),
+    lambda w: w.campaign("autumn", "a", [100, 2 * SECOND_MS, FAR_MS, 2 * HOUR_MS]),  # k8 to k11
+    lambda w: w.advance(SECOND_MS),
+    lambda w: w.end_campaign("autumn"),
+    lambda w: w.checkpoint(),
+]
+
 # Segments that fill up and go again, with what waits in them; files that lie behind taken out of the table.
 ROLL: Scenario = [
     lambda w: w.start(),
@@ -199,6 +230,7 @@ SCENARIOS: dict[str, Scenario] = {
     "plain": PLAIN,
     "compact": COMPACT,
     "bulk": BULK,
+    "campaign": CAMPAIGN,
     "roll": ROLL,
     **kept_scenarios.SCENARIOS,
     **dispatch_scenarios.SCENARIOS,

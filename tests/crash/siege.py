@@ -10,6 +10,7 @@ In the end the folder is opened by a node whose clock is ahead by more than the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import threading
@@ -29,7 +30,9 @@ from tests.protocols.remoting.wire import Wire
 from timeball import Timeball
 from timeball.clock import SystemClock
 from timeball.errors import OutOfRange, Unavailable
-from timeball.message import SCHEDULE_TOPIC, Kind, encode_properties
+from timeball.files import RealFiles
+from timeball.inspect.folder import FolderDump, FrameFound
+from timeball.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 AHEAD_MS = 26 * HOUR_MS
@@ -123,7 +126,7 @@ class Siege:
 
         `pause_ms`: how long each client rests after each step; without a rest they take all there is."""
         self._pause_s = pause_ms / 1_000
-        chosen = {**(BUSY if options is None else options), "schedule": schedule}
+        chosen = {**(BUSY if options is None else options), "strategy": schedule}
         self.broker = BrokerProcess(data, chosen)
         self._compacts = schedule == "hour_log"
         self.seed = seed
@@ -222,7 +225,7 @@ class Siege:
         sent = self.observed.sent.values()
         last_due_ms = max((ms for one in sent for ms in (one.due_ms or 0, *one.maybe_due)), default=0)
         with (
-            running_node(self.broker.data, Ahead(), schedule=schedule) as node,
+            running_node(self.broker.data, Ahead(), strategy=schedule) as node,
             Timeball(node.endpoint) as ball,
         ):
             eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "everything is settled")
@@ -244,14 +247,17 @@ class Siege:
 
     def _note_saved_offsets(self) -> None:
         """What is on disk while nobody runs must be there afterwards."""
-        saved = self.broker.data / "offsets.json"
-        if saved.exists():
-            for group, topics in json.loads(saved.read_text().splitlines()[1])["offsets"].items():
-                for topic, offsets in topics.items():
-                    mine = self.observed.saved_offsets.setdefault((group, topic), {})
-                    for queue, offset in offsets.items():
-                        # Not below an earlier life's: that would be a step back.
-                        mine[int(queue)] = max(mine.get(int(queue), 0), offset)
+        folder = FolderDump(RealFiles(self.broker.data))
+        rows = [
+            f.rows for segment in folder.segments for f in folder.walk(segment) if isinstance(f, FrameFound)
+        ]
+        for key, value in itertools.chain.from_iterable(map(pairs_of, rows)):
+            of, _, topic = (key or "").removeprefix("offsets/").partition("@")
+            if (key or "").startswith("offsets/") and topic:
+                mine = self.observed.saved_offsets.setdefault((of, topic), {})
+                for queue, offset in json.loads(value).items():
+                    # Not below an earlier life's: that would be a step back.
+                    mine[int(queue)] = max(mine.get(int(queue), 0), offset)
 
     # -- what clients use -------------------------------------------------------------------------------------
 
@@ -316,6 +322,8 @@ class Siege:
         now_ms = CLOCK.wall_ms()
         with self._changed:
             for row in as_rows(batch):
+                if row.place.topic.startswith(RETRY_PREFIX):
+                    continue  # handed out again to a consumer that had not answered
                 before = self.observed.seen.get(row.place, row)
                 if before != row:
                     self._moved.append(Fault("moved", f"{row.place} was {before.key} and became {row.key}"))
@@ -414,7 +422,7 @@ def consume(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
     with Timeball(siege.broker.endpoint, timeout_ms=BOUND_S * 1_000) as fresh:
         for _ in range(int(rng.integers(1, 20))):
             topic = str(rng.choice(list(TOPICS)))
-            siege.see(fresh.pull_batch(topic, GROUP, max_messages=int(rng.integers(1, 500)), wait=0.1))
+            siege.see(fresh.browse_batch(topic, GROUP, max_messages=int(rng.integers(1, 500)), wait=0.1))
             if rng.random() < 0.7:
                 fresh.commit(topic, GROUP)
                 siege.note("committed")
@@ -439,6 +447,8 @@ def outcome(ball: Timeball) -> Outcome:
     """Everything there is to read, through the same doors as everybody."""
     found = Outcome()
     for topic in ball.topics():
+        if topic.startswith(RETRY_PREFIX):
+            continue  # copies for consumers that had not answered: the message stands in its own topic
         found.offsets[(GROUP, topic)] = ball.offsets(GROUP, topic)
         into = found.waited if topic == SCHEDULE_TOPIC else found.rows
         for queue, span in ball.queues(topic).items():
@@ -450,7 +460,7 @@ def outcome(ball: Timeball) -> Outcome:
                 into += rows
                 low += len(rows)
     log: dict[str, Any] = ball.status()["log"]
-    promised = [Kind.PROMISE, Kind.LEVEL_PROMISE]
+    promised = [Kind.PROMISE]
     kinds = (*promised, Kind.RELEASE, Kind.CANCEL)
     for batch in ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds):
         is_promise = np.isin(batch.column("kind").to_numpy(), promised)

@@ -8,10 +8,20 @@ from functools import cache
 
 import msgspec
 import pytest
-from tests.crash.damage import KINDS, WAYS, Damage, Result, drawn, kind_of, names, result, written
+from tests.crash.damage import (
+    KINDS,
+    WAYS,
+    Damage,
+    Result,
+    change_value,
+    drawn,
+    kind_of,
+    names,
+    result,
+    written,
+)
 from tests.crash.folder import VARIANTS, Kept, Look, lived, look
 
-from timeball import documents
 from timeball.log import checkpoint
 from timeball.schedule import mapped_log
 
@@ -104,13 +114,11 @@ class Silently(Damage):
             facts = msgspec.structs.replace(known.facts, files=known.facts.files[1:])
             checkpoint.save(files, msgspec.structs.replace(known, facts=facts))
         else:
-            kept = documents.load(files, self.name, dict)
-            assert kept is not None
-            kept["offsets"]["readers"]["a"] = dict.fromkeys(kept["offsets"]["readers"]["a"], 0)
-            files.replace(self.name, documents.encode(kept))
+            files.remove("checkpoint")
+            change_value(files, self.name)
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "offsets.json"])
+@pytest.mark.parametrize("name", ["checkpoint", "offsets/readers@a"])
 def test_a_change_under_the_right_checksum_is_noticed(name: str) -> None:
     kept, expected = folder("hour_log")
     assert result(kept, expected, Silently(name, "sealed", 0, 0)).outcome == "silent"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from tests.bounds import BOUND_S
-from tests.crash.checker import Observed, Outcome, Place, Row, Sent
+from tests.crash.checker import Fault, Observed, Outcome, Place, Row, Sent
 from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.clock import ManualClock
@@ -191,7 +191,7 @@ class World:
     async def save_offsets(self) -> None:
         assert self.node is not None
         saved = {(GROUP, t): self.broker.offsets(GROUP, t) for t in self.broker.topics()}
-        await self.node.upkeep.save_small_state()
+        await self.node.upkeep.save_offsets()
         if not self.files.cut:
             self.observed.saved_offsets.update(saved)
 
@@ -203,15 +203,12 @@ class World:
     async def advance(self, ms: int) -> None:
         """Let time pass, and wait until all that is due is settled."""
         self.clock.advance(ms)
-        for ticker in (self.broker.ticker, self.broker.table_ticker, self.broker.level_ticker):
-            ticker.wake()
+        self.broker.ticker.wake()
         await self.settled()
 
     async def settled(self) -> None:
-        for schedule in (self.broker, self.broker.parts.levels):
-            await self.until(
-                lambda s=schedule: s.settled_before_ms > self.clock.wall, "all that is due is settled"
-            )
+        scheduler = self.broker.parts.scheduler
+        await self.until(lambda: scheduler.settled_before_ms > self.clock.wall, "all that is due is settled")
 
     async def compact(self) -> None:
         await self.broker.compact()
@@ -226,16 +223,16 @@ class World:
 
     async def let_go(self) -> None:
         assert self.node is not None
-        await self.node.upkeep.let_go()
+        await self.node.upkeep.apply_retention()
 
-    async def bulk(self, topic: str, delays_ms: Sequence[int], epoch: int) -> list[str]:
+    async def bulk(self, topic: str, delays_ms: Sequence[int], epoch: int, job: str = "bulk") -> list[str]:
         """Promises that never pass through the log; acknowledged by the attach."""
         sent = sorted(self._ask(topic, list(delays_ms), 20), key=lambda one: one.due_ms or 0)
         first_seq = await self.broker.reserve(len(sent))
         rows = table_rows(sent, first_seq, self.clock.wall)
         attachment = Attachment(
             job="bulk",
-            job_id="bulk",
+            job_id=job,
             epoch=epoch,
             files=self._write_files(rows),
             ranges=[(first_seq, len(sent))],
@@ -243,6 +240,61 @@ class World:
         await self.broker.attach(attachment)
         self._answered(sent)
         return [one.key for one in sent]
+
+    async def campaign(self, name: str, topic: str, delays_ms: Sequence[int]) -> list[str]:
+        """A bulk attach that is planned first."""
+        await self.broker.change_campaign(name, "plan", rows=len(delays_ms))
+        keys = self.observed.campaigns[name] = await self.bulk(topic, delays_ms, 0, name)
+        return keys
+
+    async def pause(self, name: str) -> None:
+        """From the answer on nothing of it may become visible."""
+        await self.broker.change_campaign(name, "pause")
+        if not self.files.cut:
+            self.observed.paused_ms[name] = self.clock.wall
+
+    async def end_campaign(self, name: str) -> None:
+        """Cancel all of it that waits."""
+        self.observed.cancel_asked.update(self.observed.campaigns.get(name, []))
+        await self.broker.change_campaign(name, "cancel")
+
+    async def resume_all(self) -> None:
+        """What is done after a restart: the broker ends what was to end, an operator resumes what is paused."""
+        for name in [each.campaign for each in self.broker.campaigns()]:
+            each = self.broker.campaigns(name)[0]
+            keys = self.observed.campaigns.get(each.campaign, [])
+            out = {row.key: row.store_ms for row in (await self.outcome()).rows if row.key in keys}
+            paused_ms = self.observed.paused_ms.get(each.campaign)
+            if paused_ms is not None:
+                self.observed.early += [
+                    Fault("early", f"{key} became visible at {store_ms}, paused at {paused_ms}")
+                    for key, store_ms in out.items()
+                    if store_ms > paused_ms
+                ]
+            if each.state == "cancelled":
+                # Without a command: what had not become visible by now never may.
+                for key in keys if each.ranges else ():
+                    if key not in out:
+                        self.observed.verdicts.setdefault(key, []).append("already_cancelled")
+                await self.broker.campaign_changes.finish_cancels()
+                assert self.broker.campaigns(each.campaign)[0].held_from_ms is None
+            elif each.held_from_ms is not None:
+                await self.resume(each.campaign, [key for key in keys if key not in out])
+
+    async def resume(self, name: str, keys: Iterable[str], *, shift: bool = False) -> int:
+        """Resume a campaign; `keys`: what it holds, each due at its own instant or at the new one until the answer."""
+        paused_ms = self.broker.campaigns(name)[0].since_ms
+        shift_ms = self.clock.wall - paused_ms if shift else 0
+        held = [self.observed.sent[key] for key in keys]
+        moved_ms = [max(sent.due_ms + shift_ms, self.clock.wall) for sent in held]
+        for sent, due_ms in zip(held, moved_ms, strict=True):
+            sent.maybe_due.add(due_ms)
+        self.observed.paused_ms.pop(name, None)
+        resumed = await self.broker.change_campaign(name, "resume", shift=shift)
+        if not self.files.cut:
+            for sent, due_ms in zip(held, moved_ms, strict=True):
+                sent.move(due_ms)
+        return int(resumed.count)
 
     async def rewrite(self, epoch: int) -> None:
         """Put a live file's rows into a new file in its place."""
@@ -273,9 +325,10 @@ class World:
                     low += max(1, len(rows))
         for rows in broker.read_log(broker.parts.reader.first_seq, broker.parts.reader.next_seq):
             kinds = rows.column("kind").to_numpy()
-            promised = np.isin(kinds, [Kind.PROMISE, Kind.LEVEL_PROMISE])
-            outcome.promises.update(rows.column("seq").to_numpy()[promised].tolist())
-            ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])
+            promised = kinds == Kind.PROMISE
+            has_instant = np.asarray(rows.column("due_ms").is_valid())  # a half message waits for none
+            outcome.promises.update(rows.column("seq").to_numpy()[promised & has_instant].tolist())
+            ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]) & has_instant
             outcome.settled += rows.column("source_seq").filter(pa.array(ended)).to_pylist()
         return outcome
 

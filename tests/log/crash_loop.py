@@ -15,7 +15,6 @@ from tests.crash_files import CrashFiles, PowerCut
 from tests.log.small_log import AtOnce, Log, batch, bodies, opened, read_all, reopened
 
 from timeball.errors import StorageError
-from timeball.log import retention
 from timeball.message import Kind, build_rows
 
 FAR_FUTURE_MS = 1 << 60
@@ -47,17 +46,17 @@ class Witness:
 
     def let_go(self, files: CrashFiles, log: Log) -> None:
         """Retention: all segments but the last may go."""
-        gone = retention.expired(
-            log.segments, now_ms=FAR_FUTURE_MS, retention_ms=0, needed_from_seq=log.segments.last.first_seq
+        gone = log.segments.expired(
+            now_ms=FAR_FUTURE_MS, retention_ms=0, needed_from_seq=log.segments.last.first_seq
         )
         assert gone, "the scenario is too small"
         self.let_go_below = gone[-1].next_seq
-        retention.remove(files, log.segments, gone)
+        log.segments.remove(files, gone)
 
 
 async def scenario(files: CrashFiles, witness: Witness) -> None:
     """Two lives of a log."""
-    reserve = build_rows(1, kind=int(Kind.RESERVE), body=b"10")
+    reserve = build_rows(1, kind=int(Kind.TABLE), body=b"10")
     async with opened(files, disk=AtOnce()) as log:
         for n in range(5):
             await witness.append(log, batch(100 * n + 1, 3, body_bytes=200))

@@ -1,20 +1,40 @@
-"""The checkpoint: whole or not at all, and never something that nobody saved."""
+"""The checkpoint: whole or not at all; and the last snapshot is found by its flag, and damage to it is told."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 
 import google_crc32c
+import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles, PowerCut
+from tests.log.small_log import Log, batch, opened, reopened, run
 
 from timeball.errors import Corrupt
 from timeball.files import RealFiles
 from timeball.log import checkpoint as cp
-from timeball.log.checkpoint import HEADER, MAGIC, NAME, Checkpoint, Facts, JobFacts, load, parse, save
+from timeball.log import format as fmt
+from timeball.log.checkpoint import (
+    HEADER,
+    MAGIC,
+    NAME,
+    Checkpoint,
+    Facts,
+    JobFacts,
+    bytes_behind,
+    last_snapshot,
+    load,
+    parse,
+    save,
+    snapshot_row,
+)
+from timeball.message import without_secrets
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 ranges = st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 10**6)), max_size=4)
@@ -94,13 +114,6 @@ def test_facts_that_a_later_version_may_drop_have_defaults_and_unknown_ones_are_
     assert same(found, checkpoint(Facts(seq=9), []))
 
 
-def test_one_that_does_not_say_which_data_files_live_is_of_no_use() -> None:
-    """Taken for "none", it would lose all that waits in the table."""
-    files = CrashFiles()
-    save(files, checkpoint(Facts(seq=9), []))
-    assert load(files) is None
-
-
 # ---- damage ----------------------------------------------------------------------------------------------
 
 
@@ -143,7 +156,7 @@ def test_one_that_cannot_be_trusted_is_none_and_that_is_said(caplog: pytest.LogC
     files.open(NAME).write_at(40, b"?")
     with caplog.at_level(logging.WARNING):
         assert load(files) is None
-    assert "the whole log is replayed" in caplog.text
+    assert "the log is replayed from its last snapshot" in caplog.text
     caplog.clear()
     save(files, numbered(7))
     assert same(load(files), numbered(7)), "and the next one is good again"
@@ -186,3 +199,92 @@ def test_on_a_real_folder_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
     save(files, numbered(13))
     assert same(cp.load(RealFiles(tmp_path)), numbered(13))
     assert files.list_dir(".") == [NAME]
+
+
+SETTLED = np.array([5, 9], dtype=np.int64)
+
+
+def state(seq: int) -> Checkpoint:
+    facts = Facts(seq=seq, watermark=3, meta={"secret/receipts": msgspec.Raw(b'"c2VjcmV0"')})
+    return Checkpoint(facts, SETTLED, SETTLED + 1)
+
+
+async def append_snapshot(log: Log, seq: int) -> int:
+    first_seq, durable = log.writer.append(snapshot_row(state(seq), 7), flags=fmt.SNAPSHOT)
+    await durable
+    return first_seq
+
+
+async def fill(log: Log, commits: int) -> None:
+    for _ in range(commits):
+        await log.append(batch(log.writer.next_seq))
+
+
+@pytest.mark.parametrize("commits_behind", [0, 3, 40])
+def test_the_last_one_is_found_however_much_stands_behind_it(commits_behind: int) -> None:
+    files = CrashFiles()
+
+    async def main() -> None:
+        async with opened(files) as log:
+            assert last_snapshot(log.segments) is None
+            for seq in (4, 10):
+                await fill(log, 12)
+                first_seq = await append_snapshot(log, seq)
+            await fill(log, commits_behind)
+            assert bytes_behind(log.segments, log.writer.next_seq) == 0
+            assert bytes_behind(log.segments, 1) >= bytes_behind(log.segments, first_seq) > 0
+        found = last_snapshot(reopened(files).segments)
+        assert found is not None and found.facts == state(10).facts
+        assert (found.settled_due == SETTLED).all() and (found.settled_seq == SETTLED + 1).all()
+
+    run(main())
+
+
+def test_it_has_a_frame_of_its_own_whatever_shares_its_commit() -> None:
+    files = CrashFiles()
+
+    async def main() -> None:
+        async with opened(files) as log:
+            one, two = log.writer.append(batch(1))[1], append_snapshot(log, 2)
+            await asyncio.gather(one, two, log.writer.append(batch(5))[1])
+            frames = [
+                fmt.read_frame(log.segments.last.buffer, int(at)) for at in log.segments.last.frame_positions
+            ]
+            flagged = [(frame.rows, frame.flags) for frame in frames if frame is not None and frame.flags]
+            assert flagged == [(1, fmt.SNAPSHOT)]
+
+    run(main())
+
+
+def test_its_value_is_shown_to_no_reader() -> None:
+    row = snapshot_row(state(4), 7)
+    assert row.column("body")[0].as_py()
+    assert without_secrets(row).column("body")[0].as_py() is None
+
+
+def test_damage_to_it_is_told_by_name() -> None:
+    files = CrashFiles()
+
+    async def main() -> None:
+        async with opened(files) as log:
+            await append_snapshot(log, 1)
+            name, position = log.segments.last.name, int(log.segments.last.frame_positions[-1])
+            with contextlib.closing(files.open(name)) as file:
+                file.write_at(position + 200, b"??")
+            with pytest.raises(Corrupt, match=name):
+                last_snapshot(log.segments)
+
+    run(main())
+
+
+def test_a_flag_that_is_none_of_ours_is_damage() -> None:
+    row = snapshot_row(state(1), 7)
+    frame, parts = fmt.encode_frame(
+        row, first_seq=1, span=1, append_ms=0, epoch=1, position=64, synced_to=64, flags=fmt.SNAPSHOT
+    )
+    data = bytearray(bytes(64) + b"".join(bytes(part) for part in parts))
+
+    assert fmt.read_frame(pa.py_buffer(bytes(data)), 64) == frame
+    data[64 + fmt.FLAGS_OFFSET] = 2
+    with pytest.raises(Corrupt, match="no frame"):
+        fmt.read_frame(pa.py_buffer(bytes(data)), 64)

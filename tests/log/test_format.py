@@ -15,7 +15,7 @@ from tests.log.small_log import batch
 from timeball import limits
 from timeball.errors import Corrupt, SetupError
 from timeball.log import format as fmt
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, with_seq
 
 CRC_AT = 52
 VERSION_AT = 4
@@ -139,7 +139,7 @@ def test_a_frame_of_another_version_asks_for_another_timeball() -> None:
 
 def test_flags_nobody_knows_are_refused() -> None:
     data = bytearray(encode(batch(1, 2)))
-    struct.pack_into("<H", data, 6, 1)
+    struct.pack_into("<H", data, 6, 2)
     with pytest.raises(Corrupt):
         fmt.read_frame(segment(sealed_again(data)), 64)
 
@@ -179,7 +179,7 @@ def test_rows_fewer_than_the_header_says_are_corrupt() -> None:
 
 
 def test_a_span_may_be_longer_than_its_rows() -> None:
-    row = build_rows(1, kind=int(Kind.RESERVE), body=b"99")
+    row = build_rows(1, kind=int(Kind.TABLE), body=b"99")
     frame, parts = fmt.encode_frame(
         row, first_seq=5, span=100, append_ms=0, epoch=1, position=64, synced_to=64
     )
@@ -193,7 +193,7 @@ def test_a_frame_without_rows_is_not_written() -> None:
 
 
 def test_with_seq_numbers_the_rows() -> None:
-    rows = fmt.with_seq(batch(1, 3), 40)
+    rows = with_seq(batch(1, 3), 40)
     assert rows.schema == READ_SCHEMA
     assert rows.column("seq").to_pylist() == [40, 41, 42]
     assert rows.drop_columns(["seq"]).schema.equals(LOG_SCHEMA)

@@ -12,10 +12,8 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, Log, batch, opened, reopened
 
 from timeball.files import Files, RealFiles
-from timeball.key_hash import UInt64Array, hash_one
-from timeball.key_sidecar import KeySidecar
+from timeball.key_hash import KeySidecar, UInt64Array, hash_one
 from timeball.log import key_index as module
-from timeball.log import retention
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.message import Kind, build_rows
@@ -40,7 +38,7 @@ def rows_of(files: Files, commits: int, *, look_after: tuple[int, ...] = ()) -> 
             for n in range(commits):
                 await log.append(batch(3 * n))
                 if n in look_after:
-                    keys.find(hashes("id-0"))
+                    keys.find_rows(hashes("id-0"))
             return keys
 
     return asyncio.run(write())
@@ -73,20 +71,22 @@ def test_it_finds_what_a_plain_search_finds(
                     if mine & set(wanted):
                         expected.append(seq)
                 if look:
-                    assert keys.find(hashes(*wanted)).tolist() == expected
-            assert keys.find(hashes(*wanted)).tolist() == expected
-            assert index(files, log).find(hashes(*wanted)).tolist() == expected, "and one that starts afresh"
+                    assert keys.find_rows(hashes(*wanted)).tolist() == expected
+            assert keys.find_rows(hashes(*wanted)).tolist() == expected
+            assert index(files, log).find_rows(hashes(*wanted)).tolist() == expected, (
+                "and one that starts afresh"
+            )
 
     asyncio.run(work())
 
 
 def test_an_empty_log_has_no_rows() -> None:
-    assert rows_of(CrashFiles(), 0).find(hashes("id-1")).tolist() == []
+    assert rows_of(CrashFiles(), 0).find_rows(hashes("id-1")).tolist() == []
 
 
 def test_the_same_row_by_id_and_by_key_is_one_row() -> None:
     keys = rows_of(CrashFiles(), 10)
-    assert keys.find(hashes("id-7", "order-7", "id-8", "nobody")).tolist() == [8, 9]
+    assert keys.find_rows(hashes("id-7", "order-7", "id-8", "nobody")).tolist() == [8, 9]
 
 
 def test_numbers_that_were_set_aside_are_stepped_over() -> None:
@@ -95,9 +95,9 @@ def test_numbers_that_were_set_aside_are_stepped_over() -> None:
     async def work() -> None:
         async with opened(files, disk=AtOnce()) as log:
             await log.append(batch(0))
-            await log.writer.append(build_rows(1, kind=int(Kind.RESERVE), body=b"9"), span=10)[1]
+            await log.writer.append(build_rows(1, kind=int(Kind.TABLE), body=b"9"), span=10)[1]
             await log.append(batch(3))
-            assert index(files, log).find(hashes("id-2", "id-3")).tolist() == [3, 14]
+            assert index(files, log).find_rows(hashes("id-2", "id-3")).tolist() == [3, 14]
 
     asyncio.run(work())
 
@@ -113,14 +113,14 @@ def test_only_a_look_up_makes_them_and_only_of_sealed_segments() -> None:
     files = CrashFiles()
     keys = rows_of(files, 8)
     assert sidecars(files) == []
-    keys.find(hashes("id-1"))
+    keys.find_rows(hashes("id-1"))
     sealed = [f"{segment.ordinal:010d}.keys" for segment in reopened(files).segments.all[:-1]]
     assert sidecars(files) == sealed and len(sealed) >= 3
 
 
 def test_they_hold_every_id_and_key_of_their_segment() -> None:
     files = CrashFiles()
-    rows_of(files, 8).find(hashes("id-1"))
+    rows_of(files, 8).find_rows(hashes("id-1"))
     first = reopened(files).segments.all[0]
     stored = KeySidecar.parse(files.map_readonly("log/0000000001.keys"))
     expected = [
@@ -136,19 +136,19 @@ def test_they_hold_every_id_and_key_of_their_segment() -> None:
 
 def test_a_known_one_is_read_and_not_made_again() -> None:
     files = CrashFiles()
-    rows_of(files, 8).find(hashes("id-1"))
+    rows_of(files, 8).find_rows(hashes("id-1"))
     calls = files.calls
     segments = reopened(files).segments
     again = KeyIndex(files, segments, LogReader(segments))
     before = files.calls
-    assert again.find(hashes("id-1", "id-20")).tolist() == [2, 21]
+    assert again.find_rows(hashes("id-1", "id-20")).tolist() == [2, 21]
     assert files.calls == before > calls, "opening the log makes calls, looking up none"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
 def test_a_damaged_one_is_built_again_from_the_log(damage: str) -> None:
     files = CrashFiles()
-    rows_of(files, 8).find(hashes("id-1"))
+    rows_of(files, 8).find_rows(hashes("id-1"))
     name = "log/0000000001.keys"
     whole = files.content(name)
     wrong = {
@@ -159,7 +159,7 @@ def test_a_damaged_one_is_built_again_from_the_log(damage: str) -> None:
     }[damage]
     files.replace(name, wrong)
     segments = reopened(files).segments
-    assert KeyIndex(files, segments, LogReader(segments)).find(hashes("id-1")).tolist() == [2]
+    assert KeyIndex(files, segments, LogReader(segments)).find_rows(hashes("id-1")).tolist() == [2]
     assert files.content(name) == whole
 
 
@@ -167,17 +167,17 @@ def test_a_power_cut_while_they_are_made_costs_nothing() -> None:
     whole = CrashFiles()
     keys = rows_of(whole, 8)
     begun = whole.calls
-    keys.find(hashes("id-1"))
+    keys.find_rows(hashes("id-1"))
     for cut in range(begun + 1, whole.calls + 1):
         files = CrashFiles()
         keys = rows_of(files, 8)
         files.crash_at = cut
         with pytest.raises(BaseException, match="power"):
-            keys.find(hashes("id-1"))
+            keys.find_rows(hashes("id-1"))
         for seed in range(3):
             after = files.crash(seed)
             segments = reopened(after).segments
-            found = KeyIndex(after, segments, LogReader(segments)).find(hashes("id-1", "order-21"))
+            found = KeyIndex(after, segments, LogReader(segments)).find_rows(hashes("id-1", "order-21"))
             assert found.tolist() == [2, 22], (cut, seed)
 
 
@@ -193,7 +193,7 @@ def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyP
             keys = index(files, log)
             for n in range(12):
                 await log.append(batch(3 * n))
-                assert keys.find(hashes(*[f"id-{m}" for m in range(3 * n + 3)])).tolist() == list(
+                assert keys.find_rows(hashes(*[f"id-{m}" for m in range(3 * n + 3)])).tolist() == list(
                     range(1, 3 * n + 4)
                 )
                 assert len(keys._runs) <= 4
@@ -204,7 +204,7 @@ def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyP
 
 def test_a_roll_between_two_look_ups_loses_nothing() -> None:
     keys = rows_of(CrashFiles(), 10, look_after=(0, 1, 4, 5))
-    assert keys.find(hashes(*[f"id-{n}" for n in range(30)])).tolist() == list(range(1, 31))
+    assert keys.find_rows(hashes(*[f"id-{n}" for n in range(30)])).tolist() == list(range(1, 31))
 
 
 def test_what_retention_lets_go_is_found_no_more(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -215,10 +215,10 @@ def test_what_retention_lets_go_is_found_no_more(tmp_path) -> None:  # type: ign
             keys = index(files, log)
             for n in range(8):
                 await log.append(batch(3 * n))
-            assert keys.find(hashes("id-0", "id-20")).tolist() == [1, 21]
+            assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [1, 21]
             gone = log.segments.all[:2]
-            retention.remove(files, log.segments, gone)
-            assert keys.find(hashes("id-0", "id-20")).tolist() == [21]
+            log.segments.remove(files, gone)
+            assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [21]
             assert keys._sealed.keys() == {segment.ordinal for segment in log.segments.all[:-1]}
             assert len(sidecars(files)) == len(log.segments.all) - 1
 

@@ -21,7 +21,6 @@ from tests.log.small_log import AtOnce, batch, bodies, opened, reopened
 from timeball.errors import Corrupt, OutOfRange, SetupError
 from timeball.files import RealFiles
 from timeball.log import reader as module
-from timeball.log import retention
 from timeball.log.reader import LogReader
 from timeball.log.segment import segment_name
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
@@ -35,14 +34,14 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def log_of(frames: list[tuple[int, int]]) -> tuple[LogReader, dict[int, tuple[int, bytes]]]:
-    """Frames of (rows, kind) in small segments; the rows by number. A RESERVE uses numbers up beside its own."""
+    """Frames of (rows, kind) in small segments; the rows by number. A TABLE row uses numbers up beside its own."""
     files = CrashFiles()
     rows: dict[int, tuple[int, bytes]] = {}
 
     async def write() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
             for count, kind in frames:
-                first_seq, span = log.writer.next_seq, count + ASIDE * (kind == Kind.RESERVE)
+                first_seq, span = log.writer.next_seq, count + ASIDE * (kind == Kind.TABLE)
                 mine = [f"{n}".encode() for n in range(first_seq, first_seq + count)]
                 kinds = pa.array([kind] * (count - 1) + [Kind.CANCEL if count > 1 else kind], pa.int8())
                 await log.writer.append(build_rows(count, kind=kinds, topic="t", body=mine), span=span)[1]
@@ -61,7 +60,7 @@ def seqs(batches: list[pa.RecordBatch]) -> list[int]:
     return [seq for rows in batches for seq in rows.column("seq").to_pylist()]
 
 
-kinds = st.sampled_from([Kind.MESSAGE, Kind.PROMISE, Kind.RELEASE, Kind.RESERVE])
+kinds = st.sampled_from([Kind.MESSAGE, Kind.PROMISE, Kind.RELEASE, Kind.TABLE])
 logs = st.lists(st.tuples(st.integers(1, 6), kinds), max_size=10)
 
 
@@ -130,7 +129,7 @@ def test_a_range_may_end_beyond_what_is_durable_and_begin_there_but_not_before_w
 
 
 def test_numbers_that_were_set_aside_are_in_no_range() -> None:
-    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.RESERVE), (2, Kind.MESSAGE)])
+    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.TABLE), (2, Kind.MESSAGE)])
     assert seqs(list(reader.rows(1, 100))) == [1, 2, 3, 9, 10]
     assert list(reader.rows(4, 9)) == []
 
@@ -156,7 +155,7 @@ def test_rows_are_taken_in_the_order_asked_for_as_often_as_asked_for(
 ) -> None:
     reader, rows = log_of(frames)
     wanted = data.draw(st.lists(st.sampled_from(sorted(rows)), max_size=20))
-    found = reader.take(np.array(wanted, np.int64))
+    found = reader.read_rows(np.array(wanted, np.int64))
     assert found.schema == READ_SCHEMA
     assert found.column("seq").to_pylist() == wanted
     assert bodies([found]) == [rows[seq][1] for seq in wanted]
@@ -165,17 +164,17 @@ def test_rows_are_taken_in_the_order_asked_for_as_often_as_asked_for(
 @pytest.mark.parametrize("wanted", [[1, 1, 3], [1, 3, 3], [3, 1, 1], [2, 2], [1, 2, 2, 3, 3, 6]])
 def test_a_row_asked_for_twice_is_the_same_row_twice(wanted: list[int]) -> None:
     reader, rows = log_of([(6, Kind.MESSAGE)])
-    assert bodies([reader.take(np.array(wanted, np.int64))]) == [rows[seq][1] for seq in wanted]
+    assert bodies([reader.read_rows(np.array(wanted, np.int64))]) == [rows[seq][1] for seq in wanted]
 
 
 def test_a_row_that_is_not_kept_or_not_in_the_log_is_out_of_range() -> None:
-    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.RESERVE), (2, Kind.MESSAGE)])
+    reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.TABLE), (2, Kind.MESSAGE)])
     for seq in (0, 11, 10**18):
         with pytest.raises(OutOfRange, match="keeps 1 to 10"):
-            reader.take(np.array([1, seq], np.int64))
+            reader.read_rows(np.array([1, seq], np.int64))
     for seq in (4, 8):
         with pytest.raises(OutOfRange, match=f"seq {seq} was set aside for a bulk attach"):
-            reader.take(np.array([1, seq, 9], np.int64))
+            reader.read_rows(np.array([1, seq, 9], np.int64))
 
 
 # ---- the cache -------------------------------------------------------------------------------------------
@@ -186,7 +185,7 @@ def test_only_so_many_decoded_frames_are_held(monkeypatch: pytest.MonkeyPatch) -
     reader = simple(20)
     for _ in range(2):
         for seq in range(1, 61):
-            assert reader.take(np.array([seq], np.int64)).column("seq").to_pylist() == [seq]
+            assert reader.read_rows(np.array([seq], np.int64)).column("seq").to_pylist() == [seq]
             assert len(reader._cache) <= 3
 
 
@@ -194,7 +193,7 @@ def test_what_was_used_last_is_held_longest(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 2)
     reader = simple(20)
     for seq in (1, 4, 1, 7):
-        reader.take(np.array([seq], np.int64))
+        reader.read_rows(np.array([seq], np.int64))
     assert [first for first, _ in reader._cache.values()] == [1, 7]
 
 
@@ -202,10 +201,10 @@ def test_what_is_held_is_bounded_by_the_memory_that_it_takes() -> None:
     """Frames of one row, each looked at, as consumers do after small commits."""
     frames = 300
     reader = log_of([(1, Kind.MESSAGE)] * frames)[0]
-    reader.take(np.array([1], np.int64))  # what the first one needs besides
+    reader.read_rows(np.array([1], np.int64))  # what the first one needs besides
     before = allocated_bytes()
     for seq in range(2, frames + 1):
-        reader.take(np.array([seq], np.int64))
+        reader.read_rows(np.array([seq], np.int64))
     for _, rows in reader._cache.values():
         assert len(rows.columns) == len(LOG_SCHEMA)
     a_frame = (allocated_bytes() - before) / (frames - 1)
@@ -219,7 +218,7 @@ def test_a_segment_that_is_let_go_is_not_held() -> None:
     segments = reader.segments
     assert len(segments.all) > 2
     for seq in range(1, 121):
-        reader.take(np.array([seq], np.int64))
+        reader.read_rows(np.array([seq], np.int64))
     kept = weakref.ref(segments.all[1])
     segments.drop(segments.all[:2])
     assert kept() is None
@@ -228,7 +227,7 @@ def test_a_segment_that_is_let_go_is_not_held() -> None:
 
 def test_a_range_does_not_push_out_what_is_held() -> None:
     reader = simple(20)
-    reader.take(np.array([1], np.int64))
+    reader.read_rows(np.array([1], np.int64))
     assert len(list(reader.rows(1, 61))) == 20
     assert [first for first, _ in reader._cache.values()] == [1]
 
@@ -257,7 +256,7 @@ def damaged(at: int, data: bytes) -> LogReader:
 def test_a_row_that_has_rotted_is_an_error_and_never_a_message(at: int, data: bytes) -> None:
     reader = damaged(at, data)
     with pytest.raises(Corrupt):
-        reader.take(np.array([5], np.int64))
+        reader.read_rows(np.array([5], np.int64))
     before = []
     with pytest.raises(Corrupt):
         for rows in reader.rows(1, 13):
@@ -282,9 +281,9 @@ def test_every_flipped_byte_of_a_frame_is_an_error() -> None:
         file.write_at(at, bytes([content[at] ^ 0x10]))
         # A frame that says it is of another version is refused as such, see test_format.py.
         with pytest.raises(SetupError if 68 <= at < 70 else Corrupt):
-            LogReader(segments).take(np.array([1], np.int64))
+            LogReader(segments).read_rows(np.array([1], np.int64))
         file.write_at(at, content[at : at + 1])
-    assert LogReader(segments).take(np.array([1], np.int64)).num_rows == 1
+    assert LogReader(segments).read_rows(np.array([1], np.int64)).num_rows == 1
 
 
 # ---- threads and retention -------------------------------------------------------------------------------
@@ -302,7 +301,7 @@ def test_readers_in_many_threads_see_rows_that_are_right(monkeypatch: pytest.Mon
                 draw, looks = np.random.default_rng(seed), 0
                 while not stop.is_set() or not looks:
                     wanted = draw.integers(1, log.reader.next_seq, 10)
-                    found = bodies([log.reader.take(wanted)])
+                    found = bodies([log.reader.read_rows(wanted)])
                     assert found == [f"{n}:".encode().ljust(20, b".") for n in wanted]
                     looks += 1
                 return looks
@@ -328,12 +327,12 @@ def test_who_reads_while_retention_works_finishes_what_he_has_begun(tmp_path) ->
                 await log.append(batch(3 * n))
             reading = log.reader.rows(1, 31)
             first = next(reading)
-            retention.remove(files, log.segments, log.segments.all[:3])
+            log.segments.remove(files, log.segments.all[:3])
             assert seqs([first, *reading]) == list(range(1, 31))
             kept = log.reader.first_seq
             assert kept > 1 and seqs(list(log.reader.rows(kept, 31))) == list(range(kept, 31))
             with pytest.raises(OutOfRange, match=f"keeps {kept} to 30"):
-                log.reader.take(np.array([1], np.int64))
+                log.reader.read_rows(np.array([1], np.int64))
 
     run(work())
 

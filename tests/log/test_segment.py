@@ -1,16 +1,36 @@
-"""One segment, the row of them, and how a spare becomes one."""
+"""One segment, the row of them, how a spare becomes one, what retention removes, and the lives of the log."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.crash_files import CrashFiles, PowerCut
+from tests.log.small_log import AtOnce, batch, opened, read_all, reopened
 
-from timeball.errors import DiskFailed, OutOfRange, OverLimit
+from timeball.errors import Corrupt, DiskFailed, OutOfRange, OverLimit
+from timeball.files import Files, RealFiles
 from timeball.log import format as fmt
-from timeball.log.segment import FOLDER, Segment, Segments, begin, prepare, segment_name
+from timeball.log import frame_index
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.log.segment import (
+    FOLDER,
+    Segment,
+    Segments,
+    begin_segment,
+    last_epoch,
+    prepare,
+    segment_name,
+    starts,
+)
+from timeball.message import Kind, build_rows
+from timeball.wire import Start
 
 BLANK = pa.py_buffer(bytes(64))
 
@@ -113,7 +133,7 @@ def test_a_spare_is_durable_and_blank() -> None:
 
 def test_a_segment_is_begun_durably() -> None:
     files = folder()
-    segment = begin(prepare(files, 1, 4096), 1, 17, 5)
+    segment = begin_segment(prepare(files, 1, 4096), 1, 17, 5)
     assert (segment.first_seq, segment.next_seq, segment.end) == (17, 17, 64)
     after = files.crash(survival="nothing")
     assert fmt.read_segment_header(after.map_readonly(segment_name(1))) == 17
@@ -139,13 +159,264 @@ def test_half_a_spare_has_no_name(error: OverLimit | DiskFailed) -> None:
 def test_a_spare_cut_anywhere_is_a_spare_or_nothing() -> None:
     whole = folder()
     before = whole.calls
-    begin(prepare(whole, 1, 4096), 1, 17, 5)
+    begin_segment(prepare(whole, 1, 4096), 1, 17, 5)
     for call in range(before + 1, whole.calls + 1):
         files = folder()
         files.crash_at = call
         with pytest.raises(PowerCut):
-            begin(prepare(files, 1, 4096), 1, 17, 5)
+            begin_segment(prepare(files, 1, 4096), 1, 17, 5)
         for seed in range(5):
             after = files.crash(seed)
             if after.exists(segment_name(1)):
                 assert fmt.read_segment_header(after.map_readonly(segment_name(1))) in (None, 17)
+
+
+SMALL = 4096
+
+
+def segments_of(spans_and_times: list[tuple[int, int]]) -> Segments:
+    """One frame a segment, of so many numbers, appended then."""
+    found, first_seq = [], 1
+    for ordinal, (span, append_ms) in enumerate(spans_and_times, 1):
+        segment = Segment(ordinal, first_seq, BLANK)
+        segment.add(fmt.Frame(segment.end, 128, span, first_seq, span, append_ms, 1, 64, 0))
+        first_seq = segment.next_seq
+        found.append(segment)
+    return Segments(found)
+
+
+# ---- what may go -----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100)), min_size=1, max_size=8),
+    st.integers(0, 200),
+    st.integers(0, 100),
+    st.integers(0, 50),
+)
+def test_nothing_young_needed_or_last_goes_and_everything_else_in_front_does(
+    spans_and_times: list[tuple[int, int]], now_ms: int, retention_ms: int, needed_from_seq: int
+) -> None:
+    segments = segments_of(spans_and_times)
+    gone = segments.expired(now_ms=now_ms, retention_ms=retention_ms, needed_from_seq=needed_from_seq)
+    assert gone == segments.all[: len(gone)], "the oldest, in order"
+    assert len(gone) < len(segments.all)
+
+    def may_go(segment: Segment) -> bool:
+        return segment.next_seq <= needed_from_seq and now_ms - segment.last_append_ms >= retention_ms
+
+    assert all(map(may_go, gone))
+    following = segments.all[len(gone)]
+    assert following is segments.last or not may_go(following)
+
+
+@pytest.mark.parametrize(
+    ("now_ms", "needed_from_seq", "count"),
+    [
+        (1_099, 99, 0),
+        (1_100, 99, 1),
+        (1_200, 99, 2),
+        (9_999, 99, 2),
+        (9_999, 3, 0),
+        (9_999, 4, 1),
+        (9_999, 7, 2),
+    ],
+)
+def test_to_the_millisecond_and_to_the_number(now_ms: int, needed_from_seq: int, count: int) -> None:
+    segments = segments_of([(3, 100), (3, 200), (3, 300)])
+    found = segments.expired(now_ms=now_ms, retention_ms=1_000, needed_from_seq=needed_from_seq)
+    assert len(found) == count
+
+
+def test_a_young_segment_holds_back_the_old_ones_behind_it() -> None:
+    """The clock was set back: order is by number, so the log would get a hole."""
+    segments = segments_of([(3, 5_000), (3, 100), (3, 300)])
+    assert segments.expired(now_ms=2_000, retention_ms=1_000, needed_from_seq=99) == []
+
+
+# ---- removing --------------------------------------------------------------------------------------------
+
+
+def written(files: Files, *, caches: bool = True) -> Segments:
+    """A log of four segments or more, closed; with the caches a broker would have."""
+
+    async def write() -> Segments:
+        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+            for n in range(8):
+                await log.append(batch(3 * n))
+            if caches:
+                KeyIndex(files, log.segments, log.reader).find_rows(np.array([1], np.uint64))
+                frame_index.save_sealed(files, log.segments)
+            return log.segments
+
+    segments = asyncio.run(write())
+    assert len(segments.all) >= 4
+    return segments
+
+
+@pytest.mark.parametrize("make", [lambda path: CrashFiles(), RealFiles], ids=["crash", "real"])
+def test_a_segment_goes_with_its_caches_and_the_rest_stays(make, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    files: Files = make(tmp_path)
+    segments = written(files)
+    rows, gone = read_all(segments), segments.all[:2]
+    calls = files.list_dir(FOLDER)
+    segments.remove(files, gone)
+    first_seq = segments.first_seq
+    assert first_seq == gone[-1].next_seq
+    assert set(calls) - set(files.list_dir(FOLDER)) == {
+        f"{ordinal:010d}.{kind}" for ordinal in (1, 2) for kind in ("log", "keys", "frames")
+    }
+    assert read_all(segments) == {seq: body for seq, body in rows.items() if seq >= first_seq}
+    found = reopened(files, segment_bytes=SMALL)
+    assert read_all(found.segments) == read_all(segments)
+    found.file.close()
+
+
+def test_nothing_to_remove_is_nothing_done() -> None:
+    files = CrashFiles()
+    segments = written(files)
+    calls = files.calls
+    segments.remove(files, [])
+    assert files.calls == calls
+
+
+def test_the_last_segment_and_one_in_the_middle_are_never_removed() -> None:
+    files = CrashFiles()
+    segments = written(files)
+    calls = files.calls
+    for wrong in (segments.all, segments.all[1:2], segments.all[1::-1]):
+        with pytest.raises(AssertionError):
+            segments.remove(files, wrong)
+    assert files.calls == calls
+
+
+def test_a_reader_that_holds_a_segment_keeps_it() -> None:
+    files = CrashFiles()
+    segments = written(files)
+    reading = LogReader(segments).rows(1, 1_000)
+    first = next(reading)
+    segments.remove(files, segments.all[:-1])
+    found = [seq for rows in (first, *reading) for seq in rows.column("seq").to_pylist()]
+    assert found == list(range(1, 25))
+
+
+def images(*, forget_sync_dir: bool = False) -> list[CrashFiles]:
+    """Disks after a power cut at each call of a removal."""
+    whole = CrashFiles(forget_sync_dir=forget_sync_dir)
+    segments = written(whole)
+    begun = whole.calls
+    segments.remove(whole, segments.all[:-1])
+    found = []
+    for cut in range(begun + 1, whole.calls + 1):
+        files = CrashFiles(forget_sync_dir=forget_sync_dir)
+        segments = written(files)
+        files.crash_at = cut
+        with pytest.raises(PowerCut):
+            segments.remove(files, segments.all[:-1])
+        found += [files.crash(seed) for seed in range(6)]
+    return found
+
+
+def test_whenever_the_power_goes_the_log_has_no_hole() -> None:
+    rows = read_all(written(CrashFiles()))
+    beginnings = set()
+    for image in images():
+        segments = reopened(image, segment_bytes=SMALL).segments
+        assert read_all(segments) == {seq: body for seq, body in rows.items() if seq >= segments.first_seq}
+        assert segments.next_seq == 25
+        beginnings.add(segments.first_seq)
+    assert len(beginnings) > 2
+
+
+def test_a_folder_whose_names_are_not_synced_would_be_noticed() -> None:
+    """The control: removed in order and not synced in between, a later name may be gone and an earlier one back."""
+    refused = 0
+    for image in images(forget_sync_dir=True):
+        try:
+            segments = reopened(image, segment_bytes=SMALL).segments
+            refused += segments.next_seq != 25
+        except Corrupt:
+            refused += 1
+    assert refused > 0
+
+
+def test_segments_that_stay_keep_their_names() -> None:
+    files = CrashFiles()
+    segments = written(files, caches=False)
+    segments.remove(files, segments.all[:1])
+    assert [segment.name for segment in segments.all] == [
+        segment_name(2 + at) for at in range(len(segments.all))
+    ]
+
+
+EVER = 1 << 62
+
+
+def lived(lives: list[int]) -> tuple[CrashFiles, list[tuple[int, int]]]:
+    """A log whose writer was started so often, with so many frames each; (first row, its instant) of each frame."""
+    files, frames = CrashFiles(), []
+
+    async def live(number: int, count: int) -> None:
+        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+            log.clock.advance(1_000 * number)
+            for _ in range(count):
+                log.clock.advance(10)
+                rows = build_rows(1, kind=int(Kind.MESSAGE), topic="t", body=b"x" * 400)
+                await log.writer.append(rows)[1]
+                frames.append((log.segments.next_seq - 1, log.segments.last.last_append_ms))
+
+    for number, count in enumerate(lives):
+        asyncio.run(live(number, count))
+    return files, frames
+
+
+def expected(lives: list[int], frames: list[tuple[int, int]]) -> list[Start]:
+    found, at = [], 0
+    for count in lives:
+        if count and at:
+            found.append(Start(frames[at][0], frames[at][1], frames[at - 1][1]))
+        at += count
+    return found
+
+
+def segments(files: CrashFiles) -> Segments:
+    return reopened(files, segment_bytes=SMALL).segments
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=5), st.booleans(), st.data())
+def test_every_life_that_wrote_is_found_and_none_other(
+    lives: list[int], is_indexed: bool, data: st.DataObject
+) -> None:
+    files, frames = lived(lives)
+    log = segments(files)
+    if is_indexed:
+        frame_index.save_sealed(files, log)
+    everything = expected(lives, frames)
+    assert starts(log, 0, EVER) == everything
+    assert last_epoch(log) == sum(count > 0 for count in lives)
+    low, high = sorted(data.draw(st.tuples(st.integers(0, 70), st.integers(0, 70))))
+    assert starts(log, low, high) == [one for one in everything if low <= one.first_seq < high]
+
+
+def test_of_the_oldest_frame_that_is_kept_nobody_can_tell() -> None:
+    files, frames = lived([12, 12, 3])
+    log = segments(files)
+    kept = [one for one in expected([12, 12, 3], frames) if one.first_seq > log.all[2].first_seq]
+    log.drop(log.all[:2])
+    assert starts(log, 0, EVER) == kept
+
+
+def test_a_frame_that_has_become_blank_is_an_error() -> None:
+    files, _ = lived([1, 1])
+    log = segments(files)
+    name, position = log.last.name, int(log.last.frame_positions[-1])
+    file = files.open(name)
+    file.write_at(position, bytes(fmt.ALIGN))
+    log.last.buffer = files.map_readonly(name)
+    with pytest.raises(Corrupt, match="has become blank"):
+        starts(log, 0, EVER)
+
+
+def test_a_log_without_frames_has_no_epoch() -> None:
+    assert last_epoch(segments(CrashFiles())) == 0

@@ -108,7 +108,7 @@ def test_a_reservation_has_a_frame_of_its_own_and_its_numbers_are_left_out() -> 
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
-            reserve = build_rows(1, kind=int(Kind.RESERVE), body=b"10")
+            reserve = build_rows(1, kind=int(Kind.TABLE), body=b"10")
             calls = [
                 log.writer.append(batch(1, 2)),
                 log.writer.append(reserve, span=11),

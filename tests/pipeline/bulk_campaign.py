@@ -9,8 +9,8 @@ import sys
 
 from timeball.limits import HOUR_MS
 from timeball.pipeline.jobs import bulk
-from timeball.pipeline.screening import Columns
-from timeball.pipeline.session import build_session
+from timeball.pipeline.jobs.bulk_input import Columns
+from timeball.pipeline.run.session import build_session
 
 PARTITIONS = 4
 REJECT_EVERY = 1_000  # each of these rows has no topic

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from timeball.limits import HOUR_MS
-from timeball.pipeline.session import build_session
+from timeball.pipeline.run.session import build_session
 
 TOPIC = "bulk"
 PARTITIONS = 4

@@ -10,11 +10,11 @@ from tests.node_fixture import RunningNode
 
 from timeball.limits import HOUR_MS
 from timeball.message import Kind
-from timeball.pipeline import promises
-from timeball.pipeline.campaign import Campaign
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.store import Store
-from timeball.pipeline.waiting import Snapshot
+from timeball.pipeline.jobs.campaign import Campaign
+from timeball.pipeline.source import promise_columns
+from timeball.pipeline.table_store import Store
+from timeball.pipeline.views.duckdb_session import SqlSession
 from timeball.table.attachment import Attachment
 
 TOPIC = "mail"
@@ -23,10 +23,10 @@ TOPIC = "mail"
 def attach(
     campaign: Campaign, rows: int, parts: int = 2, after_ms: int = HOUR_MS, step_ms: int = 1_000
 ) -> None:
-    """What a bulk write does: numbered rows in `parts` ranges, keys k0, k1, …, `step_ms` apart; noted as attached."""
+    """What a bulk write does: numbered rows in `parts` ranges, keys k0, k1, …, `step_ms` apart."""
     broker = campaign.broker
     now_ms = broker.status().now_ms
-    planned = campaign.begin(rows, now_ms, {})
+    campaign.plan(rows, now_ms)
     files, ranges = [], []
     for numbers in np.array_split(np.arange(rows), parts):
         table = pa.table(
@@ -37,12 +37,11 @@ def attach(
                 "due_ms": pa.array(now_ms + after_ms + numbers * step_ms),
             }
         )
-        shaped = promises.with_unique_keys(promises.normalise(table, now_ms))
+        shaped = promise_columns.with_unique_keys(promise_columns.normalise(table, now_ms))
         first_seq = broker.reserve(len(numbers))
-        files += Store(campaign.table_uri).put_rows(promises.numbered(shaped, first_seq), now_ms)
+        files += Store(campaign.table_uri).put_rows(promise_columns.numbered(shaped, first_seq), now_ms)
         ranges.append((first_seq, len(numbers)))
     broker.attach(Attachment(job="bulk", job_id=campaign.id, epoch=0, files=files, ranges=ranges))
-    assert campaign.note_attached(planned, "attached") is not None
 
 
 def released(broker: Endpoint) -> Counter[str]:
@@ -54,7 +53,8 @@ def released(broker: Endpoint) -> Counter[str]:
 
 def waiting(broker: Endpoint) -> dict[str, int]:
     """Key and due instant of everything that waits; each key once, or the test fails."""
-    found = [row for batch in Snapshot.take(broker).batches(["keys", "due_ms"]) for row in batch.to_pylist()]
+    with SqlSession(broker.uri, bodies=False) as session:
+        found = session.run("select keys, due_ms from pending").rows.read_all().to_pylist()
     assert len({row["keys"] for row in found}) == len(found), "a promise waits twice"
     return {row["keys"]: row["due_ms"] for row in found}
 

@@ -11,8 +11,9 @@ import msgspec
 
 from timeball.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import audit, ledger, runner
-from timeball.pipeline.session import build_session
+from timeball.pipeline.jobs import audit, ledger
+from timeball.pipeline.run import runner
+from timeball.pipeline.run.session import build_session
 
 MASTER = (
     "local-cluster[2,1,640]"  # two executors with a core and 640 MB each, behind a master and two workers

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.session import build_session
+from timeball.pipeline.run.session import build_session
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from tests.pipeline.traffic import visible
 from timeball import Timeball
 from timeball.message import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.store import Store
+from timeball.pipeline.table_store import Store
 from timeball.table.attachment import Attachment
 from timeball.table.layout import sort_rows
 

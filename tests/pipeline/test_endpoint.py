@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import socket
 
-import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 from tests.table.small_table import table_rows
 
-from timeball.errors import InvalidMessage, NotFound, OutOfRange, Unavailable
+from timeball.errors import NotFound, OutOfRange, Unavailable
 from timeball.message import READ_SCHEMA, Kind
-from timeball.pipeline.endpoint import Endpoint, RangesCancelled, from_wire
-from timeball.pipeline.store import Store
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.table_store import Store
 from timeball.table.attachment import Attachment
+from timeball.wire import RangesCancelled
 
 
 def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:
     first = broker.status().log.durable_seq
     send(node.endpoint, 10)
     status = broker.status()
-    assert status.log.durable_seq == first + 10
-    batches = list(broker.read_log(first, first + 10, [Kind.PROMISE]))
+    end = status.log.durable_seq
+    assert end >= first + 10  # and what the broker notes of the topic
+    batches = list(broker.read_log(first, end, [Kind.PROMISE]))
     assert sum(batch.num_rows for batch in batches) == 10
     assert batches[0].schema == READ_SCHEMA
-    assert list(broker.read_log(first, first + 10, [Kind.CANCEL])) == []
+    assert list(broker.read_log(first, end, [Kind.CANCEL])) == []
 
 
 def test_queues_and_their_rows(node: RunningNode, broker: Endpoint) -> None:
@@ -85,11 +86,3 @@ def test_a_broker_that_comes_back_is_waited_for(node: RunningNode) -> None:
             hasty.status()
         node.start()
         assert endpoint.status().watermark == 1
-
-
-def test_transport_noise_is_cut_off() -> None:
-    text = "no such topic. Detail: Failed. gRPC client debug context: UNKNOWN:x. Client context: OK"
-    error = from_wire(flight.FlightServerError(text, b"not_found"), "grpc://h:1")
-    assert (type(error), str(error)) == (NotFound, "no such topic")
-    assert type(from_wire(flight.FlightServerError("x", b"invalid_message"), "u")) is InvalidMessage
-    assert type(from_wire(flight.FlightInternalError("stream broke"), "u")) is Unavailable

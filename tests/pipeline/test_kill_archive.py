@@ -32,7 +32,8 @@ TOPICS = ["orders", "news", "%DLQ%billing", "audit"]
 # Epochs of many small files, so that there is time to die between the first one and the commit.
 ARCHIVE = """
 import sys
-from timeball.pipeline.jobs import archive, runner
+from timeball.pipeline.jobs import archive
+from timeball.pipeline.run import runner
 archive.TRIGGER, archive.PIECE_ROWS, archive.TIDY_EVERY = "100 milliseconds", 200, 5
 options = {"archive": {"min_rows_per_batch": "1", "max_rows_per_batch": "2000"}}
 runner.run(["archive"], endpoint=sys.argv[1], checkpoint=sys.argv[2], options=options)

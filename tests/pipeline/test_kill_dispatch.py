@@ -97,7 +97,7 @@ def test_a_dispatcher_killed_while_it_brings(node: RunningNode, tmp_path: Path) 
 
 def live(node: RunningNode, broker: Endpoint, chance: np.random.Generator, promised: list[int]) -> None:
     """Promises are made, as long as it takes, for a Spark at work, until it is in the midst of bringing some."""
-    dispatched = node.broker.parts.hour_log.dispatched
+    dispatched = node.broker.parts.scheduler.external
     eventually(lambda: dispatched.is_leased(broker.status().now_ms), "Spark is at work")
     eventually(lambda: done(node, len(promised)), "all that was left by the one before is out")
     before = brought(node)

@@ -27,8 +27,7 @@ from tests.crash.siege import CLOCK, Siege, cancel, consume, send_many, send_one
 from tests.pipeline import bulk_write
 
 from timeball import Timeball
-from timeball.cli.supervisor import Supervisor
-from timeball.cli.up import pipeline_command
+from timeball.cli.up import Supervisor, pipeline_command
 from timeball.config import Settings
 from timeball.limits import HOUR_MS
 from timeball.message import Kind

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pyarrow as pa
-from tests.node_fixture import eventually
+from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.pipeline.endpoint import Endpoint
 
 
@@ -33,6 +33,26 @@ def send_due_now(endpoint: str, rows: int, topic: str = "orders") -> None:
         for i in range(rows):
             ball.send(topic, f"now {i}", after="1ms", keys=f"key{i}")
         eventually(lambda: visible(ball, topic) >= rows, f"{rows} rows of {topic} released")
+
+
+def commit_half(node: RunningNode, **delay: int) -> int:
+    """A half message, committed with a delay; returns its number."""
+
+    async def commit() -> int:
+        properties = encode_properties({"TRAN_MSG": "true", "PGROUP": "payers"})
+        row = {
+            "topic": ["orders"],
+            "body": [b"half"],
+            "properties": [properties],
+            "sys_flag": pa.array([5], pa.int32()),
+        }
+        accepted, durable = node.broker.prepare_nowait(pa.record_batch(row))
+        await durable
+        seq = int(accepted.first_seq)
+        await node.broker.transactions.end(seq, "payers", commit=True, delay=lambda _: delay)
+        return seq
+
+    return node.run(commit())
 
 
 def visible(ball: Timeball, topic: str) -> int:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack, suppress
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from timeball.errors import OverLimit
 from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.grpc.edge import UNREAD_BYTES_MAX
 
 MAX = 120
+HALF = UNREAD_BYTES_MAX // 2
 
 
 def test_one_address_alone_has_half_and_leaves_the_rest() -> None:
@@ -89,3 +95,61 @@ def test_all_get_on_and_never_hold_more_than_all_may(asked: list[tuple[str, int]
         assert shares.held_bytes == sum(size for _, size in held) <= MAX
     assert served == len(asked)
     assert not shares._waiting and not shares._of
+
+
+def test_one_that_goes_as_it_is_let_in_gives_its_room_back() -> None:
+    async def work() -> None:
+        shares = ByteShares(MAX, MAX)
+        await shares.room("a", MAX)
+        waiting = asyncio.ensure_future(shares.room("b", MAX))
+        await asyncio.sleep(0)
+        shares.remove("a", MAX)
+        waiting.cancel()  # in the same turn of the loop
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not shares.held_bytes
+
+    asyncio.run(work())
+
+
+# ---- answers on their way --------------------------------------------------------------------------------
+
+
+def test_each_address_has_its_share_of_answers() -> None:
+    unread = ByteShares(UNREAD_BYTES_MAX)
+    with unread.held("a", HALF - 1):
+        unread.check("a", 1)
+        with pytest.raises(OverLimit, match="not read yet"):
+            unread.check("a", 2)
+        unread.check("b", HALF)
+        with pytest.raises(OverLimit), unread.held("a", 2):
+            raise AssertionError("there is no room")
+    unread.check("a", HALF)
+
+
+def test_all_have_a_bound_whoever_asks() -> None:
+    """However many addresses do not read: each alone might have been within its own bound."""
+    unread, part = ByteShares(UNREAD_BYTES_MAX), 32 * 1024 * 1024
+    with ExitStack() as held:
+        for n in range(100):
+            with suppress(OverLimit):
+                held.enter_context(unread.held(f"deaf-{n}", part))
+        assert UNREAD_BYTES_MAX - part < unread.held_bytes <= UNREAD_BYTES_MAX
+
+
+def test_a_single_answer_may_have_any_size() -> None:
+    with ByteShares(UNREAD_BYTES_MAX).held("a", 2 * UNREAD_BYTES_MAX):
+        pass
+
+
+def test_nothing_is_left_over() -> None:
+    unread = ByteShares(UNREAD_BYTES_MAX)
+    for ends_badly in (False, True):
+        with ExitStack() as stack:
+            if ends_badly:
+                stack.enter_context(pytest.raises(ZeroDivisionError))
+            with unread.held("a", 10):
+                assert unread.held_bytes == 10
+                if ends_badly:
+                    raise ZeroDivisionError
+        assert unread.held_bytes == 0 and not unread.held_by("a")

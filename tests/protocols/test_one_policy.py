@@ -5,8 +5,10 @@ The answers stand in TABLE once, for all edges. Each edge has a topic of its own
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,11 +17,13 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc import wire as grpc_wire
 from tests.protocols.grpc.sending import message, send_request
 from tests.protocols.remoting import wire as remoting_wire
-from tests.protocols.remoting.test_sends import sent
+from tests.protocols.remoting.handlers.test_sends import sent
 
+import timeball.protocols
 from timeball import Timeball
-from timeball.broker.groups import SubscriptionGroup
-from timeball.broker.topic_config import READ, WRITE, TopicConfig
+from timeball.access import ANONYMOUS
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.errors import TimeballError
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
@@ -75,7 +79,7 @@ def deleted(node: RunningNode, name: str) -> None:
 
 def with_group(node: RunningNode, name: str) -> None:
     group = name.removeprefix("%RETRY%").removeprefix("%DLQ%")
-    node.run(_on_loop(lambda: node.broker.policy.register(group)))
+    node.run(_on_loop(lambda: node.broker.policy.register(group, ANONYMOUS)))
     if name.startswith("%DLQ%"):
         configured(READ | WRITE)(node, name)
 
@@ -291,10 +295,49 @@ def test_a_group_that_is_switched_off_reads_nothing(
         node.run(_on_loop(lambda: groups.update(SubscriptionGroup(GROUP))))
 
 
+# ---- no edge decides ----------------------------------------------------------------------------------------
+
+ASKS_ITSELF = {
+    "a topic's permission": r"\.perm\b\s*[&|]",
+    "a group's switches": r"\.consume_(broadcast_)?enable\b",
+    "a reserved name": r"\breserved(_topics)?\.(forbidden|conflict)\b|import .*\b(forbidden|conflict)\b",
+    "an account": r"\b(caller|principal)\.(check|may)\(|\bPrincipal\b",
+}
+
+
+def asked_by(source: str) -> set[str]:
+    return {what for what, pattern in ASKS_ITSELF.items() if re.search(pattern, source)}
+
+
+def test_no_edge_asks_by_itself() -> None:
+    edges = Path(timeball.protocols.__file__).parent
+    found = {
+        str(path.relative_to(edges)): asked
+        for path in edges.rglob("*.py")
+        if "_generated" not in path.parts and (asked := asked_by(path.read_text()))
+    }
+    # A group's own settings are told and changed by tools; of a message's hidden copy nothing is decided here.
+    assert found.keys() <= {"remoting/handlers/admin/groups.py"}, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if not topic.perm & WRITE:",
+        "if not group.consume_enable:",
+        "reason = reserved.forbidden(name)",
+        "from timeball.broker.reserved_topics import conflict",
+        "call.caller.check(Verb.SEND, topic=topic)",
+    ],
+)
+def test_an_edge_that_asks_is_seen(source: str) -> None:
+    assert asked_by(source)
+
+
 def test_the_table_sees_an_edge_that_goes_its_own_way(
     node: RunningNode, edges: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the broker's verb as it was, which asked nothing; the edges of RocketMQ asked by themselves."""
     kind = next(kind for kind in TABLE if kind.name.startswith("read-only"))
-    monkeypatch.setattr(node.broker.policy, "admit", lambda names, queues=None: None)
+    monkeypatch.setattr(node.broker.policy, "admit", lambda names, queues=None, caller=None: None)
     assert answers(node, edges, kind, "send") == {"flight": OK, "remoting": FORBIDDEN, "grpc": FORBIDDEN}

@@ -10,7 +10,7 @@ from tests.protocols.grpc import wire as grpc_wire
 from tests.protocols.grpc.sending import message
 from tests.protocols.grpc.sending import sent as sent_by_grpc
 from tests.protocols.remoting import wire as remoting_wire
-from tests.protocols.remoting.test_sends import sent
+from tests.protocols.remoting.handlers.test_sends import sent
 
 from timeball import Timeball
 from timeball.protocols.grpc._generated import definition_pb2 as d

@@ -64,7 +64,7 @@ def test_the_most_silent_are_closed_and_no_more_than_needed() -> None:
         ours.dial(3)  # and nothing comes by these
         watch = Strangers(limit_with(strangers.FREE_MIN - 5), [ours.port])
         assert watch.free_wanted == strangers.FREE_MIN
-        assert watch.look() == 4
+        assert watch.close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, False, True, True, True]
         assert not any(map(is_closed, others.clients))
 
@@ -72,7 +72,7 @@ def test_the_most_silent_are_closed_and_no_more_than_needed() -> None:
 def test_nothing_is_closed_while_there_is_room() -> None:
     with door() as ours:
         ours.dial(3)
-        assert Strangers(limit_with(strangers.FREE_MIN), [ours.port]).look() == 0
+        assert Strangers(limit_with(strangers.FREE_MIN), [ours.port]).close_idle() == 0
         assert not any(map(is_closed, ours.clients))
 
 
@@ -83,7 +83,7 @@ def test_all_who_have_said_nothing_for_a_second_go_when_room_is_short() -> None:
         ours.clients[0].sendall(b"x")
         ours.accepted[0].recv(1)
         time.sleep(strangers.STRANGER_MS / 1000 + 0.02)
-        assert Strangers(limit_with(strangers.FREE_MIN - 2), [ours.port]).look() == 4
+        assert Strangers(limit_with(strangers.FREE_MIN - 2), [ours.port]).close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, True, True, True]
 
 

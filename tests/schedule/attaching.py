@@ -14,12 +14,14 @@ import pyarrow as pa
 from tests.schedule.stage import BEGINNING, Model, Rig
 from tests.schedule.table_files import table_rows
 
-from timeball.broker import compacting, rewriting
+from timeball.broker.tables import compact, rewrite
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
 from timeball.message import Kind, build_rows
-from timeball.schedule.strategy import Strategy
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.holds import Holds
+from timeball.schedule.scheduler import Scheduler
 from timeball.table import attachment as att
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
@@ -35,7 +37,8 @@ class Attaching:
     files: Files
     loop: asyncio.AbstractEventLoop
     model: Model
-    strategy: Strategy
+    strategy: Scheduler
+    backlog: Backlog
     reader: LogReader
     writer: LogWriter
     attached: list[tuple[int, Attachment]]
@@ -55,7 +58,7 @@ class Attaching:
 
     def live_files(self) -> list[DataFile]:
         """The files of the table."""
-        return self.rig.live_files(self.strategy)
+        return self.rig.live_files(self.backlog)
 
     def prepare_compact(self, share: float = 1.0) -> Attachment | None:
         """Write the files for the first `share` of the tail; nothing is attached yet."""
@@ -63,9 +66,9 @@ class Attaching:
         to_seq = self.watermark + round((high - self.watermark) * share)
         if to_seq <= self.watermark:
             return None
-        attachment = compacting.compact(
+        attachment = compact.compact(
             self.files, self.reader, from_seq=self.watermark, to_seq=to_seq,
-            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms,
+            settled_before_ms=self.strategy.settled_before_ms, now_ms=self.now_ms,
         )  # fmt: skip
         return self._synced(attachment)
 
@@ -74,10 +77,11 @@ class Attaching:
         chosen = self.live_files()
         if not chosen:
             return None
-        settled = self.rig.settled(self.strategy)
-        attachment = rewriting.rewrite(
+        settled = self.strategy.settled()
+        attachment = rewrite.rewrite(
             self.files, [file.entry for file in chosen], settled.seq,
-            settled_before_ms=self.rig.settled_before_ms(self.strategy), now_ms=self.now_ms, epoch=self.reader.next_seq,
+            settled_before_ms=self.strategy.settled_before_ms, holds=Holds(), now_ms=self.now_ms,
+            epoch=self.reader.next_seq,
         )  # fmt: skip
         return self._synced(attachment)
 
@@ -90,12 +94,14 @@ class Attaching:
         return self._synced(
             Attachment(
                 job="bulk", job_id=f"bulk-{first_seq}", epoch=0, ranges=[(first_seq, len(dues))],
-                files=compacting.write_files(self.files, rows, self.now_ms),
+                files=compact.write_files(self.files, rows, self.now_ms),
             )
         )  # fmt: skip
 
     async def _reserve(self, rows: int) -> int:
-        row = build_rows(1, kind=int(Kind.RESERVE), body=str(rows).encode(), store_ms=self.now_ms)
+        row = build_rows(
+            1, kind=int(Kind.TABLE), body=att.encode(att.Reservation(rows)), store_ms=self.now_ms
+        )
         seq, durable = self.writer.append(row, span=1 + rows)
         await durable
         return seq + 1
@@ -112,7 +118,7 @@ class Attaching:
         self.attach(attachment)
 
     def attach(self, attachment: Attachment) -> None:
-        """The ATTACH row becomes durable and the strategy takes the files over."""
+        """The TABLE row becomes durable and the strategy takes the files over."""
         self.run(self._attach(attachment))
 
     async def _attach(self, attachment: Attachment) -> None:
@@ -121,7 +127,7 @@ class Attaching:
             columns = rows_of(self.files, entry).select(["seq", "due_ms", "body", "accepted_ms"])
             for seq, due, body, accepted_ms in zip(*(c.to_pylist() for c in columns), strict=True):
                 bulk[seq], accepted[seq] = (due, body), accepted_ms
-        row = build_rows(1, kind=int(Kind.ATTACH), body=att.encode(attachment), store_ms=self.now_ms)
+        row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=self.now_ms)
         seq, durable = self.writer.append(row)
         await durable
         self.attached.append((seq, attachment))
@@ -129,7 +135,7 @@ class Attaching:
         self.model.accepted.update(accepted)
         if attachment.job == "compact":
             self.watermark = attachment.to_seq
-        await self._pump(self.loop.create_task(self.rig.attach(self.strategy, attachment)))
+        await self._pump(self.loop.create_task(self.strategy.attach(attachment)))
 
 
 def rows_of(files: Files, entry: FileEntry) -> pa.Table:

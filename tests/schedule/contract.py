@@ -349,7 +349,7 @@ class Contract(Moves, Clocks, Cuts):
         world.admit([world.now_ms + 100 * i for i in range(200)])
         world.attach_now(world.prepare_compact(0.5))
         world.reader_thread.is_open = False
-        world.take()  # a gather begins
+        taken = world.take() or []  # a gather begins
         for _ in range(step_before_attach):
             world.reader_thread.step()
             world.turn()
@@ -357,7 +357,22 @@ class Contract(Moves, Clocks, Cuts):
         world.attach_now(world.prepare_bulk([world.now_ms + 50 * i for i in range(100)]))
         world.reader_thread.is_open = True
         world.advance(20_000)
-        assert len(world.drain(limit=50)) == 300
+        assert len(taken) + len(world.drain(limit=50)) == 300
+
+    def test_files_are_rewritten_in_the_middle_of_an_opening(self, table_world: World) -> None:
+        """What has been found in the old files is not opened once more in the new ones."""
+        world = table_world
+        world.attach_now(world.prepare_bulk([world.now_ms + 12_000 + 100 * i for i in range(20)]))
+        rewritten = world.prepare_rewrite()
+        world.drain()
+        world.advance(8_000)
+        world.reader_thread.is_open = False
+        assert world.take() is None  # an opening begins
+        world.turn()
+        world.attach_now(rewritten)
+        world.reader_thread.is_open = True
+        world.advance(10_000)
+        assert len(world.drain()) == 20
 
     def test_files_bring_what_is_late_already(self, table_world: World) -> None:
         world = table_world

@@ -245,8 +245,10 @@ class Reborn(World):
             model.released[source_seq] = row["due_ms"]
         elif row["kind"] == Kind.CANCEL:
             model.cancelled[source_seq] = row["due_ms"]
-        elif row["kind"] == Kind.ATTACH:
-            attachment = att.decode(row["body"])
+        elif row["kind"] == Kind.TABLE:
+            attachment = att.decode_change(row["body"])
+            if isinstance(attachment, att.Reservation):
+                return
             self.attached.append((seq, attachment))
             for entry in attachment.files if attachment.job == "bulk" else ():
                 for found in rows_of(self.files, entry).to_pylist():

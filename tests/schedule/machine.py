@@ -1,6 +1,6 @@
 """The contract at random: anything a broker may do to a strategy, in any order, between any two steps of a gather.
 
-`machine(rig)` is a hypothesis state machine; `contract.py` runs it for each strategy, `test_strategy.py` for
+`machine(rig)` is a hypothesis state machine; `contract.py` runs it for each backlog, `test_wrong.py` for
 the wrong ones. Time moves as far as forty days in one step, promises reach ten years.
 """
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.schedule.moves import sleep_until_moving
-from tests.schedule.stage import Rig, keeper_of
+from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
 from timeball import limits
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
     def land_part(self, rows: int) -> None:
         self.world.land_part(rows)
 
-    @precondition(lambda self: keeper_of(self.world.strategy) is not None)
+    @precondition(lambda self: self.world.rig.has_files)
     @rule(distance=FAR_MS, count=st.integers(1, 12), times=st.integers(1, 4), late_ms=st.integers(0, 2_000))
     def move_again_and_again(self, distance: int, count: int, times: int, late_ms: int) -> None:
         """Something far, and nothing before it: written again and again, each time a little late; not the last time."""

@@ -12,8 +12,8 @@ from tests.schedule.stage import Restart, Saved, is_covered
 
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind
-from timeball.schedule.places import Placed
-from timeball.schedule.strategy import Settled
+from timeball.schedule.locations import Waiting
+from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry
 
 COLUMNS = ["seq", "kind", "due_ms", "source_seq"]
@@ -26,7 +26,6 @@ def read_back(
     pairs = dict(zip(saved.settled.seq.tolist(), saved.settled.due_ms.tolist(), strict=True))
     due: dict[int, int] = {}
     at: dict[int, int] = {}
-    settled_since: list[int] = []
     for rows in reader.rows(reader.first_seq, reader.next_seq):
         for row in rows.select(COLUMNS).to_pylist():
             seq, source_seq = row["seq"], row["source_seq"]
@@ -35,7 +34,6 @@ def read_back(
                 due[named], at[named] = row["due_ms"], seq
             elif row["kind"] in (Kind.RELEASE, Kind.CANCEL) and seq >= saved.seq:
                 pairs[source_seq] = row["due_ms"]
-                settled_since.append(source_seq)
     live: dict[str, FileEntry] = {}
     for _, attachment in attached:
         live = {path: entry for path, entry in live.items() if path not in attachment.removes}
@@ -48,15 +46,13 @@ def read_back(
     open_ = [seq for seq in at if seq not in pairs and not is_covered(settled, due[seq], seq)]
     waiting = [seq for seq in open_ if seq >= watermark]
 
-    def placed(seqs: Iterable[int]) -> Placed:
+    def placed(seqs: Iterable[int]) -> Waiting:
         chosen = list(seqs)
-        return Placed(column(due[s] for s in chosen), column(chosen), column(at[s] for s in chosen))
+        return Waiting(column(due[s] for s in chosen), column(chosen), column(at[s] for s in chosen))
 
-    in_no_file = placed(waiting)
     return Restart(
-        settled=settled, tail_due_ms=in_no_file.due_ms, tail_seq=in_no_file.seq, entries=list(live.values()),
-        state=saved.state, settled_since=column(settled_since),
-        since=placed(seq for seq in waiting if at[seq] >= saved.seq), waiting=in_no_file,
+        settled=settled, entries=list(live.values()), state=saved.state,
+        since=placed(seq for seq in waiting if at[seq] >= saved.seq), waiting=placed(waiting),
     )  # fmt: skip
 
 

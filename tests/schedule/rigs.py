@@ -1,226 +1,220 @@
-"""The strategies under the contract, a rig each, and wrong ones that the contract must catch."""
+"""The backlogs under the contract: how each is built for a `World`, and how its promises look in the log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-from tests.schedule.stage import Restart
+from tests.schedule.stage import Built, Restart
 from tests.schedule.world import World
 
-from timeball.message import Int64Array, Kind
-from timeball.schedule.due_index import DueIndex
-from timeball.schedule.hour_log.store import HourLog
-from timeball.schedule.places import Placed
-from timeball.schedule.settling import Settling
-from timeball.schedule.strategy import Settled, Strategy
-from timeball.schedule.wheel import Run
-from timeball.table.attachment import Attachment
-from timeball.table.data_file import DataFile, Position
+from timeball import limits
+from timeball.errors import SetupError
+from timeball.log.checkpoint import LevelFacts
+from timeball.log.queue_index import QueueIndex, QueueIndexes
+from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Kind
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
+from timeball.schedule.delay_levels.levels import LevelTable
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.level_cascade import backlog as cascade
+from timeball.schedule.level_cascade.backlog import CascadeState, LevelCascade
+from timeball.schedule.locations import NOTHING
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
+from timeball.schedule.timer_wheel import backlog as wheel
+from timeball.schedule.timer_wheel.backlog import TimerWheel, WheelState
+from timeball.schedule.timer_wheel.ring import Slots
+from timeball.table.data_file import DataFile
 
 AHEAD_MS = 10_000
-GATHER_BYTES = 64 * 512  # 64 rows by the first guess: most gathers of a test are cut by it
+GATHER_BYTES = 64 * 512  # some tens of rows by the first guess: most gathers of a test are cut by it
+
+DEFAULT = Slots.of(1_000, 3 * limits.DAY_MS, AHEAD_MS)
+# Nothing of this ring is spare: what is opened and not settled loses its record as soon as the ring has turned.
+MINUTE = Slots(1_000, reach=61, count=61)
+# Rolled every few seconds: to reach only three, of milliseconds, is less than may be configured.
+TINY = Slots(1, reach=3_000, count=60_000)
 
 
 class HourLogRig:
-    """`hour_log`, or a subclass of it that is wrong."""
+    """`hour_log` alone, or one that is wrong."""
 
     name = "hour_log"
     has_table = True
     kind = Kind.PROMISE
+    has_files = False  # of its own, besides the table
 
-    def __init__(self, strategy: type[HourLog] = HourLog, gather_bytes: int = GATHER_BYTES) -> None:
-        self._class, self._gather_bytes = strategy, gather_bytes
+    def __init__(
+        self,
+        backlog: type[Any] = HourLog,
+        *,
+        scheduler: type[Scheduler] = Scheduler,
+        gather_bytes: int = GATHER_BYTES,
+    ) -> None:
+        self._class, self.scheduler, self.gather_bytes = backlog, scheduler, gather_bytes
+        self.ahead_ms = AHEAD_MS
 
-    def start(self, world: World, restart: Restart) -> HourLog:
-        settling = Settling()
-        settling.restore(restart.settled)
-        strategy = self._class(
-            world.files, world.reader, world.reader_thread, restart.entries, settling,
-            ahead_ms=AHEAD_MS, gather_bytes=self._gather_bytes,
-            on_change=world.wake, on_failure=world.failures.append,
+    def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
+        files, thread = world.files, world.reader_thread
+        backlog = self._class(files, world.reader, thread, restart.entries, ahead_ms=self.ahead_ms)
+        return Built(backlog, None, restart.waiting, table=backlog)
+
+    def encode(self, rows: pa.RecordBatch, backlog: Backlog) -> pa.RecordBatch:
+        return backlog.encode_waiting(rows, rows["store_ms"][0].as_py())
+
+    def keep(self, rows: pa.RecordBatch, first_seq: int) -> None:
+        pass
+
+    def state(self, state: msgspec.Struct | None) -> object:
+        return None if state is None else msgspec.json.decode(msgspec.json.encode(state))
+
+    def rows_in_memory(self, backlog: Any) -> int:
+        return len(backlog._tail)
+
+    def live_files(self, backlog: Any) -> list[DataFile]:
+        return backlog.pending.all() if self.has_table else []
+
+
+class WheelRig(HourLogRig):
+    """`timer_wheel`, over rings of several shapes."""
+
+    name = "timer_wheel"
+    has_table = False
+    has_files = True
+    slots: ClassVar[Slots] = MINUTE
+
+    def __init__(
+        self,
+        backlog: type[Any] = TimerWheel,
+        *,
+        scheduler: type[Scheduler] = Scheduler,
+        gather_bytes: int = GATHER_BYTES,
+        slots: Slots = MINUTE,
+        congest_rows: int = 0,
+        arrivals_max: int = 8,  # so that some batches are written at once, and others with the next checkpoint
+    ) -> None:
+        super().__init__(backlog, scheduler=scheduler, gather_bytes=gather_bytes)
+        self._slots, self._congest_rows, self._arrivals_max = slots, congest_rows, arrivals_max
+
+    def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
+        backlog = self._class(
+            world.files, world.reader, world.reader_thread, outcomes, slots=self._slots,
+            congest_rows=self._congest_rows, ahead_ms=AHEAD_MS, arrivals_max=self._arrivals_max,
         )  # fmt: skip
-        strategy.restore(restart.settled, Placed(restart.tail_due_ms, restart.tail_seq, restart.tail_seq))
-        return strategy
+        state = None
+        try:
+            if restart.state is not None:
+                state = msgspec.convert(restart.state, WheelState)
+                wheel.check(world.files, self._slots, state)
+        except SetupError:
+            state = None
+        return Built(backlog, state, restart.waiting if state is None else restart.since)
 
-    def dress(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        return rows
-
-    def kept(self, rows: pa.RecordBatch, first_seq: int) -> None:
-        pass
-
-    def state(self, strategy: Strategy) -> object:
-        return None
-
-    def settled(self, strategy: Strategy) -> Settled:
-        assert isinstance(strategy, HourLog)
-        return strategy.settled()
-
-    def is_busy(self, strategy: Strategy) -> bool:
-        assert isinstance(strategy, HourLog)
-        return strategy._gathering is not None or bool(strategy._behind) or bool(strategy.dispatched.fetching)
-
-    def settled_before_ms(self, strategy: Strategy) -> int:
-        assert isinstance(strategy, HourLog)
-        return strategy.settled_before_ms
-
-    def rows_in_memory(self, strategy: Strategy) -> int:
-        assert isinstance(strategy, HourLog)
-        kept = (strategy._tail, strategy._wheel, strategy._parking, strategy._settling, strategy.dispatched)
-        return sum(map(len, kept))
-
-    def first_needed_seq(self, strategy: Strategy) -> int | None:
-        return None
-
-    async def ready_to_cancel(self, strategy: Strategy) -> None:
-        assert isinstance(strategy, HourLog)
-        await strategy.quiet()
-
-    async def attach(self, strategy: Strategy, attachment: Attachment) -> None:
-        assert isinstance(strategy, HourLog)
-        await strategy.attach(attachment)
-
-    def live_files(self, strategy: Strategy) -> list[DataFile]:
-        assert isinstance(strategy, HourLog)
-        return strategy.pending.all()
+    def rows_in_memory(self, backlog: Any) -> int:
+        return backlog.arrival_rows + sum(len(held) for held in backlog._held)
 
 
-# -- negative controls: each breaks one promise of the contract ------------------------------------------------
+class CascadeRig(HourLogRig):
+    """`level_cascade`, with a lead of four seconds, so that seconds are hops already."""
+
+    name = "level_cascade"
+    has_table = False
+    has_files = True
+
+    def __init__(self, backlog: type[Any] = LevelCascade, **rest: Any) -> None:
+        super().__init__(backlog, **rest)
+        self.ahead_ms = cascade.lead_ms_of(1_000)
+
+    def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
+        backlog = self._class(world.files, world.reader, outcomes, ahead_ms=self.ahead_ms)
+        state = None
+        if restart.state is not None:
+            state = msgspec.convert(restart.state, CascadeState)
+            cascade.check(world.files, state, backlog.lead_ms)  # what a checkpoint vouches for is there
+        return Built(backlog, state, restart.waiting if state is None else restart.since)
+
+    def rows_in_memory(self, backlog: Any) -> int:
+        return sum(queue.opened_rows for queue in backlog.queues)
 
 
-class Early(HourLog):
-    """Hands out a millisecond before the instant."""
-
-    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        return super().due(now_ms + 1, limit)
+LEVELS = 3
+ROW_BYTES = 91
+PROPERTIES = "REAL_TOPIC\x01t\x02REAL_QID\x01-1\x02"
 
 
-class Forgets(HourLog):
-    """Loses the last of several rows handed out."""
+class LevelsRig(HourLogRig):
+    """`delay_levels`: levels as long as any promise of the suite; promises go round three of them.
 
-    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        rows = super().due(now_ms, limit)
-        return rows if rows is None or rows.num_rows < 2 else rows.slice(0, rows.num_rows - 1)
+    The contract's instants are any instants, those of a level one after the other; so each queue here is many
+    stretches. The queues' indexes are caches: each start makes them anew from the log.
+    """
 
+    name = "delay_levels"
+    has_table = False
+    kind = Kind.PROMISE
 
-class Doubles(HourLog):
-    """Hands out every third batch once more."""
+    def __init__(
+        self, backlog: type[Any] = DelayLevels, gather_bytes: int = 64 * ROW_BYTES, **rest: Any
+    ) -> None:
+        super().__init__(backlog, gather_bytes=gather_bytes, **rest)
+        self._turn = 0
+        self._next = [0] * LEVELS
+        self.indexes: list[QueueIndex] = []
 
-    _last: pa.RecordBatch | None = None
-    _calls = 0
+    def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
+        facts, lengths = restart.state or ({}, [0] * LEVELS)  # type: ignore[misc]
+        self.indexes = [QueueIndexes(world.files).queue("t", n) for n in range(LEVELS)]
+        self._begin(world, lengths)
+        for rows in world.reader.rows(world.reader.first_seq, world.reader.next_seq, [self.kind]):
+            self._index(rows)
+        self._next = [index.max_offset for index in self.indexes]
+        table = LevelTable((3 * limits.DELAY_MS_MAX,) * LEVELS)
+        backlog = self._class(world.reader, table, lambda: self.indexes, outcomes, ahead_ms=AHEAD_MS)
+        return Built(backlog, LevelsState({int(n): LevelFacts(low) for n, low in facts.items()}), NOTHING)
 
-    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        self._calls += 1
-        rows = super().due(now_ms, limit)
-        if rows is None and self._calls % 3 == 0 and self._last is not None:
-            rows, self._last = self._last, None
-            return rows if rows.num_rows <= limit else None
-        self._last = rows if rows is not None else self._last
-        return rows
+    def _begin(self, world: World, lengths: list[int]) -> None:
+        """Queues whose first rows the log has let go begin with the first that is left."""
+        kept = [*world.reader.rows(world.reader.first_seq, world.reader.next_seq, [self.kind])]
+        for number, (index, length) in enumerate(zip(self.indexes, lengths, strict=True)):
+            offsets = [
+                rows.column("queue_offset").to_numpy()[rows["queue_id"].to_numpy() == number] for rows in kept
+            ]
+            index.start_at(int(np.concatenate([*offsets, [length]])[0]))
 
+    def encode(self, rows: pa.RecordBatch, backlog: Backlog) -> pa.RecordBatch:
+        queue = (self._turn + np.arange(rows.num_rows)) % LEVELS
+        self._turn += rows.num_rows
+        offset = np.empty(rows.num_rows, dtype=np.int64)
+        for number in range(LEVELS):
+            mine = np.flatnonzero(queue == number)
+            offset[mine] = self._next[number] + np.arange(len(mine))
+            self._next[number] += len(mine)
+        columns = {
+            "kind": pa.array(np.full(rows.num_rows, self.kind, dtype=np.int8)),
+            "topic": pa.array([SCHEDULE_TOPIC] * rows.num_rows),
+            "properties": pa.array([PROPERTIES] * rows.num_rows),
+            "queue_id": pa.array(queue.astype(np.int32)),
+            "queue_offset": pa.array(offset),
+        }
+        return pa.RecordBatch.from_arrays(
+            [columns.get(name, rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+        )
 
-class Unsorted(HourLog):
-    """Hands out the right rows in reverse."""
+    def keep(self, rows: pa.RecordBatch, first_seq: int) -> None:
+        self._index(rows.append_column("seq", pa.array(first_seq + np.arange(rows.num_rows))))
 
-    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        rows = super().due(now_ms, limit)
-        return None if rows is None else rows.take(pa.array(np.arange(rows.num_rows)[::-1]))
+    def _index(self, rows: pa.RecordBatch) -> None:
+        queue, seq, due = (rows.column(name).to_numpy() for name in ("queue_id", "seq", "due_ms"))
+        for number, index in enumerate(self.indexes):
+            mine = queue == number
+            index.append(seq[mine], np.full(int(mine.sum()), ROW_BYTES), due[mine])
 
+    def state(self, state: Any) -> object:
+        facts = {number: facts.offset for number, facts in state.levels.items()}
+        return facts, [index.max_offset for index in self.indexes]
 
-class DeafToCancels(HourLog):
-    """Says that a promise is cancelled and hands it out all the same."""
-
-    def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        answers = super().cancel(due_ms, seq)
-        self._settling._cancelled.remove(due_ms, seq)
-        return answers
-
-
-class CancelsAll(HourLog):
-    """Says of every promise that it was still waiting."""
-
-    def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        return super().cancel(due_ms, seq) | True
-
-
-class SleepsTooLong(HourLog):
-    """Wants to be called a minute late."""
-
-    def next_due_ms(self) -> int | None:
-        upcoming = super().next_due_ms()
-        return None if upcoming is None else upcoming + 60_000
-
-
-class TurnsInPlace(HourLog):
-    """Wants to be called again at once, whatever there is to do."""
-
-    def next_due_ms(self) -> int | None:
-        upcoming = super().next_due_ms()
-        return None if upcoming is None else min(upcoming, 0)
-
-
-class NeverWakes(HourLog):
-    """Lets the ticker sleep through the arrival of something earlier."""
-
-    def admit(self, promises: pa.RecordBatch) -> None:
-        wake, self._on_change = self._on_change, lambda: None
-        super().admit(promises)
-        self._on_change: Callable[[], None] = wake
-
-
-class SettlesTooMuch(HourLog):
-    """Tells a checkpoint that all is settled up to the horizon."""
-
-    def _settled_before_ms(self) -> int:
-        return self._loaded[0]
-
-
-class KeepsTheCancelled(HourLog):
-    """Remembers what is cancelled, and hands it out all the same."""
-
-    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
-        settling = self._settling
-        cancelled, settling._cancelled = settling._cancelled, DueIndex()
-        rows = super().due(now_ms, limit)
-        settling._cancelled = cancelled
-        return rows
-
-
-class LosesOnTheWay(HourLog):
-    """Loses the last of many rows that a gather loads."""
-
-    def _load(self, near: list[DataFile], tail_at: Int64Array, low: Position, high: Position) -> list[Run]:
-        runs = super()._load(near, tail_at, low, high)
-        return [run.part(0, len(run.due) - 1) if len(run.due) > 5 else run for run in runs]
-
-
-class BlindBehindTheHorizon(HourLog):
-    """Does not look for what a file brings that is near, or late already."""
-
-    def _load_behind_horizon(self, files: list[DataFile], settled: Settled | None = None) -> None:
-        pass
-
-
-class AttachesInAGather(HourLog):
-    """Does not wait for a gather before rows change place."""
-
-    async def attach(self, attachment: Attachment) -> None:
-        gathering, self._gathering = self._gathering, None
-        await super().attach(attachment)
-        self._gathering = gathering
-
-
-class ForgetsAtARestart(HourLog):
-    """Starts from the mark alone, and not from the pairs that are settled besides."""
-
-    def restore(self, settled: Settled, waiting: Placed) -> None:
-        self._settling._cancelled = DueIndex()
-        super().restore(settled, waiting)
-
-
-WRONG: list[type[HourLog]] = [
-    Early, Forgets, Doubles, Unsorted, DeafToCancels, CancelsAll, SleepsTooLong, TurnsInPlace, NeverWakes,
-    SettlesTooMuch, KeepsTheCancelled, LosesOnTheWay, BlindBehindTheHorizon, AttachesInAGather, ForgetsAtARestart,
-]  # fmt: skip
+    def rows_in_memory(self, backlog: Any) -> int:
+        return 0

@@ -12,15 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.message import Int64Array, Kind
-from timeball.schedule.places import Placed
-from timeball.schedule.strategy import Keeper, Settled, Strategy
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.message import Kind
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.locations import NOTHING, Waiting
+from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes, Settled
+from timeball.schedule.scheduler import Scheduler
+from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 
 if TYPE_CHECKING:
@@ -30,8 +34,6 @@ T = TypeVar("T")
 
 BEGINNING = -(1 << 62)
 NONE = np.empty(0, np.int64)
-NOWHERE = Placed(NONE, NONE, NONE)
-NOTHING_SETTLED = Settled(BEGINNING, NONE, NONE, 0)
 
 
 class StepExecutor(Executor):
@@ -70,24 +72,27 @@ class StepExecutor(Executor):
 
 @dataclass(frozen=True)
 class Restart:
-    """What a strategy starts from; each takes of it what it needs.
+    """What a backlog starts from; each takes of it what it needs.
 
-    A strategy with a state of its own takes `state` and `since`. With no state, or with one it cannot use, it takes
+    One with a state of its own takes `state` and `since`. With no state, or with one it cannot use, it takes
     `waiting`; with `state` None both are the same.
     """
 
     settled: Settled = NOTHING_SETTLED  # complete: the checkpoint's, and all that was settled since
-    tail_due_ms: Int64Array = field(default_factory=lambda: NONE)  # not settled, and in no file of the table
-    tail_seq: Int64Array = field(default_factory=lambda: NONE)
     entries: list[FileEntry] = field(default_factory=list)  # files of the table
-    state: object = None  # what the strategy saved for itself in the checkpoint
-    settled_since: Int64Array = field(default_factory=lambda: NONE)  # sequence numbers, since the checkpoint
-    since: Placed = field(
-        default_factory=lambda: Placed(NONE, NONE, NONE)
-    )  # came, or were written again, since the checkpoint
-    waiting: Placed = field(
-        default_factory=lambda: Placed(NONE, NONE, NONE)
-    )  # all, those in files of the table aside
+    state: object = None  # what the backlog saved for itself in the checkpoint
+    since: Waiting = NOTHING  # came, or were written again, since the checkpoint
+    waiting: Waiting = NOTHING  # all, those in files of the table aside
+
+
+@dataclass(frozen=True)
+class Built:
+    """A backlog, and what to restore it with."""
+
+    backlog: Backlog
+    state: msgspec.Struct | None
+    waiting: Waiting
+    table: HourLog | None = None
 
 
 @dataclass(frozen=True)
@@ -99,52 +104,33 @@ class Saved:
     state: object = None
 
 
-def keeper_of(strategy: Strategy) -> Keeper | None:
-    """The strategy, when it keeps files of its own."""
-    return cast(Keeper, strategy) if hasattr(strategy, "take_dirty") else None
-
-
 class Rig(Protocol):
-    """How the suite gets hold of one strategy."""
+    """How the suite builds a backlog, and how its promises look."""
 
     name: str
     has_table: bool  # whether files can be attached
+    has_files: bool  # whether it keeps files of its own
     kind: Kind  # of its promises' rows
+    ahead_ms: int
+    gather_bytes: int
+    scheduler: type[Scheduler]
 
-    def dress(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Promises as this strategy's rows stand in the log."""
+    def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
+        """A backlog over `world`'s files, reader and reader thread; on the running loop."""
 
-    def kept(self, rows: pa.RecordBatch, first_seq: int) -> None:
-        """These are durable now, and the strategy is to be told."""
+    def encode(self, rows: pa.RecordBatch, backlog: Backlog) -> pa.RecordBatch:
+        """Promises as their rows stand in the log."""
 
-    def state(self, strategy: Strategy) -> object:
-        """What it saves for itself in a checkpoint."""
+    def keep(self, rows: pa.RecordBatch, first_seq: int) -> None:
+        """These are durable now, and the scheduler is to be told."""
 
-    def start(self, world: World, restart: Restart) -> Strategy:
-        """A strategy over `world`'s files, reader and reader thread, restored; on the running loop."""
+    def state(self, state: msgspec.Struct | None) -> object:
+        """What a checkpoint keeps of a backlog's state."""
 
-    def settled(self, strategy: Strategy) -> Settled:
-        """What a checkpoint would say is settled, with all durable releases and cancels accounted for."""
+    def rows_in_memory(self, backlog: Any) -> int:
+        """Promises that cost memory in the backlog."""
 
-    def is_busy(self, strategy: Strategy) -> bool:
-        """Whether the reader thread still works for it; not, that it waits to be called."""
-
-    def settled_before_ms(self, strategy: Strategy) -> int:
-        """All durable promises due before this instant are settled, durably."""
-
-    def rows_in_memory(self, strategy: Strategy) -> int:
-        """Promises that cost memory now, pairs and bodies alike."""
-
-    def first_needed_seq(self, strategy: Strategy) -> int | None:
-        """The oldest row of the log that it may still read; None when there is none, or none below the watermark."""
-
-    async def ready_to_cancel(self, strategy: Strategy) -> None:
-        """What the broker awaits before it cancels."""
-
-    async def attach(self, strategy: Strategy, attachment: Attachment) -> None:
-        """Files of a durable ATTACH row join and leave the table."""
-
-    def live_files(self, strategy: Strategy) -> list[DataFile]:
+    def live_files(self, backlog: Any) -> list[DataFile]:
         """The files of the table."""
 
 

@@ -24,15 +24,15 @@ def test_a_saved_one_is_used_again_and_others_go() -> None:
     for generation in (3, 4):
         write(files, generation)
     files.create(f"{FOLDER}/ring")
-    assert generations.begin(files, FOLDER, 3) == 3
+    assert generations.begin_generation(files, FOLDER, 3) == 3
     assert (logs(files, 3), logs(files, 4)) == (["00000000.log"], [])
     assert files.exists(f"{FOLDER}/ring")
 
 
 def test_without_one_a_new_number_is_used_and_all_others_go() -> None:
     files = CrashFiles()
-    assert generations.begin(files, FOLDER, None) == 1
+    assert generations.begin_generation(files, FOLDER, None) == 1
     write(files, 1)
-    assert generations.begin(files, FOLDER, None) == 2
+    assert generations.begin_generation(files, FOLDER, None) == 2
     assert logs(files, 1) == []
-    assert generations.begin(files.crash(1), FOLDER, None) == 3
+    assert generations.begin_generation(files.crash(1), FOLDER, None) == 3

@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,11 +17,12 @@ from tests.crash_files import CrashFiles
 from timeball.errors import Corrupt, OutOfRange, OverLimit
 from timeball.files import RealFiles
 from timeball.schedule import mapped_log
-from timeball.schedule.mapped_log import MappedLog, RecordArray, check
+from timeball.schedule.mapped_log import MappedLog, RecordArray, RecordType, check
 
 FOLDER = "some/log"
 RECORD = np.dtype([("value", "<i8"), ("twice", "<i4"), ("mark", "<i4")])
 SMALL = 10  # records a file
+SMALL_FILES = RecordType(RECORD, SMALL, "mark")
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +38,13 @@ def records(values: list[int]) -> RecordArray:
 
 
 def open_log(files: CrashFiles | RealFiles, begin: int = 0, end: int = 0) -> MappedLog:
-    return MappedLog(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL, marked="mark")
+    return MappedLog(files, FOLDER, SMALL_FILES, begin=begin, end=end)
 
 
 def is_whole(files: CrashFiles, begin: int, end: int) -> bool:
     """Whether a start would use these records; it names the file when it would not."""
     try:
-        check(files, FOLDER, RECORD, begin=begin, end=end, file_records=SMALL, marked="mark")
+        check(files, FOLDER, SMALL_FILES, begin=begin, end=end)
     except Corrupt as error:
         assert re.match(f"{FOLDER}/0000000[0-9].log (is|does)", str(error))
         return False
@@ -52,7 +54,7 @@ def is_whole(files: CrashFiles, begin: int, end: int) -> bool:
 def save(log: MappedLog, files: CrashFiles) -> tuple[int, int]:
     """As a checkpoint: what it says is returned."""
     begin, end = log.begin, log.end
-    dirty = log.take_dirty()
+    dirty = log.files_to_sync()
     for file in dirty:
         file.sync()
     if dirty:
@@ -107,8 +109,8 @@ class Machine(RuleBasedStateMachine):
         if synced:
             save(self.log, self.files)
         else:
-            self.log.take_dirty()
-        self.log.unsynced()
+            self.log.files_to_sync()
+        self.log.sync_failed()
 
     @rule(synced=st.booleans(), seed=st.integers(0, 2**16))
     def crash_in_a_checkpoint(self, synced: bool, seed: int) -> None:
@@ -116,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         if synced:
             save(self.log, self.files)
         else:
-            self.log.take_dirty()
+            self.log.files_to_sync()
         self.crash(seed)
 
     @rule(seed=st.none() | st.integers(0, 2**16))
@@ -213,8 +215,8 @@ def test_a_failed_checkpoint_frees_nothing() -> None:
     save(log, files)
     log.drop_below(21)
     for _ in range(3):
-        assert log.take_dirty() is not None
-        log.unsynced()
+        assert log.files_to_sync() is not None
+        log.sync_failed()
     assert len(names(files)) == 3
 
 
@@ -222,12 +224,12 @@ def test_only_what_was_written_is_synced() -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
-    assert len(log.take_dirty()) == 3
+    assert len(log.files_to_sync()) == 3
     log.append(records([25]))
-    assert len(log.take_dirty()) == 1
-    assert log.take_dirty() == []
-    log.unsynced()
-    assert len(log.take_dirty()) == 3
+    assert len(log.files_to_sync()) == 1
+    assert log.files_to_sync() == []
+    log.sync_failed()
+    assert len(log.files_to_sync()) == 3
 
 
 def test_without_the_sync_a_power_cut_loses_it() -> None:
@@ -301,7 +303,7 @@ def test_one_field_is_marked_in_place() -> None:
         log.mark(np.array([24, 3, 11]))
     assert np.flatnonzero(log.read(0, 25)["mark"] == ~0).tolist() == [3, 11, 24]
     assert values_of(log) == list(range(25))
-    assert len(log.take_dirty()) == 3
+    assert len(log.files_to_sync()) == 3
 
 
 @pytest.mark.parametrize("call", range(1, 7))
@@ -324,7 +326,7 @@ def test_on_a_full_disk_all_is_added_or_nothing(call: int) -> None:
 def test_a_log_nobody_uses_makes_no_folder() -> None:
     files = CrashFiles()
     log = open_log(files)
-    assert (log.take_dirty(), len(log.read(0, 0)), files.exists(FOLDER)) == ([], 0, False)
+    assert (log.files_to_sync(), len(log.read(0, 0)), files.exists(FOLDER)) == ([], 0, False)
 
 
 def test_readers_read_while_it_grows(tmp_path: Path) -> None:
@@ -348,3 +350,20 @@ def test_readers_read_while_it_grows(tmp_path: Path) -> None:
 
 def values_of_range(log: MappedLog, end: int) -> list[int]:
     return [int(value) for value in log.read(0, end)["value"]]
+
+
+@pytest.mark.parametrize("rows", [0, 1, mapped_log.FEW, mapped_log.FEW + 1, 999])
+@pytest.mark.parametrize("size", [1, 16, 24, 40])
+def test_they_are_those_of_the_library(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_log, "BLOCK", 100)
+    raw = np.random.default_rng(rows).integers(0, 256, rows * size, dtype=np.uint8)
+    found = mapped_log.checksums_of(raw.view(f"V{size}"))
+    assert found.tolist() == [google_crc32c.value(row.tobytes()) for row in raw.reshape(rows, size)]
+
+
+def test_records_of_fields() -> None:
+    records = np.zeros(200, [("a", "<i8"), ("b", "<i8"), ("c", "<u4")])
+    records["a"], records["c"] = np.arange(200) - 100, 7
+    assert mapped_log.checksums_of(records).tolist() == [
+        google_crc32c.value(each.tobytes()) for each in records
+    ]

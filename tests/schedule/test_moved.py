@@ -1,4 +1,4 @@
-"""Who goes on under which number: the end of each chain is found as long as its first instant lies ahead."""
+"""When a promise of a number is due now: its newest instant and version, until the last of its instants has passed."""
 
 from __future__ import annotations
 
@@ -9,59 +9,44 @@ from hypothesis import strategies as st
 from timeball.schedule import moved
 from timeball.schedule.moved import Moved
 
-CHAINS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=8)
+MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=24)  # due_ms, number
 
 
-def end_of(moves: Moved, seq: int) -> int:
-    while (following := moves.next_of(seq)) is not None:
-        seq = following
-    return seq
-
-
-def moves_of(chains: list[list[int]]) -> tuple[list[tuple[int, int, int]], dict[int, tuple[int, int]]]:
-    """Moves in the log's order, chains mixed; and of each number its instant and where its chain ends."""
-    rows, ends = [], {}
-    numbers = [list(range(100 * c, 100 * c + len(chain) + 1)) for c, chain in enumerate(chains)]
-    for step in range(6):
-        for chain, seqs in zip(chains, numbers, strict=True):
-            if step < len(chain):
-                rows.append((chain[step], seqs[step], seqs[step + 1]))
-                ends[seqs[step]] = (chain[step], seqs[-1])
-    return rows, ends
-
-
-@given(CHAINS, st.integers(0, 10), st.booleans())
-def test_each_number_that_is_not_forgotten_leads_to_the_end(
-    chains: list[list[int]], before_ms: int, again: bool
+@given(MOVES, st.integers(0, 10), st.booleans(), st.integers(0, 5))
+def test_the_newest_of_each_number_that_has_not_passed(
+    moves: list[tuple[int, int]], before_ms: int, again: bool, recent_max: int
 ) -> None:
-    rows, ends = moves_of(chains)
-    moves = Moved()
-    for row in rows:
-        moves.add([row])
+    known, newest, until = Moved(), dict[int, tuple[int, int]](), dict[int, int]()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(moved, "RECENT_MAX", recent_max)
+        for version, (due_ms, number) in enumerate(moves, 100):
+            before_due_ms = newest.get(number, (3, 0))[0]  # sent for 3
+            known.add([(due_ms, number, version, before_due_ms)])
+            newest[number] = due_ms, version
+            until[number] = max(until.get(number, 3), due_ms)
     if again:
-        moves.forget_before(before_ms // 2)
-    moves.forget_before(before_ms)
+        known.forget_before(before_ms // 2)
+    known.forget_before(before_ms)
     restored = Moved()
-    restored.add(moves.rows())
-    kept = {seq: end for seq, (due_ms, end) in ends.items() if due_ms >= before_ms}
-    for known in (moves, restored):
-        assert len(known) == len(kept)
-        assert {seq: end_of(known, seq) for seq in kept} == kept
-        assert all(known.next_of(seq) is None for seq in ends.keys() - kept.keys())
+    restored.add(known.rows())
+    kept = {number: found for number, found in newest.items() if until[number] >= before_ms}
+    for one in (known, restored):
+        assert len(one) == len(kept)
+        assert {number: one.newest(number) for number in range(10)} == {n: kept.get(n) for n in range(10)}
 
 
 def test_many_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moved, "RECENT_MAX", 10)
-    moves = Moved()
-    for seq in range(0, 100, 2):
-        moves.add([(seq, seq, 1_000 + seq)])
-    assert len(moves) == 50
-    assert [moves.next_of(seq) for seq in (0, 1, 42, 98, 99)] == [1_000, None, 1_042, 1_098, None]
-    moves.forget_before(90)
-    assert moves.rows() == [(seq, seq, 1_000 + seq) for seq in (90, 92, 94, 96, 98)]
+    known = Moved()
+    for number in range(0, 100, 2):
+        known.add([(number, number, 1_000 + number, 0)])
+    assert len(known) == 50
+    assert [known.newest(n) for n in (0, 1, 42, 99)] == [(0, 1_000), None, (42, 1_042), None]
+    known.forget_before(90)
+    assert known.rows() == [(n, n, 1_000 + n, n) for n in (90, 92, 94, 96, 98)]
 
 
 def test_nothing_was_ever_moved() -> None:
-    moves = Moved()
-    moves.forget_before(1 << 40)
-    assert (len(moves), moves.rows(), moves.next_of(5)) == (0, [], None)
+    known = Moved()
+    known.forget_before(1 << 40)
+    assert (len(known), known.rows(), known.newest(5)) == (0, [], None)

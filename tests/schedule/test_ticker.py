@@ -16,24 +16,24 @@ from tests.schedule.world import World
 from timeball import limits
 from timeball.clock import SchedulerClock
 from timeball.schedule import ticker
-from timeball.schedule.hour_log.store import HourLog
-from timeball.schedule.places import take_promises
+from timeball.schedule.locations import take_promises
+from timeball.schedule.scheduler import Scheduler
 from timeball.schedule.ticker import Ticker
 
 TURNS = 50
 
 
-class Counted(HourLog):
+class Counted(Scheduler):
     """Counts how often it is asked, and has things to move when told so."""
 
     calls = 0
     to_move: pa.RecordBatch | None = None
 
-    def due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+    def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         self.calls += 1
-        return super().due(now_ms, limit)
+        return super().take_due(now_ms, limit)
 
-    def moving(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+    def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
         rows, self.to_move = self.to_move, None
         return None if rows is None else rows.slice(0, limit)
 
@@ -42,7 +42,7 @@ class TickedWorld(World):
     """A World whose hand-outs are a ticker's."""
 
     def __init__(self) -> None:
-        super().__init__(HourLogRig(Counted, gather_bytes=1 << 30))
+        super().__init__(HourLogRig(scheduler=Counted, gather_bytes=1 << 30))
         self.kept: list[tuple[int, int]] = []
         self.moved: list[int] = []
         self.ticker = Ticker(self.strategy, self.clock, self.keep, self.move)
@@ -50,16 +50,9 @@ class TickedWorld(World):
     def keep(self, promises: pa.RecordBatch, now_ms: int) -> None:
         assert now_ms == self.now_ms
         self.kept += self.model.hand_out(promises, now_ms, limits.FRAME_ROWS_MAX)
-        self.ticker.in_flight_rows += promises.num_rows
 
     def move(self, promises: pa.RecordBatch, now_ms: int) -> None:
         self.moved += promises["seq"].to_pylist()
-        self.ticker.in_flight_rows += promises.num_rows
-
-    def wake(self) -> None:
-        super().wake()
-        if hasattr(self, "ticker"):
-            self.ticker.wake()
 
     @property
     def calls(self) -> int:
@@ -119,7 +112,7 @@ def test_what_is_to_be_written_again_waits_for_what_is_due(world: TickedWorld) -
     assert world.ticker.tick() == 0
     assert world.moved == seqs[:2]
     assert world.ticker.tick() is None
-    assert world.ticker.in_flight_rows == 5
+    assert world.strategy.in_flight_rows == 3
 
 
 def test_releases_on_their_way_are_bounded(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +122,10 @@ def test_releases_on_their_way_are_bounded(world: TickedWorld, monkeypatch: pyte
     world.admit([world.now_ms] * 25)
     handed_out = []
     while world.ticker.tick() == 0:
-        handed_out.append(world.ticker.in_flight_rows)
+        handed_out.append(world.strategy.in_flight_rows)
     assert handed_out == [4, 8, 10]
     assert world.ticker.tick() is None, "woken by what becomes durable, not by the clock"
-    world.ticker.in_flight_rows -= 3
+    world.release_part(3)
     assert world.ticker.tick() == 0
     assert len(world.kept) == 13
 

@@ -22,25 +22,24 @@ from tests.crash_files import CrashFiles
 from tests.schedule.attaching import Attaching
 from tests.schedule.readback import column, read_back
 from tests.schedule.stage import (
-    NOTHING_SETTLED,
     Model,
     Restart,
     Rig,
     Saved,
     StepExecutor,
-    keeper_of,
 )
 
 from timeball.broker.delivery import moved_rows
 from timeball.clock import ManualClock, SchedulerClock
 from timeball.files import File, Files
-from timeball.log import retention
-from timeball.log.format import with_seq
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.writer import LogWriter
-from timeball.message import Int64Array, Kind, build_rows, int64
-from timeball.schedule.strategy import Strategy
+from timeball.message import Int64Array, Kind, build_rows, int64, with_seq
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.external_delivery import ExternalDelivery
+from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
+from timeball.schedule.scheduler import Scheduler
 from timeball.table.attachment import Attachment
 
 T = TypeVar("T")
@@ -86,7 +85,9 @@ class World(Attaching):
         # What a ticker would sleep until (None: until woken), and whether it has been woken since.
         self._asleep_until: int | None = None
         self._woken, self._told_ms = True, self.now_ms
-        self.strategy: Strategy
+        self.external = ExternalDelivery()
+        self.strategy: Scheduler
+        self.backlog: Backlog
         try:
             self.run(self._open())
         except BaseException:  # power cuts too: the loop is nobody's then
@@ -106,7 +107,7 @@ class World(Attaching):
             len(dues), kind=int(Kind.PROMISE), topic="t", queue_id=-1, body=bodies,
             unique_key=[body.decode() for body in bodies], store_ms=self.now_ms, due_ms=dues,
         )  # fmt: skip
-        rows = self.rig.dress(rows)
+        rows = self.rig.encode(rows, self.backlog)
         first_seq, now_ms = self.writer.next_seq, rows["store_ms"][0].as_py()
         seqs = list(range(first_seq, first_seq + len(dues)))
 
@@ -114,8 +115,8 @@ class World(Attaching):
             self.model.accepted.update(dict.fromkeys(seqs, now_ms))
             self.model.at.update(zip(seqs, seqs, strict=True))
             self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
-            self.rig.kept(rows, first_seq)
-            self.strategy.admit(with_seq(rows, first_seq))
+            self.rig.keep(rows, first_seq)
+            self.strategy.add(self.backlog, with_seq(rows, first_seq))
 
         await self.writer.append(rows, on_durable=on_durable)[1]
         return seqs
@@ -131,19 +132,19 @@ class World(Attaching):
         now_ms, idle_calls = self.now_ms, 0
         self._told_ms = now_ms
         while idle_calls < IDLE_CALLS_MAX:
-            batch = self.strategy.due(now_ms, limit)
+            batch = self.strategy.take_due(now_ms, limit)
             if batch is not None:
                 self._woken = True
                 return self.model.hand_out(batch, now_ms, limit)
-            batch = self.strategy.moving(now_ms, limit)
+            batch = self.strategy.take_rewrites(limit)
             if batch is not None:
                 self.model.move(batch, limit)
                 self._moves.append(batch)
                 continue
             idle_calls += 1
-            until = self._asleep_until = self.strategy.next_due_ms()
+            until = self._asleep_until = self.strategy.fall_asleep()
             self._woken = False
-            if until is None or until > now_ms or self.rig.is_busy(self.strategy):
+            if until is None or until > now_ms or self.strategy.is_busy:
                 return None
         raise AssertionError(f"turns in place: nothing is due at {now_ms}, yet next is {until}")
 
@@ -162,7 +163,7 @@ class World(Attaching):
         handed_out = self.model.in_flight[0]
         seq = column(seqs)
         due = column(handed_out[s][0] for s in seqs)
-        await self._settle_rows(Kind.RELEASE, due, seq, lambda: self.strategy.released(due, seq))
+        await self._settle_rows(Kind.RELEASE, due, seq, lambda: self.strategy.released(seq))
         self.model.released.update((s, handed_out.pop(s)[0]) for s in seqs)
         if not handed_out:
             self.model.in_flight.popleft()
@@ -187,7 +188,7 @@ class World(Attaching):
 
         def on_durable() -> None:
             self.model.land(at.tolist())
-            self.strategy.moved(seq, at)
+            self.strategy.rewritten(seq, at, self.now_ms)
 
         await self.writer.append(rows, on_durable=on_durable)[1]
 
@@ -196,7 +197,6 @@ class World(Attaching):
         return self.run(self._cancel(list(seqs)))
 
     async def _cancel(self, seqs: list[int]) -> list[bool]:
-        await self._pump(self.loop.create_task(self.rig.ready_to_cancel(self.strategy)))
         due = column(self.model.due_of(seq) for seq in seqs)
         answers = self.strategy.cancel(due, column(seqs)).tolist()
         chosen = self.model.cancel(seqs, answers)
@@ -208,7 +208,7 @@ class World(Attaching):
     def was_cancelled(self, seqs: Sequence[int]) -> list[bool]:
         """What the strategy remembers."""
         due = column(map(self.model.due_of, seqs))
-        return [bool(answer) for answer in self.strategy.was_cancelled(due, column(seqs))]
+        return [bool(answer) for answer in self.strategy.outcomes.was_cancelled(due, column(seqs))]
 
     async def _settle_rows(
         self, kind: Kind, due: Int64Array, seq: Int64Array, on_durable: Callable[[], None] = lambda: None
@@ -236,15 +236,14 @@ class World(Attaching):
 
     def begin_save(self) -> None:
         """The first half, on the loop: what is true now."""
-        settled = self.rig.settled(self.strategy)
+        settled = self.strategy.settled()
         self.model.check_settled(settled)
-        self.model.check_settled_before(self.rig.settled_before_ms(self.strategy))
+        self.model.check_settled_before(self.strategy.settled_before_ms)
         # A copy: in a file it would not change any more either.
-        state = copy.deepcopy(self.rig.state(self.strategy))
-        keeper = keeper_of(self.strategy)
-        if keeper is not None and self._saving is not None:
-            keeper.unsynced()  # the save before this one came to nothing
-        dirty = [] if keeper is None else keeper.take_dirty()
+        state = copy.deepcopy(self.rig.state(self.strategy.state(self.backlog)))
+        if self._saving is not None:
+            self.backlog.sync_failed()  # the save before this one came to nothing
+        dirty = self.backlog.files_to_sync()
         self._saving = (Saved(self.reader.next_seq, settled, state), dirty)
 
     def end_save(self) -> None:
@@ -262,11 +261,11 @@ class World(Attaching):
     def let_go(self) -> None:
         """Segments of the log that nobody needs are removed, after a checkpoint that says so."""
         self.save()
-        seqs = [self.reader.next_seq, self.rig.first_needed_seq(self.strategy)]
+        seqs = [self.reader.next_seq, self.strategy.needed_seq()]
         seqs += [self.watermark] if self.rig.has_table else []
         needed, segments = min(seq for seq in seqs if seq is not None), self.reader.segments
-        gone = retention.expired(segments, now_ms=1 << 62, retention_ms=0, needed_from_seq=needed)
-        retention.remove(self.files, segments, gone)
+        gone = segments.expired(now_ms=1 << 62, retention_ms=0, needed_from_seq=needed)
+        segments.remove(self.files, gone)
         if not self.rig.has_table:  # which keeps rows of what was settled for longer
             self.model.let_go(self.reader.first_seq)
 
@@ -275,8 +274,8 @@ class World(Attaching):
 
         Hand-outs whose release records were not durable wait again, and what was on the move lies where it lay.
         `unheard`: they were durable, but nobody was told. `power_cut` is a seed for what the disk lost.
-        A keeper has let go of what only older checkpoints need, so it goes back to none; without the log's beginning
-        nobody goes back.
+        A backlog with files has let go of what only older checkpoints need, so it goes back to none; without the log's
+        beginning nothing goes back.
         """
         self.reader_thread.is_open, was_open = True, self.reader_thread.is_open
         self.settle()
@@ -292,7 +291,7 @@ class World(Attaching):
         self._moves.clear()
         self._saving = None
         if back and self.reader.first_seq == 1:
-            self.checkpoints = [] if keeper_of(self.strategy) else self.checkpoints[:-back]
+            self.checkpoints = [] if self.rig.has_files else self.checkpoints[:-back]
         self.clock = SchedulerClock(self.manual)  # a new process believes the wall
         self.run(self._open())
         self.reader_thread.is_open = was_open
@@ -318,7 +317,16 @@ class World(Attaching):
             self.files, opened.segments, opened.file, self.manual, StepExecutor(),
             segment_bytes=SEGMENT_BYTES, on_failure=self.failures.append,
         )  # fmt: skip
-        self.strategy = self.rig.start(self, self._read_back(saved))
+        restart, outcomes, rig = self._read_back(saved), Outcomes(), self.rig
+        outcomes.restore(restart.settled)
+        built = rig.build(self, restart, outcomes)
+        self.backlog = built.backlog
+        self.strategy = rig.scheduler(
+            self.reader, self.reader_thread, outcomes, [built.backlog], table=built.table, external=self.external,
+            ahead_ms=rig.ahead_ms, gather_bytes=rig.gather_bytes, on_failure=self.failures.append,
+        )  # fmt: skip
+        self.strategy.on_earlier = self.wake
+        self.strategy.restore(built.backlog, built.state, restart.settled, built.waiting, self.now_ms)
         self._asleep_until, self._woken = None, True
 
     def _read_back(self, saved: Saved) -> Restart:
@@ -327,7 +335,7 @@ class World(Attaching):
     # -- waiting for what runs behind the strategy's back --------------------------------------------------
 
     def wake(self) -> None:
-        """`on_change`: the ticker is woken."""
+        """`on_earlier`: the ticker is woken."""
         self._woken = True
 
     def settle(self) -> None:
@@ -341,7 +349,7 @@ class World(Attaching):
             await asyncio.sleep(0)
             if task is not None and task.done():
                 return task.result()
-            if task is None and not len(self.reader_thread) and not self.rig.is_busy(self.strategy):
+            if task is None and not len(self.reader_thread) and not self.strategy.is_busy:
                 assert not self.failures, self.failures
                 return None
         raise AssertionError("the strategy never came to rest")
@@ -361,7 +369,7 @@ class World(Attaching):
             if pairs is not None:
                 assert not taken or taken[-1] < pairs[0] or self._hands > 1, f"{pairs[0]} after {taken[-1]}"
                 taken += pairs
-            elif not self._moves and not self.rig.is_busy(self.strategy):
+            elif not self._moves and not self.strategy.is_busy:
                 break
         self.model.check_nothing_overdue(self.now_ms)
         return sorted(taken) if self._hands > 1 else taken
@@ -369,7 +377,7 @@ class World(Attaching):
     def check_sleep(self) -> None:
         """A ticker that has gone to sleep and was not woken wakes in time for the first promise."""
         first = self.model.wake_by_ms
-        if first is None or self.rig.is_busy(self.strategy):
+        if first is None or self.strategy.is_busy:
             return
         now_ms, upcoming = self.now_ms, self.strategy.next_due_ms()
         # Woken, it is asked once more, and told the time: "now" may mean when it was told last.
@@ -387,7 +395,9 @@ class World(Attaching):
 
     def memory(self) -> int:
         """Promises that cost memory now."""
-        return self.rig.rows_in_memory(self.strategy)
+        scheduler = self.strategy
+        held_rows = len(scheduler.loaded) + scheduler.rewrites.rows + len(scheduler.outcomes)
+        return self.rig.rows_in_memory(self.backlog) + held_rows
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The outcome of a coroutine on the world's loop."""

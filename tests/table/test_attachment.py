@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
-from timeball.table.attachment import Attachment, FileEntry, decode, encode
+from timeball.table.attachment import Attachment, FileEntry, Reservation, decode, decode_change, encode
 
 COUNTS = st.integers(-(1 << 63), (1 << 63) - 1)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -48,7 +48,13 @@ def with_path(path: str) -> bytes:
 
 @given(ATTACHMENTS)
 def test_what_is_encoded_is_decoded(attachment: Attachment) -> None:
-    assert decode(encode(attachment)) == attachment
+    assert decode(encode(attachment)) == decode_change(encode(attachment)) == attachment
+
+
+def test_a_row_of_the_log_says_which_change_it_is() -> None:
+    assert decode_change(encode(Reservation(7))) == Reservation(7)
+    with pytest.raises(InvalidMessage):
+        decode(encode(Reservation(7)))
 
 
 @given(st.binary(max_size=60) | st.recursive(

@@ -33,7 +33,7 @@ def opened(files: Files) -> Catalog:
 
 
 def put(catalog: Catalog, files: Files, seq: int, removed: list[FileEntry] | None = None) -> list[FileEntry]:
-    """Attach a file of one row, numbered as the ATTACH row it stands for; all steps, in their order."""
+    """Attach a file of one row, numbered as the TABLE row it stands for; all steps, in their order."""
     entries = write(files, table_rows([DUES[seq % 3]], first_seq=seq))
     change = attachment(entries, epoch=seq, removes=[entry.path for entry in removed or []])
     catalog.sync_data(change)
@@ -220,16 +220,25 @@ def flipped(files: Files, name: str, old: bytes, new: bytes) -> None:
     files.replace(f"{DELTA_LOG}/{name}", data.replace(old, new))
 
 
+def left_with_a_checkpoint(files: Files) -> None:
+    """delta-rs opens such a table, and can commit nothing to it."""
+    DeltaTable(Catalog(files).uri).create_checkpoint()
+    files.absorb(FOLDER)
+    files.remove(f"{DELTA_LOG}/{NEWEST}")
+
+
 SECOND, NEWEST = f"{2:020d}.json", f"{3:020d}.json"
 DAMAGE: dict[str, Callable[[Files], None]] = {
     "folder gone": lambda files: [files.remove(f"{DELTA_LOG}/{name}") for name in files.list_dir(DELTA_LOG)],
     "an older entry is rot": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"rot"),
     "an older entry is gone": lambda files: files.remove(f"{DELTA_LOG}/{SECOND}"),
     "the newest entry is gone": lambda files: files.remove(f"{DELTA_LOG}/{NEWEST}"),
+    "only a checkpoint is left of the newest": left_with_a_checkpoint,
     "another instant": lambda files: flipped(files, SECOND, b'\\"due_ms\\": 17', b'\\"due_ms\\": 16'),
     "another count": lambda files: flipped(files, NEWEST, b'\\"numRecords\\": 1', b'\\"numRecords\\": 7'),
+    "no count of nulls": lambda files: flipped(files, NEWEST, b"nullCount", b"nullCounu"),
     "another name": lambda files: flipped(files, NEWEST, b'"bucket=', b'"cucket='),
-    "another ATTACH row": lambda files: flipped(files, NEWEST, b'"version":9', b'"version":8'),
+    "another TABLE row": lambda files: flipped(files, NEWEST, b'"version":9', b'"version":8'),
     "other columns": lambda files: flipped(files, f"{0:020d}.json", b"born_ms", b"borm_ms"),
     "no columns": lambda files: flipped(files, f"{0:020d}.json", b"schemaString", b"schemaStrinf"),
     "no text": lambda files: files.replace(f"{DELTA_LOG}/{SECOND}", b"\xff\xfe"),
@@ -343,7 +352,7 @@ SEQS = [5, 6, 7, 8]
 
 
 def life(files: CrashFiles, done: list[tuple[Attachment, int]], log: list[tuple[Attachment, int]]) -> None:
-    """Four attaches, one of which takes a file out; `log` is what the ATTACH rows say, `done` what has returned."""
+    """Four attaches, one of which takes a file out; `log` is what the TABLE rows say, `done` what has returned."""
     catalog = opened(files)
     removed: list[FileEntry] = []
     for seq in SEQS:

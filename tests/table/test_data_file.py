@@ -19,7 +19,7 @@ from tests.table.test_layout import order
 from timeball.errors import Corrupt, NotFound
 from timeball.key_hash import hash_text
 from timeball.message import TABLE_SCHEMA
-from timeball.table import data_file, seal
+from timeball.table import data_file
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, Position
 from timeball.table.layout import FOLDER, KEYS_FOLDER
@@ -121,7 +121,11 @@ def test_who_walks_leaves_it_open_and_who_looks_up_leaves_it_as_it_was() -> None
         lambda: file.positions_between(*EVERYTHING), lambda: file.rows_between(*EVERYTHING),
         lambda: file.row_count_up_to(BEGIN_MS, BEGIN_MS), lambda: file.first_due_from(BEGIN_MS), file.check,
     ]  # fmt: skip
-    look_ups = [file.ensure_keys, lambda: file.find(hashes("id7")), lambda: file.find_seqs(np.array([7]))]
+    look_ups = [
+        file.ensure_keys,
+        lambda: file.find_rows(hashes("id7")),
+        lambda: file.find_seqs(np.array([7])),
+    ]
     assert not file.is_open
     for call, stays_open in [*((walk, True) for walk in walks), *((look_up, False) for look_up in look_ups)]:
         file.close()
@@ -154,10 +158,10 @@ def test_a_key_finds_every_row_that_has_it(
 ) -> None:
     unique_key, keys = [one for one, _ in named], [many for _, many in named]
     file = one_file(table_rows([BEGIN_MS] * len(named), unique_key=unique_key, keys=keys))
-    found = file.find(hashes(*asked))
+    found = file.find_rows(hashes(*asked))
     has = [{one, *(many or "").split(" ")} & set(asked) for one, many in named]
     assert found.column("seq").to_pylist() == [seq for seq, names in enumerate(has, 1) if names]
-    assert found.column_names == ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
+    assert found.column_names == ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
 
 
 @settings(max_examples=40)
@@ -175,7 +179,7 @@ def test_the_sidecar_is_written_at_the_first_look_up_and_used_by_the_next_broker
     file.ensure_keys()
     written = files.content(name)
     calls = files.calls
-    assert ids(DataFile(files, file.entry).find(hashes("id7"))) == ["id7"]
+    assert ids(DataFile(files, file.entry).find_rows(hashes("id7"))) == ["id7"]
     assert (files.calls, files.content(name)) == (calls, written)
 
 
@@ -190,7 +194,7 @@ def test_a_sidecar_is_a_cache_and_is_built_again(damage: str) -> None:
     else:
         left = {"flip": written[:-1] + bytes([written[-1] ^ 1]), "short": written[:-8], "empty": b""}
         files.replace(name, left[damage])
-    assert ids(DataFile(files, file.entry).find(hashes("id7", "id20"))) == ["id7", "id20"]
+    assert ids(DataFile(files, file.entry).find_rows(hashes("id7", "id20"))) == ["id7", "id20"]
     assert files.content(name) == written
 
 
@@ -251,7 +255,7 @@ def test_without_the_seal_a_footer_that_has_changed_loses_rows(
 ) -> None:
     """The control of the test above, and why there is a seal: statistics say that a group begins later."""
     entry, data, right = whole
-    monkeypatch.setattr(seal, "check", lambda data: None)
+    monkeypatch.setattr(data_file, "check_seal", lambda data: None)
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     begin, later = (value.to_bytes(8, "little") for value in (BEGIN_MS + 5, BEGIN_MS + 7))
     assert begin in data[footer:]  # the least instant of the last group

@@ -1,4 +1,4 @@
-"""Where a promise lies: every row in one file, every file in one bucket, and few buckets for a long time."""
+"""Where a promise lies: every row in one file, every file in one bucket; and no bit of a sealed footer may change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.table.small_table import ALL_ZONES, GROUP_ROWS, NOW_MS, small_groups, table_rows
 
+from timeball.errors import Corrupt
 from timeball.limits import DAY_MS, HOUR_MS
 from timeball.message import TABLE_SCHEMA
 from timeball.table import layout
+from timeball.table.layout import SEAL, check_seal, encode_file, seal
 
 DUES = st.lists(st.integers(*ALL_ZONES), min_size=1, max_size=60)
 NOWS = st.integers(NOW_MS - 40 * DAY_MS, NOW_MS + 40 * DAY_MS)
@@ -107,3 +109,54 @@ def test_row_groups_say_which_instants_they_hold(count: int) -> None:
     assert {name for name, statistics in named.items() if statistics is not None} == {"due_ms", "seq"}
     begins = [group.column(metadata.schema.names.index("due_ms")).statistics.min for group in groups]
     assert begins == [NOW_MS + GROUP_ROWS * i for i in range(len(groups))]
+
+
+ROWS = table_rows([NOW_MS, NOW_MS + 1])
+
+
+def parquet() -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(ROWS, sink)
+    return sink.getvalue()
+
+
+def footer_begins(data: bytes) -> int:
+    return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+
+
+def test_readers_do_not_see_the_seal() -> None:
+    sealed = seal(parquet())
+    assert len(sealed) == len(parquet()) + SEAL.size
+    assert pq.read_table(io.BytesIO(sealed)).equals(pq.read_table(io.BytesIO(parquet())))
+    check_seal(pa.py_buffer(sealed))
+
+
+def test_a_file_of_the_table_is_sealed() -> None:
+    check_seal(pa.py_buffer(encode_file(ROWS)))
+
+
+def test_every_bit_of_seal_and_footer_counts() -> None:
+    sealed = seal(parquet())
+    for at in range(footer_begins(sealed) - SEAL.size, len(sealed)):
+        for bit in range(8):
+            damaged = bytearray(sealed)
+            damaged[at] ^= 1 << bit
+            with pytest.raises(Corrupt):
+                check_seal(pa.py_buffer(bytes(damaged)))
+
+
+def test_what_is_short_of_its_end_is_refused() -> None:
+    sealed = seal(parquet())
+    for size in range(len(sealed)):
+        with pytest.raises(Corrupt):
+            check_seal(pa.py_buffer(sealed[:size]))
+
+
+def test_a_file_that_somebody_else_wrote_is_refused() -> None:
+    with pytest.raises(Corrupt, match="has no seal"):
+        check_seal(pa.py_buffer(parquet()))
+
+
+def test_only_a_whole_file_is_sealed() -> None:
+    with pytest.raises(AssertionError, match="whole Parquet file"):
+        seal(parquet()[:-1])

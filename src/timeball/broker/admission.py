@@ -14,49 +14,22 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
-from timeball.broker.grouping import codes_of, filled
+from timeball import limits, rules
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, build_rows, byte_lengths, int64
-from timeball.schedule.delay_levels.levels import LevelTable
-from timeball.schedule.delay_levels.rows import disguised_properties
-from timeball.schedule.strategy import Keeper
-
-SEND_COLUMNS: dict[str, pa.DataType] = {
-    "topic": pa.string(),
-    "body": pa.binary(),
-    "tag": pa.string(),
-    "keys": pa.string(),
-    "unique_key": pa.string(),
-    "properties": pa.string(),
-    "queue_id": pa.int32(),
-    "born_ms": pa.int64(),
-    "born_host": pa.string(),
-    "flag": pa.int32(),
-    "sys_flag": pa.int32(),
-    "reconsume_times": pa.int32(),
-    "due_ms": pa.int64(),
-    "delay_ms": pa.int64(),
-    "delay_level": pa.int32(),
-}
-
-_BYTES_MAX = {
-    "body": limits.BODY_BYTES_MAX,
-    "properties": limits.PROPERTIES_BYTES_MAX,
-    "keys": limits.KEYS_BYTES_MAX,
-    "tag": limits.TAG_BYTES_MAX,
-    "unique_key": limits.UNIQUE_KEY_BYTES_MAX,
-}
+from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, SEND_COLUMNS, Int64Array, Kind, build_rows, int64
+from timeball.schedule.backlog import Backlog
+from timeball.schedule.delay_levels.levels import LevelTable, disguised_properties
 
 
 def admit(
     batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str, table: LevelTable
 ) -> tuple[pa.RecordBatch, Int64Array | None]:
-    """LOG_SCHEMA rows for a batch of SEND_COLUMNS, and the level of each when any has one (0: none).
+    """Return LOG_SCHEMA rows for a batch of SEND_COLUMNS, and the level of each when any has one (0: none).
 
-    MESSAGE rows are for now, PROMISE and LEVEL_PROMISE rows for later; the last still have their own topic
-    and queue (see `into_level_queues`).
+    MESSAGE rows are for now, PROMISE rows for later; those of a level still have their own topic and queue (see
+    `into_level_queues`).
     """
+    # Counts and sizes before anything that costs by the row.
     count = batch.num_rows
     if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
         raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
@@ -67,14 +40,17 @@ def admit(
         # Once more: a dictionary of one body and a thousand references to it have been unfolded by now. The log would
         # refuse the frame too, but only after its rows had been given places in their queues.
         _check_size(sum(column.nbytes for column in columns.values()))
-    _check_texts(columns)
+    # After the casts and the size: the rules look at every byte of texts, and assume the types.
     due = _due(columns, count, now_ms, delay_ms_max)
+    rules.check_columns(columns)
+    # After the instants: a row may have an instant or a level, and both is an error.
     level = _levels(columns, due, table)
     kind: npt.NDArray[np.int8] | int = int(Kind.MESSAGE)
     if level is not None or due.null_count < count:
         kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE))
         if level is not None:
-            kind[level > 0] = Kind.LEVEL_PROMISE
+            # Levels of 0 ms too: the message passes through the queue of its level all the same.
+            kind[level > 0] = Kind.PROMISE
             at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
             due = pc.coalesce(due, pa.array(at, mask=level == 0))
     rows = build_rows(
@@ -100,40 +76,41 @@ def admit(
 
 
 def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch:
-    """Admitted rows, those of a level as they wait: in the schedule topic, in their level's queue."""
+    """Return admitted rows, those of a level as they wait: in the schedule topic, in their level's queue."""
     waits = level > 0
     topic, queue_id, properties = (rows.column(name) for name in ("topic", "queue_id", "properties"))
     mask = pa.array(waits)
+    # May refuse, for properties that become too long; so this runs before any place is given out.
     disguised = disguised_properties(
         properties.filter(mask), level[waits], topic.filter(mask), queue_id.filter(mask)
     )
     changed = {
         "topic": pc.if_else(mask, SCHEDULE_TOPIC, topic),
         "queue_id": pa.array(np.where(waits, level - 1, queue_id.to_numpy()).astype(np.int32)),
+        "queue_offset": pa.array(
+            np.zeros(len(level), np.int64), mask=~waits
+        ),  # it gets its place when it is appended
         "properties": pc.replace_with_mask(properties, mask, disguised),
     }
     columns = [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
 
 
-def kept_by(keeper: Keeper, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Admitted rows, the promises among them as their keeper wants them; raises OverLimit when it is full."""
+def kept_by(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    """Return admitted rows, the promises as their backlog keeps them; raises OverLimit when it is full."""
     mine = rows.column("kind").to_numpy() == Kind.PROMISE
+    mine &= np.asarray(rows.column("queue_offset").is_null())  # levels keep their own
     if not mine.any():
         return rows
     promises = rows if mine.all() else rows.filter(pa.array(mine))
-    keeper.refuse(int64(promises.column("due_ms")))
-    dressed = keeper.dress(promises, now_ms)
+    # The last refusal. From here on nothing may fail until the rows are appended.
+    backlog.check_capacity(int64(promises.column("due_ms")))
+    dressed = backlog.encode_waiting(promises, now_ms)
     if dressed is promises or mine.all():
         return rows if dressed is promises else dressed
     properties = pc.replace_with_mask(rows.column("properties"), pa.array(mine), dressed.column("properties"))
     at = LOG_SCHEMA.get_field_index("properties")
     return rows.set_column(at, LOG_SCHEMA.field(at), properties)
-
-
-def topic_names(rows: pa.RecordBatch) -> list[str]:
-    """Distinct topics of a batch."""
-    return codes_of(rows.column("topic"))[1]
 
 
 def _check_size(size_bytes: int) -> None:
@@ -142,7 +119,7 @@ def _check_size(size_bytes: int) -> None:
 
 
 def _columns(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], bool]:
-    """Columns by name in the types we keep, and whether one had to be cast; those wholly null are left out."""
+    """Return columns by name in the types we keep, and whether one was cast; those wholly null are left out."""
     found, was_cast = {}, False
     for name in batch.schema.names:
         kept = SEND_COLUMNS.get(name)
@@ -173,32 +150,8 @@ def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
         ) from error
 
 
-def _check_texts(columns: dict[str, pa.Array]) -> None:
-    for name, bytes_max in _BYTES_MAX.items():
-        if name in columns and _may_exceed(columns[name], bytes_max):
-            lengths = byte_lengths(columns[name])
-            if int(lengths.max()) > bytes_max:
-                raise InvalidMessage(
-                    f"{name} of row {int(lengths.argmax())} is longer than {bytes_max} bytes"
-                )
-    if "keys" in columns:
-        too_many = pc.greater_equal(pc.count_substring(columns["keys"], " "), limits.KEYS_PER_MESSAGE_MAX)
-        if pc.any(too_many).as_py():
-            raise InvalidMessage(f"keys of row {_first(too_many)}: at most {limits.KEYS_PER_MESSAGE_MAX}")
-    if "queue_id" in columns:
-        queue = filled(columns["queue_id"], -1).to_numpy()
-        if queue.min() < -1 or queue.max() >= limits.QUEUES_PER_TOPIC_MAX:
-            raise InvalidMessage(f"queue_id: -1 (any) to {limits.QUEUES_PER_TOPIC_MAX - 1}")
-
-
-def _may_exceed(column: pa.Array, bytes_max: int) -> bool:
-    """Whether one value could be longer: all of them together may be shorter than that."""
-    data = column.buffers()[2]
-    return data is not None and data.size > bytes_max
-
-
 def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
-    """The instant of each row, null for now. Relative delays become absolute here, once, on our clock."""
+    """Return the instant of each row, null for now. Relative delays become absolute here, once, on our clock."""
     due, delay = columns.get("due_ms"), columns.get("delay_ms")
     if due is not None and delay is not None:
         both = pc.and_(due.is_valid(), delay.is_valid())
@@ -207,12 +160,12 @@ def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: in
     if delay is not None:
         values = delay.fill_null(0).to_numpy()
         # Checked before it is added: the sum of two int64 may wrap round into the past.
-        _check_range("delay_ms", values, 0, delay_ms_max)
+        rules.check_instants("delay_ms", values, 0, delay_ms_max)
         absolute = pa.array(values + now_ms, mask=np.asarray(delay.is_null()))
         due = absolute if due is None else pc.coalesce(due, absolute)
     if due is None:
         return pa.nulls(count, pa.int64())
-    _check_range("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
+    rules.check_instants("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
     return due
 
 
@@ -231,18 +184,12 @@ def _levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable) -> I
     return table.clamp(level)
 
 
-def _check_range(name: str, values: Int64Array, low: int, high: int) -> None:
-    wrong = (values < low) | (values > high)
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise InvalidDelay(f"{name} {values[row]} of row {row}: between {low} and {high}")
-
-
 def _filled(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.Array | int | str:
     column = columns.get(name)
     if column is None:
         return default
-    return filled(column, default)
+    # A kernel costs more than the rest of the way of a small batch, and most columns have no nulls.
+    return column.fill_null(default) if column.null_count else column
 
 
 def _first(mask: pa.Array) -> int:

@@ -2,69 +2,83 @@
 
 The release record *is* the message; there is no second write that could be missing or doubled. It names the
 promise it keeps, so a restart that finds it knows that the promise is settled. Never early is asserted here
-once more, whatever the schedule above believed (G2).
+once more, independently of the schedule (G2).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball import limits
-from timeball.broker.parts import Parts
-from timeball.broker.topics import Placement
+from timeball.broker.components import Components
+from timeball.broker.registry.topics import Placement, check_topic
+from timeball.errors import OutOfRange
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
-from timeball.schedule.strategy import Strategy
-from timeball.schedule.ticker import Ticker
+from timeball.schedule.columns import with_column
+from timeball.schedule.hour_log.pending import as_promises
+from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
+from timeball.schedule.level_cascade.timing_list import without_list
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """The outcome of a batch: rows released by it, durably, and rows left."""
+
+    released: int
+    left: int
 
 
 class Delivery:
-    """One schedule, the ticker that drives it, and the way of what is due into the log and its queues."""
+    """Appends due promises as release records, and writes others again that must go on waiting."""
 
     def __init__(
         self,
-        parts: Parts,
-        schedule: Strategy,
+        parts: Components,
         *,
         on_visible: Callable[[list[tuple[str, int]]], None],
         lateness: Lateness,
     ) -> None:
         """`on_visible` is told of queues that have got something: topic and number."""
-        self._parts, self._schedule = parts, schedule
+        self._parts, self._scheduler = parts, parts.scheduler
         self._on_visible, self._lateness = on_visible, lateness
-        self.ticker = Ticker(schedule, parts.clock, self.release, self._move)
 
     def release(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
-        """What is due and handed out goes to its queue (called by the ticker); returns when the last is durable."""
+        """Append release records for handed-out promises (called by the ticker); the future is done with the last."""
         for part in in_frames(promises):
             durable = self._release_frame(part, now_ms)
         return durable
 
     def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
+        promises = without_lists(promises)  # first: the index and the rates count what a consumer gets
+        # The places are given out here and the row is appended without a pause, so offsets grow in the order of the
+        # log.
         placement = parts.topics.place(promises)
         rows = release_rows(
             promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )
         first_seq = parts.writer.next_seq
-        self.ticker.in_flight_rows += rows.num_rows
         return parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))[1]
 
-    def _move(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        """What must be written again to go on waiting (called by the ticker)."""
+    def rewrite(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        """Append promises again that must be rewritten to go on waiting (called by the ticker)."""
         for part in in_frames(promises):
             self._move_frame(part, now_ms)
 
     def _move_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
         first_seq, rows = self._parts.writer.next_seq, promises.num_rows
-        self.ticker.in_flight_rows += rows
 
         def on_durable() -> None:
-            self._schedule.moved(int64(promises.column("seq")), np.arange(first_seq, first_seq + rows))
-            self._landed(rows)
+            row_seq = np.arange(first_seq, first_seq + rows)
+            # Only when durable: until then the promise counts as waiting in its old row, where a restart would find
+            # it.
+            self._scheduler.rewritten(int64(promises.column("seq")), row_seq, self._parts.clock.now_ms())
 
         self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
 
@@ -72,41 +86,96 @@ class Delivery:
         due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         placement.index(first_seq)
         placement.count(self._parts.rates)
-        self._schedule.released(due_ms, seq)
+        now_ms = self._parts.clock.now_ms()
+        # After the index: a consumer must find the message before the promise counts as released.
+        self._scheduler.released(seq)
         self._on_visible(placement.queues())
-        self._lateness.add(np.maximum(0, self._parts.clock.now_ms() - due_ms))
-        self._landed(promises.num_rows)
+        self._lateness.add(np.maximum(0, now_ms - due_ms))
 
-    def _landed(self, rows: int) -> None:
-        was_full = self.ticker.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
-        self.ticker.in_flight_rows -= rows
-        if was_full:
-            self.ticker.wake()
+    # -- releases by a dispatcher outside: it reads due promises in the table's files and hands them in ----------
+
+    def lease_to_dispatcher(self, lease_ms: int) -> None:
+        """Leave promises in files to a dispatcher for so long, at most an hour; 0 ends it now."""
+        self._parts.scheduler.lease(self._parts.clock.now_ms(), lease_ms)
+
+    async def release_brought(self, rows: pa.RecordBatch) -> Brought:
+        """Release those of these rows (TABLE_SCHEMA, sound) that wait; return when they are durable.
+
+        A dispatcher decides nothing: what was cancelled, brought before or loaded because it was late is left, so any
+        call may be repeated. Its bodies are believed, as those of an attached file are. Raises OutOfRange for a batch
+        with a row that is not due yet; it may be brought again.
+        """
+        parts = self._parts
+        # What is due by itself goes through the same gate: neither may fill the memory with what the disk lacks.
+        while parts.scheduler.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
+            await parts.writer.flushed()
+        now_ms = parts.clock.now_ms()
+        last_ms = int(int64(rows.column("due_ms")).max())
+        # By the broker's clock alone: a dispatcher whose clock is ahead must not release early (G2).
+        if last_ms > now_ms:
+            raise OutOfRange(f"a row is due at {last_ms} and it is {now_ms} here: bring it then")
+        for name in rows.column("topic").unique().to_pylist():
+            if parts.topics.find_topic(name) is None:
+                check_topic(name)  # while nothing is in flight yet
+        # No pause from here on: what is in flight stands in the log in the same order.
+        promises = parts.scheduler.take_brought(as_promises(pa.Table.from_batches([rows])))
+        if promises is None:
+            return Brought(0, rows.num_rows)
+        # Shielded: the rows are in flight, and a dispatcher that goes away must not cancel the commit of others.
+        await asyncio.shield(self.release(promises, now_ms))
+        return Brought(promises.num_rows, rows.num_rows - promises.num_rows)
 
 
 def in_frames(promises: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Promises in parts that fit into a frame each: a thousand large bodies may be due in one millisecond."""
+    """Yield promises in parts that fit into a frame each: a thousand large bodies may be due in one millisecond."""
     if promises.num_rows == 1 or promises.nbytes <= limits.REQUEST_BYTES_MAX:
         yield promises
         return
+    # By halves of the rows, whose sizes differ; a single row always fits (limits.BODY_BYTES_MAX).
     half = promises.num_rows // 2
     yield from in_frames(promises.slice(0, half))
     yield from in_frames(promises.slice(half))
 
 
+def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
+    """Return how rows name these promises: their numbers, and their versions where these differ."""
+    moved = promises.column("kind").to_numpy() == Kind.MOVED
+    # Nearly always: then the columns are passed on as they are.
+    if not moved.any():
+        return promises.column("seq"), promises.column("version_seq")  # null, all of it
+    mask, seq = pa.array(moved), promises.column("seq")
+    return pc.if_else(mask, promises.column("source_seq"), seq), pc.if_else(
+        mask, seq, pa.scalar(None, pa.int64())
+    )
+
+
+def without_lists(promises: pa.RecordBatch) -> pa.RecordBatch:
+    """Return promises without the levels that a cascade has noted on them.
+
+    Here and in no backlog: a promise may have gone to another strategy, or into a file, with its list.
+    """
+    properties = promises.column("properties")
+    if not pc.any(pc.match_substring(properties, TIMING_LIST)).as_py():  # mostly none is
+        return promises
+    return with_column(promises, "properties", without_list(properties))
+
+
 def release_rows(
     promises: pa.RecordBatch, *, now_ms: int, queue_id: Int64Array, queue_offset: Int64Array
 ) -> pa.RecordBatch:
-    """LOG_SCHEMA release records for READ_SCHEMA promises, in the same order."""
+    """Return LOG_SCHEMA release records for READ_SCHEMA promises, in the same order."""
     due_ms = int64(promises.column("due_ms"))
+    # Guarantee G2, checked once more here, since everything above is a cache.
     assert len(due_ms) and int(due_ms.max()) <= now_ms, "a promise must never be kept before its instant"
+    number, version = names(promises)
     changed = {
         "kind": pa.array(np.full(len(due_ms), Kind.RELEASE, dtype=np.int8)),
         "queue_id": pa.array(queue_id.astype(np.int32)),
         "queue_offset": pa.array(queue_offset),
         "store_ms": pa.array(np.full(len(due_ms), now_ms, dtype=np.int64)),
         "accepted_ms": promises.column("store_ms"),
-        "source_seq": promises.column("seq"),
+        "source_seq": number,
+        "version_seq": version,
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
@@ -114,13 +183,29 @@ def release_rows(
 
 
 def moved_rows(promises: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
-    """LOG_SCHEMA rows that hold READ_SCHEMA promises from now on, in the same order."""
-    count = promises.num_rows
+    """Return LOG_SCHEMA rows that hold READ_SCHEMA promises from now on, in the same order."""
+    count, (number, version) = promises.num_rows, names(promises)
     changed = {
         "kind": pa.array(np.full(count, Kind.MOVED, dtype=np.int8)),
         "store_ms": pa.array(np.full(count, now_ms, dtype=np.int64)),
         "accepted_ms": promises.column("store_ms"),
-        "source_seq": promises.column("seq"),
+        "source_seq": number,
+        "version_seq": version,
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def as_moves(promises: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+    """Return LOG_SCHEMA promises as moves of the READ_SCHEMA promises `before`."""
+    number, version = names(before)
+    changed = {
+        "kind": pa.array(np.full(promises.num_rows, Kind.MOVED, dtype=np.int8)),
+        "accepted_ms": before.column("store_ms"),
+        "source_seq": number,
+        "version_seq": version,
+        "from_due_ms": before.column("due_ms"),
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
@@ -133,6 +218,7 @@ class Lateness:
     BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 60_000)
 
     def __init__(self) -> None:
+        # The number of bounds is fixed, so that a batch costs one search and one addition of two short arrays.
         self._edges = np.array(self.BOUNDS, dtype=np.int64)
         self.counts = np.zeros(len(self.BOUNDS) + 1, dtype=np.int64)
         self.released = 0
@@ -145,7 +231,7 @@ class Lateness:
         self.max_ms = max(self.max_ms, int(late_ms.max()))
 
     def summary(self) -> dict[str, int | dict[str, int]]:
-        """For `status`: how many releases were at most so late."""
+        """Return, for `status`, how many releases were at most so late."""
         buckets = {f"<={bound}ms": int(n) for bound, n in zip(self.BOUNDS, self.counts, strict=False) if n}
         if self.counts[-1]:
             buckets[f">{self.BOUNDS[-1]}ms"] = int(self.counts[-1])

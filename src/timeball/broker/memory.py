@@ -9,11 +9,13 @@ each promise cost them. Where there is no glibc only Arrow's pool gives back.
 from __future__ import annotations
 
 import ctypes
+import gc
 
 import pyarrow as pa
 
 _ARENA_MAX = -8  # glibc's M_ARENA_MAX
 ARENAS = 2
+CYCLES_EVERY = 10_000  # new containers; Python asks 700
 
 
 def use_system_pool() -> None:
@@ -30,8 +32,20 @@ def use_system_pool() -> None:
         mallopt(_ARENA_MAX, ARENAS)
 
 
+def collect_cycles_rarely() -> None:
+    """Let Python's collector of cycles leave alone what is there by now, and look less often, in this process.
+
+    Reference counts free what a request leaves behind, and each send makes some containers. With a threshold of 50,000
+    a broker took 6 to 21 % less CPU at 8 x 512 sends in flight; a fifth of that, so that what a cycle does hold waits
+    less long.
+    """
+    gc.freeze()
+    gc.set_threshold(CYCLES_EVERY, *gc.get_threshold()[1:])
+
+
 def give_back() -> bool:
-    """Return what is free to the system; true when malloc's part could be. Takes milliseconds: not for the loop."""
+    """Return free memory to the system; true when malloc's part could be. Takes milliseconds: not for the loop."""
+    # Arrow's pool first, so that malloc has more to return.
     pa.default_memory_pool().release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:

@@ -12,47 +12,44 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
-from timeball.broker.grouping import alike, codes_of, filled
 from timeball.errors import Corrupt, OutOfRange
 from timeball.log.queue_file import ENTRY, Part
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind, byte_lengths
+from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind, alike, codes_of, filled, stored_sizes
 
-HAVE_PLACES = frozenset({Kind.MESSAGE, Kind.RELEASE, Kind.LEVEL_PROMISE})
 BATCH_ROWS = 65_536  # frames may be small; replaying them one by one would cost seconds a million rows
 COLUMNS = ("seq", "kind", "topic", "queue_id", "queue_offset", "tag", "body", "properties", "due_ms")
-# RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
-STORED_OVERHEAD_BYTES = 91
+# A half that is committed with a level is moved to its queue.
+_PROMISED = (int(Kind.PROMISE), int(Kind.MOVED))
 CHECKED_QUEUES = 64  # of an index that is loaded: some milliseconds
 
 
-def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
-    """Return the bytes of each message as RocketMQ would store it."""
-    total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
-    for name in ("topic", "body", "properties"):
-        total += byte_lengths(rows.column(name))
-    return total
+def index_tags(
+    rows: pa.RecordBatch, codes: Int64Array, names: Sequence[str], multi_tag: Sequence[bool]
+) -> Int64Array:
+    """Return the tag field of each row's entry; `multi_tag` says of each topic whether it is a mask.
 
-
-def index_tags(rows: pa.RecordBatch, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
-    """Return what each row's entry holds of its tag; `multi_tag` says of each topic whether it is a mask.
-
-    What waits in a level's queue has its due time there: the scan looks at nothing else.
+    A promise in a level's queue has its due time there: the scan looks at nothing else.
     """
     tags = _tags(rows.column("tag"), codes, multi_tag)
-    waits = rows.column("kind").to_numpy() == Kind.LEVEL_PROMISE
-    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags) if waits.any() else tags
+    if SCHEDULE_TOPIC not in names:
+        return tags
+    # Messages that clients sent to this topic before it was reserved are no promises.
+    waits = (codes == names.index(SCHEDULE_TOPIC)) & np.isin(rows.column("kind").to_numpy(), _PROMISED)
+    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags)
 
 
 def _tags(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
     """Return the hash, or the mask in a MULTI_TAG topic; 0 without a tag."""
     if tags.null_count == len(tags):
         return np.zeros(len(tags), dtype=np.int64)
+    # Each distinct tag is hashed once: a batch of ten thousand rows has a few.
     of_row, texts = codes_of(filled(tags, ""))
     found = np.array([tag_hash(text) for text in texts], dtype=np.int64)[of_row]
     multiple = np.flatnonzero(multi_tag)
     if len(multiple):
+        # Of all rows, since a batch may mix topics of both types; distinct texts are few.
         masks = np.array([tag_mask(text) for text in texts], dtype=np.int64)[of_row]
         found = np.where(np.isin(codes, multiple), masks, found)
     return found
@@ -60,6 +57,7 @@ def _tags(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64
 
 def by_queue(codes: Int64Array, queue_id: Int64Array) -> Iterator[tuple[int, int, Int64Array]]:
     """Yield a topic's code, a queue and its rows, in order."""
+    # One number for topic and queue, so that one sort finds the rows of each.
     for rows in alike(codes * limits.QUEUES_PER_TOPIC_MAX + queue_id):
         yield int(codes[rows[0]]), int(queue_id[rows[0]]), rows
 
@@ -69,6 +67,7 @@ def check(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
 
     Files that are whole may still be of another log, or of this one at another time: put back from a copy, say.
     """
+    # A sample: a copy of another log differs nearly everywhere, and a start must not read each of 100,000 queues.
     step = -(-len(indexes) // CHECKED_QUEUES) or 1
     for index in indexes[::step] if reader.next_seq > reader.first_seq else ():
         for offset in {index.min_offset, index.max_offset - 1} if index.max_offset > index.min_offset else ():
@@ -80,11 +79,12 @@ def check(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
 def _check_row(reader: LogReader, index: QueueIndex, offset: int, seqs: Int64Array) -> None:
     what = f"queue {index.queue_id} of {index.topic!r}, offset {offset}"
     try:
-        rows = reader.take(seqs).select(["kind", "topic", "queue_id", "queue_offset"]).to_pylist()
+        rows = reader.read_rows(seqs).select(["topic", "queue_id", "queue_offset"]).to_pylist()
     except OutOfRange as error:
         raise Corrupt(f"{what}: {error}") from error
     asked = {"topic": index.topic, "queue_id": index.queue_id, "queue_offset": offset}
-    if rows[0].pop("kind") not in HAVE_PLACES or rows[0] != asked:
+    # The row exists and is another: then the index is of another log, and all of it is made anew.
+    if rows[0] != asked:
         raise Corrupt(f"{what} names seq {seqs[0]}, which is another row")
 
 
@@ -93,13 +93,14 @@ def rebuild(
 ) -> list[Part]:
     """Return the entries of the log's rows [first_seq, next_seq), as far as these are kept (any thread)."""
     found: dict[tuple[str, int], list[Part]] = {}
+    # Rows that retention has removed have no entries any more: their offsets are below each queue's first.
     begin = max(first_seq, reader.first_seq)
-    for rows in reader.coalesced(begin, next_seq, HAVE_PLACES, BATCH_ROWS, COLUMNS):
+    for rows in reader.coalesced(begin, next_seq, None, BATCH_ROWS, COLUMNS, placed=True):
         codes, names = codes_of(rows.column("topic"))
         queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
         entries = np.empty(rows.num_rows, ENTRY)
         entries["seq"], entries["size"] = rows.column("seq").to_numpy(), stored_sizes(rows)
-        entries["tag"] = index_tags(rows, codes, [is_multi_tag(name) for name in names])
+        entries["tag"] = index_tags(rows, codes, names, [is_multi_tag(name) for name in names])
         for code, queue, mine in by_queue(codes, queue_id):
             part = Part(names[code], queue, int(offset[mine[0]]), entries[mine])
             found.setdefault((part.topic, queue), []).append(part)

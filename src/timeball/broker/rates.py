@@ -30,7 +30,7 @@ TIMER_TOPIC = (
 
 
 class Stat:
-    """What is counted. Keys: a topic, "topic@group", or "" for what goes through the broker as a whole.
+    """The names of counters. Keys: a topic, "topic@group", or "" for the broker as a whole.
 
     Plain texts, since each count looks one up, and an Enum's hash is a call in Python.
     """
@@ -49,7 +49,7 @@ STATS = frozenset(value for name, value in vars(Stat).items() if name.isupper())
 
 
 class Rate(NamedTuple):
-    """What a window says of a counter: the sum, the sum a second, and the sum for each time something was added."""
+    """A counter over a window: the sum, the sum a second, and the sum for each time something was added."""
 
     sum: int = 0
     per_second: float = 0.0
@@ -60,10 +60,11 @@ class Rates:
     """All counters. Belongs to the event loop; times are monotonic milliseconds that the caller reads."""
 
     def __init__(self) -> None:
+        # (stat, key) -> place. Sums stand in lists by place, so that a window copies them all as one array.
         self._rows: dict[tuple[str, str], int] = {}
         self._sums: list[int] = []
         self._times: list[int] = []
-        self._free: list[int] = []
+        self._free: list[int] = []  # places of dropped counters, given out again first
         self._no_room = False  # until the next state of the hour: nothing falls idle before
         self.minute = Window(10 * limits.SECOND_MS, 6)
         self.hour = Window(10 * limits.MINUTE_MS, 6)
@@ -92,6 +93,7 @@ class Rates:
             row = self._new_row(stat, key)
         if row >= 0:
             self._sums[row] += count
+            # How often something was added, for the average size of a call.
             self._times[row] += 1
 
     def sample(self, now_ms: int) -> None:
@@ -99,18 +101,19 @@ class Rates:
         for window in (self.minute, self.hour, self.day):
             if window.is_due(now_ms):
                 window.keep(now_ms, self._sums, self._times)
+                # A state of the hour is what idleness is told by, so room may have become free.
                 if window is self.hour:
                     self._no_room = False
 
     # -- what is asked ----------------------------------------------------------------------------------------
 
     def total(self, stat: str, key: str = "") -> int:
-        """Return all that was counted; 0 for what is not."""
+        """Return the whole count; 0 for a counter that is not kept."""
         row = self._rows.get((stat, key))
         return 0 if row is None else self._sums[row]
 
     def rate(self, stat: str, key: str, window: Window, now_ms: int) -> Rate | None:
-        """Return what one of the windows says; None for what is not counted."""
+        """Return a counter over one of the windows; None for a counter that is not kept."""
         row = self._rows.get((stat, key))
         return None if row is None else window.rate(row, self._sums[row], self._times[row], now_ms)
 
@@ -141,6 +144,7 @@ class Rates:
         for name, row in list(self._rows.items()):
             if idle[row]:
                 del self._rows[name]
+                # The place is given to another counter later: the windows must not show it the old one's past.
                 self._sums[row] = self._times[row] = 0
                 self._free.append(row)
         for window in (self.minute, self.hour, self.day):
@@ -175,6 +179,7 @@ class Window:
         if not self._states:
             return Rate()
         at_ms, sums_before, times_before = self._states[0]
+        # A counter that is younger than the state stands behind its end: all of it is new.
         if row < len(sums_before):
             total, times = total - int(sums_before[row]), times - int(times_before[row])
         passed_ms = now_ms - at_ms
@@ -183,6 +188,7 @@ class Window:
 
     def idle(self, times: list[int]) -> list[bool]:
         """Return for each place whether nothing has been added since the oldest state, and the window is full."""
+        # In the first hour nothing counts as idle: it may have been busy before the oldest state.
         if len(self._states) < (self._states.maxlen or 0):
             return [False] * len(times)
         before = self._states[0].times

@@ -1,17 +1,20 @@
-"""Rebuild every cache from the log: from the checkpoint on when there is one, from the beginning otherwise.
+"""Rebuild every cache from the log: from the checkpoint on, or from the last snapshot, or from the first row.
 
-    1. the checkpoint says what is true at sequence number C; the files of the queue index say where the messages
+"The checkpoint" below is the one of these that a start begins with; a snapshot says the same, in the log.
+
+    1. the checkpoint gives the state at sequence number C; the files of the queue index say where the messages
        before it stand, and where these are damaged or missing, the log does
     2. rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of
-       what is settled, ATTACH and RESERVE rows into the ledger
-    3. the data files that live are those of the checkpoint, changed by the ATTACH rows from C on; each must be
+       settled promises, TABLE rows into the state of attaches and reservations
+    3. the data files that live are those of the checkpoint, changed by the attaches from C on; each must be
        there; the Delta table, which is a cache of this list, is brought up to it or made anew
     4. promises from the watermark W on that are not settled are what waits in the tail, each in the last of its
        rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
-    5. a release or cancel record that names a promise in a level's queue settles it there, and nowhere else
+    5. a release or cancel record settles a promise wherever it waits, in a level's queue as anywhere else
     6. the tick goes on from the checkpoint's with every release record of an instant since
-    7. a cancel record that names the promise's next number says that it was moved there
-    8. half messages of the checkpoint's list and from C on, named by no row from C on, are open
+    7. a MOVED row to another instant settles the version it names, and is the newest one of its promise
+    8. promises without an instant (half messages) of the checkpoint's list and from C on, named by no row from C on,
+       are open
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
                    or p is covered by the checkpoint's mark: below settled_before_seq, due before
@@ -26,48 +29,44 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker import groups, offsets, topics
-from timeball.broker.attaching import Ledger
-from timeball.broker.popping import in_hand, modes
-from timeball.broker.queue_entries import BATCH_ROWS, HAVE_PLACES
-from timeball.broker.receiving import seal
-from timeball.broker.topics import Topics
+from timeball.broker.components import Tables
+from timeball.broker.queue_entries import BATCH_ROWS
+from timeball.broker.tables.attach import AttachState
 from timeball.broker.transactions import Half, load
-from timeball.broker.walking import next_seq_of
 from timeball.errors import Corrupt
-from timeball.files import Files
 from timeball.log import checkpoint as cp
+from timeball.log.checkpoint import last_snapshot
 from timeball.log.reader import LogReader
-from timeball.log.segment import segment_name
-from timeball.message import CANCEL_NEXT, SCHEDULE_TOPIC, Int64Array, Kind
-from timeball.schedule import places
-from timeball.schedule.places import Placed
-from timeball.schedule.strategy import Settled
-from timeball.schedule.tick import Tick
+from timeball.log.segment import Segments, segment_name
+from timeball.message import SNAPSHOT_KEY, Int64Array, Kind, pairs_of
+from timeball.schedule import locations
+from timeball.schedule.locations import Waiting
+from timeball.schedule.outcomes import ReleaseCursor, Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
-
-# Files of truth beside log and data files: one that the checkpoint has seen must be there.
-DOCUMENTS = (topics.NAME, groups.NAME, offsets.NAME, modes.NAME, in_hand.NAME, seal.NAME)
 
 _EMPTY = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
 class Replayed:
-    """What the rows behind the checkpoint say."""
+    """The facts in the rows behind the checkpoint."""
 
-    promises: list[Placed] = field(default_factory=list)
+    snapshot_seq: int  # the last snapshot's, or the checkpoint's
+    promises: list[Waiting] = field(
+        default_factory=list
+    )  # in log order; a promise may be there several times
     settled: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
     released: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)  # of those settled
-    attaches: list[tuple[int, Attachment]] = field(default_factory=list)
-    halves: list[Int64Array] = field(default_factory=list)
+    attaches: list[tuple[int, Attachment]] = field(default_factory=list)  # (row, attach), in log order
+    halves: list[Int64Array] = field(default_factory=list)  # numbers, ended ones included
     ended: list[Int64Array] = field(default_factory=list)  # halves that have been published or rolled back
-    moved: list[tuple[int, int, int]] = field(default_factory=list)  # see schedule/moved.py
+    moved: list[tuple[int, int, int, int]] = field(default_factory=list)  # see schedule/moved.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,163 +74,184 @@ class Recovered:
     """State for the schedule."""
 
     settled: Settled
-    tick: Tick
-    waiting: Placed
-    files: list[FileEntry]
-    promises_since_watermark: int
+    cursor: ReleaseCursor
+    waiting: Waiting  # in the tail, each in the last of its rows
+    files: list[FileEntry]  # that live now, by the log
+    promises_since_watermark: int  # settled ones included: compaction looks at all
     halves: list[Half]
-    moved: list[tuple[int, int, int]]
+    moved: list[tuple[int, int, int, int]]
     levels: dict[int, cp.LevelFacts]
-    levels_settled_seq: Int64Array  # since the checkpoint
+    snapshot_seq: int
+    resumes: bool  # whether the strategy may go on with the state it saved
 
 
-def check_documents(checkpoint: cp.Checkpoint | None, files: Files) -> None:
-    """Raise Corrupt when a document is gone that was there when the checkpoint was saved."""
-    for name in [] if checkpoint is None else checkpoint.facts.documents:
-        if not files.exists(name):
-            raise Corrupt(f"{name} is missing: restore it from a copy of the same moment as the log")
+def starting_point(checkpoint: cp.Checkpoint | None, segments: Segments) -> cp.Checkpoint:
+    """Return what to begin with: the checkpoint when it fits the log, else the last snapshot, else nothing at all.
+
+    Raises Corrupt when the log lacks rows that retention has not let go.
+    """
+    if checkpoint is not None and segments.first_seq <= checkpoint.facts.log_from_seq:
+        return checkpoint
+    # A checkpoint of a log that retention has shortened since knows less than its snapshot, so it is not used.
+    known = last_snapshot(segments) or cp.Checkpoint(cp.Facts(seq=1), _EMPTY, _EMPTY)
+    if segments.first_seq > known.facts.log_from_seq:
+        raise Corrupt(
+            f"{segment_name(segments.all[0].ordinal - 1)} is missing: the log begins with seq {segments.first_seq}, "
+            f"but retention has let go nothing from seq {known.facts.log_from_seq} on; restore the file from a copy"
+        )
+    return known
 
 
 def recover(
-    checkpoint: cp.Checkpoint | None,
+    known: cp.Checkpoint,
     reader: LogReader,
-    topics: Topics,
-    ledger: Ledger,
+    tables: Tables,
+    ledger: AttachState,
     catalog: Catalog,
     now_ms: int,
     *,
     resumes: bool = False,
 ) -> Recovered:
-    """Fill `topics` and `ledger`, bring the table up to the log, and say what waits. Blocking.
+    """Fill `tables` and `ledger`, and return the promises that wait. Blocking.
 
-    `resumes`: whoever keeps the promises knows those before the checkpoint by itself.
+    The pending table's Delta log is brought up to the commit log.
+
+    `resumes`: the strategy finds promises before the checkpoint in files of its own.
     """
-    known = checkpoint or cp.Checkpoint(cp.Facts(seq=reader.first_seq), _EMPTY, _EMPTY)
-    if checkpoint is None and reader.first_seq > 1:
-        raise Corrupt(
-            "checkpoint is missing or damaged, and retention has let go the log's beginning: restore it from a copy "
-            "of the same moment as the log"
-        )
     facts = known.facts
-    if reader.first_seq > facts.log_from_seq:
-        first = reader.segments.all[0].ordinal
-        raise Corrupt(
-            f"{segment_name(first - 1)} is missing: the log begins with seq {reader.first_seq}, but retention "
-            f"has let go nothing from seq {facts.log_from_seq} on; restore the file from a copy"
-        )
+    topics = tables.topics
+    # META first: topics must be there before the queues of the checkpoint and the replayed messages name them.
+    tables.meta.restore((key, bytes(value)) for key, value in facts.meta.items())
     topics.load(reader, facts.queues, facts.seq)
     ledger.watermark, ledger.attach_seq = facts.watermark, facts.attach_seq
     ledger.epochs, ledger.jobs = dict(facts.epochs), dict(facts.jobs)
     ledger.reserved = dict(facts.reserved)
-    replayed = _replay(reader, facts.seq, topics, ledger)
+    replayed = _replay(reader, facts.seq, facts.snapshot_seq, tables, ledger)
     if reader.first_seq > 1:
         # Retention may have gone on after the checkpoint was saved, and what it let go must not be offered.
         topics.forget(reader.first_seq)
     files = _live_files(facts, replayed.attaches)
+    # Before the Delta log is changed: a file that is missing must stop the start while all is as it was.
     catalog.check_data(files)
     catalog.bring_up(files, replayed.attaches, ledger.attach_seq, ledger.watermark, now_ms)
-    in_levels = _in_levels(topics, facts.levels)
-    of_level, of_instant = _split(replayed.settled, in_levels)
+    # Another strategy ran meanwhile and ended without a checkpoint: the table has promises which that state holds, too.
+    resumes = resumes and ledger.watermark == facts.watermark
+    # The rest of the tail, between watermark and checkpoint, is read only when no files of the strategy hold it.
     earlier = [] if resumes else _promises(reader, ledger.watermark, facts.seq)
-    tail = places.latest([*earlier, *replayed.promises], ledger.watermark)
+    # After the replay, which may have moved the watermark: rows below it are in the table.
+    tail = locations.latest([*earlier, *replayed.promises], ledger.watermark)
+    due_ms, seq = _unique(_concat([(known.settled_due, known.settled_seq), *replayed.settled]))
+    # Those that were released come last. What the log has let go is told apart by the checkpoint alone.
+    cut = len(known.settled_seq) - facts.settled_released
+    is_released = np.isin(seq, np.concatenate([known.settled_seq[cut:], _concat(replayed.released)[1]]))
+    order = np.argsort(is_released, kind="stable")
     settled = Settled(
         facts.settled_before_ms,
-        *_unique(_concat([(known.settled_due, known.settled_seq), of_instant])),
+        due_ms[order],
+        seq[order],
+        released=int(np.count_nonzero(is_released)),
+        # The mark speaks of rows below the checkpoint only; rows behind it are settled by name.
         before_seq=min(facts.seq, facts.settled_before_seq),
         late=(*facts.late, *(reserved for _, a in replayed.attaches for reserved in a.ranges)),
     )
+    # By number alone: numbers are never used twice, so the instant need not be compared.
     waiting = ~np.isin(tail.seq, settled.seq)
     waiting &= (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
     opened, ended = (np.concatenate([_EMPTY, *seqs]) for seqs in (replayed.halves, replayed.ended))
     halves = load(reader, facts.halves, opened, ended)
-    tick = Tick(*facts.tick).after(_split(replayed.released, in_levels)[1][0])
+    cursor = ReleaseCursor(*facts.tick).after(_concat(replayed.released)[0])
     moved = [*facts.moved, *replayed.moved]
     return Recovered(
-        settled, tick, tail.part(waiting), files, len(tail), halves, moved, facts.levels, of_level[1]
+        settled,
+        cursor,
+        tail.part(waiting),
+        files,
+        len(tail),
+        halves,
+        moved,
+        facts.levels,
+        replayed.snapshot_seq,
+        resumes,
     )
 
 
-def _replay(reader: LogReader, from_seq: int, topics: Topics, ledger: Ledger) -> Replayed:
-    replayed = Replayed()
+def _replay(
+    reader: LogReader, from_seq: int, snapshot_seq: int, tables: Tables, ledger: AttachState
+) -> Replayed:
+    replayed = Replayed(snapshot_seq)
     for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
+        # Asked once a batch: most batches hold one or two kinds, and each branch below filters columns.
         present = set(np.unique(kinds).tolist())
-        if present & HAVE_PLACES:
-            visible = np.flatnonzero(np.isin(kinds, list(HAVE_PLACES)))
-            topics.replay(rows.take(visible).drop_columns(["seq"]), seqs[visible])
-        if present & places.KINDS:
-            replayed.promises.append(places.placed(rows.filter(pa.array(np.isin(kinds, list(places.KINDS))))))
+        if Kind.META in present:  # a topic before the messages that follow it
+            state = rows.filter(pa.array(kinds == Kind.META))
+            tables.meta.restore(pairs_of(state))
+            snapshots = state.column("seq").filter(pc.equal(state.column("unique_key"), SNAPSHOT_KEY))
+            replayed.snapshot_seq = snapshots[-1].as_py() if len(snapshots) else replayed.snapshot_seq
+        placed = np.asarray(rows.column("queue_offset").is_valid())
+        if placed.any():
+            tables.topics.replay(rows.filter(pa.array(placed)).drop_columns(["seq"]), seqs[placed])
+        # Rows without one are half messages, and rows that end them.
+        has_instant = np.asarray(rows.column("due_ms").is_valid())
+        if present & locations.KINDS:
+            replayed.promises.append(locations.waiting_in(locations.waiting_rows(rows)))
+            replayed.halves.append(seqs[(kinds == Kind.PROMISE) & ~has_instant])
+            if Kind.MOVED in present:
+                _replay_moves(rows.filter(pa.array((kinds == Kind.MOVED) & has_instant)), replayed)
+            # A move may be to a half's first instant. Others name what is no half; `load` asks for halves only.
+            replayed.ended.append(_sources(rows, (kinds == Kind.MOVED) & has_instant))
         if present & {Kind.RELEASE, Kind.CANCEL}:
-            done = rows.filter(pa.array(np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])))
-            due, seq = (done.column(name).to_numpy() for name in ("due_ms", "source_seq"))
+            settling = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])
+            replayed.ended.append(_sources(rows, settling & ~has_instant))
+            done = rows.filter(pa.array(settling & has_instant))
+            due, seq = done.column("due_ms").to_numpy(), locations.versions(done)
             released = done.column("kind").to_numpy() == Kind.RELEASE
             replayed.settled.append((due, seq))
             replayed.released.append((due[released], seq[released]))
-            replayed.moved += _moved(done)
-        if Kind.HALF in present:
-            replayed.halves.append(seqs[kinds == Kind.HALF])
-        ended = rows.column("prepared_seq").drop_null()
-        if len(ended):
-            replayed.ended.append(ended.to_numpy())
-        for kind in (Kind.RESERVE, Kind.ATTACH):
-            for at in np.flatnonzero(kinds == kind).tolist() if kind in present else ():
-                _replay_one(kind, int(seqs[at]), rows.slice(at, 1), ledger, replayed)
+        for at in np.flatnonzero(kinds == Kind.TABLE).tolist() if Kind.TABLE in present else ():
+            _replay_change(int(seqs[at]), rows.slice(at, 1), ledger, replayed)
     return replayed
 
 
-def _moved(settling: pa.RecordBatch) -> list[tuple[int, int, int]]:
-    """(due_ms, seq, next_seq) of the promises that these rows move; most rows have no properties."""
-    properties = settling.column("properties")
-    if properties.null_count == len(properties):
-        return []
-    likely = pc.fill_null(pc.match_substring(properties, CANCEL_NEXT), False)
-    rows = settling.filter(likely).select(["kind", "due_ms", "source_seq", "properties"]).to_pylist()
-    named = [(row, next_seq_of(row)) for row in rows]
-    return [(row["due_ms"], row["source_seq"], next_seq) for row, next_seq in named if next_seq is not None]
+def _sources(rows: pa.RecordBatch, chosen: npt.NDArray[np.bool_]) -> Int64Array:
+    """Return the numbers that these rows name."""
+    named = rows.column("source_seq").filter(pa.array(chosen)).drop_null()
+    return np.asarray(named.to_numpy(), dtype=np.int64)
 
 
-def _replay_one(kind: Kind, seq: int, row: pa.RecordBatch, ledger: Ledger, replayed: Replayed) -> None:
-    body = row.column("body")[0].as_py()
-    if kind == Kind.RESERVE:
-        ledger.reserve(seq + 1, int(body))
+def _replay_moves(rows: pa.RecordBatch, replayed: Replayed) -> None:
+    """Apply the MOVED rows among which are some to another instant: each settles the version before it."""
+    moves = rows.filter(rows.column("from_due_ms").is_valid())
+    columns = (moves.column(name).to_pylist() for name in ("due_ms", "source_seq", "seq", "from_due_ms"))
+    replayed.moved += zip(*columns, strict=True)
+    replayed.settled.append((moves.column("from_due_ms").to_numpy(), locations.versions(moves)))
+
+
+def _replay_change(seq: int, row: pa.RecordBatch, ledger: AttachState, replayed: Replayed) -> None:
+    change = att.decode_change(row.column("body")[0].as_py())
+    if isinstance(change, att.Reservation):
+        # The numbers begin behind the row itself (table_changes.reserve).
+        ledger.reserve(seq + 1, change.rows)
     else:
-        attachment = att.decode(body)
-        ledger.apply(attachment, seq, row.column("store_ms")[0].as_py())
-        replayed.attaches.append((seq, attachment))
+        ledger.apply(change, seq, row.column("store_ms")[0].as_py())
+        replayed.attaches.append((seq, change))
 
 
 def _live_files(facts: cp.Facts, attaches: list[tuple[int, Attachment]]) -> list[FileEntry]:
     live = {entry.path: entry for entry in msgspec.convert(facts.files or [], list[FileEntry])}
     for _, attachment in attaches:
+        # In the order of the log: a later rewrite may remove what an earlier attach has added.
         live = {path: entry for path, entry in live.items() if path not in attachment.removes}
         live |= {entry.path: entry for entry in attachment.files}
     return list(live.values())
 
 
-def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Placed]:
+def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Waiting]:
     """Promises between the watermark and the checkpoint."""
+    # Retention may have moved on past the watermark: what it removed was settled.
     begin = max(watermark, reader.first_seq)
-    return [places.placed(rows) for rows in reader.coalesced(begin, to_seq, places.KINDS, BATCH_ROWS)]
-
-
-def _in_levels(topics: Topics, facts: dict[int, cp.LevelFacts]) -> Int64Array:
-    """Sequence numbers of what may wait in the queues of the schedule topic."""
-    topic = topics.find(SCHEDULE_TOPIC)
-    found = [_EMPTY]
-    for number, queue in enumerate(topic.queues if topic is not None else ()):
-        index = queue.index
-        low = min(max(facts[number].offset if number in facts else 0, index.min_offset), index.max_offset)
-        found.append(index.read(low, index.max_offset - low)["seq"].astype(np.int64))
-    return np.concatenate(found)
-
-
-def _split(
-    settled: list[tuple[Int64Array, Int64Array]], in_levels: Int64Array
-) -> tuple[tuple[Int64Array, Int64Array], tuple[Int64Array, Int64Array]]:
-    """Those settled in a level's queue, and the others."""
-    due, seq = _concat(settled)
-    mine = np.isin(seq, in_levels)
-    return (due[mine], seq[mine]), (due[~mine], seq[~mine])
+    batches = reader.coalesced(begin, to_seq, locations.KINDS, BATCH_ROWS)
+    return [locations.waiting_in(locations.waiting_rows(rows)) for rows in batches]
 
 
 def _concat(pairs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
@@ -241,5 +261,6 @@ def _concat(pairs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int
 
 
 def _unique(pair: tuple[Int64Array, Int64Array]) -> tuple[Int64Array, Int64Array]:
+    # A promise may be settled twice in the log's words: by the checkpoint's list and by a row behind it.
     seq, at = np.unique(pair[1], return_index=True)
     return pair[0][at], seq

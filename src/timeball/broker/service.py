@@ -1,5 +1,8 @@
 """The verbs that every edge calls, and the order in which a decision becomes bytes.
 
+Each verb takes the caller for whom it is done and has policy.py decide whether that caller may. What the broker does
+by itself, it does as ANONYMOUS.
+
 Everything here runs on one event loop and takes no lock on the way of a message: validate, append to the log
 (which fixes the order), and let the commit's callback bring the caches up to date before anyone is told.
 Only attaches are serialised among themselves, since each begins where the last one ended.
@@ -8,138 +11,101 @@ Only attaches are serialised among themselves, since each begins where the last 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import pyarrow as pa
 
 from timeball import limits
+from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker import (
-    admission,
-    cancelling,
     delivery,
-    offsets,
-    pulling,
-    range_cancel,
-    rescheduling,
     transactions,
 )
-from timeball.broker.appending import Appending
-from timeball.broker.cancelling import Verdict
-from timeball.broker.dispatching import Dispatching
-from timeball.broker.finding import Names
-from timeball.broker.moving import Mover
-from timeball.broker.parts import Parts, in_thread, undone
+from timeball.broker.administration import Administration
+from timeball.broker.appender import Accepted, Appender
+from timeball.broker.campaign_changes import CampaignChanges
+from timeball.broker.components import Components, in_thread
+from timeball.broker.consuming import pull
+from timeball.broker.consuming.engine import Consuming
+from timeball.broker.ingress import Ingress
 from timeball.broker.policy import Policy
-from timeball.broker.popping.popper import Popper
-from timeball.broker.range_cancel import RangesCancelled
 from timeball.broker.rates import Stat
-from timeball.broker.receiving import Receiving
+from timeball.broker.revoking.cancel import cancel, settle
+from timeball.broker.revoking.promise_lookup import Names
+from timeball.broker.revoking.ranges import cancel_ranges
+from timeball.broker.revoking.recall import recall
+from timeball.broker.revoking.reschedule import reschedule
+from timeball.broker.table_changes import TableChanges
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
+from timeball.broker.waiters import Waiters
 from timeball.errors import OutOfRange
-from timeball.log.starts import Start, starts
-from timeball.message import READ_SCHEMA, Int64Array
-from timeball.schedule.strategy import Strategy
-from timeball.table.attachment import Attached, Attachment
-
-OF_THE_TABLE = ("table_", "dispatched_", "fetched_")  # counts that a keeper leaves to the hour log
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there."""
-
-    first_seq: int
-    rows: int
-    store_ms: int
-    kept: pa.RecordBatch  # the rows as they stand in the log (LOG_SCHEMA)
+from timeball.log.segment import starts
+from timeball.message import READ_SCHEMA, Kind, codes_of, without_secrets
+from timeball.schedule.ticker import Ticker
+from timeball.table.attachment import Attachment
+from timeball.wire import Attached, Campaign, CampaignChange, RangesCancelled, Start, Verdict
 
 
 class Broker:
-    """See the module's docstring. All async methods belong to the event loop."""
+    """The broker as edges see it. All async methods belong to the event loop."""
 
     def __init__(
-        self, parts: Parts, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
+        self, parts: Components, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
     ) -> None:
         self.parts = parts
-        self.policy = Policy(parts.topics, parts.new_topics, parts.groups, parts.settings)
+        self.policy = Policy(parts.topics, parts.groups, parts.settings, parts.clock.clock)
         self._loop = asyncio.get_running_loop()
-        self._host = parts.settings.host
-        self.waiters = pulling.Waiters()
+        self.waiters = Waiters()
+        self.administration = Administration(parts, self.policy, self.waiters)
         self.lateness = delivery.Lateness()
-        mine, levels = self._delivery(parts.schedule), self._delivery(parts.levels)
-        table = mine if parts.keeper is None else self._delivery(parts.hour_log)
-        self.ticker, self.level_ticker, self.table_ticker = mine.ticker, levels.ticker, table.ticker
-        self.dispatching = Dispatching(parts, table)
-        self.mover = Mover(parts, promises_since_watermark=promises_since_watermark)
-        self.appending = Appending(parts, self.waiters, self.mover.tail_count)
-        self.popper = Popper(self)
-        self.receiving = Receiving(self)
-        self._saving_offsets = asyncio.Lock()
+        self.delivery = delivery.Delivery(parts, on_visible=self.waiters.wake_queues, lateness=self.lateness)
+        self.ticker = Ticker(parts.scheduler, parts.clock, self.delivery.release, self.delivery.rewrite)
+        self.mover = TableChanges(parts, promises_since_watermark=promises_since_watermark)
+        self.campaign_changes = CampaignChanges(parts, self.mover)
+        self.appender = Appender(parts, self.policy, self.waiters, self.mover.tail_count)
+        self.consuming = Consuming(parts, self.appender, self.waiters, self.policy, self.save_offsets)
+        # Two ways in: halves become promises without an instant, so they cannot share a batch with sends.
+        self.sends, self.halves = Ingress(self.appender.send), Ingress(self.prepare_nowait)
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)
 
     # -- producing ---------------------------------------------------------------------------------------
 
-    async def send(self, batch: pa.RecordBatch) -> Accepted:
-        """Accept a batch of admission.SEND_COLUMNS, whole or not at all; returns when it is durable."""
-        accepted, durable = self.send_nowait(batch)
+    async def send(self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS) -> Accepted:
+        """Accept a batch of SEND_COLUMNS, whole or not at all; returns when it is durable."""
+        accepted, durable = self.appender.send(batch, caller)
         await durable
         return accepted
 
-    def send_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
-        """As `send`, for an edge that pipelines: the order of calls is the order in the log."""
-        rows, level, now_ms = self._admit(batch)
-        self.policy.admit(admission.topic_names(rows))
-        return self._append(rows, level, now_ms)
-
     async def send_again(self, batch: pa.RecordBatch) -> None:
-        """Append copies of accepted messages that go back to a group; no client has chosen their topics."""
-        _, durable = self._append(*self._admit(batch))
-        await durable
+        """Append copies of accepted messages that go back to a group; returns when they are durable."""
+        await self.appender.send_again(batch)
 
-    def prepare_nowait(self, batch: pa.RecordBatch) -> tuple[Accepted, asyncio.Future[int]]:
-        """As `send_nowait`, but nobody sees the messages before `transactions.end`; their delays begin then."""
-        rows, _, now_ms = self._admit(transactions.half_batch(batch))
-        self.policy.admit(admission.topic_names(rows))
+    def prepare_nowait(
+        self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        """Accept messages that stay hidden until `transactions.end` commits them; their delays begin then."""
+        rows, _, now_ms = self.appender.admit(transactions.half_batch(batch))
+        self.policy.admit(codes_of(rows.column("topic"))[1], caller)
+        # After the admission, which refuses what a commit would refuse later.
         rows = transactions.half_rows(rows)
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
-    def _publish(self, batch: pa.RecordBatch, half_seqs: Int64Array) -> asyncio.Future[int]:
-        rows, level, now_ms = self._admit(batch)
-        rows = transactions.ending_rows(rows, half_seqs)
-        return self._append(rows, level, now_ms, partial(self.transactions.ended, half_seqs))[1]
+    def _publish(self, batch: pa.RecordBatch, halves: pa.RecordBatch) -> asyncio.Future[int]:
+        rows, level, now_ms = self.appender.admit(batch)
+        rows = transactions.ending_rows(rows, halves)
+        self.appender.make_topics(rows)
+        rows = transactions.as_first_moves(self.appender.prepare(rows, now_ms, level))
+        moves = transactions.first_versions(rows, self.parts.writer.next_seq)
 
-    def _append(
-        self,
-        rows: pa.RecordBatch,
-        level: Int64Array | None,
-        now_ms: int,
-        then: Callable[[], None] | None = None,
-    ) -> tuple[Accepted, asyncio.Future[int]]:
-        rows = self.appending.prepare(rows, now_ms, level)
-        first_seq, rows, durable = self.appending.append(rows, then)
-        return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
+        def on_durable() -> None:
+            self.transactions.ended(halves.column("seq").to_pylist())
+            self.parts.outcomes.moved.add(moves)
 
-    def _admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
-        parts, now_ms = self.parts, self.parts.clock.now_ms()
-        parts.writer.check_room()
-        rows, level = admission.admit(
-            batch,
-            now_ms=now_ms,
-            delay_ms_max=parts.settings.delay_ms_max,
-            host=self._host,
-            table=parts.levels.table,
-        )
-        return rows, level, now_ms
-
-    def _delivery(self, schedule: Strategy) -> delivery.Delivery:
-        return delivery.Delivery(
-            self.parts, schedule, on_visible=self.waiters.wake_queues, lateness=self.lateness
-        )
+        return self.appender.append(rows, on_durable).durable
 
     # -- cancelling --------------------------------------------------------------------------------------
 
@@ -150,15 +116,16 @@ class Broker:
         keys: Sequence[str] = (),
         seqs: Sequence[int] = (),
         topic: str | None = None,
-        may: Callable[[str], bool] | None = None,
+        caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
-        """Settle these promises if they still wait; one definite verdict each (see cancelling.py).
+        """Settle these promises if they still wait; one definite verdict each (see revoking/cancel.py).
 
-        `topic`: only those for it, since producers of different topics may have given the same id. `may`: of which
-        topics the caller may, None: of all.
+        `topic`: only those for it, since producers of different topics may have given the same id.
         """
-        names = Names(ids, keys, seqs, topic, may)
-        return await cancelling.settle(self.parts, names, partial(cancelling.cancel, self.parts))
+        names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
+        # Promises that the caller may not cancel are hidden by the lookup: the verdict is not_found, and tells
+        # nothing.
+        return await settle(self.parts, names, partial(cancel, self.parts))
 
     async def reschedule(
         self,
@@ -167,46 +134,90 @@ class Broker:
         keys: Sequence[str] = (),
         seqs: Sequence[int] = (),
         topic: str | None = None,
-        may: Callable[[str], bool] | None = None,
+        caller: Caller = ANONYMOUS,
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Move what waits of these to another instant, or so far from now; one verdict each (see rescheduling.py)."""
-        names = Names(ids, keys, seqs, topic, may)
-        return await rescheduling.reschedule(
-            self.parts, self.appending, names, due_ms=due_ms, delay_ms=delay_ms
-        )
+        """Move what waits of these to another instant; return one verdict each (revoking/reschedule.py)."""
+        names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
+        return await reschedule(self.parts, self.appender, names, due_ms=due_ms, delay_ms=delay_ms)
 
-    async def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> RangesCancelled:
-        """Settle what waits of a bulk job's numbers, (first_seq, rows); see range_cancel.py."""
-        return await range_cancel.cancel_ranges(self.parts, ranges, reason)
+    async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
+        """Take back the message that a recall handle names; return its id (revoking/recall.py says what it raises)."""
+        self.policy.allow(caller, Verb.CANCEL, topic=topic)
+        return await recall(self.parts, topic, handle)
+
+    async def cancel_ranges(
+        self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
+    ) -> RangesCancelled:
+        """Settle what waits of a bulk job's numbers, (first_seq, rows); see revoking/ranges.py."""
+        self.policy.allow(caller, Verb.ADMIN)
+        return await cancel_ranges(self.parts, self.mover.lock, ranges, reason)
+
+    # -- campaigns ---------------------------------------------------------------------------------------
+
+    def campaigns(self, campaign: str | None = None, caller: Caller = ANONYMOUS) -> list[Campaign]:
+        """Return one campaign with its ranges, or all without; raise NotFound, InvalidMessage."""
+        self.policy.allow(caller, Verb.ADMIN)
+        return self.campaign_changes.all() if campaign is None else [self.campaign_changes.get(campaign)]
+
+    async def change_campaign(
+        self,
+        campaign: str,
+        change: CampaignChange,
+        *,
+        rows: int = 0,
+        at_ms: int | None = None,
+        shift: bool = False,
+        caller: Caller = ANONYMOUS,
+    ) -> Campaign:
+        """Plan, pause, resume or cancel a campaign; durable on return (campaign_changes.py)."""
+        self.policy.allow(caller, Verb.ADMIN)
+        if change == "plan":
+            return await self.campaign_changes.plan(campaign, rows, at_ms)
+        if change == "pause":
+            return await self.campaign_changes.pause(campaign)
+        if change == "resume":
+            return await self.campaign_changes.resume(campaign, shift=shift)
+        return await self.campaign_changes.cancel(campaign)
 
     # -- consuming ---------------------------------------------------------------------------------------
 
-    async def pull(self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
-        """Up to `rows` visible rows from these queues' offsets on; waits up to `wait_ms` for the first one.
+    async def pull(
+        self,
+        topic: str,
+        offsets: dict[int, int],
+        rows: int,
+        wait_ms: int,
+        caller: Caller = ANONYMOUS,
+    ) -> pa.RecordBatch:
+        """Return up to `rows` visible rows from these queues' offsets on; wait up to `wait_ms` for the first one.
 
         Also for the message that may make a topic that is not there yet: a pull makes none, and is then answered with
         nothing, so that the client asks again, of all queues.
         """
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic)
+        # The loop's clock: a wall clock that is set must not make a poll longer.
         deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
-        if wait_ms > 0 and self.parts.topics.find(topic) is None and self.policy.may_be_made(topic):
+        if wait_ms > 0 and self.parts.topics.find_topic(topic) is None and self.policy.may_be_made(topic):
             await self.waiters.wait(topic, deadline - self._loop.time())
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         while True:
             # Asked again in each turn: the topic may have been deleted, or closed to readers, meanwhile.
-            seqs = pulling.locate(self.policy.readable(topic), offsets, rows)
+            seqs = pull.locate(self.policy.readable(topic, caller), offsets, rows)
             if len(seqs):
                 # No group is named here, so that only the broker's own rate knows of these.
                 self.parts.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
-                return await in_thread(self.parts.reader_thread, pulling.read, self.parts.reader, seqs)
+                return await in_thread(self.parts.reader_thread, pull.read, self.parts.reader, seqs)
             left = deadline - self._loop.time()
             if left <= 0 or not await self.waiters.wait(topic, left):
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
-    async def read_queue(self, topic: str, queue_id: int, offset: int, rows: int) -> pa.RecordBatch:
-        """Up to `rows` rows of one queue from `offset` on."""
-        return await self.pull(topic, {queue_id: offset}, rows, 0)
+    async def read_queue(
+        self, topic: str, queue_id: int, offset: int, rows: int, caller: Caller = ANONYMOUS
+    ) -> pa.RecordBatch:
+        """Return up to `rows` rows of one queue from `offset` on."""
+        return await self.pull(topic, {queue_id: offset}, rows, 0, caller)
 
     def read_log(
         self,
@@ -215,73 +226,109 @@ class Broker:
         kinds: Iterable[int] | None = None,
         coalesce_rows: int = 65_536,
         columns: Sequence[str] | None = None,
+        caller: Caller = ANONYMOUS,
+        placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Rows of the log; any thread."""
-        return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns)
+        """Return rows of the log (LogReader.coalesced), without the values that are secret; any thread."""
+        self.policy.allow(caller, Verb.ADMIN)
+        kinds, names = None if kinds is None else set(kinds), columns or READ_SCHEMA.names
+        # Secrets stand in the bodies of META rows only: without these or those there is nothing to hide.
+        if "body" not in names or (kinds is not None and Kind.META not in kinds):
+            return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns, placed)
+        # What is secret is told by kind and key, which the caller may not have asked for.
+        needed = list(dict.fromkeys([*names, "kind", "unique_key"]))
+        rows = self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, needed, placed)
+        return (without_secrets(batch).select(names) for batch in rows)
 
-    def starts(self, from_seq: int, to_seq: int) -> list[Start]:
-        """When this log was taken up again, by the first row written then; any thread."""
+    def starts(self, from_seq: int, to_seq: int, caller: Caller = ANONYMOUS) -> list[Start]:
+        """Return the starts of this log, by the first row written after each; any thread."""
+        self.policy.allow(caller, Verb.ADMIN)
         return starts(self.parts.reader.segments, from_seq, to_seq)
 
-    def topics(self) -> dict[str, dict[str, int]]:
-        """Topics and their numbers of queues."""
-        return {t.name: {"queues": len(t.queues)} for t in self.parts.topics.all()}
+    def topics(self, caller: Caller = ANONYMOUS) -> dict[str, dict[str, int]]:
+        """Return the topics that the caller may look at, and their numbers of queues."""
+        self.policy.allow(caller, Verb.LOOK)
+        return {
+            topic.name: {"queues": len(topic.queues)}
+            for topic in self.parts.topics.all()
+            if self.policy.allows(caller, Verb.LOOK, topic=topic.name)
+        }
 
-    async def create_topic(self, name: str, queues: int | None = None) -> None:
+    async def create_topic(self, name: str, queues: int | None = None, caller: Caller = ANONYMOUS) -> None:
         """Create a topic, or give it more queues; durable on return."""
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
-        self.policy.check_managed(name)
-        self.parts.new_topics.admit([name])
-        self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic)
-        await self.save_topics()
+        self.policy.admit_managed([name], caller)
+        self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic, made_by=caller.name)
+        await self.parts.writer.flushed()
 
-    def queues(self, topic: str) -> dict[int, tuple[int, int]]:
-        """(min_offset, max_offset) of each queue."""
+    def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:
+        """Return (min_offset, max_offset) of each queue."""
+        self.policy.allow(caller, Verb.LOOK, topic=topic)
         queues = self.parts.topics.get(topic).queues
         return {i: (q.index.min_offset, q.index.max_offset) for i, q in enumerate(queues)}
 
-    def offsets(self, group: str, topic: str) -> dict[int, int]:
-        """A group's stored offsets."""
+    def offsets(self, group: str, topic: str, caller: Caller = ANONYMOUS) -> dict[int, int]:
+        """Return a group's stored offsets."""
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         return self.parts.offsets.get(group, topic)
 
-    async def commit_offsets(self, group: str, topic: str, offsets: dict[int, int]) -> None:
+    async def commit_offsets(
+        self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS
+    ) -> None:
         """Store a group's offsets; durable within about a second."""
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         self.parts.topics.get(topic)
         self.parts.offsets.commit(
             group, topic, offsets, {q: high for q, (_, high) in self.queues(topic).items()}
         )
 
-    # -- moving what waits (see moving.py) -----------------------------------------------------------------
+    # -- moving what waits (see table_changes.py) -----------------------------------------------------------------
 
-    async def reserve(self, rows: int) -> int:
+    async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
+        self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.reserve(rows)
 
-    async def attach(self, attachment: Attachment) -> Attached:
+    async def attach(self, attachment: Attachment, caller: Caller = ANONYMOUS) -> Attached:
         """Make files part of the pending table, atomically."""
+        self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.attach(attachment)
 
-    async def compact(self) -> Attached | None:
+    async def compact(self, caller: Caller = ANONYMOUS) -> Attached | None:
         """Move the tail's promises to the pending table; None when there is nothing to move."""
+        self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.compact()
 
-    def compactor_lease(self, lease_ms: int) -> None:
-        """Somebody outside moves the tail; the broker does not until the lease runs out."""
+    def compactor_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
+        """Leave the tail to an outside compactor until the lease runs out."""
+        self.policy.allow(caller, Verb.ADMIN)
         self.mover.lease(lease_ms)
+
+    def dispatcher_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
+        """Leave due promises in files to an outside dispatcher until the lease runs out."""
+        self.policy.allow(caller, Verb.ADMIN)
+        self.delivery.lease_to_dispatcher(lease_ms)
+
+    async def release(self, rows: pa.RecordBatch, caller: Caller = ANONYMOUS) -> delivery.Brought:
+        """Release due rows that a dispatcher has brought; return when they are durable."""
+        self.policy.allow(caller, Verb.ADMIN)
+        return await self.delivery.release_brought(rows)
 
     # -- people ------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, object]:
-        """Figures for people and for jobs; see docs/flight.md."""
+    def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
+        """Return figures for people and for jobs; see docs/flight.md."""
+        self.policy.allow(caller, Verb.LOOK)
         parts = self.parts
         segments = parts.reader.segments
         return {
             "now_ms": parts.clock.now_ms(),
             "log": {
                 "first_seq": segments.first_seq,
+                # Given out, perhaps not durable yet; `durable_seq` is the end of the durable rows.
                 "next_seq": parts.writer.next_seq,
                 "durable_seq": segments.next_seq,
                 "bytes": segments.size_bytes,
@@ -289,8 +336,8 @@ class Broker:
                 "rows": parts.writer.statistics.rows,
             },
             "watermark": parts.ledger.watermark,
-            "settled_before_ms": self.settled_before_ms,
-            "strategy": parts.settings.schedule,
+            "settled_before_ms": parts.scheduler.settled_before_ms,
+            "strategy": parts.settings.strategy,
             "schedule": self.schedule_statistics(),
             "levels": parts.levels.statistics(),
             "transactions": self.transactions.statistics(),
@@ -299,43 +346,17 @@ class Broker:
             "clock_suspect": parts.clock.suspect,
         }
 
-    @property
-    def settled_before_ms(self) -> int:
-        """Every durable promise due before this instant is settled, durably; levels aside."""
-        parts = self.parts
-        kept = [] if parts.keeper is None else [parts.keeper.settled_before_ms]
-        return min((parts.hour_log.settled_before_ms, *kept))
-
     def schedule_statistics(self) -> dict[str, int]:
-        """The keeper's own counts, and what lies in the table."""
-        parts = self.parts
-        counts = parts.hour_log.statistics()
-        if parts.keeper is not None:
-            counts = {name: count for name, count in counts.items() if name.startswith(OF_THE_TABLE)}
-            tick = parts.settling.tick
-            of_both = {"tail_rows": 0, "tick_ms": tick.tick_ms, "local_index": tick.local_index}
-            counts = {**of_both, **counts, **parts.keeper.statistics()}
+        """Return the counts of the scheduler, of the table, and of the strategy."""
+        parts, counts = self.parts, self.parts.scheduler.statistics() | self.parts.hour_log.statistics()
+        if not parts.compacts:
+            kept = parts.backlog.statistics()
+            # Those that were cancelled wait until their turn comes.
+            opened = counts["near_rows"] + counts["moving_rows"]
+            waiting = kept["waiting_rows"] + opened - counts["cancelled_rows"]
+            counts |= kept | {"waiting_rows": max(0, waiting)}
         return counts
 
-    async def save_topics(self) -> None:
-        """Write the list of topics when it has changed."""
-        topics, data = self.parts.topics, self.parts.topics.save()
-        if data is not None:
-            with undone(topics.unsaved):
-                await in_thread(self.parts.reader_thread, self.parts.files.replace, "topics.json", data)
-
-    async def save_groups(self) -> None:
-        """Write the list of consumer groups when it has changed."""
-        groups, data = self.parts.groups, self.parts.groups.save()
-        if data is not None:
-            with undone(groups.unsaved):
-                await in_thread(self.parts.reader_thread, self.parts.files.replace, "groups.json", data)
-
-    async def save_offsets(self) -> None:
-        """Write how far consumer groups have come when it has changed."""
-        async with self._saving_offsets:  # an older state must not be written over a newer one
-            parts, data = self.parts, self.parts.offsets.save(self.receiving.parked())
-            if data is not None:
-                with undone(parts.offsets.unsaved):
-                    await parts.writer.synced()  # an offset must not outlive the message behind it
-                    await in_thread(parts.reader_thread, parts.files.replace, offsets.NAME, data)
+    def save_offsets(self) -> None:
+        """Append to the log how far consumer groups have come since the last time."""
+        self.parts.offsets.save(self.consuming.parked())

@@ -1,8 +1,8 @@
-"""Asking producers about the halves they have not ended: one loop, whichever edge a producer is connected to.
+"""Asking producers about the halves they have not ended: one loop for the producers of all edges.
 
 Each edge registers an `Asker`, which knows who is connected there. A half is given to the first of them that finds a
 producer for it. A half whose producers are all away is not asked about, and that does not count: a producer that was
-down for an hour finds its transactions when it comes back. What has been asked about too often, or is too old, is
+down for an hour finds its transactions when it comes back. A half that was asked about too often, or is too old, is
 rolled back.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.parts import Parts, in_thread
+from timeball.broker.components import Components, in_thread
 from timeball.broker.transactions import Half, Transactions
 from timeball.errors import Corrupt, OutOfRange, OverLimit, RequestError
 
@@ -31,16 +31,16 @@ class Asker(Protocol):
     """An edge, as far as it is about asking. Both run on the event loop."""
 
     def has_producer(self, half: Half) -> bool:
-        """Whether somebody is connected who may be asked about this half."""
+        """Return whether a producer is connected that may be asked about this half."""
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
-        """Push the half message, a row of READ_SCHEMA, to one of them; the bytes pushed, 0 when nobody took it."""
+        """Push the half message, a row of READ_SCHEMA, to a producer; return the bytes pushed, 0 when none took it."""
 
 
 class TransactionChecks:
-    """See the module. `run` asks until it is cancelled."""
+    """Asks producers through the edges. `run` asks until it is cancelled."""
 
-    def __init__(self, parts: Parts, transactions: Transactions) -> None:
+    def __init__(self, parts: Components, transactions: Transactions) -> None:
         self._parts, self._transactions = parts, transactions
         self.askers: list[Asker] = []
 
@@ -49,16 +49,16 @@ class TransactionChecks:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.look()
+                await self.ask_due()
             except (RequestError, OverLimit) as error:
                 logger.warning("transactions not checked, trying again later reason=%s", error)
             except Exception as error:
-                # Nobody else would hear of it: the checks must not just stop.
+                # No caller awaits this task: checks that break must stop the broker, and not just end.
                 self._parts.on_failure(error)
                 return
 
-    async def look(self) -> None:
-        """One round: every half that is due is asked about or given up."""
+    async def ask_due(self) -> None:
+        """Ask about every half that is due, or give it up."""
         now_ms, size_bytes = self._parts.clock.now_ms(), 0
         given_up = []
         for _ in range(CHECKS_PER_LOOK):
@@ -68,7 +68,9 @@ class TransactionChecks:
             why = self._transactions.given_up(half, now_ms)
             if why is not None:
                 given_up.append(self._transactions.discard(half, why))
+            # By bytes as well as by number: each check pushes a whole message.
             elif size_bytes >= BYTES_PER_LOOK:
+                # Due again at once: the bytes of this look are used up, and the half comes first in the next.
                 self._transactions.put_off(half, now_ms)
                 break
             else:
@@ -82,7 +84,7 @@ class TransactionChecks:
         parts = self._parts
         try:
             row = await in_thread(
-                parts.reader_thread, parts.reader.take, np.array([half.seq], dtype=np.int64)
+                parts.reader_thread, parts.reader.read_rows, np.array([half.seq], dtype=np.int64)
             )
         except OutOfRange:
             return 0  # ended meanwhile, and let go
@@ -90,6 +92,7 @@ class TransactionChecks:
             # One message that cannot be asked about; the others are.
             logger.error("transaction not checked seq=%d reason=%s", half.seq, error)
             return 0
+        # One producer is enough, of any edge: it speaks for its group.
         for asker in self.askers:
             size_bytes = asker.ask(half, row) if asker.has_producer(half) else 0
             if size_bytes:

@@ -12,15 +12,18 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import pyarrow as pa
 
 from timeball import limits
+from timeball.broker.components import in_thread, rollback_on_error
 from timeball.broker.memory import give_back
-from timeball.broker.parts import in_thread, undone
-from timeball.broker.recovery import DOCUMENTS
 from timeball.broker.service import Broker
 from timeball.errors import Corrupt, OverLimit, RequestError
-from timeball.log import checkpoint, frame_index, retention
+from timeball.log import checkpoint, frame_index
+from timeball.log.checkpoint import Checkpoint, Facts
+from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES
+from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -28,23 +31,24 @@ logger = logging.getLogger(__name__)
 OFFSETS_INTERVAL_MS = 1_000
 RETENTION_INTERVAL_MS = 60_000
 COMPACT_LOOK_MS = 1_000
+# A cancel by key looks into every data file, so a new one should have its sidecar before the first cancel.
 KEYS_INTERVAL_MS = 1_000
 SEAL_LOOK_MS = 1_000
-BEHIND_FILES_MIN = 64  # files wholly behind the present before they are taken out of the table
+CANCELS_INTERVAL_MS = 5_000
+BEHIND_FILES_MIN = 64  # files wholly behind the present before they are removed: each removal is a row
 REMOVE_JOB_ID = "broker-behind"
 
 
 class Upkeep:
     """The duties of one broker."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, snapshot_seq: int) -> None:
         self._broker = broker
         self._parts = broker.parts
         self._settings = broker.parts.settings
         self._checkpoint_seq = -1
-        self._saved: tuple[int, int, list[str]] | None = (
-            None  # seq, log_from_seq, documents of the last checkpoint
-        )
+        self._snapshot_seq = snapshot_seq
+        self._saved: tuple[int, int] | None = None  # seq, log_from_seq of the last checkpoint
         self._log_from_seq = broker.parts.reader.first_seq
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.parts.clock.now_ms()
@@ -52,12 +56,14 @@ class Upkeep:
     def start(self) -> None:
         """Begin all duties."""
         duties: list[tuple[int, Callable[[], Awaitable[None]]]] = [
-            (OFFSETS_INTERVAL_MS, self.save_small_state),
+            (OFFSETS_INTERVAL_MS, self.save_offsets),
             (self._settings.checkpoint_interval_ms, self.checkpoint),
-            (RETENTION_INTERVAL_MS, self.let_go),
+            (RETENTION_INTERVAL_MS, self.apply_retention),
             (KEYS_INTERVAL_MS, self.index_keys),
             (SEAL_LOOK_MS, self.seal_queues),
+            (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
         ]
+        # Without a pipeline. With one, the compactor outside takes a lease, and the broker keeps off the tail.
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
         self._tasks = [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
@@ -71,85 +77,122 @@ class Upkeep:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if saves and self._parts.writer.failed is None:
-            await self.save_small_state()
-            await self.checkpoint()
+            # Offsets first: they are rows, which the checkpoint then covers.
+            for duty in (self.save_offsets, self.checkpoint):
+                try:
+                    await duty()
+                except OverLimit as error:
+                    # A full disk: the next start goes on from what was saved before.
+                    logger.warning("not saved at the stop duty=%s reason=%s", duty.__name__, error)
 
     async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
         while True:
+            # First: a start has just done what these duties do.
             await asyncio.sleep(interval_ms / 1000)
             try:
                 await duty()
+            # A full disk passes, and a table that changed meanwhile is looked at again with the next turn.
             except (OverLimit, RequestError) as error:
                 logger.warning("duty not done, trying again later duty=%s reason=%s", duty.__name__, error)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
-                # Nobody else would hear of it: a duty that breaks must not just stop being done.
+                # No caller awaits this task: a duty that breaks must stop the broker, and not just end.
                 self._parts.on_failure(error)
                 return
 
-    async def save_small_state(self) -> None:
-        """Consumer offsets, and the lists of topics and of groups."""
-        await self._broker.save_topics()
-        await self._broker.save_groups()
-        await self._broker.save_offsets()
+    async def save_offsets(self) -> None:
+        """Append how far consumer groups have come; durable on return."""
+        self._parts.writer.check_room()
+        self._broker.save_offsets()
+        await self._parts.writer.flushed()
 
     async def checkpoint(self) -> None:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""
         parts = self._parts
+        if checkpoint.bytes_behind(parts.reader.segments, self._snapshot_seq) >= checkpoint.SNAPSHOT_BYTES:
+            await self.snapshot()
         async with self._broker.mover.lock:  # between the steps of an attach there is no state to save
-            documents = await in_thread(parts.reader_thread, self._documents)
             seq, log_from_seq = parts.reader.next_seq, self._log_from_seq
-            if (seq, log_from_seq, documents) == self._saved or self._broker.mover.is_unfinished:
+            # Nothing new to save; or an attach is half done, and a checkpoint would hide it from recovery.
+            if (seq, log_from_seq) == self._saved or self._broker.mover.is_unfinished:
                 return
-            settled = parts.settling.settled()
-            dirty = parts.keeper.take_dirty() if parts.keeper is not None else []
-            topics = parts.topics.save()
-            facts = checkpoint.Facts(
-                seq=seq,
-                settled_before_ms=settled.before_ms,
-                settled_before_seq=settled.before_seq,
-                late=list(settled.late),
-                watermark=parts.ledger.watermark,
-                epochs=dict(parts.ledger.epochs),
-                jobs=dict(parts.ledger.jobs),
-                reserved=list(parts.ledger.reserved.items()),
-                halves=self._broker.transactions.open(),
-                levels=parts.levels.state(),
-                tick=(parts.settling.tick.tick_ms, parts.settling.tick.local_index),
-                moved=parts.settling.moved.rows(),
-                schedule=parts.settings.schedule,
-                kept=None if parts.keeper is None else msgspec.to_builtins(parts.keeper.state()),
-                files=list(parts.hour_log.pending.live_entries()),
-                attach_seq=parts.ledger.attach_seq,
-                log_from_seq=log_from_seq,
-                documents=documents,
+            settled = parts.scheduler.settled()
+            # Taken on the loop, in one step with the facts: the thread below syncs and saves exactly this state.
+            dirty = parts.backlog.files_to_sync()
+            state = None if parts.compacts else parts.scheduler.state(parts.backlog)
+            facts = msgspec.structs.replace(
+                self._facts(seq, settled),
+                kept=None if state is None else msgspec.to_builtins(state),
             )
-            kept_unsynced = [] if parts.keeper is None else [parts.keeper.unsynced]
             queues = parts.topics.indexes.flush(seq)
 
+            # The order is the guarantee: index, then the strategy's files, then the checkpoint that vouches for both.
             def save() -> None:
                 queues.write()
-                if topics is not None:
-                    parts.files.replace("topics.json", topics)
                 for folder, files in dirty:
                     for file in files:
                         file.sync()
                     if files:
                         parts.files.sync_dir(folder)
                 known = msgspec.structs.replace(facts, queues=queues.lengths())
-                checkpoint.save(parts.files, checkpoint.Checkpoint(known, settled.due_ms, settled.seq))
+                checkpoint.save(parts.files, Checkpoint(known, settled.due_ms, settled.seq))
                 frame_index.save_sealed(parts.files, parts.reader.segments)
 
-            with undone(parts.topics.unsaved, *kept_unsynced):
+            with rollback_on_error(parts.backlog.sync_failed):
                 await parts.writer.synced()
                 await in_thread(self._parts.reader_thread, save)
             parts.topics.indexes.finish(queues)
+            # Only after the file is there: retention counts on the rows below being covered.
             self._checkpoint_seq = seq
-            self._saved = seq, log_from_seq, documents
+            self._saved = seq, log_from_seq
 
-    def _documents(self) -> list[str]:
-        return [name for name in DOCUMENTS if self._parts.files.exists(name)]
+    async def snapshot(self) -> bool:
+        """Append what still counts of the log so far; durable on return. False while an attach has failed half way."""
+        parts = self._parts
+        async with self._broker.mover.lock:
+            if self._broker.mover.is_unfinished:
+                return False
+            seq, settled = parts.reader.next_seq, parts.scheduler.settled()
+            facts, queues = self._facts(seq, settled), parts.topics.indexes.flush(seq)
+
+            def encoded() -> pa.RecordBatch:
+                known = msgspec.structs.replace(facts, queues=queues.lengths())
+                state = Checkpoint(known, settled.due_ms, settled.seq)
+                return checkpoint.snapshot_row(state, parts.clock.now_ms())
+
+            row = await in_thread(parts.reader_thread, encoded)
+            # Rows may have come since `seq`; a start reads from there on.
+            first_seq, durable = parts.writer.append(row, flags=SNAPSHOT)
+            await durable
+            await parts.writer.synced()
+            self._snapshot_seq = first_seq
+            return True
+
+    def _facts(self, seq: int, settled: Settled) -> Facts:
+        """Return the facts of the rows below `seq`; the caller adds the strategy's state and the queues' lengths."""
+        parts = self._parts
+        return Facts(
+            seq=seq,
+            settled_before_ms=settled.before_ms,
+            settled_before_seq=settled.before_seq,
+            late=list(settled.late),
+            settled_released=settled.released,
+            watermark=parts.ledger.watermark,
+            epochs=dict(parts.ledger.epochs),
+            jobs=dict(parts.ledger.jobs),
+            reserved=list(parts.ledger.reserved.items()),
+            halves=self._broker.transactions.open(),
+            levels=parts.levels.state(parts.scheduler.settled_ms).levels,
+            tick=(parts.outcomes.cursor.tick_ms, parts.outcomes.cursor.local_index),
+            moved=parts.outcomes.moved.rows(),
+            schedule=parts.settings.strategy,
+            files=list(parts.hour_log.pending.live_entries()),
+            attach_seq=parts.ledger.attach_seq,
+            log_from_seq=self._log_from_seq,
+            snapshot_seq=self._snapshot_seq,
+            meta={key: msgspec.Raw(value) for key, value in parts.meta.values.items()},
+        )
 
     async def seal_queues(self) -> None:
         """Write the newest entries of the queues when they are many; else they wait for the checkpoint."""
@@ -162,25 +205,26 @@ class Upkeep:
                 indexes.finish(flush)
 
     async def index_keys(self) -> None:
-        """Key sidecars of new data files. The first cancel would build them all, with consumers waiting behind it."""
+        """Build key sidecars of new data files: the first cancel would build them all while consumers wait."""
         fresh = [file for file in self._parts.hour_log.pending.all() if not file.keys_tried]
         for file in fresh:
             try:
                 # One file at a time, so that pulls and gathers come between.
                 await in_thread(self._parts.reader_thread, file.ensure_keys)
             except Corrupt as error:
-                # It may be due in a year: whoever looks it up is told, and the others go on.
+                # It may be due in a year: a request that looks it up gets the error, and the other files go on.
                 logger.error("keys not indexed file=%s reason=%s", file.entry.path, error)
         if fresh:
+            # Sidecars are built in large, short-lived arrays, which malloc would keep (memory.py).
             await in_thread(self._parts.background, give_back)
 
     async def compact_if_worth(self) -> None:
-        """Compact the tail, unless somebody outside does or there is too little of it."""
+        """Compact the tail, unless a compactor outside does or there is too little of it."""
         now_ms, rows = self._parts.clock.now_ms(), self._broker.mover.tail_count.rows
         ours = now_ms >= self._broker.mover.outside_compactor_until_ms
         waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
         if (
-            self._parts.keeper is None
+            self._parts.compacts
             and ours
             and (rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min))
         ):
@@ -189,46 +233,49 @@ class Upkeep:
             self._compacted_ms = now_ms
         await self._broker.mover.rewrite()
 
-    async def let_go(self) -> None:
-        """Old segments, and table files whose promises are all settled."""
+    async def apply_retention(self) -> None:
+        """Remove old segments, and table files whose promises are all settled."""
         parts = self._parts
         oldest = parts.reader.segments.all[0]
         old = oldest.last_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
-        if parts.keeper is None and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
-            # Too little waits for anybody to have compacted it, but it keeps a segment from going.
+        if parts.compacts and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
+            # The tail was too short to be compacted, but it keeps a segment from going.
             await self._broker.mover.compact(even_without_promises=True)
             await self.checkpoint()
-        kept_from = parts.ledger.watermark if parts.keeper is None else parts.keeper.first_needed_seq
+        # With another strategy no promise waits for the table: its own files say what it needs (`needed_seq`).
+        kept_from = parts.ledger.watermark if parts.compacts else None
+        # The least of all that a restart, an open transaction, a backlog or the table still reads.
         needed = max(0, self._checkpoint_seq)
-        for seq in (kept_from, self._broker.transactions.oldest_seq, parts.levels.first_waiting_seq):
+        for seq in (kept_from, self._broker.transactions.oldest_seq, parts.scheduler.needed_seq()):
             needed = needed if seq is None else min(needed, seq)
-        gone = retention.expired(
-            parts.reader.segments,
+        gone = parts.reader.segments.expired(
             now_ms=parts.clock.now_ms(),
             retention_ms=self._settings.retention_ms,
             needed_from_seq=needed,
         )
         if gone:
-            # First the checkpoint says that these rows may be gone: else a start refuses a log that lacks them.
+            # First a snapshot says what they said, and that they may be gone: else a start refuses a log that lacks
+            # them. The checkpoint follows, or it would not be believed.
             self._log_from_seq = gone[-1].next_seq
-            await self.checkpoint()
-            if self._saved is None or self._saved[1] < self._log_from_seq:
+            # An attach is half done, so no snapshot can be written; and without one no segment may go.
+            if not await self.snapshot():
                 return
-            await self._broker.save_topics()  # a deleted topic's files go below: nobody must miss them later
-            await in_thread(
-                self._parts.reader_thread, lambda: retention.remove(parts.files, parts.reader.segments, gone)
-            )
+            await self.checkpoint()
+            await in_thread(self._parts.reader_thread, parts.reader.segments.remove, parts.files, gone)
             for name in parts.topics.indexes.forget(parts.reader.first_seq):
                 await in_thread(self._parts.reader_thread, parts.files.remove, name)
-            # A keeper compacts nothing: what still waits lies behind what has gone.
+            # Only the hour log compacts: what still waits lies behind what has gone.
             parts.ledger.watermark = max(parts.ledger.watermark, parts.reader.first_seq)
-        # Who reads an older version of the table has as long as the log is kept, and a day at most.
+        # Readers of an older version of the table have as long as the log is kept, and a day at most.
         readable_ms = min(self._settings.retention_ms, limits.DAY_MS)
         left_ms = parts.clock.now_ms() - readable_ms
         await in_thread(self._parts.reader_thread, parts.catalog.remove_left, left_ms)
-        behind = parts.hour_log.pending.behind(parts.hour_log.settled_before_ms)
+        behind = parts.hour_log.pending.behind(
+            min(parts.scheduler.settled_before_ms, parts.outcomes.holds.from_ms)
+        )
         if len(behind) >= BEHIND_FILES_MIN:
             epoch = parts.reader.next_seq
+            # An attach that only removes: the log must say that the files went, or a start would miss them.
             removes = [entry.path for entry in behind[: limits.ATTACH_FILES_MAX]]
             await self._broker.attach(
                 Attachment(job="rewrite", job_id=REMOVE_JOB_ID, epoch=epoch, removes=removes)

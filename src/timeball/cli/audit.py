@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
-from timeball.cli.output import print_json, print_line
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    DEFAULT_MASTER,
+    EndpointOption,
+    JsonOption,
+    MasterOption,
+    reach,
+)
+from timeball.cli.output import show
 
 if TYPE_CHECKING:
     from timeball.pipeline.jobs.audit import AuditReport
@@ -23,9 +30,7 @@ OFFENDERS_SHOWN = 10
 
 
 def audit(
-    master: Annotated[
-        str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
-    ] = "local[2]",
+    master: MasterOption = DEFAULT_MASTER,
     ledger: Annotated[
         str | None,
         typer.Option(
@@ -37,7 +42,7 @@ def audit(
 ) -> None:
     """Check that accepted = released + cancelled + expired + pending, to the message.
 
-    Exit code 1 says that it does not balance; the report names the promises concerned.
+    Exit code 1 says that it does not balance; the report names the messages concerned.
 
     \b
     Examples:
@@ -45,23 +50,14 @@ def audit(
       timeball audit --json | jq .ok
       timeball audit --master spark://head:7077 --endpoint grpc://broker:7400
     """
-    from timeball.cli.connection import connect
-    from timeball.cli.spark import close_session, open_session
+    from timeball.cli.spark import spark_session
 
-    with connect(endpoint) as ball:
-        ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
-    spark = open_session(master, "timeball-audit")
-    try:
+    reach(endpoint)
+    with spark_session(master, "timeball-audit") as spark:
         from timeball.pipeline.jobs import audit as job
 
         report = job.run(spark, endpoint, ledger_uri=ledger)
-    finally:
-        close_session(spark)
-    if as_json:
-        print_json(report)
-    else:
-        for line in describe(report):
-            print_line(line)
+    show(report, describe(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 

@@ -72,7 +72,7 @@ def bench(
 
 
 def _not_measured(module: Any) -> str:
-    """What its docstring leaves out of the figures: without it they would claim too much."""
+    """Return the part of a docstring that says what the figures leave out: without it they would claim too much."""
     _, _, said = (module.__doc__ or "").partition("Not measured: ")
     return " ".join(said.split("\n\n")[0].split())
 

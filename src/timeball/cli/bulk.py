@@ -1,8 +1,8 @@
-"""`timeball bulk`: files full of promises, scheduled in one step as one campaign.
+"""`timeball bulk`: files full of scheduled messages, accepted in one step as one campaign.
 
-Spark reads whatever it can read; which column is what is said with options, and what cannot be a promise goes to a
-table of its own. The same files with the same options are the same campaign, so that a command that was cut off, or
-is not known to have worked, can be given again.
+Spark reads every format it knows; options say what each column means, and rows that cannot be scheduled go to a table
+of their own. The same files with the same options are the same campaign, so that a command that was cut off, or is not
+known to have worked, can be given again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ import msgspec
 import typer
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.messages import show_instant
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
-from timeball.cli.output import bars, note, print_json, print_line, progress_bar
-from timeball.cli.quantities import show_bytes
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    DEFAULT_MASTER,
+    EndpointOption,
+    JsonOption,
+    MasterOption,
+    reach,
+)
+from timeball.cli.output import bars, print_note, progress_bar, show
+from timeball.cli.units import show_bytes, show_instant
 from timeball.errors import NotFound, RequestError, SetupError
 
 if TYPE_CHECKING:
@@ -38,7 +44,7 @@ STEPS = {"survey": "looking at the rows", "rejects": "putting rejects aside", "w
 
 
 class Format(StrEnum):
-    """What Spark reads here; others by their own name with Spark's packages."""
+    """Formats that Spark reads here; others by their own name with Spark's packages."""
 
     PARQUET = "parquet"
     CSV = "csv"
@@ -90,7 +96,6 @@ Conf = Annotated[
     list[str] | None,
     typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark's session; may be repeated."),
 ]
-Master = Annotated[str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")]
 
 
 def bulk(
@@ -111,13 +116,13 @@ def bulk(
     rejects: Rejects = None,
     table_uri: TableUri = None,
     conf: Conf = None,
-    master: Master = "local[2]",
+    master: MasterOption = DEFAULT_MASTER,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
     """Schedule every row of some files: all valid rows in one step, or none.
 
-    Rows that cannot be promises go to the table of rejects, each with its reason; then the exit code is 1. The
+    Rows that cannot be scheduled go to the table of rejects, each with its reason; then the exit code is 1. The
     campaign's id is printed: `timeball campaign` shows, pauses, resumes and cancels it. Killed and given
     again the command goes on; given once more it changes nothing.
 
@@ -150,23 +155,14 @@ def bulk(
     name = campaign or campaign_id(source, meaning)
     where = {"campaign": name, "dry_run": dry_run, "rejects_uri": rejects, "table_uri": table_uri}
     settings = dict(pair("--conf", each) for each in conf or [])
-    from timeball.cli.connection import connect
-    from timeball.cli.spark import close_session, open_session
+    from timeball.cli.spark import spark_session
 
-    with connect(endpoint) as ball:
-        ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
+    reach(endpoint)
     if not dry_run:
-        note(f"campaign {name}")
-    spark = open_session(master, "timeball-bulk", settings)
-    try:
+        print_note(f"campaign {name}")
+    with spark_session(master, "timeball-bulk", settings) as spark:
         report = _run(spark, source, endpoint, meaning, where, quiet=as_json)
-    finally:
-        close_session(spark)
-    if as_json:
-        print_json(document(report))
-    else:
-        for line in describe(report):
-            print_line(line)
+    show(document(report), describe(report), as_json=as_json)
     if report.rejected:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
@@ -181,7 +177,7 @@ def _run(
     quiet: bool,
 ) -> BulkReport:
     from timeball.pipeline.jobs import bulk as job
-    from timeball.pipeline.screening import Columns
+    from timeball.pipeline.jobs.bulk_input import Columns
 
     with _progress(spark, quiet=quiet) as tell:
         frame = _read(spark, source)
@@ -193,7 +189,7 @@ def _run(
 
 @dataclass(frozen=True)
 class Source:
-    """What Spark is to read."""
+    """The data that Spark must read."""
 
     places: list[str]
     format: Format
@@ -256,7 +252,7 @@ def pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _read(spark: SparkSession, source: Source) -> DataFrame:
-    from timeball.pipeline.failures import spark_errors
+    from timeball.pipeline.spark_errors import spark_errors
 
     reader = spark.read.format(source.format.value).options(**source.options)
     try:
@@ -274,7 +270,7 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
         over = threading.Event()
         tracker = spark.sparkContext.statusTracker()
 
-        def look() -> None:
+        def show_progress() -> None:
             while not over.wait(LOOK_EVERY_S):
                 stages = [tracker.getStageInfo(i) for i in tracker.getActiveStageIds()]
                 totals = [(s.numCompletedTasks, s.numTasks) for s in stages if s is not None]
@@ -282,7 +278,7 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
                     done, total = map(sum, zip(*totals, strict=True))
                     bar.update(task, completed=done, total=total)
 
-        thread = threading.Thread(target=look, name="spark-progress", daemon=True)
+        thread = threading.Thread(target=show_progress, name="spark-progress", daemon=True)
         if not bar.disable:
             thread.start()
         try:
@@ -311,7 +307,7 @@ def document(report: BulkReport) -> dict[str, Any]:
 
 def curve(report: BulkReport) -> tuple[str, dict[str, int]]:
     """The width of a bar, and messages by the name of the bar they are due in."""
-    from timeball.pipeline.due_load import bar_name
+    from timeball.pipeline.views.due_histogram import bar_name
 
     found = report.load.curve()
     starts_ms = (found.start_s * 1_000).tolist()

@@ -1,25 +1,23 @@
 """`timeball campaign`: the promises of one bulk write as one object.
 
-Everything here runs in this process, without Spark and Java. Each command may be cut off and given again: it goes on
-where it was (pipeline/campaign.py, pipeline/holding.py).
+The broker does it; this process asks, and counts without Spark and Java (pipeline/jobs/campaign.py). Each command may
+be cut off and given again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from timeball.cli.connection import connect
-from timeball.cli.messages import show_instant
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
-from timeball.cli.output import err, print_json, print_line
-from timeball.cli.quantities import show_ms
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, reach
+from timeball.cli.output import err, print_json, print_line, show
+from timeball.cli.units import show_instant, show_ms
 
 if TYPE_CHECKING:
-    from timeball.pipeline.campaign import Campaign, Progress
+    from timeball.pipeline.jobs.campaign import Campaign, Progress
 
 app = typer.Typer(help="Look at bulk writes, pause, resume and cancel them.", no_args_is_help=True)
 
@@ -32,7 +30,6 @@ TableOption = Annotated[
         help="Where this machine reaches the pending table, if not as the broker.",
     ),
 ]
-STEPS = {"copy": "copying what waits", "cancel": "holding it", "write": "writing it again"}
 
 
 @app.callback()
@@ -41,35 +38,27 @@ def _campaign() -> None:
 
 
 @app.command("list")
-def list_(
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    table_uri: TableOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List all campaigns, the newest last, as they were left by the last command on them.
+def list_(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
+    """List all campaigns, the newest last.
 
     \b
     Examples:
       timeball campaign list
       timeball campaign list --json | jq -r 'select(.state == "paused").campaign'
     """
-    from timeball.pipeline.campaign import state
-    from timeball.pipeline.campaigns import Campaigns, last
     from timeball.pipeline.endpoint import Endpoint
 
-    _reach(endpoint)
+    reach(endpoint)
     with Endpoint(endpoint) as broker:
-        found = Campaigns(table_uri or broker.status().table.uri)
-    events = found.events()
-    for name in dict.fromkeys(event.campaign for event in events):
-        own = [event for event in events if event.campaign == name]
-        rows = (last(own, "attached") or own[0]).rows
-        said = {"campaign": name, "state": state(own, False), "rows": rows, "planned_ms": own[0].at_ms}
+        found = broker.campaigns()
+    for each in found:
         if as_json:
-            print_json(said)
+            print_json({name: getattr(each, name) for name in ("campaign", "state", "rows", "planned_ms")})
         else:
-            print_line(f"{name}  {said['state']}  {rows:,} messages, of {show_instant(own[0].at_ms)}")
-    if not events and not as_json:
+            print_line(
+                f"{each.campaign}  {each.state}  {each.rows:,} messages, of {show_instant(each.planned_ms)}"
+            )
+    if not found and not as_json:
         print_line("no campaigns yet: timeball bulk makes them")
 
 
@@ -89,11 +78,7 @@ def status(
     """
     with _opened(endpoint, campaign, table_uri) as found, _busy("counting", as_json):
         progress = found.progress()
-    if as_json:
-        print_json(progress)
-    else:
-        for line in describe(progress):
-            print_line(line)
+    show(progress, describe(progress), as_json=as_json)
 
 
 @app.command("pause")
@@ -109,15 +94,10 @@ def pause(
     Examples:
       timeball campaign pause spring-2027
     """
-    from timeball.pipeline import holding
-
-    with _opened(endpoint, campaign, table_uri) as found, _busy("looking", as_json) as tell:
-        paused = holding.pause(found, tell)
-    if as_json:
-        print_json(paused)
-    else:
-        before = "was paused before" if paused.repeated else "paused"
-        print_line(f"{campaign}: {before}, {paused.held:,} messages are held")
+    with _opened(endpoint, campaign, table_uri) as found, _busy("holding it", as_json):
+        paused = found.pause()
+    before = "was paused before" if paused.repeated else "paused"
+    show(paused, [f"{campaign}: {before}, {paused.held:,} messages are held"], as_json=as_json)
 
 
 @app.command("resume")
@@ -131,24 +111,18 @@ def resume(
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Schedule what is held again: at its own instants, or all of it later by as long as the pause was.
+    """Schedule held messages again: at their own instants, or all of them later by as long as the pause was.
 
     \b
     Examples:
       timeball campaign resume spring-2027
       timeball campaign resume spring-2027 --shift
     """
-    from timeball.pipeline import holding
-
-    with _opened(endpoint, campaign, table_uri) as found, _busy("looking", as_json) as tell:
-        resumed = holding.resume(found, shift=shift, tell=tell)
-    if as_json:
-        print_json(resumed)
-    elif resumed.repeated:
-        print_line(f"{campaign}: nothing is held")
-    else:
-        later = f", each {show_ms(resumed.shift_ms)} later" if resumed.shift_ms else ""
-        print_line(f"{campaign}: {resumed.rows:,} messages wait again{later}")
+    with _opened(endpoint, campaign, table_uri) as found, _busy("writing it again", as_json):
+        resumed = found.resume(shift=shift)
+    later = f", each {show_ms(resumed.shift_ms)} later" if resumed.shift_ms else ""
+    said = "nothing is held" if resumed.repeated else f"{resumed.rows:,} messages wait again{later}"
+    show(resumed, [f"{campaign}: {said}"], as_json=as_json)
 
 
 @app.command("cancel")
@@ -165,17 +139,13 @@ def cancel(
       timeball campaign cancel spring-2027
       timeball campaign cancel spring-2027 --json | jq .cancelled
     """
-    from timeball.pipeline import holding
-
     with _opened(endpoint, campaign, table_uri) as found, _busy("cancelling", as_json):
-        done = holding.cancel(found)
-    if as_json:
-        print_json(done)
-    else:
-        print_line(
-            f"{campaign}: {done.cancelled:,} of {done.rows:,} messages are cancelled, {done.newly:,} of them now; "
-            f"{done.released:,} were released"
-        )
+        done = found.cancel()
+    said = (
+        f"{campaign}: {done.cancelled:,} of {done.rows:,} messages are cancelled, {done.newly:,} of them now; "
+        f"{done.released:,} were released"
+    )
+    show(done, [said], as_json=as_json)
 
 
 # ---- for people -------------------------------------------------------------------------------------------
@@ -196,25 +166,19 @@ def describe(progress: Progress) -> Iterator[str]:
 
 @contextmanager
 def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[Campaign]:
-    from timeball.pipeline.campaign import Campaign
     from timeball.pipeline.endpoint import Endpoint
+    from timeball.pipeline.jobs.campaign import Campaign
 
-    _reach(endpoint)
+    reach(endpoint)
     with Endpoint(endpoint) as broker:
         yield Campaign(broker, campaign, table_uri)
 
 
-def _reach(endpoint: str) -> None:
-    """The failure that a terminal meets most, in the words of all other commands."""
-    with connect(endpoint) as ball:
-        ball.status()
-
-
 @contextmanager
-def _busy(what: str, as_json: bool) -> Iterator[Any]:
-    """Say on a terminal's stderr what is being done."""
+def _busy(what: str, as_json: bool) -> Iterator[None]:
+    """Show on a terminal's stderr what is being done."""
     if as_json or not err.is_terminal:
-        yield lambda step: None
+        yield
         return
-    with err.status(what) as shown:
-        yield lambda step: shown.update(STEPS.get(step, step))
+    with err.status(what):
+        yield

@@ -1,26 +1,43 @@
-"""`timeball cancel`: take back what has not happened yet, with a definite verdict for each."""
+"""`timeball cancel` and `timeball reschedule`: take back or move what waits, with a definite verdict for each."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from timeball.cli.connection import connect
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
-from timeball.cli.verdicts import report
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
+from timeball.cli.output import show
+from timeball.cli.send import AfterOption, AtOption, timing
+from timeball.cli.units import show_instant
 from timeball.errors import RequestError
+
+if TYPE_CHECKING:
+    from timeball.wire import Verdict
+
+SENTENCES = {
+    "cancelled": "{subject}: cancelled",
+    "rescheduled": "{subject}: rescheduled, due {due}",
+    "already_cancelled": "{subject}: was cancelled before",
+    "released": "{subject}: too late, released at {at}",
+    "expired": "{subject}: waits no more; what became of it is older than what the broker keeps",
+    "not_found": "{subject}: no such scheduled message",
+}
+
+IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Message ids.")]
 
 
 def cancel(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Message ids.")] = None,
+    ids: IdsArgument = None,
     key: Annotated[str | None, typer.Option("--key", help="Cancel all that carry this business key.")] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
     """Cancel scheduled messages by id or by key.
 
-    Each gets one verdict: cancelled, cancelled before, released (with the instant), no such promise, or one that
+    Each gets one verdict: cancelled, cancelled before, released (with the instant), no such message, or one that
     waits no more and is older than what the broker keeps. Exit code 1 says that at least one was none of the first two.
 
     \b
@@ -34,3 +51,56 @@ def cancel(
     with connect(endpoint) as ball:
         verdicts = ball.cancel(key=key) if key is not None else ball.cancel(ids=ids or [])
     report(verdicts, fine={"cancelled", "already_cancelled"}, as_json=as_json)
+
+
+def reschedule(
+    ids: IdsArgument = None,
+    key: Annotated[str | None, typer.Option("--key", help="Move all that carry this business key.")] = None,
+    after: AfterOption = None,
+    at: AtOption = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Move scheduled messages to another instant, by id or by key.
+
+    Each is moved in one step: it comes at the new instant, once, and not at the old one. Exactly one of --after and
+    --at is needed; an instant that has passed is now. A message that was released or cancelled before is left as
+    it is, and its verdict says which; exit code 1 says that there was one, or one that is not known.
+
+    \b
+    Examples:
+      timeball reschedule 0A1B2C3D4E5F60718293A4B5C6D7E8F9 --after 30m
+      timeball reschedule --key order-17 --at 2030-01-31T09:00:00+01:00
+      timeball schedule orders close --after 30m | xargs timeball reschedule --after 2h --json
+    """
+    if bool(ids) == (key is not None):
+        raise RequestError("name either message ids or --key, not both and not neither")
+    when = timing(after, at)
+    delay = None if when["delay_ms"] is None else f"{when['delay_ms']}ms"
+    with connect(endpoint) as ball:
+        if key is not None:
+            verdicts = ball.reschedule(key=key, after=delay, at=when["due_ms"])
+        else:
+            verdicts = ball.reschedule(ids=ids or [], after=delay, at=when["due_ms"])
+    report(verdicts, fine={"rescheduled"}, as_json=as_json)
+
+
+def report(verdicts: Iterable[Verdict], *, fine: set[str], as_json: bool) -> None:
+    """Print each verdict, as a sentence or as JSON; exit code 1 when one is none of those that are `fine`."""
+    failed = False
+    for verdict in verdicts:
+        failed |= verdict.verdict not in fine
+        show(verdict, [sentence(verdict)], as_json=as_json)
+    if failed:
+        raise typer.Exit(ExitCode.CHECK_FAILED)
+
+
+def sentence(verdict: Verdict) -> str:
+    """Return a verdict as a line for people."""
+    return SENTENCES[verdict.verdict].format(
+        subject=verdict.subject, at=_instant(verdict.at_ms), due=_instant(verdict.due_ms)
+    )
+
+
+def _instant(instant_ms: int | None) -> str:
+    return "an unknown instant" if instant_ms is None else show_instant(instant_ms)

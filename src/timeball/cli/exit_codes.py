@@ -2,7 +2,7 @@
 
     0   done
     1   a check did not hold: the audit does not balance, a cancel or a move came too late or found
-        nothing, a demo lost, doubled or hurried a message
+        nothing
     2   usage: an option, an argument or a request that cannot be granted as it stands
     3   the broker cannot be reached, or is starting or stopping; or Spark has failed, and a new start may mend it
     4   set-up: port in use, no Java, data folder of a newer format, not ours, or in use
@@ -11,7 +11,7 @@
     130 interrupted
 
 The order of the classes in `errors.py` is the order of the codes: who must act decides the number. A stack
-trace is shown only with TIMEBALL_DEBUG=1, because to anybody else it hides the sentence that helps.
+trace is shown only with TIMEBALL_DEBUG=1, because to a user it hides the sentence that helps.
 """
 
 from __future__ import annotations

@@ -9,41 +9,59 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
-from timeball.cli import (
-    audit,
-    bench,
-    bulk,
-    campaign,
-    cancel,
-    demo,
-    dump,
-    forecast,
-    log_lines,
-    pending,
-    pipeline,
-    pull,
-    replay,
-    reschedule,
-    schedule,
-    send,
-    serve,
-    sql,
-    status,
-    up,
-)
+from timeball.cli import log_lines
 from timeball.cli.exit_codes import explain
-from timeball.cli.output import note
+from timeball.cli.output import print_note
 
 EPILOG = (
     "Exit codes: 0 done, 1 a check did not hold, 2 usage, 3 broker out of reach, "
     "4 set-up, 5 storage. TIMEBALL_DEBUG=1 shows stack traces."
 )
 
+# Part of the help -> commands. Each is in the module of its name or in `PLACES`; a group of commands is an `app`.
+PARTS = {
+    "Run a broker": ["up", "serve", "pipeline"],
+    "Messages": ["send", "schedule", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
+    "Look and check": ["pending", "sql", "forecast", "status", "audit", "dump", "bench"],
+}
+PLACES = {"schedule": "send", "reschedule": "cancel"}
+COMMANDS = {name: part for part, names in PARTS.items() for name in names}
+
+
+class Commands(TyperGroup):
+    """The commands by name; a module is imported when its command is run, or all of them for the list in the help."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        names: Any = dict.fromkeys(COMMANDS)  # without the commands: for the list, and "Did you mean …?"
+        self.commands = names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return one command; None when there is none of this name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"timeball.cli.{PLACES.get(cmd_name, cmd_name)}")
+        alone, part = typer.Typer(callback=_no_options, rich_markup_mode="rich"), COMMANDS[cmd_name]
+        if hasattr(module, "app"):
+            alone.add_typer(module.app, name=cmd_name, rich_help_panel=part)
+        else:
+            alone.command(cmd_name, rich_help_panel=part)(getattr(module, cmd_name))
+        return get_group(alone).commands[cmd_name]
+
+
+def _no_options() -> None:
+    """Stand for the options of a group that has none: a Typer of one command is no group without it."""
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Timeball keeps a message until its instant, and then delivers it exactly once into its queue.",
     epilog=EPILOG,
     no_args_is_help=True,
@@ -51,27 +69,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_RUN, _MESSAGES, _LOOK = "Run a broker", "Messages", "Look and check"
-app.command("up", rich_help_panel=_RUN)(up.up)
-app.command("serve", rich_help_panel=_RUN)(serve.serve)
-app.add_typer(pipeline.app, name="pipeline", rich_help_panel=_RUN)
-app.command("demo", rich_help_panel=_RUN)(demo.demo)
-app.command("send", rich_help_panel=_MESSAGES)(send.send)
-app.command("schedule", rich_help_panel=_MESSAGES)(schedule.schedule)
-app.command("cancel", rich_help_panel=_MESSAGES)(cancel.cancel)
-app.command("reschedule", rich_help_panel=_MESSAGES)(reschedule.reschedule)
-app.command("pull", rich_help_panel=_MESSAGES)(pull.pull)
-app.command("bulk", rich_help_panel=_MESSAGES)(bulk.bulk)
-app.add_typer(campaign.app, name="campaign", rich_help_panel=_MESSAGES)
-app.command("replay", rich_help_panel=_MESSAGES)(replay.replay)
-app.command("pending", rich_help_panel=_LOOK)(pending.pending)
-app.command("sql", rich_help_panel=_LOOK)(sql.sql)
-app.command("forecast", rich_help_panel=_LOOK)(forecast.forecast)
-app.command("status", rich_help_panel=_LOOK)(status.status)
-app.command("audit", rich_help_panel=_LOOK)(audit.audit)
-app.command("dump", rich_help_panel=_LOOK)(dump.dump)
-app.command("bench", rich_help_panel=_LOOK)(bench.bench)
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,10 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     log_lines.configure("warning", "text")  # serve, up and pipeline run have options for it
     try:
         app(args=arguments, prog_name="timeball")
-    except Exception as error:  # the end of the line: whatever it is, a person or a script is told
+    except Exception as error:  # the end of the line: a person or a script is told of any error
         if os.environ.get("TIMEBALL_DEBUG") == "1":
             raise
         sentence, code = explain(error)
-        note(f"timeball: {sentence}")
+        print_note(f"timeball: {sentence}")
         sys.exit(code)
     sys.exit(0)

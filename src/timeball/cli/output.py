@@ -7,7 +7,7 @@ progress and notes go to stderr, and progress bars only to a terminal.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from rich.console import Console
@@ -29,7 +29,16 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
+def show(document: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print a result: as one document with --json, else line by line for people."""
+    if as_json:
+        print_json(document)
+        return
+    for line in lines:
+        print_line(line)
+
+
+def print_note(text: str) -> None:
     """One line for the person at the terminal: never part of a result."""
     err.print(text, markup=False)
 

@@ -1,26 +1,26 @@
 """`timeball pending`: how much waits, and when it falls due.
 
-Counts are taken by the reader of tables, not by the broker: what waits in the pending table is read from its
-Parquet files, the log's tail over Flight, both of one version (pipeline/waiting.py). A promise due after the broker's
-"now" cannot have been released; those due earlier are counted as being delivered.
+This process counts by SQL, not the broker: it reads the pending table from its Parquet files and the log's tail over
+Flight, both of one version (pipeline/views/snapshot.py). A promise due after the broker's "now" cannot have been
+released; those due earlier count as being delivered.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from timeball.cli.connection import connect
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import bars, print_json, print_line
 
-if TYPE_CHECKING:
-    from timeball.message import Int64Array
-
 BARS_MAX = 48
+BY_HOUR = """
+    select place, cast(floor(due_ms / 3600000) as bigint) as hour, count(*) as promises
+    from pending group by place, hour order by hour
+"""
 
 
 class Unit(StrEnum):
@@ -45,15 +45,6 @@ class Waiting:
     tail_rows: int = 0
     table_rows: int = 0
     level_rows: int = 0  # of RocketMQ's delay levels; these stay in the log until they are due
-
-    def add(self, due_ms: Int64Array, place: str) -> None:
-        """Count promises that lie in the 'tail', the 'table' or in delay levels ('level')."""
-        import numpy as np
-
-        hours, counts = np.unique(due_ms // 3_600_000, return_counts=True)
-        for hour, count in zip(hours.tolist(), counts.tolist(), strict=True):
-            self.hours[hour] = self.hours.get(hour, 0) + count
-        setattr(self, f"{place}_rows", getattr(self, f"{place}_rows") + len(due_ms))
 
     def by(self, unit: Unit) -> dict[str, int]:
         """Counts by label in time order; AUTO takes the finest unit that gives at most BARS_MAX bars."""
@@ -109,14 +100,13 @@ def pending(
 
 
 def count_waiting(endpoint: str) -> Waiting:
-    """All promises due after the broker's now that nobody has cancelled."""
-    from timeball.message import int64
-    from timeball.pipeline.endpoint import Endpoint
-    from timeball.pipeline.waiting import Snapshot
+    """Count all promises due after the broker's now that are not cancelled."""
+    from timeball.pipeline.views.duckdb_session import SqlSession
 
-    with Endpoint(endpoint, patience_s=0) as broker:
-        snapshot = Snapshot.take(broker, upcoming=True)
-        found = Waiting(now_ms=snapshot.now_ms)
-        for place, rows in snapshot.places(["due_ms"]):
-            found.add(int64(rows.column("due_ms")), place)
+    with SqlSession(endpoint, upcoming=True, bodies=False) as session:
+        found = Waiting(now_ms=session.version.now_ms)
+        for row in session.run(BY_HOUR).rows.read_all().to_pylist():
+            found.hours[row["hour"]] = found.hours.get(row["hour"], 0) + row["promises"]
+            name = f"{row['place']}_rows"
+            setattr(found, name, getattr(found, name) + row["promises"])
     return found

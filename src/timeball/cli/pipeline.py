@@ -1,7 +1,11 @@
-"""`timeball pipeline run JOB...`: jobs on Spark, against any broker and any master.
+"""`timeball pipeline`: run jobs on Spark, against any broker and any master, and show how they are doing.
 
 The same jobs run inside `timeball up`; run by hand they go to a cluster by changing --master and --endpoint.
 Spark is imported only here and below, when a job really starts.
+
+Each job leaves a small file beside its checkpoint every few seconds. `pipeline status` reads these, and asks the broker
+how far its log goes; it needs no Spark. A job that has left nothing for a while is said to be silent: it was killed, or
+its machine was.
 """
 
 from __future__ import annotations
@@ -11,14 +15,27 @@ import signal
 import sys
 import threading
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from timeball.cli import log_lines, pipeline_status
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption
+from timeball.cli import log_lines
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    DEFAULT_MASTER,
+    EndpointOption,
+    JsonOption,
+    MasterOption,
+    connect,
+)
+from timeball.cli.output import out, print_json, print_line
 from timeball.config import LogFormat, LogLevel
-from timeball.errors import RequestError
+from timeball.errors import RequestError, Unavailable
+
+if TYPE_CHECKING:
+    from timeball.pipeline.run.job_status import JobStatus
+
 
 app = typer.Typer(help="Run Spark jobs on the log and on what waits.", no_args_is_help=True)
 
@@ -32,9 +49,6 @@ class Job(StrEnum):
     DISPATCH = "dispatch"
 
 
-app.command("status")(pipeline_status.status)
-
-
 @app.callback()
 def _pipeline() -> None:
     pass
@@ -43,10 +57,7 @@ def _pipeline() -> None:
 @app.command("run")
 def run(
     jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive, dispatch")],
-    master: Annotated[
-        str,
-        typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master; the same job runs on any."),
-    ] = "local[2]",
+    master: MasterOption = DEFAULT_MASTER,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     once: Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")] = False,
     checkpoint: Annotated[
@@ -71,9 +82,9 @@ def run(
 ) -> None:
     """Run pipeline jobs until Ctrl-C, or with --once until they have caught up.
 
-    compact moves promises from the log's tail to the pending table; ledger keeps the events of every promise:
+    compact moves scheduled messages from the log's tail to the pending table; ledger keeps their events:
     accepted, released, cancelled, lateness; archive keeps every message that became visible; dispatch brings
-    what is due in place of the broker's own wheel, for clusters. Killed at any moment they go on where they were.
+    due messages in place of the broker's own wheel, for clusters. Killed at any moment they go on where they were.
 
     \b
     Examples:
@@ -87,17 +98,14 @@ def run(
         raise RequestError(f"{' '.join(jobs)}: name each job once")
     chosen = parse_job_options(jobs, options or [])
     log_lines.configure(log_level, log_format)
-    from timeball.cli.spark import close_session, load_runner, open_session
+    from timeball.cli.spark import load_runner, spark_session
 
     runner = load_runner()
     if stop_on_eof:
         _stop_on_eof()
     names = [job.value for job in jobs]
-    session = open_session(master, "timeball " + " ".join(names))
-    try:
+    with spark_session(master, "timeball " + " ".join(names)) as session:
         runner.run(names, spark=session, endpoint=endpoint, once=once, checkpoint=checkpoint, options=chosen)
-    finally:
-        close_session(session)
 
 
 def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, str]]:
@@ -115,7 +123,7 @@ def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, 
 
 
 def _stop_on_eof() -> None:
-    """End as on SIGTERM once stdin closes: whoever started this process with a pipe has died."""
+    """End as on SIGTERM once stdin closes: the process that started this one with a pipe has died."""
 
     stdin = sys.stdin.fileno()
 
@@ -126,3 +134,114 @@ def _stop_on_eof() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="stop-on-eof", daemon=True).start()
+
+
+# ---- status ---------------------------------------------------------------------------------------------------
+
+
+@app.command("status")
+def status(
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint", metavar="URI", help="The jobs' --checkpoint; by default beside the data."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how the pipeline's jobs are doing: where they stand, how far behind, how fast, what failed.
+
+    Asks the broker, and reads what the jobs leave beside their checkpoints. With --checkpoint it works while the
+    broker is away.
+
+    \b
+    Examples:
+      timeball pipeline status
+      timeball pipeline status --json | jq '{job, state, behind_rows}'
+      timeball pipeline status --checkpoint s3://bucket/checkpoints --endpoint grpc://broker:7400
+    """
+    from timeball.clock import SystemClock
+    from timeball.pipeline.run.job_status import read_statuses
+
+    broker = _ask(endpoint, needed=checkpoint is None)
+    folder = checkpoint or broker["table"]["uri"].rstrip("/").rpartition("/")[0] + "/pipeline"
+    now_ms = SystemClock().wall_ms()
+    found = [_document(each, broker, now_ms) for each in read_statuses(folder)]
+    if as_json:
+        for document in found:
+            print_json(document)
+        return
+    if not found:
+        print_line(f"no job has run with its checkpoints in {folder}")
+        return
+    out.print(_table(found))
+    for document in found:
+        # A line of its own: in a column it would be folded, and a search would not find it.
+        if document["error"]:
+            print_line(f"{document['job']}: {document['error']}")
+    if broker:
+        print_line(f"the log ends at row {broker['log']['durable_seq']:,}; watermark {broker['watermark']:,}")
+
+
+def _ask(endpoint: str, *, needed: bool) -> dict[str, Any]:
+    """The broker's status; empty when it is away and its folder is known."""
+    try:
+        with connect(endpoint) as ball:
+            found: dict[str, Any] = ball.status()
+            return found
+    except Unavailable:
+        if needed:
+            raise
+        return {}
+
+
+def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, Any]:
+    last = job.last
+    stands = last.position if last is not None and last.unit == "seq" else None
+    if job.job == Job.COMPACT and broker:
+        # The watermark says how far the tail is moved, and the broker moves it too while the job does not.
+        stands = max(stands or 0, broker["watermark"])
+    behind = None if stands is None else last.lag if last is not None else None
+    if stands is not None and broker:
+        behind = max(0, broker["log"]["durable_seq"] - stands)
+    position = None if last is None else {last.unit: last.position}
+    return {
+        "job": job.job,
+        "state": job.shown(now_ms),
+        "position": position if stands is None else {"seq": stands},
+        "behind_rows": behind,
+        "behind_ms": last.lag if last is not None and last.unit == "due_ms" else None,
+        "watermark": broker.get("watermark"),
+        "epoch": None if last is None else last.epoch,
+        "epoch_ms": None if last is None else last.took_ms,
+        "epoch_ended_ms": job.last_ms,
+        "rows_per_s": None if last is None else last.rows_per_s,
+        "epochs": job.epochs,
+        "rows": job.rows,
+        "failures": job.failures,
+        "error": job.error,
+        "started_ms": job.started_ms,
+        "updated_ms": job.updated_ms,
+        "host": job.host,
+        "pid": job.pid,
+    }
+
+
+def _table(found: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("job", "state"):
+        table.add_column(name)
+    for name in ("at", "behind", "rows/s", "epoch", "epoch took", "failures"):
+        table.add_column(name, justify="right")
+    for job in found:
+        behind = _number(job["behind_rows"], " rows") or _number(job["behind_ms"], " ms")
+        at = next(iter((job["position"] or {}).values()), None)
+        numbers = [_number(at), behind, _number(job["rows_per_s"]), _number(job["epoch"])]
+        took, failures = _number(job["epoch_ms"], " ms"), str(job["failures"])
+        table.add_row(job["job"], job["state"], *numbers, took, failures)
+    return table
+
+
+def _number(value: int | None, unit: str = "") -> str:
+    return "" if value is None else f"{value:,}{unit}"

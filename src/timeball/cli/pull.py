@@ -1,4 +1,4 @@
-"""`timeball pull`: read what is visible in a topic, as a member of a group or without leaving a trace."""
+"""`timeball pull`: read the visible messages of a topic, as a member of a group or without leaving a trace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from timeball.cli.connection import connect
-from timeball.cli.messages import show_instant
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
-from timeball.cli.output import note, print_json, print_line
-from timeball.cli.quantities import parse_duration_ms
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect
+from timeball.cli.output import print_json, print_line, print_note
+from timeball.cli.units import parse_duration_ms, show_instant
 from timeball.errors import NotFound
 
 if TYPE_CHECKING:
@@ -21,7 +19,9 @@ if TYPE_CHECKING:
 
 def pull(
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to read.")],
-    group: Annotated[str, typer.Option("--group", help="Consumer group; its offsets are kept.")] = "cli",
+    group: Annotated[
+        str, typer.Option("--group", help="Consumer group; its members share the messages out.")
+    ] = "cli",
     max_messages: Annotated[int, typer.Option("--max", min=1, help="At most this many.")] = 10,
     wait_ms: Annotated[
         int | None,
@@ -33,7 +33,9 @@ def pull(
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
-    peek: Annotated[bool, typer.Option("--peek", help="Do not move the group's offsets.")] = False,
+    peek: Annotated[
+        bool, typer.Option("--peek", help="Read where the group stands, and take nothing.")
+    ] = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -53,12 +55,13 @@ def pull(
     with connect(endpoint) as ball:
         try:
             while True:
-                messages = ball.pull(topic, group, max_messages=max_messages, wait=wait_s)
+                read = ball.browse if peek else ball.pull
+                messages = read(topic, group, max_messages=max_messages, wait=wait_s)
                 for message in messages:
                     _print(message, as_json)
                 count += len(messages)
                 if messages and not peek:
-                    ball.ack(messages, group)
+                    ball.ack(messages)
                 if not follow or peek:
                     break
         except KeyboardInterrupt:
@@ -69,7 +72,7 @@ def pull(
             raise NotFound(f"{error}; to wait for its first message, say --wait 30s or --follow") from error
         why = "" if count else f": {_why_nothing(ball, topic, group)}"
     if not as_json:
-        note(f"{count:,} message{'s' if count != 1 else ''}{why}")
+        print_note(f"{count:,} message{'s' if count != 1 else ''}{why}")
 
 
 def _why_nothing(ball: Timeball, topic: str, group: str) -> str:

@@ -1,4 +1,4 @@
-"""`timeball replay`: what passed in a window of the past is scheduled again, later, slower or faster.
+"""`timeball replay`: messages of a window of the past are scheduled again, later, slower or faster.
 
 First what it would do is shown (a batch query on Spark, pipeline/jobs/replay.py), and only a yes makes it so. The same
 arguments name the same replay, so that a command that was cut off, or is not known to have worked, can be given again.
@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.cli.campaign import TableOption
-from timeball.cli.connection import connect
-from timeball.cli.messages import naming
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
-from timeball.cli.output import bars, print_json, print_line, progress_bar
-from timeball.cli.quantities import parse_duration_ms, parse_instant_ms, show_bytes, show_ms
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    DEFAULT_MASTER,
+    EndpointOption,
+    JsonOption,
+    MasterOption,
+    as_parameter,
+    naming,
+    reach,
+)
+from timeball.cli.output import bars, print_json, print_line, progress_bar, show
+from timeball.cli.units import parse_duration_ms, parse_instant_ms, show_bytes, show_ms
 from timeball.errors import InvalidDelay, RequestError
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ _INSTANT: dict[str, Any] = {"metavar": "INSTANT", "parser": as_parameter(parse_i
 
 
 class By(StrEnum):
-    """Which instant of a message places it in the window."""
+    """The instant of a message that places it in the window."""
 
     VISIBLE = "visible"
     DUE = "due"
@@ -85,9 +92,7 @@ def replay(
     job_id: NameOption = None,
     archive: ArchiveOption = None,
     table_uri: TableOption = None,
-    master: Annotated[
-        str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")
-    ] = "local[2]",
+    master: MasterOption = DEFAULT_MASTER,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -105,16 +110,14 @@ def replay(
           --stretch 0.1 --to-topic load-test
     """
     start_ms = beginning(from_ms, at_ms, shift_ms)
-    from timeball.cli.spark import close_session, open_session
-    from timeball.pipeline.campaigns import check_id
+    from timeball.cli.spark import spark_session
+    from timeball.rules import check_campaign
 
     if job_id is not None:
         with naming("--job-id"):
-            check_id(job_id)
-    with connect(endpoint) as ball:
-        ball.status()  # a broker that is not there should not cost the seconds that Spark takes to start
-    spark = open_session(master, "timeball-replay")
-    try:
+            check_campaign(job_id)
+    reach(endpoint)
+    with spark_session(master, "timeball-replay") as spark:
         from timeball.pipeline.jobs import replay as job
 
         window = job.Window(
@@ -127,13 +130,11 @@ def replay(
             by=by.value,
         )
         carry_out(spark, endpoint, window, Wish(archive, table_uri, job_id, dry_run, yes, late, as_json))
-    finally:
-        close_session(spark)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The options that say what is to happen with a window; see the command."""
+    """The options of a replay but for its window; see the command."""
 
     archive: str | None
     table_uri: str | None
@@ -153,7 +154,7 @@ def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) ->
     if not wish.dry_run:
         done = job.done_before(endpoint, wish.job_id or window.job_id, wish.table_uri)
         if done is not None:
-            return tell(done, wish.as_json)
+            return print_report(done, wish.as_json)
     with working("reading what passed", wish):
         plan = job.plan(spark, endpoint, window, **places)
     if wish.as_json and (wish.dry_run or not plan.rows):
@@ -166,19 +167,19 @@ def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) ->
     agree(plan, late=wish.late, yes=wish.yes)
     with working(f"scheduling {plan.rows:,} messages", wish):
         report = job.run(spark, endpoint, window, job_id=wish.job_id, planned=plan, **places)
-    return tell(report, wish.as_json)
+    return print_report(report, wish.as_json)
 
 
 @contextmanager
 def working(what: str, wish: Wish) -> Iterator[None]:
-    """On a terminal, that something goes on: how long a query takes nobody can say beforehand."""
+    """Show on a terminal that a query is running; how long it takes cannot be said beforehand."""
     with progress_bar(quiet=wish.as_json) as progress:
         progress.add_task(what, total=None)
         yield
 
 
 def beginning(from_ms: int, at_ms: int | None, shift_ms: int | None) -> int:
-    """Where the window begins again; InvalidDelay unless exactly one of the two ways to say so is used."""
+    """Return the instant at which the window begins again; InvalidDelay unless exactly one of its options is used."""
     if (at_ms is None) == (shift_ms is None):
         raise InvalidDelay("say when: exactly one of --at (an instant) and --shift (such as 7d)")
     return at_ms if at_ms is not None else from_ms + (shift_ms or 0)
@@ -201,14 +202,10 @@ def agree(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
 # ---- for people -------------------------------------------------------------------------------------------
 
 
-def tell(report: ReplayReport, as_json: bool) -> None:
-    """What has been scheduled, now or before."""
-    if as_json:
-        print_json(report)
-    elif report.repeated:
-        print_line(f"done before, at {instant(report.at_ms)}: {report.rows:,} messages as {report.job_id}")
-    else:
-        print_line(f"scheduled {report.rows:,} messages as {report.job_id}")
+def print_report(report: ReplayReport, as_json: bool) -> None:
+    """Print how much has been scheduled, now or before."""
+    said = f"done before, at {instant(report.at_ms)}:" if report.repeated else "scheduled"
+    show(report, [f"{said} {report.rows:,} messages as {report.job_id}"], as_json=as_json)
 
 
 def describe_plan(plan: ReplayPlan) -> Iterator[str]:

@@ -1,23 +1,55 @@
-"""`timeball send`: a message that is visible at once."""
+"""`timeball send` and `timeball schedule`: a message for now, or for an instant.
+
+A body comes from an argument or a stream, one message or one a line. Lines become columns chunk by chunk, so that a
+file of any size is sent in bounded memory and pipelined.
+"""
 
 from __future__ import annotations
 
-from timeball.cli.connection import connect
-from timeball.cli.messages import (
-    BodyArgument,
-    IdOption,
-    KeysOption,
-    LinesOption,
-    PropertyOption,
-    TagOption,
-    TopicArgument,
-    only_lines,
-    read_body,
-    read_properties,
-    report,
-    send_lines,
-)
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, naming
+from timeball.cli.output import print_json, print_line, print_note, progress_bar, show
+from timeball.cli.units import parse_duration_ms, parse_instant_ms, parse_property, show_instant, show_wait
+from timeball.errors import InvalidDelay, RequestError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from timeball.client import Timeball
+    from timeball.client.sender import Receipt
+
+# A bare number is refused here, since it could be meant as seconds; so it is not advised either.
+AFTER_ADVICE = "write 250ms, 90s, 1h30m or 7d, or an instant with --at"
+CHUNK_LINES = 50_000
+
+TopicArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to send to.")]
+BodyArgument = Annotated[
+    str | None, typer.Argument(metavar="[BODY]", help="The message; '-' or nothing reads it from stdin.")
+]
+TagOption = Annotated[str | None, typer.Option("--tag", help="Tag that consumers can filter by.")]
+KeysOption = Annotated[str | None, typer.Option("--keys", help="Business keys, separated by blanks.")]
+IdOption = Annotated[str | None, typer.Option("--id", help="Message id; by default one is made.")]
+PropertyOption = Annotated[
+    list[str] | None, typer.Option("--property", metavar="NAME=VALUE", help="A property; may be repeated.")
+]
+LinesOption = Annotated[
+    Path | None,
+    typer.Option("--lines", metavar="FILE", help="Send each line of FILE as a message; '-' is stdin."),
+]
+AfterOption = Annotated[
+    str | None, typer.Option("--after", metavar="DURATION", help="Delay: 250ms, 90s, 1h30m, 7d.")
+]
+AtOption = Annotated[
+    str | None,
+    typer.Option("--at", metavar="INSTANT", help="ISO 8601 with a zone, or milliseconds since 1970."),
+]
 
 
 def send(
@@ -59,6 +91,112 @@ def send(
         report(receipt, as_json=as_json)
 
 
+def schedule(
+    topic: TopicArgument,
+    body: BodyArgument = None,
+    after: AfterOption = None,
+    at: AtOption = None,
+    tag: TagOption = None,
+    keys: KeysOption = None,
+    properties: PropertyOption = None,
+    message_id: IdOption = None,
+    lines: LinesOption = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Schedule a message, and print the id by which it can be cancelled.
+
+    Exactly one of --after and --at is needed. An instant needs a time zone: a local time would fire at
+    another instant on another machine.
+
+    \b
+    Examples:
+      timeball schedule orders 'close order 17 if unpaid' --after 30m --keys order-17
+      timeball schedule licences 'renew' --at 2030-01-31T09:00:00+01:00
+      timeball schedule reminders --lines people.txt --after 7d
+      timeball schedule orders hello --after 250ms --json
+    """
+    when = timing(after, at)
+    only_lines(lines, body, message_id)
+    with connect(endpoint) as ball:
+        if lines is not None:
+            columns = encode_columns(topic, tag, keys, properties) | when
+            send_lines(ball, lines, columns, as_json=as_json)
+            return
+        due_ms, delay_ms = when["due_ms"], when["delay_ms"]
+        receipt = ball.send(
+            topic,
+            read_body(body),
+            tag=tag,
+            keys=keys,
+            properties=read_properties(properties),
+            after=None if delay_ms is None else delay_ms / 1000,
+            at=due_ms,
+            message_id=message_id,
+        )
+        report(receipt, as_json=as_json)
+
+
+def timing(after: str | None, at: str | None) -> dict[str, int | None]:
+    """The instant or the delay as columns, of which one is null; InvalidDelay unless exactly one is given."""
+    if (after is None) == (at is None):
+        raise InvalidDelay(
+            "say when: exactly one of --after (such as 30m) and --at (such as 2030-01-31T09:00:00Z)"
+        )
+    if after is None:
+        assert at is not None
+        with naming("--at"):
+            return {"due_ms": parse_instant_ms(at), "delay_ms": None}
+    if after.strip().isdecimal():
+        raise InvalidDelay(f"--after {after}: add a unit, such as {after}s or {after}ms")
+    with naming("--after"):
+        return {"due_ms": None, "delay_ms": parse_duration_ms(after, AFTER_ADVICE)}
+
+
+def read_body(body: str | None) -> bytes:
+    """The body given, or all of stdin."""
+    return sys.stdin.buffer.read() if body is None or body == "-" else body.encode()
+
+
+def read_properties(given: list[str] | None) -> dict[str, str] | None:
+    """NAME=VALUE pairs as a dictionary."""
+    with naming("--property"):
+        return dict(map(parse_property, given)) if given else None
+
+
+def only_lines(lines: Path | None, body: str | None, message_id: str | None) -> None:
+    """RequestError for what --lines would have no use for: nothing that was given is left out silently."""
+    if lines is None:
+        return
+    if body is not None:
+        raise RequestError("--lines and a body: give one of them")
+    if message_id is not None:
+        raise RequestError("--lines and --id: each line gets an id of its own")
+
+
+def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_json: bool) -> None:
+    """Send every line of `file`, each with the same `columns` beside its body, and say how many."""
+    sent = 0
+    source = sys.stdin.buffer if str(file) == "-" else _open(file)
+    with source, progress_bar(quiet=as_json) as progress:
+        task = progress.add_task("sending", total=None)
+        for batch in _batches(source, columns):
+            ball.send_many(batch)
+            sent += batch.num_rows
+            progress.update(task, completed=sent)
+    show({"sent": sent}, [f"{sent:,} messages sent"], as_json=as_json)
+
+
+def report(receipt: Receipt, *, as_json: bool) -> None:
+    """Say what the broker has acknowledged: the id on stdout, for people the instant on stderr."""
+    if as_json:
+        print_json(receipt)
+        return
+    print_line(receipt.id)
+    if receipt.due_ms is not None:
+        print_note(f"due {show_instant(receipt.due_ms)}, in {show_wait(receipt.due_ms - receipt.store_ms)}")
+
+
 def encode_columns(
     topic: str, tag: str | None, keys: str | None, properties: list[str] | None
 ) -> dict[str, object]:
@@ -72,3 +210,22 @@ def encode_columns(
         "keys": keys,
         "properties": encode_properties(pairs) if pairs else None,
     }
+
+
+def _open(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise RequestError(f"--lines {file}: {error.strerror}") from error
+
+
+def _batches(source: BinaryIO, columns: dict[str, object]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    while lines := [line.rstrip(b"\r\n") for line in islice(source, CHUNK_LINES)]:
+        arrays = {"body": pa.array(lines, pa.binary())}
+        for name, value in columns.items():
+            if value is not None:
+                kind = pa.int64() if isinstance(value, int) else pa.string()
+                arrays[name] = pa.repeat(pa.scalar(value, kind), len(lines))
+        yield pa.RecordBatch.from_pydict(arrays)

@@ -1,6 +1,6 @@
 """`timeball serve`: the broker alone, in the foreground, until SIGTERM or SIGINT.
 
-The ready line is printed when a client can connect, and not before: whoever starts the broker as a child
+The ready line is printed when a client can connect, and not before: a program that starts the broker as a child
 waits for that line instead of guessing. Without a pipeline the broker compacts by itself.
 """
 
@@ -38,12 +38,13 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _serve(settings: Settings, as_json: bool) -> None:
-    from timeball.broker.memory import use_system_pool
+    from timeball.broker.memory import collect_cycles_rarely, use_system_pool
     from timeball.descriptors import allow_many
     from timeball.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
+    collect_cycles_rarely()
     allow_many()
     node = Node(settings)
     await node.start()

@@ -3,6 +3,8 @@
 What Java and Spark's workers write on their stderr (greetings, broken pipes at the end) goes to a file, not over
 the user's terminal: failures reach us as exceptions. If Java does not even start, the file's last line is the
 reason, so it becomes part of the error. With TIMEBALL_DEBUG=1 everything stays on the terminal.
+
+An interrupted start leaves no process behind.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from timeball.cli.children import no_child_left_behind
+import psutil
+
 from timeball.errors import SetupError, TimeballError, Unavailable
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ STDERR = 2
 def load_runner() -> ModuleType:
     """The module that runs streaming jobs; SetupError when pyspark is missing."""
     try:
-        from timeball.pipeline.jobs import runner
+        from timeball.pipeline.run import runner
     except ModuleNotFoundError as error:
         raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
     return runner
@@ -42,18 +45,23 @@ def open_session(
     `log`: where Spark's own stderr goes; by default a file without a name, gone with the session.
     """
     try:
-        from timeball.pipeline.session import build_session
+        from timeball.pipeline.run.session import build_session
     except ModuleNotFoundError as error:
         raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
     with _children_write_to(log), no_child_left_behind():
         return build_session(master, name, conf)
 
 
-def close_session(spark: SparkSession) -> None:
-    """Stop a session of `open_session`."""
-    from timeball.pipeline.session import close
+@contextmanager
+def spark_session(master: str, name: str, conf: Mapping[str, str] | None = None) -> Iterator[SparkSession]:
+    """Open a session for the length of a block."""
+    spark = open_session(master, name, conf)
+    try:
+        yield spark
+    finally:
+        from timeball.pipeline.run.session import close
 
-    close(spark)
+        close(spark)
 
 
 @contextmanager
@@ -80,3 +88,32 @@ def _with_reason(error: TimeballError, descriptor: int) -> str:
     lines = os.pread(descriptor, 4_096, max(0, size - 4_096)).decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{error} ({last})" if last and last not in str(error) else str(error)
+
+
+@contextmanager
+def no_child_left_behind() -> Iterator[None]:
+    """Ctrl-C or a failure in this block ends the processes that it has started.
+
+    For the start of a process: a JVM that is interrupted in the middle of its start may wait for ever, and its caller
+    has no handle yet that could end it.
+    """
+    here = psutil.Process()
+    before = set(here.children())
+    try:
+        yield
+    except BaseException:  # Ctrl-C above all, and it goes on below
+        for child in set(here.children()) - before:
+            for process in (*_descendants(child), child):
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass  # it has ended by itself
+        raise
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return none of a process that has ended meanwhile."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []

@@ -1,7 +1,7 @@
 """`timeball sql`: questions about what waits and what happened, answered in this process by DuckDB.
 
-The engine and its views are pipeline/sql.py; here its rows become a table for people, CSV or JSON. Each answer says
-of which version it is: on stderr for people, in the document with --json.
+The engine and its views are pipeline/views/duckdb_session.py; this module prints its rows as a table, CSV or JSON.
+Each answer says of which version it is: on stderr for people, in the document with --json.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.connection import connect
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
-from timeball.cli.output import note, print_json, print_line
-from timeball.cli.quantities import parse_size_bytes
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect
+from timeball.cli.output import print_json, print_line, print_note
+from timeball.cli.units import parse_size_bytes
 from timeball.errors import SetupError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from timeball.pipeline.sql import Version
+    from timeball.pipeline.views.snapshot import Version
 
 ROWS_SHOWN = 50
 CELL_WIDTH = 60
@@ -66,9 +65,9 @@ def sql(
 ) -> None:
     """Ask with SQL what waits, what happened, and what passed.
 
-    Views: pending, pending_table, promises, ledger, archive, log. One consistent version per query. Needs the extra
-    'sql' (DuckDB), neither Spark nor Java; runs where the pending table can be read. Spark has the same views:
-    timeball.pipeline.views.register(spark, endpoint).
+    Views: pending, pending_table, promises, ledger, archive, log. One consistent version per query. Runs on
+    DuckDB, without Spark or Java, where the pending table can be read. Spark has the same views:
+    timeball.pipeline.views.spark_views.register(spark, endpoint).
 
     \b
     Examples:
@@ -84,7 +83,7 @@ def sql(
     if text is None:
         _show_views(as_json)
         return
-    from timeball.pipeline.sql import SqlSession
+    from timeball.pipeline.views.duckdb_session import SqlSession
 
     with connect(endpoint):
         session = SqlSession(endpoint, version=version, table_uri=table_uri, memory_bytes=memory)
@@ -93,10 +92,10 @@ def sql(
         if as_json:
             _print_json(answer.version, answer.rows)
         elif as_csv:
-            note(describe(answer.version))
+            print_note(describe(answer.version))
             _print_csv(answer.rows)
         else:
-            note(describe(answer.version))
+            print_note(describe(answer.version))
             _print_table(answer.rows, limit_rows)
 
 
@@ -176,7 +175,7 @@ def _print_table(reader: pa.RecordBatchReader, limit_rows: int) -> None:
     for line in lines(reader.schema.names, rows[:limit_rows]):
         print_line(line)
     if len(rows) > limit_rows:
-        note(f"the first {limit_rows:,} rows; --limit-rows, --csv and --json show more")
+        print_note(f"the first {limit_rows:,} rows; --limit-rows, --csv and --json show more")
 
 
 def _print_csv(reader: pa.RecordBatchReader) -> None:
@@ -192,8 +191,8 @@ def _print_json(version: Version, reader: pa.RecordBatchReader) -> None:
 
 
 def _show_views(as_json: bool) -> None:
-    """What can be asked, from the tables' schemas alone."""
-    from timeball.pipeline.sql import view_columns
+    """Print the views that can be asked, from the tables' schemas alone."""
+    from timeball.pipeline.views.duckdb_session import view_columns
 
     views = view_columns()
     if as_json:

@@ -6,10 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
-from timeball.cli.connection import connect
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import out, print_json
-from timeball.cli.quantities import show_bytes
+from timeball.cli.units import show_bytes
 
 
 def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
@@ -37,13 +36,13 @@ def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fa
 def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     log, waiting = found["log"], found["schedule"]
     strategy, stored = found["strategy"], waiting["table_rows"]
-    near = waiting.get("near_rows", waiting["wheel_rows"])  # a wheel of slots holds more than what is near
+    near = waiting["near_rows"]
     # With another schedule the log is the tail, and the schedule's own files say what of it waits.
     kept = f"{waiting['tail_rows']:,} in the log's tail"
     if strategy != "hour_log":
         kept = f"{waiting['waiting_rows']:,} in the log"
     for_levels = found["levels"]["waiting_rows"]
-    levels = [("for delay levels", f"{for_levels:,}, {found['levels']['wheel_rows']:,} near their instant")]
+    levels = [("for delay levels", f"{for_levels:,}")]
     return [
         ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
@@ -63,7 +62,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _room(disk: dict[str, Any]) -> str:
-    """Return what is free, and that sends are refused when that is too little."""
+    """Return the free disk space, and that sends are refused when that is too little."""
     refused = f": NEW MESSAGES ARE REFUSED, {disk['no_room']}" if disk["no_room"] else ""
     return f"{show_bytes(disk['free_bytes'])} free{refused}"
 

@@ -3,43 +3,54 @@
 The broker serves first; Spark starts behind it and needs some seconds, in which nothing waits for it. On
 SIGTERM or Ctrl-C the pipeline goes first, because it is a client of the broker. Only what an `hour_log` keeps is
 compacted: with another schedule the pipeline is the ledger alone.
+
+Spark is never in the way of a promise. So the pipeline runs in a process of its own, is started once the broker serves,
+is started again with a growing pause when it ends, and is never a reason for the broker to end. Only what a new start
+cannot mend (no Java, no pyspark: exit code 4) is said once, and the broker goes on alone. The child holds the read end
+of a pipe whose other end is ours: should this process be killed, it ends as well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
-from typing import Annotated
-
-import typer
+from collections.abc import Callable
 
 from timeball.cli import log_lines
-from timeball.cli.options import JsonOption, settings_options
-from timeball.cli.output import note, print_json
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.options import DEFAULT_MASTER, JsonOption, MasterOption, settings_options
+from timeball.cli.output import print_json, print_note
 from timeball.cli.serve import announce, local_endpoint
-from timeball.cli.supervisor import Say, Supervisor
+from timeball.clock import Clock, SystemClock
 from timeball.config import Settings
+
+PAUSE_S_MIN = 1.0
+PAUSE_S_MAX = 60.0
+STEADY_S = 60.0  # a child that has lived this long starts with the shortest pause again
+STOP_S = 20.0  # Spark's own shutdown takes about a second; beyond this it is killed
+
+# (state, sentence); states: started, ended, given_up, stopped
+Say = Callable[[str, str], None]
 
 
 @settings_options
 def up(
     settings: Settings,
-    master: Annotated[
-        str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master for the pipeline.")
-    ] = "local[2]",
+    master: MasterOption = DEFAULT_MASTER,
     as_json: JsonOption = False,
 ) -> None:
     """Run the broker with its Spark pipeline (jobs compact and ledger), until Ctrl-C.
 
     The broker serves at once; the pipeline follows some seconds later in a process of its own. If it dies it
     is started again; without Java or pyspark the broker says so, goes on, and compacts by itself. With another
-    --schedule than hour_log there is nothing to compact.
+    --strategy than hour_log there is nothing to compact.
 
     \b
     Examples:
       timeball up
       timeball up --data /var/lib/timeball --durability sync
-      timeball up --schedule timer_wheel
+      timeball up --strategy timer_wheel
       timeball up --port 0 --json | jq -c .
       timeball up --master spark://head:7077
     """
@@ -47,20 +58,21 @@ def up(
 
 
 async def _up(settings: Settings, master: str, as_json: bool) -> None:
-    from timeball.broker.memory import use_system_pool
+    from timeball.broker.memory import collect_cycles_rarely, use_system_pool
     from timeball.descriptors import allow_many
     from timeball.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
+    collect_cycles_rarely()
     allow_many()
     node = Node(settings)
     await node.start()
     announce(node, as_json)
     endpoint = local_endpoint(settings, node.port)
-    say, compacts = _speaker(as_json), settings.schedule == "hour_log"
+    say, compacts = _speaker(as_json), settings.strategy == "hour_log"
     if not compacts:
-        why = f"with the schedule {settings.schedule} promises wait in the log"
+        why = f"with the strategy {settings.strategy} messages wait in the log"
         say("ledger_only", f"nothing to compact: {why}; the pipeline keeps the ledger")
     alone = "goes on and compacts by itself" if compacts else "goes on"
     pipeline = Supervisor(pipeline_command(settings, endpoint, master), say, alone=alone)
@@ -75,7 +87,7 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
 
 def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str]:
     """The child's command line: compaction, where there is any, by the broker's own settings."""
-    compacts = settings.schedule == "hour_log"
+    compacts = settings.strategy == "hour_log"
     compact = {
         "min_rows_per_batch": settings.compact_rows,
         "max_trigger_delay_ms": settings.compact_interval_ms,
@@ -91,7 +103,81 @@ def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str
 
 
 def _speaker(as_json: bool) -> Say:
-    """What happens to the pipeline, as a line for people on stderr or a JSON line on stdout."""
+    """Return a function that tells of the pipeline, as a line on stderr for people or a JSON line on stdout."""
     if not as_json:
-        return lambda state, sentence: note(f"timeball: {sentence}")
+        return lambda state, sentence: print_note(f"timeball: {sentence}")
     return lambda state, sentence: print_json({"event": "pipeline", "state": state, "text": sentence})
+
+
+# ---- the pipeline's process -------------------------------------------------------------------------------
+
+
+class Supervisor:
+    """Keeps one child process running. `alone`: what the broker does when there is none."""
+
+    def __init__(
+        self, command: list[str], say: Say, clock: Clock | None = None, *, alone: str = "goes on"
+    ) -> None:
+        self._command = command
+        self._alone = alone
+        self._say = say
+        self._clock = clock or SystemClock()
+        self._child: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Start the child and start it again, until `stop` or until a new start could not help."""
+        pause_s = PAUSE_S_MIN
+        while not self._stopping.is_set():
+            begun_ns = self._clock.monotonic_ns()
+            code = await self._run_once()
+            if self._stopping.is_set():
+                break
+            if code == ExitCode.SETUP:
+                self._say("given_up", f"the pipeline cannot run here; the broker {self._alone}")
+                return
+            if self._clock.monotonic_ns() - begun_ns >= STEADY_S * 1e9:
+                pause_s = PAUSE_S_MIN
+            self._say(
+                "ended", f"the pipeline {_how(code)}; the broker goes on, next start in {pause_s:.0f} s"
+            )
+            await self._pause(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        self._say("stopped", "the pipeline has stopped")
+
+    async def stop(self) -> None:
+        """End the child, gently at first; `run` returns after it."""
+        self._stopping.set()
+        child = self._child
+        if child is None or child.returncode is not None:
+            return
+        _signal(child, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(child.wait(), STOP_S)
+        except TimeoutError:
+            _signal(child, signal.SIGKILL)
+
+    async def _run_once(self) -> int:
+        # A session of its own: Ctrl-C reaches us alone, and we end the child before the broker.
+        self._child = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr, start_new_session=True
+        )
+        self._say("started", f"the pipeline starts (pid {self._child.pid})")
+        return await self._child.wait()
+
+    async def _pause(self, pause_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
+        except TimeoutError:
+            pass
+
+
+def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    try:
+        child.send_signal(number)
+    except ProcessLookupError:
+        pass  # it ended by itself in between
+
+
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

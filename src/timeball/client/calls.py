@@ -3,35 +3,49 @@
 A call ends within its time limit, however often it is tried. One that changes nothing, or that the broker recognises
 when it is repeated, is tried again a few times when no broker answers (it may be restarting); any other is tried once,
 because the client cannot tell whether it was done.
+
+A program that runs beside the broker, such as the pipeline, has `patience_s` instead: each of its calls may be repeated
+without harm, and is tried again for so long, each time within the time limit.
+
+The broker's errors travel as a code and a sentence (docs/protocols). What Flight itself reports means that no answer
+came, and becomes Unavailable, so that a program can tell "wait" from "give up". gRPC's debug context is cut off: it
+names no remedy.
 """
 
 from __future__ import annotations
 
+import logging
+import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from timeball import wire
 from timeball.client.dialing import Credentials, check_process, dial, is_inherited
-from timeball.client.failures import translated
-from timeball.clock import SystemClock
-from timeball.errors import RequestError, Unavailable
+from timeball.clock import Clock, SystemClock
+from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable, from_code
 from timeball.message import READ_SCHEMA
 
 # Attempts after the first, and the pause before each: a broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
+PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a program that has patience
 # Verbs whose repetition changes nothing. Attach carries a job id and an epoch by which the broker knows it.
 REPEATABLE = frozenset({"status", "topics", "queues", "offsets", "commit", "attach", "compactor"})
 
 # gRPC waits up to 20 s before it looks again whether a broker has come back.
 _CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name this is the time one attempt may last: 100 ms is too little for a busy broker or a far one.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -39,14 +53,23 @@ T = TypeVar("T")
 class Calls:
     """A connection to one broker. Dials with the first call. Thread safe."""
 
-    def __init__(self, endpoint: str, timeout_ms: int, who: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        timeout_ms: int,
+        who: Credentials | None = None,
+        *,
+        patience_s: float | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """`endpoint` as in grpc://host:port. RequestError if it is not of that form. `who`: else the environment's."""
         self.endpoint = endpoint
         self.timeout_ms = timeout_ms
+        self._patience_s = patience_s
         self._closed = threading.Event()
         if not endpoint.startswith(("grpc://", "grpc+tcp://", "grpc+tls://", "grpc+unix://")):
             raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port")
-        self._who, self._clock = who, SystemClock()
+        self._who, self._clock = who, clock or SystemClock()
         self._dialling = threading.Lock()
         self._flight: Any = None
 
@@ -76,14 +99,34 @@ class Calls:
     def attempts(self) -> Iterator[bool]:
         """For each attempt, after its pause: whether another may follow. Raises RequestError after a fork."""
         check_process()
+        if self._patience_s is not None:
+            yield from self._patient_attempts(self._patience_s)
+            return
         yield True
         for number, pause_s in enumerate(RETRY_PAUSES_S, 1):
             if self._closed.wait(pause_s):
                 raise Unavailable("the client was closed")
             yield number < len(RETRY_PAUSES_S)
 
-    def action(self, verb: str, body: object, answer: type[T]) -> T:
-        """Do an action: JSON out, JSON in, decoded as `answer`. `body` may be bytes that are JSON already."""
+    def _patient_attempts(self, patience_s: float) -> Iterator[bool]:
+        give_up_ns, pause_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
+        more = patience_s > 0
+        while True:
+            yield more
+            if not more:
+                return
+            logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", self.endpoint, pause_s)
+            # Jitter: after a restart the tasks of a whole cluster would otherwise knock at once.
+            if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
+                raise Unavailable("the client was closed")
+            pause_s = min(2 * pause_s, PATIENT_PAUSES_S[1])
+            more = self._clock.monotonic_ns() < give_up_ns
+
+    def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
+        """Do an action: JSON out, JSON in, decoded as `answer`. `body` may be bytes that are JSON already.
+
+        `timeout_ms`: of this one, where it is not that of all.
+        """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         call = flight.Action(verb, data)
 
@@ -92,9 +135,12 @@ class Calls:
             results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
             return msgspec.json.decode(results[0], type=answer)
 
-        return self._repeat(once) if verb in REPEATABLE else self._once(once, self.timeout_ms / 1000)
+        timeout_ms = timeout_ms or self.timeout_ms
+        if verb in REPEATABLE or self._patience_s is not None:
+            return self._repeat(once, timeout_ms)
+        return self._once(once, timeout_ms / 1000)
 
-    def rows(self, ticket: dict[str, Any], wait_ms: int = 0) -> pa.RecordBatch:
+    def rows(self, ticket: wire.Ticket, wait_ms: int = 0) -> pa.RecordBatch:
         """The one batch a ticket names, in READ_SCHEMA; `wait_ms` is how long the broker may take besides."""
         data = flight.Ticket(msgspec.json.encode(ticket))
 
@@ -104,32 +150,39 @@ class Calls:
             batches = table.combine_chunks().to_batches()
             return batches[0] if batches else pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
-        return self._repeat(once, wait_ms)
+        return self._repeat(once, self.timeout_ms + wait_ms)
 
-    def stream(self, ticket: dict[str, Any]) -> pa.RecordBatchReader:
-        """The batches a ticket names, as they come; without a time limit, because a log may be long."""
+    def stream(self, ticket: wire.Ticket) -> pa.RecordBatchReader:
+        """Return the batches a ticket names, as they come; without a time limit, because a log may be long."""
+        reader = self._open(ticket)
+        with translated(self.endpoint):
+            schema = reader.schema
+        return pa.RecordBatchReader.from_batches(schema, self._read(reader))
 
-        def batches() -> Iterator[pa.RecordBatch]:
-            with translated(self.endpoint):
-                for chunk in reader:
-                    yield chunk.data
+    def batches(self, ticket: wire.Ticket) -> Iterator[pa.RecordBatch]:
+        """Yield the batches a ticket names, as they come; without a time limit."""
+        yield from self._read(self._open(ticket))
 
+    def _open(self, ticket: wire.Ticket) -> Any:
         self._check_open()
         with translated(self.endpoint):
-            reader = self.flight.do_get(flight.Ticket(msgspec.json.encode(ticket)))
-            schema = reader.schema
-        return pa.RecordBatchReader.from_batches(schema, batches())
+            return self.flight.do_get(flight.Ticket(msgspec.json.encode(ticket)))
+
+    def _read(self, reader: Any) -> Iterator[pa.RecordBatch]:
+        with translated(self.endpoint):
+            for chunk in reader:
+                yield chunk.data
 
     def _once(self, call: Callable[[float], T], left_s: float) -> T:
         self._check_open()
         with translated(self.endpoint):
             return call(left_s)
 
-    def _repeat(self, call: Callable[[float], T], wait_ms: int = 0) -> T:
-        end_ns = self._clock.monotonic_ns() + (self.timeout_ms + wait_ms) * 1_000_000
-        left_s, failure = (self.timeout_ms + wait_ms) / 1000, None
+    def _repeat(self, call: Callable[[float], T], timeout_ms: int) -> T:
+        end_ns = self._clock.monotonic_ns() + timeout_ms * 1_000_000
+        left_s, failure = timeout_ms / 1000, None
         for more in self.attempts():
-            if failure is not None:
+            if failure is not None and self._patience_s is None:
                 left_s = (end_ns - self._clock.monotonic_ns()) / 1e9
                 if left_s <= 0:
                     raise failure
@@ -145,3 +198,40 @@ class Calls:
         check_process()
         if self._closed.is_set():
             raise RequestError("this Timeball client is closed")
+
+
+# ---- Flight's errors as ours ------------------------------------------------------------------------------
+
+# gRPC's own words; it says them before the broker sees a request.
+TOO_LONG = "Received message larger than max"
+_TAILS = (". Detail: Failed", ". gRPC client debug context", ". Client context")
+
+
+def translate(error: BaseException, endpoint: str) -> TimeballError:
+    """Return our error for what Flight raised while speaking to `endpoint`."""
+    if isinstance(error, TimeballError):
+        return error
+    text = str(error)
+    for tail in _TAILS:
+        text = text.split(tail, 1)[0]
+    if isinstance(error, flight.FlightServerError) and error.extra_info:
+        return from_code(bytes(error.extra_info).decode("ascii", "replace"), text)
+    if TOO_LONG in text:
+        return OverLimit(f"{endpoint} takes no request as long as this one: name fewer things at once")
+    if isinstance(error, flight.FlightTimedOutError):
+        return Unavailable(f"{endpoint} did not answer in time")
+    if isinstance(error, (flight.FlightUnavailableError, flight.FlightCancelledError)):
+        reason = text.rsplit("with message: ", 1)[-1]
+        return Unavailable(f"no broker answers at {endpoint}; is `timeball serve` running there? ({reason})")
+    if isinstance(error, flight.FlightError):
+        return Unavailable(f"the connection to {endpoint} failed: {text}")
+    return TimeballError(f"{endpoint} answered with something else than a broker would: {text}")
+
+
+@contextmanager
+def translated(endpoint: str) -> Iterator[None]:
+    """Raise our errors instead of Flight's from the block."""
+    try:
+        yield
+    except (pa.ArrowException, flight.FlightError) as error:
+        raise translate(error, endpoint) from error

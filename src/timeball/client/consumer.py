@@ -1,119 +1,74 @@
-"""Reading queues as a group: a position per queue that moves with each pull, and is kept by the broker on commit.
+"""Receiving as a member of a group: its members share the messages out, and each message is leased to one of them.
 
-Position and commit are two things, as in every log: the position is where the next pull reads, held by this
-client; the commit is where a client begins that comes after it. What is pulled and not committed is delivered
-again, so consuming is at least once. One client of a group reads all queues of a topic: queues are not shared
-out among clients here.
+A lease ends with the member's answer or with its time. A message that is not acknowledged by then is handed out again,
+to any member, with one more attempt counted; after the group's last attempt it goes to its dead letters,
+`%DLQ%<group>`. So a message is consumed at least once, even if a member or the broker dies.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
-import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.client.answers import QueueRange
+from timeball import limits, wire
 from timeball.client.calls import Calls
 from timeball.client.dialing import check_process
 from timeball.client.instants import After, delay_ms
-from timeball.client.messages import Message, view
+from timeball.client.messages import Member, Message, view
 from timeball.clock import Clock
-from timeball.errors import NotFound, RequestError
+from timeball.errors import RequestError
 
-COMMIT_INTERVAL_MS = 1_000  # at most this much is delivered again after a crash of the consumer
+ACK_INTERVAL_MS = 1_000  # a loop acknowledges so often; a crash of the consumer repeats no more than this
 Start = Literal["earliest", "latest"]
 
 
-class Positions:
-    """The next offset of each queue of one topic, for one group."""
-
-    def __init__(self, calls: Calls, topic: str, group: str, start: Start) -> None:
-        self._calls = calls
-        self._topic = topic
-        self._group = group
-        self._start = start
-        self.next: dict[int, int] = {}
-        self.committed: dict[int, int] = {}
-
-    def refresh(self) -> None:
-        """Learn of queues not known yet: from the group's commits, else from the start asked for."""
-        ranges = queues(self._calls, self._topic)
-        if ranges.keys() <= self.next.keys():
-            return
-        self.committed = {**offsets(self._calls, self._group, self._topic), **self.committed}
-        for queue, span in ranges.items():
-            first = span.min if self._start == "earliest" else span.max
-            self.next.setdefault(queue, self.committed.get(queue, first))
-
-    def came_first(self) -> None:
-        """The topic was made while we waited: all that is in it is new."""
-        self._start = "earliest"
-
-    def move(self, batch: pa.RecordBatch) -> None:
-        """Behind the last row of each queue in the batch."""
-        queue_ids = batch.column("queue_id").to_numpy(zero_copy_only=False)
-        queue_offsets = batch.column("queue_offset").to_numpy(zero_copy_only=False)
-        for queue in np.unique(queue_ids):
-            self.next[int(queue)] = int(queue_offsets[queue_ids == queue].max()) + 1
-
-    def commit(self, wanted: dict[int, int]) -> None:
-        """Have the broker remember what differs from what it has."""
-        changed = {queue: offset for queue, offset in wanted.items() if self.committed.get(queue) != offset}
-        if changed:
-            commit(self._calls, self._group, self._topic, changed)
-            self.committed.update(changed)
-
-
 class Consumer:
-    """The reading half of a client. Thread safe; two threads of one group share one position."""
+    """The verbs of a group's member. Thread safe, and without state."""
 
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
         self._clock = clock
-        self._lock = threading.Lock()
-        self._positions: dict[tuple[str, str], tuple[threading.Lock, Positions]] = {}
 
-    def pull_batch(self, topic: str, group: str, rows: int, wait: After, start: Start) -> pa.RecordBatch:
-        """Up to `rows` rows in READ_SCHEMA behind the position, which moves on."""
+    def pull_batch(
+        self, topic: str, group: str, rows: int, wait: After, start: Start, lease: After
+    ) -> pa.RecordBatch:
+        """Lease up to `rows` rows: READ_SCHEMA and a column `receipt`."""
+        check_process()
         if not 0 < rows <= limits.PULL_ROWS_MAX:
             raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
-        wait_ms = min(delay_ms(wait), limits.PULL_WAIT_MS_MAX)
-        lock, positions = self._position(topic, group, start)
-        with lock:
-            if not positions.next:
-                nothing = self._begin(topic, positions, rows, wait_ms)
-                if nothing is not None:
-                    return nothing
-            batch = self._pull(topic, positions.next, rows, wait_ms)
-            if batch.num_rows:
-                positions.move(batch)
-            else:
-                positions.refresh()  # a quiet moment: queues may have been added
-            return batch
+        wait_ms, lease_ms = min(delay_ms(wait), limits.PULL_WAIT_MS_MAX), delay_ms(lease)
+        if not 1 <= lease_ms <= limits.INVISIBLE_MS_MAX:
+            raise RequestError(
+                f"lease={lease!r}: between 1 ms and {limits.INVISIBLE_MS_MAX // limits.HOUR_MS} h"
+            )
+        ticket = wire.Receive(
+            topic=topic,
+            group=group,
+            rows=min(rows, limits.POP_ROWS_MAX),
+            wait_ms=wait_ms,
+            invisible_ms=lease_ms,
+            latest=start == "latest",
+        )
+        return self._calls.rows(ticket, wait_ms)
 
-    def pull(self, topic: str, group: str, rows: int, wait: After, start: Start) -> list[Message]:
-        """The same as messages."""
-        return view(self.pull_batch(topic, group, rows, wait, start), self._clock.wall_ms())
+    def pull(
+        self, topic: str, group: str, rows: int, wait: After, start: Start, lease: After
+    ) -> list[Message]:
+        """Return the same as messages."""
+        batch = self.pull_batch(topic, group, rows, wait, start, lease)
+        return view(batch, self._clock.wall_ms(), Member(self._calls, topic, group))
 
-    def commit(self, topic: str, group: str, wanted: dict[int, int] | None) -> None:
-        """Commit the positions, or the offsets given."""
-        lock, positions = self._position(topic, group, "earliest")
-        with lock:
-            positions.commit(dict(positions.next) if wanted is None else wanted)
-
-    def ack(self, group: str, messages: list[Message]) -> None:
-        """Commit behind the last of these messages in each of their queues."""
-        behind: dict[str, dict[int, int]] = {}
-        for message in messages:
-            queue, offset = message.queue_id, message.queue_offset + 1
-            offsets_of = behind.setdefault(message.topic, {})
-            offsets_of[queue] = max(offset, offsets_of.get(queue, 0))
-        for topic, wanted in behind.items():
-            self.commit(topic, group, wanted)
+    def ack(self, messages: Iterable[Message] | pa.RecordBatch, group: str | None) -> int:
+        """Acknowledge; return how many of the leases had not ended before."""
+        return sum(
+            is_valid
+            for member, receipts in self._receipts(messages, group)
+            for is_valid in member.ack(receipts)
+        )
 
     def consume(
         self,
@@ -123,6 +78,7 @@ class Consumer:
         idle: After | None,
         stop: threading.Event | None,
         start: Start,
+        lease: After,
     ) -> Iterator[Message]:
         """See Timeball.consume."""
         wait_ms = limits.SECOND_MS * 10
@@ -131,91 +87,79 @@ class Consumer:
             wait_ms = min(wait_ms, idle_ms)
         if stop is not None:
             wait_ms = min(wait_ms, limits.SECOND_MS)
-        done: dict[int, int] = {}
-        last_ms = flushed_ms = self._monotonic_ms()
+        lease_ms = delay_ms(lease)
+        ack_ms = min(ACK_INTERVAL_MS, lease_ms // 4)  # an acknowledgement must come before its lease ends
+        done: list[Message] = []
+        waiting: deque[Message] = deque()
+        last_ms = self._monotonic_ms()
+        current: Message | None = None
         try:
             while stop is None or not stop.is_set():
-                batch = self.pull(topic, group, rows, wait_ms / 1000, start)
-                for message in batch:
-                    yield message
-                    # The next one is asked for: this one is dealt with.
-                    done[message.queue_id] = message.queue_offset + 1
-                    if self._monotonic_ms() - flushed_ms >= COMMIT_INTERVAL_MS:
-                        self.commit(topic, group, dict(done))
-                        flushed_ms = self._monotonic_ms()
-                    if stop is not None and stop.is_set():
-                        return
+                leased_ms = flushed_ms = self._monotonic_ms()
+                waiting.extend(self.pull(topic, group, rows, wait_ms / 1000, start, lease))
+                got = bool(waiting)
+                while waiting and (stop is None or not stop.is_set()):
+                    current = waiting.popleft()
+                    yield current
+                    done.append(current)  # the next one is asked for: this one is dealt with
+                    current, now_ms = None, self._monotonic_ms()
+                    if now_ms - flushed_ms >= ack_ms:
+                        flushed_ms = self._flush(done)
+                    if now_ms - leased_ms >= lease_ms // 2:
+                        leased_ms = self._extend(waiting, lease_ms)
+                self._flush(done)
                 now_ms = self._monotonic_ms()
-                if batch:
-                    self.commit(topic, group, dict(done))
-                    last_ms = flushed_ms = now_ms
+                if got:
+                    last_ms = now_ms
                 elif idle_ms is not None and now_ms - last_ms >= idle_ms:
                     return
         finally:
-            self._rewind(topic, group, done)
+            self._flush(done)
+            self._give_back(current, waiting)
 
-    def _rewind(self, topic: str, group: str, done: dict[int, int]) -> None:
-        """Commit what was dealt with; what was pulled besides is read again by the next pull."""
-        lock, positions = self._position(topic, group, "earliest")
-        with lock:
-            positions.commit(done)
-            positions.next.clear()
+    def _flush(self, done: list[Message]) -> int:
+        if done:
+            self.ack(done, None)
+            done.clear()
+        return self._monotonic_ms()
 
-    def _position(self, topic: str, group: str, start: Start) -> tuple[threading.Lock, Positions]:
-        check_process()
-        with self._lock:
-            found = self._positions.get((topic, group))
-            if found is None:
-                found = threading.Lock(), Positions(self._calls, topic, group, start)
-                self._positions[topic, group] = found
-            return found
+    def _extend(self, waiting: deque[Message], lease_ms: int) -> int:
+        """Lease what the loop has not come to for longer; what has gone to another member leaves the loop."""
+        messages = list(waiting)
+        waiting.clear()
+        if messages:
+            member = messages[0].lease[0]
+            receipts = member.change([message.lease[1] for message in messages], lease_ms, counts=False)
+            for message, receipt in zip(messages, receipts, strict=True):
+                if receipt is not None:
+                    message.renewed(receipt)
+                    waiting.append(message)
+        return self._monotonic_ms()
 
-    def _begin(self, topic: str, positions: Positions, rows: int, wait_ms: int) -> pa.RecordBatch | None:
-        """Learn the queues; return no rows when the topic is still missing.
+    def _give_back(self, current: Message | None, waiting: Iterable[Message]) -> None:
+        """Give back at once what a loop that is left was at, and, uncounted, what it had not come to."""
+        for messages, counts in (([current] if current is not None else [], True), (list(waiting), False)):
+            for member, receipts in self._receipts(messages, None):
+                member.change(receipts, 0, counts=counts)
 
-        A consumer that is ready to wait may come before the first message, and so before its topic.
-        """
-        try:
-            positions.refresh()
-        except NotFound:
-            if wait_ms == 0:
-                raise
-            # Waits for the message that makes the topic; where messages make none it says so.
-            nothing = self._pull(topic, {0: 0}, rows, wait_ms)
-            positions.came_first()
-            try:
-                positions.refresh()
-            except NotFound:
-                return nothing
-        return None
-
-    def _pull(self, topic: str, wanted: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
-        ticket: dict[str, Any] = {
-            "read": "pull",
-            "topic": topic,
-            "offsets": {str(queue): offset for queue, offset in wanted.items()},
-            "rows": rows,
-            "wait_ms": wait_ms,
-        }
-        return self._calls.rows(ticket, wait_ms)
+    def _receipts(
+        self, messages: Iterable[Message] | pa.RecordBatch, group: str | None
+    ) -> list[tuple[Member, list[str]]]:
+        if isinstance(messages, pa.RecordBatch):
+            if group is None or wire.RECEIPT not in messages.schema.names:
+                raise RequestError(
+                    "ack of a batch: give the batch that pull_batch has returned, and its group"
+                )
+            topics, texts = (messages.column(name).to_pylist() for name in ("topic", wire.RECEIPT))
+            by_topic: dict[str, list[str]] = {}
+            for topic, text in zip(topics, texts, strict=True):
+                by_topic.setdefault(topic, []).append(text)
+            return [(Member(self._calls, topic, group), found) for topic, found in by_topic.items()]
+        by_member: dict[tuple[str, str], tuple[Member, list[str]]] = {}
+        for message in messages:
+            member, text = message.lease
+            by_member.setdefault((member.topic, member.group), (member, []))[1].append(text)
+        return list(by_member.values())
 
     def _monotonic_ms(self) -> int:
         return self._clock.monotonic_ns() // 1_000_000
-
-
-def queues(calls: Calls, topic: str) -> dict[int, QueueRange]:
-    """First and next offset of each queue of a topic; NotFound."""
-    found = calls.action("queues", {"topic": topic}, dict[str, dict[int, QueueRange]])
-    return found["queues"]
-
-
-def offsets(calls: Calls, group: str, topic: str) -> dict[int, int]:
-    """What a group has committed."""
-    found = calls.action("offsets", {"group": group, "topic": topic}, dict[str, dict[int, int]])
-    return found["offsets"]
-
-
-def commit(calls: Calls, group: str, topic: str, wanted: dict[int, int]) -> None:
-    """Have the broker remember these offsets."""
-    body = {"group": group, "topic": topic, "offsets": {str(q): offset for q, offset in wanted.items()}}
-    calls.action("commit", body, dict[str, Any])

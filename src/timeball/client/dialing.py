@@ -36,7 +36,7 @@ FORKED = (
 
 
 class _Process:
-    """What this process, or one that it was forked from, has dialled."""
+    """The connections that this process, or one that it was forked from, has dialled."""
 
     def __init__(self) -> None:
         self.dialled: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -65,7 +65,7 @@ def is_inherited() -> bool:
 
 
 class Credentials(NamedTuple):
-    """Who we are, and whom we believe; what is None or empty is not said."""
+    """The client's keys and the certificates it trusts; empty ones are not sent."""
 
     access_key: str = ""
     secret_key: str = ""
@@ -79,7 +79,7 @@ class Credentials(NamedTuple):
 def credentials(
     access_key: str | None = None, secret_key: str | None = None, tls_roots: bytes | None = None
 ) -> Credentials:
-    """What is given, and from the environment what is not; raises RequestError naming what is missing."""
+    """Return the given credentials, completed from the environment; raises RequestError naming the missing one."""
     if (access_key is None) != (secret_key is None):
         raise RequestError("access_key and secret_key go together: give both, or none")
     key = os.environ.get(ACCESS_KEY, "") if access_key is None else access_key

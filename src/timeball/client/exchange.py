@@ -22,10 +22,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball import limits
-from timeball.client.answers import SendAck
-from timeball.client.failures import translate
+from timeball import limits, rules
+from timeball.client.calls import translate
 from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
+from timeball.wire import SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0
 
@@ -42,21 +42,28 @@ class Lost(Unavailable):
     code = "answer_lost"
 
 
-class _Answer(msgspec.Struct):
-    """An acknowledgement or a refusal; which of the two, the fields say."""
-
-    first_seq: int = -1
-    rows: int = 0
-    store_ms: int = 0
-    error: str | None = None
-    text: str = ""
+_decoder = msgspec.json.Decoder(SendAnswer)
 
 
-_decoder = msgspec.json.Decoder(_Answer)
+def _too_large(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
+    """Return the rule that one of its rows breaks; all of it together is too large when none does."""
+    texts = (pa.types.is_string, pa.types.is_binary)
+    columns = {
+        field.name: batch.column(field.name)
+        for field in batch.schema
+        if field.name in rules.BYTES_MAX and any(is_text(field.type) for is_text in texts)
+    }
+    try:
+        rules.check_columns(columns)
+    except InvalidMessage as error:
+        return error
+    return InvalidMessage(
+        f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: send smaller batches"
+    )
 
 
 class SendExchange:
-    """See the module. Opens when built; raises NotSent when there is nobody to open it to."""
+    """Writes batches and matches answers to them. Opens when built; raises NotSent when no broker answers."""
 
     def __init__(self, client: Any, schema: pa.Schema, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -76,7 +83,7 @@ class SendExchange:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be written to, as far as known."""
+        """Return whether it can still be written to, as far as known."""
         return self._end is None and not self._finished
 
     def submit(self, batch: pa.RecordBatch) -> Future[SendAck]:
@@ -87,10 +94,7 @@ class SendExchange:
         future: Future[SendAck] = Future()
         if (size_bytes := batch.nbytes) > limits.BATCH_BYTES_MAX:
             # Written, it would end the stream, and with it what is under way.
-            text = (
-                f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: a body has at most 4 MiB"
-            )
-            future.set_exception(InvalidMessage(text))
+            future.set_exception(_too_large(batch, size_bytes))
             return future
         with self._write:
             with self._state:
@@ -103,7 +107,7 @@ class SendExchange:
                 with self._state:
                     if future in self._waiting:
                         self._waiting.remove(future)
-                # The broker may have said why, to whoever reads.
+                # The broker may have said why, in the answers.
                 self._thread.join(_CLOSE_WAIT_S)
                 reason = self._end if self._end is not None else translate(error, self._endpoint)
                 raise self._not_sent(reason) from error
@@ -111,7 +115,7 @@ class SendExchange:
 
     @staticmethod
     def _not_sent(reason: TimeballError) -> TimeballError:
-        """What a batch that was not written fails with: a refusal as it stands, since a new stream meets it again."""
+        """Return the error of a batch that was not written: a refusal as it stands, as a new stream meets it again."""
         return NotSent(str(reason)) if isinstance(reason, Unavailable) else reason
 
     def finish(self) -> None:
@@ -134,7 +138,7 @@ class SendExchange:
         try:
             self._writer.close()
         except (pa.ArrowException, flight.FlightError):
-            pass  # whoever waited for an answer has been told
+            pass  # all that waited for an answer have been told
 
     def _read(self) -> None:
         end: TimeballError = Lost(f"{self._endpoint} closed the stream")
@@ -157,7 +161,7 @@ class SendExchange:
         for future in lost:
             future.set_exception(end)
 
-    def _settle(self, answer: _Answer) -> None:
+    def _settle(self, answer: SendAnswer) -> None:
         with self._state:
             future = self._waiting.popleft() if self._waiting else None
         if future is None:

@@ -1,21 +1,79 @@
-"""A message as a consumer sees it: a view of one row of a batch. Nothing is copied or decoded until asked for."""
+"""A message as a consumer sees it, and the answers that a member of a group gives: done, later, longer.
+
+A message is a view of one row of a batch: nothing is copied or decoded until asked for. Receipts are texts of the
+broker's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 
+from timeball import limits, wire
+from timeball.client.calls import Calls
+from timeball.client.instants import After, delay_ms
+from timeball.errors import RequestError
 from timeball.message import decode_properties
 
 
+class Member:
+    """The receipts of one group in one topic. Thread safe."""
+
+    def __init__(self, calls: Calls, topic: str, group: str) -> None:
+        self._calls = calls
+        self.topic = topic
+        self.group = group
+
+    def ack(self, receipts: Sequence[str]) -> list[bool]:
+        """End these leases for good; false for one that had ended: its message comes again."""
+        found: list[bool] = []
+        for part in _parts(receipts, limits.CANCELS_PER_REQUEST_MAX):
+            body = wire.Acknowledge(topic=self.topic, group=self.group, receipts=part)
+            found += self._calls.action("ack", body, dict[str, list[bool]])["valid"]
+        return found
+
+    def change(
+        self, receipts: Sequence[str], invisible_ms: int | None, *, counts: bool = True
+    ) -> list[str | None]:
+        """Make leases end so far from now; return their receipts, None for one that had ended.
+
+        `invisible_ms` None: after as long as the group's retry policy says. `counts`: the lease is an attempt.
+        """
+        found: list[str | None] = []
+        for part in _parts(receipts, limits.POP_ROWS_MAX):
+            body = wire.ChangeInvisibleTime(
+                topic=self.topic, group=self.group, receipts=part, invisible_ms=invisible_ms, counts=counts
+            )
+            answer = self._calls.action("change_invisible_time", body, dict[str, list[str | None]])
+            found += answer["receipts"]
+        return found
+
+    def dead_letter(self, receipts: Sequence[str]) -> list[bool]:
+        """Put messages into the group's dead letters; false for one whose lease had ended."""
+        found: list[bool] = []
+        for part in _parts(receipts, limits.POP_ROWS_MAX):
+            body = wire.DeadLetter(topic=self.topic, group=self.group, receipts=part)
+            found += self._calls.action("dead_letter", body, dict[str, list[bool]])["valid"]
+        return found
+
+
 class Message:
-    """One visible message. Instants are milliseconds since 1970 UTC."""
+    """One visible message. Instants are milliseconds since 1970 UTC.
 
-    __slots__ = ("_batch", "_row", "received_ms")
+    A message that was pulled as a member of a group is leased to this client: answer with `ack` or `nack` before the
+    lease ends, or `extend` it.
+    """
 
-    def __init__(self, batch: pa.RecordBatch, row: int, received_ms: int) -> None:
+    __slots__ = ("_batch", "_member", "_receipt", "_row", "received_ms")
+
+    def __init__(
+        self, batch: pa.RecordBatch, row: int, received_ms: int, member: Member | None = None
+    ) -> None:
         self._batch = batch
+        self._member = member
+        self._receipt: str | None = None  # None: as in the batch
         self._row = row
         self.received_ms = received_ms  # when this client got it, by its own clock
 
@@ -29,7 +87,7 @@ class Message:
 
     @property
     def body(self) -> bytes:
-        """What the producer sent."""
+        """Return the body as the producer sent it."""
         body: bytes = self._value("body") or b""
         return body
 
@@ -68,7 +126,7 @@ class Message:
 
     @property
     def queue_id(self) -> int:
-        """Which queue of its topic it is in."""
+        """Return the number of its queue in the topic."""
         return int(self._value("queue_id"))
 
     @property
@@ -104,6 +162,40 @@ class Message:
         """How often it was consumed before and given back."""
         return int(self._value("reconsume_times") or 0)
 
+    # ---- answers to the group ---------------------------------------------------------------------------
+
+    @property
+    def lease(self) -> tuple[Member, str]:
+        """The member it is leased to, and the receipt; RequestError for a message that was browsed."""
+        if self._member is None:
+            raise RequestError("this message was browsed and is leased to no group; pull it to answer")
+        return self._member, self._receipt or str(self._value(wire.RECEIPT))
+
+    def ack(self) -> bool:
+        """Say that it is dealt with; false when its lease had ended, so that it comes again."""
+        member, receipt = self.lease
+        return member.ack([receipt])[0]
+
+    def nack(self, after: After | None = None) -> bool:
+        """Give it back as an attempt that failed; it comes again `after` so long, or when the group's policy says.
+
+        False when its lease had ended.
+        """
+        member, receipt = self.lease
+        return member.change([receipt], None if after is None else delay_ms(after))[0] is not None
+
+    def extend(self, lease: After) -> bool:
+        """Keep it for so long from now; false when its lease had ended."""
+        member, receipt = self.lease
+        (changed,) = member.change([receipt], delay_ms(lease))
+        if changed is not None:
+            self.renewed(changed)
+        return changed is not None
+
+    def renewed(self, receipt: str) -> None:
+        """Go on with the receipt of a longer lease."""
+        self._receipt = receipt
+
     def __repr__(self) -> str:
         return (
             f"Message(topic={self.topic!r}, id={self.id!r}, queue_id={self.queue_id}, "
@@ -111,6 +203,10 @@ class Message:
         )
 
 
-def view(batch: pa.RecordBatch, received_ms: int) -> list[Message]:
-    """The rows of a batch in READ_SCHEMA as messages."""
-    return [Message(batch, row, received_ms) for row in range(batch.num_rows)]
+def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:
+    """Return the rows of a batch in READ_SCHEMA as messages; `member`: to whom they are leased."""
+    return [Message(batch, row, received_ms, member) for row in range(batch.num_rows)]
+
+
+def _parts(receipts: Sequence[str], most: int) -> list[list[str]]:
+    return [list(receipts[begin : begin + most]) for begin in range(0, len(receipts), most)]

@@ -1,8 +1,8 @@
 """Sending: one message over a stream that stays open, many over a stream of their own.
 
-What is repeated, and what is not. A batch that was never written (`NotSent`) is tried again on a new stream, a
-few times. A batch whose answer was lost is not: the broker may have it, and sending it again would deliver it
-twice. Who prefers twice to never says `retry=True`; the message keeps its id, so that its consumers can tell.
+A batch that was never written (`NotSent`) is tried again on a new stream, a few times. A batch whose answer was lost is
+not: the broker may have it, and sending it again would deliver it twice. A caller that prefers twice to never says
+`retry=True`; the message keeps its id, so that its consumers can tell.
 """
 
 from __future__ import annotations
@@ -12,15 +12,42 @@ from collections import deque
 from concurrent.futures import Future
 from typing import NoReturn
 
+import msgspec
 import pyarrow as pa
 
-from timeball.client.answers import RefusedRows, SendAck, SendSummary
 from timeball.client.calls import Calls
 from timeball.client.dialing import is_inherited
 from timeball.client.exchange import Lost, NotSent, SendExchange
 from timeball.client.outgoing import ONE_SCHEMA, Rows, batches
 from timeball.clock import Clock
 from timeball.errors import RequestError, TimeballError, Unavailable
+from timeball.wire import SendAck
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """One message is on disk. `due_ms` is None for a message that is visible at once."""
+
+    id: str
+    seq: int
+    due_ms: int | None
+    store_ms: int
+
+
+class RefusedRows(msgspec.Struct, frozen=True):
+    """Rows of a `send_many` that the broker did not take: [first_row, first_row + rows)."""
+
+    first_row: int
+    rows: int
+    error: TimeballError
+
+
+class SendSummary(msgspec.Struct, frozen=True):
+    """The outcome of a `send_many`. `ranges`: (first_seq, rows) of each batch accepted, in order."""
+
+    rows: int
+    ranges: list[tuple[int, int]]
+    refused: list[RefusedRows]
+    ids: pa.ChunkedArray  # one string per row given, accepted or not
 
 
 class Sender:

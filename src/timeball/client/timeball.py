@@ -15,33 +15,30 @@ In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import pyarrow as pa
 
-from timeball import limits
-from timeball.client import consumer, outgoing
-from timeball.client.answers import Attached, QueueRange, Receipt, SendSummary, Verdict
+from timeball import limits, wire
+from timeball.client import browser, outgoing
 from timeball.client.calls import Calls
-from timeball.client.consumer import Consumer, Start
 from timeball.client.dialing import credentials
-from timeball.client.identifiers import IDENTIFIERS
 from timeball.client.instants import After, At, when
-from timeball.client.messages import Message
-from timeball.client.outgoing import Body, Keys, Rows
-from timeball.client.sender import Sender
+from timeball.client.outgoing import IDENTIFIERS, Body, Keys, Rows
+from timeball.client.reader import Reader
+from timeball.client.sender import Receipt, Sender, SendSummary
 from timeball.clock import SystemClock
 from timeball.errors import InvalidDelay, RequestError
+from timeball.wire import Attached, QueueRange, Verdict
 
 ENDPOINT = "grpc://127.0.0.1:7400"
 BATCH_ROWS = 8_192
 WINDOW = 32  # batches of a send_many on their way at once
 
 
-class Timeball:
+class Timeball(Reader):
     """A connection to a broker; a context manager.
 
     >>> with Timeball(endpoint) as ball:
@@ -61,8 +58,8 @@ class Timeball:
     ) -> None:
         """`timeout_ms`: how long any answer may take, long polls apart.
 
-        Keys: who we are, for a broker that asks. `tls_roots`: certificates of the authority to believe, PEM, for a
-        broker at grpc+tls://; else those that gRPC knows. What is not given is taken from TIMEBALL_ACCESS_KEY,
+        Keys: for a broker with access control. `tls_roots`: certificates of the authority to trust, PEM, for a
+        broker at grpc+tls://; else those that gRPC knows. Credentials not given are taken from TIMEBALL_ACCESS_KEY,
         TIMEBALL_SECRET_KEY and TIMEBALL_TLS_ROOTS (a path).
         """
         if timeout_ms <= 0:
@@ -71,7 +68,7 @@ class Timeball:
         self._clock = clock
         self._calls = Calls(endpoint, timeout_ms, credentials(access_key, secret_key, tls_roots))
         self._sender = Sender(self._calls, clock)
-        self._consumer = Consumer(self._calls, clock)
+        super().__init__(self._calls, clock)
 
     def close(self) -> None:
         """Let go of the connection. Answers under way are waited for, a little."""
@@ -123,7 +120,7 @@ class Timeball:
         >>> ball.close()
         """
         relative_ms, due_ms = when(after, at)
-        key = IDENTIFIERS.take() if message_id is None else message_id
+        key = IDENTIFIERS.next_id() if message_id is None else message_id
         batch = outgoing.one(
             topic, body, tag, keys, properties, key, self._clock.wall_ms(), relative_ms, due_ms
         )
@@ -242,82 +239,6 @@ class Timeball:
             verdicts += ask(ids=wanted[start : start + limits.CANCELS_PER_REQUEST_MAX])
         return verdicts
 
-    # ---- consuming --------------------------------------------------------------------------------------
-
-    def pull(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 256,
-        wait: After = "10s",
-        start: Start = "earliest",
-    ) -> list[Message]:
-        """The next visible messages of a topic; waits up to `wait` (at most a minute) for the first one.
-
-        Each pull goes on where the last one ended. `commit` or `ack` makes the broker remember that; a group
-        without a commit begins at the `start` of the queues. A topic that does not exist is waited for, as
-        its first message may make it; with wait=0, or where messages make none, it is NotFound. Raises OutOfRange
-        as well.
-
-        >>> with Timeball(endpoint) as ball:
-        ...     _ = ball.send("mail", "now")
-        ...     _ = ball.send("mail", "soon", after="50ms")
-        ...     bodies = [m.body for m in ball.pull("mail", "readers")]
-        ...     while len(bodies) < 2:
-        ...         bodies += [m.body for m in ball.pull("mail", "readers")]
-        ...     ball.commit("mail", "readers")
-        >>> bodies
-        [b'now', b'soon']
-        """
-        return self._consumer.pull(topic, group, max_messages, wait, start)
-
-    def pull_batch(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 8_192,
-        wait: After = "10s",
-        start: Start = "earliest",
-    ) -> pa.RecordBatch:
-        """The same as columns, in message.READ_SCHEMA; empty when nothing came in time."""
-        return self._consumer.pull_batch(topic, group, max_messages, wait, start)
-
-    def commit(self, topic: str, group: str, offsets: Mapping[int, int] | None = None) -> None:
-        """Have the broker remember how far the group has come: all that was pulled, or `offsets` by queue."""
-        self._consumer.commit(topic, group, None if offsets is None else dict(offsets))
-
-    def ack(self, messages: Message | Iterable[Message], group: str) -> None:
-        """Commit behind these messages, and with them all that stand before them in their queues."""
-        self._consumer.ack(group, [messages] if isinstance(messages, Message) else list(messages))
-
-    def consume(
-        self,
-        topic: str,
-        group: str,
-        *,
-        max_messages: int = 256,
-        until_idle: After | None = None,
-        stop: threading.Event | None = None,
-        start: Start = "earliest",
-    ) -> Iterator[Message]:
-        """Messages as they become visible, without end, or until none has come for `until_idle`, or `stop` is set.
-
-        A message counts as dealt with when the next one is asked for; that is committed about once a second, after
-        each pull, and when the loop ends. A loop that is left in the middle gets its last message again.
-
-        >>> with Timeball(endpoint) as ball:
-        ...     summary = ball.send_many([{"body": "a"}, {"body": "b", "after": 0.05}], topic="steps")
-        ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="500ms"))
-        [b'a', b'b']
-        """
-        return self._consumer.consume(topic, group, max_messages, until_idle, stop, start)
-
-    def offsets(self, group: str, topic: str) -> dict[int, int]:
-        """What a group has committed, by queue."""
-        return consumer.offsets(self._calls, group, topic)
-
     # ---- reading as tables ------------------------------------------------------------------------------
 
     def read_log(
@@ -327,7 +248,7 @@ class Timeball:
         *,
         kinds: Iterable[int] | None = None,
         columns: Sequence[str] | None = None,
-        coalesce_rows: int = 65_536,
+        coalesce_rows: int = wire.COALESCE_ROWS,
     ) -> pa.RecordBatchReader:
         """Rows of the log with from_seq <= seq < to_seq, in READ_SCHEMA; of these kinds (`message.Kind`) only.
 
@@ -339,47 +260,44 @@ class Timeball:
         ['audit']
         """
         return self._calls.stream(
-            {
-                "read": "log",
-                "from_seq": from_seq,
-                "to_seq": to_seq,
-                "kinds": None if kinds is None else [int(kind) for kind in kinds],
-                "columns": None if columns is None else list(columns),
-                "coalesce_rows": coalesce_rows,
-            }
+            wire.ReadLog(
+                from_seq=from_seq,
+                to_seq=to_seq,
+                kinds=None if kinds is None else [int(kind) for kind in kinds],
+                columns=None if columns is None else list(columns),
+                coalesce_rows=coalesce_rows,
+            )
         )
 
     def read_queue(self, topic: str, queue_id: int, offset: int, rows: int) -> pa.RecordBatchReader:
         """Visible rows of one queue from an offset on, without waiting; moves no position."""
-        batch = self._calls.rows(
-            {"read": "queue", "topic": topic, "queue_id": queue_id, "offset": offset, "rows": rows}
-        )
+        batch = self._calls.rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=offset, rows=rows))
         return pa.RecordBatchReader.from_batches(batch.schema, [batch])
 
     # ---- administration ---------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """What the broker holds and how late it is (docs/flight.md names the fields)."""
-        return self._calls.action("status", {}, dict[str, Any])
+        """Return how much the broker holds and how late it is (docs/flight.md names the fields)."""
+        return self._calls.action("status", wire.Nothing(), dict[str, Any])
 
     def topics(self) -> dict[str, int]:
         """All topics, with their number of queues."""
-        found = self._calls.action("topics", {}, dict[str, dict[str, dict[str, int]]])
+        found = self._calls.action("topics", wire.Nothing(), dict[str, dict[str, dict[str, int]]])
         return {name: topic["queues"] for name, topic in found["topics"].items()}
 
     def create_topic(self, topic: str, queues: int = 8) -> None:
         """Make a topic; the first send makes one too, unless the broker is set not to."""
-        self._calls.action("create_topic", {"topic": topic, "queues": queues}, dict[str, Any])
+        self._calls.action("create_topic", wire.CreateTopic(topic=topic, queues=queues), dict[str, Any])
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """First and next offset of each queue of a topic; NotFound."""
-        return consumer.queues(self._calls, topic)
+        return browser.queues(self._calls, topic)
 
     # ---- for those who build the pending table ------------------------------------------------------------
 
     def reserve(self, rows: int) -> int:
         """Set aside `rows` sequence numbers for a later bulk attach; returns the first."""
-        return self._calls.action("reserve", {"rows": rows}, dict[str, int])["first_seq"]
+        return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
     def attach(self, attachment: bytes) -> Attached:
         """Make files part of the pending table: the JSON of a `table.attachment.Attachment`. Safe to repeat."""
@@ -387,9 +305,9 @@ class Timeball:
 
     def compact(self) -> Attached | None:
         """Have the broker move its log's tail to the pending table now; None if there was nothing worth it."""
-        answer = self._calls.action("compact", {}, dict[str, Any])
+        answer = self._calls.action("compact", wire.Nothing(), dict[str, Any])
         return Attached(**answer) if answer else None
 
     def lease_compaction(self, lease_ms: int) -> None:
         """Say that an outside compactor is at work for so long: the broker does not compact meanwhile."""
-        self._calls.action("compactor", {"lease_ms": lease_ms}, dict[str, Any])
+        self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])

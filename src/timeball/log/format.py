@@ -18,7 +18,7 @@ as Arrow is.
           +--------+--------+--------------+---------- … --+---- … --+
 
 `crc32c` covers the whole frame, header and padding included, with its own field zero. `span` is how many
-sequence numbers the frame uses up: its rows, or more when a RESERVE row sets some aside. `synced_to` says that
+sequence numbers the frame uses up: its rows, or more when a TABLE row sets some aside. `synced_to` says that
 all bytes of the segment before that position were on disk when this frame was written (with `sync` durability:
 the start of its own commit). Recovery needs it to tell a torn commit (never acknowledged, may be cut) from
 damage to an acknowledged one (must be refused). A magic of zero is the end of the log.
@@ -37,12 +37,11 @@ import struct
 from dataclasses import dataclass
 
 import google_crc32c
-import numpy as np
 import pyarrow as pa
 
 from timeball import limits
 from timeball.errors import Corrupt, SetupError
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, SCHEMA_VERSION
+from timeball.message import LOG_SCHEMA, SCHEMA_VERSION
 
 ALIGN = 64
 FRAME_MAGIC = 0x31464254  # "TBF1" in a hex dump
@@ -53,19 +52,21 @@ FRAME = struct.Struct(
     "<"
     "I"  # magic: zero means nothing was written here
     "H"  # version of LOG_SCHEMA and of this header
-    "H"  # flags: zero, checked
+    "H"  # flags: zero, or SNAPSHOT
     "I"  # length: the whole frame, so that the next one is found without decoding this one
     "I"  # rows in the record batch
     "q"  # first_seq: sequence number of the first row
     "q"  # span: sequence numbers used up
     "q"  # append_ms: wall clock at the commit; for people and for retention
-    "q"  # epoch: who was the writer, for replication
+    "q"  # epoch: number of the writer's life; each start counts one more (segment.py)
     "I"  # payload: bytes of the Arrow message, without padding
     "I"  # crc32c over the whole frame
     "Q"  # synced_to: position in the segment up to which all was on disk before this commit
 )
 assert FRAME.size == ALIGN
 _CRC_OFFSET = 52
+FLAGS_OFFSET = 6
+SNAPSHOT = 1  # flag: the frame is a snapshot (checkpoint.py)
 
 SEGMENT = struct.Struct("<8sIIqq28xI")
 assert SEGMENT.size == ALIGN
@@ -84,6 +85,7 @@ class Frame:
     epoch: int
     payload: int
     synced_to: int
+    flags: int = 0
 
     @property
     def next_seq(self) -> int:
@@ -105,9 +107,11 @@ def encode_frame(
     epoch: int,
     position: int,
     synced_to: int,
+    flags: int = 0,
 ) -> tuple[Frame, list[bytes | pa.Buffer]]:
-    """The frame for `rows` at `position`, and its bytes as buffers to be written one after the other."""
+    """Return the frame for `rows` at `position`, and its bytes as buffers to be written one after the other."""
     assert span >= rows.num_rows > 0
+    # The message without its schema: every frame has LOG_SCHEMA, so a reader needs only the version in the header.
     payload = rows.serialize()
     padding = bytes(-payload.size % ALIGN)
     length = ALIGN + payload.size + len(padding)
@@ -115,21 +119,25 @@ def encode_frame(
 
     def header(crc: int) -> bytes:
         return FRAME.pack(
-            FRAME_MAGIC, SCHEMA_VERSION, 0, length, rows.num_rows, first_seq, span, append_ms, epoch,
+            FRAME_MAGIC, SCHEMA_VERSION, flags, length, rows.num_rows, first_seq, span, append_ms, epoch,
             payload.size, crc, synced_to,
         )  # fmt: skip
 
+    # Extended part by part: to join header and payload first would copy every body.
     crc = google_crc32c.extend(google_crc32c.value(header(0)), payload)
     crc = google_crc32c.extend(crc, padding)
-    frame = Frame(position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload.size, synced_to)
+    frame = Frame(
+        position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload.size, synced_to, flags
+    )
     return frame, [header(crc), payload, padding]
 
 
 def read_frame(segment: pa.Buffer, position: int) -> Frame | None:
-    """The checked frame at `position`, None where the log ends; raises Corrupt when it does not match itself."""
+    """Return the checked frame at `position`, None where the log ends; raises Corrupt on a wrong checksum."""
     frame = read_frame_header(segment, position)
     if frame is None:
         return None
+    # Only the header is copied, to blank its checksum; the payload is checked where it is mapped.
     stored = FRAME.unpack_from(segment, position)
     header = bytearray(segment.slice(position, ALIGN))
     header[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
@@ -141,18 +149,20 @@ def read_frame(segment: pa.Buffer, position: int) -> Frame | None:
 
 
 def read_frame_header(segment: pa.Buffer, position: int) -> Frame | None:
-    """As `read_frame`, but checks only what the header alone can show."""
+    """Return the frame at `position` as `read_frame` does, with only its header checked."""
     if position + ALIGN > segment.size:
         return None
     magic, version, flags, length, rows, first_seq, span, append_ms, epoch, payload, _, synced_to = (
         FRAME.unpack_from(segment, position)
     )
     if magic == 0:
+        # A torn header may have lost its first sector and kept later ones (512 bytes, any order).
         if any(memoryview(segment.slice(position, ALIGN))):
             raise Corrupt(f"frame header at byte {position} is half written")
         return None
-    if magic != FRAME_MAGIC or flags != 0:
+    if magic != FRAME_MAGIC or flags & ~SNAPSHOT:
         raise Corrupt(f"no frame at byte {position}")
+    # The length decides where the next frame is looked for and how much is read, so it is checked before the checksum.
     sane = (
         ALIGN <= length <= limits.FRAME_BYTES_MAX
         and length % ALIGN == 0
@@ -163,15 +173,16 @@ def read_frame_header(segment: pa.Buffer, position: int) -> Frame | None:
     )
     if not sane:
         raise Corrupt(f"frame header at byte {position} contradicts itself")
+    # After the checks above: damage must not be reported as a newer version.
     if version != SCHEMA_VERSION:
         raise SetupError(
             f"frame of version {version}; this Timeball reads version {SCHEMA_VERSION}: use a newer one"
         )
-    return Frame(position, length, rows, first_seq, span, append_ms, epoch, payload, synced_to)
+    return Frame(position, length, rows, first_seq, span, append_ms, epoch, payload, synced_to, flags)
 
 
 def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
-    """Rows of a checked frame in LOG_SCHEMA; columns are views of the mapped segment."""
+    """Return the rows of a checked frame in LOG_SCHEMA; columns are views of the mapped segment."""
     message = segment.slice(frame.position + ALIGN, frame.payload)
     rows = pa.ipc.read_record_batch(message, LOG_SCHEMA)
     if rows.num_rows != frame.rows:
@@ -181,14 +192,8 @@ def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
     return rows
 
 
-def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:
-    """LOG_SCHEMA rows as READ_SCHEMA rows: the sequence numbers become a column."""
-    seq = pa.array(np.arange(first_seq, first_seq + rows.num_rows, dtype=np.int64))
-    return pa.RecordBatch.from_arrays([seq, *rows.columns], schema=READ_SCHEMA)
-
-
 def encode_segment_header(first_seq: int, created_ms: int) -> bytes:
-    """The 64 bytes at the start of a segment."""
+    """Return the 64 bytes at the start of a segment."""
     blank = SEGMENT.pack(SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, 0)
     return SEGMENT.pack(
         SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, google_crc32c.value(blank[:-4])
@@ -196,7 +201,7 @@ def encode_segment_header(first_seq: int, created_ms: int) -> bytes:
 
 
 def read_segment_header(segment: pa.Buffer) -> int | None:
-    """First sequence number of a segment; None when it was prepared but never begun; raises Corrupt."""
+    """Return a segment's first sequence number; None when it was prepared but never begun; raises Corrupt."""
     if segment.size < ALIGN:
         return None
     raw = bytes(segment.slice(0, ALIGN))

@@ -33,21 +33,22 @@ assert ARRAYS_AT == 56
 
 
 def index_name(segment: Segment) -> str:
-    """File name of a segment's frame index."""
+    """Return the file name of a segment's frame index."""
     return f"{FOLDER}/{segment.ordinal:010d}.frames"
 
 
 def save_sealed(files: Files, segments: Segments) -> int:
-    """Write the frame index of every sealed segment that has none, and use it; returns how many. Blocking."""
+    """Write the frame index of every sealed segment that has none, and use it; return how many. Blocking."""
     todo = [segment for segment in segments.all[:-1] if not segment.is_indexed]
     for segment in todo:
         files.replace(index_name(segment), encode(segment))
+        # Read back, so that the arrays in memory are given up for the mapped ones; that is what the file is for.
         load(files, segment, segment.next_seq)
     return len(todo)
 
 
 def encode(segment: Segment) -> bytes:
-    """Bytes of the index of a sealed segment."""
+    """Return the bytes of the index of a sealed segment."""
     payload = b"".join(
         [
             FACTS.pack(segment.first_seq, segment.next_seq, segment.end, segment.last_append_ms),
@@ -67,12 +68,14 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
     try:
         magic, count, crc = HEADER.unpack_from(data)
         if magic != MAGIC or data.size != ARRAYS_AT + 16 * count:
-            raise ValueError("it is not one")
+            raise ValueError("not a frame index: bad magic or length")
+        # Positions are used unchecked from here on, to slice the mapping; so all of the file is checked once, at the
+        # start.
         if google_crc32c.value(data.slice(HEADER.size)) != crc:
-            raise ValueError("it does not match its checksum")
+            raise ValueError("wrong checksum")
         first_seq, found_next_seq, end, last_append_ms = FACTS.unpack_from(data, HEADER.size)
         if (first_seq, found_next_seq) != (segment.first_seq, next_seq) or end > segment.buffer.size:
-            raise ValueError("it belongs to other rows")
+            raise ValueError("index of other rows: the segment was replaced")
     except (ValueError, struct.error, TimeballError) as error:
         logger.warning("frame index not used, the segment is read instead file=%s reason=%s", name, error)
         return False

@@ -1,4 +1,4 @@
-"""Rows of the log by message id or key, indexed only when somebody asks.
+"""Rows of the log by message id or key, indexed at the first look-up.
 
 Cancels and queries by key are rare beside sends, so a commit pays nothing for them: the first look-up indexes
 what has been appended since the last one, in the calling (reader) thread. A sealed segment's index goes to a
@@ -13,13 +13,12 @@ import numpy as np
 
 from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.key_hash import UInt64Array, hash_keys
-from timeball.key_sidecar import KeySidecar
+from timeball.key_hash import KeySidecar, UInt64Array, hash_keys
 from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
 from timeball.message import Int64Array
 
-RUNS_MAX = 16  # sorted runs of the active segment before they are merged
+RUNS_MAX = 16  # sorted runs of the active segment before they are merged: each look-up bisects every run
 
 
 class KeyIndex:
@@ -30,17 +29,18 @@ class KeyIndex:
         self._lock = threading.Lock()
         self._sealed: dict[int, KeySidecar] = {}
         self._runs: list[KeySidecar] = []
+        # Of the active segment: its ordinal, the row that the next look-up indexes from, and the runs made so far.
         self._active = -1
         self._indexed_to = 0
         segments.on_drop.append(self._forget)
 
-    def find(self, wanted: UInt64Array) -> Int64Array:
-        """Sequence numbers of durable rows with an id or key that may be one of those hashed; check the text."""
+    def find_rows(self, wanted: UInt64Array) -> Int64Array:
+        """Return the numbers of durable rows whose id or key has one of these hashes; the caller compares the text."""
         with self._lock:
             segments = self._segments.all
-            parts = [self._sealed_index(segment).find(wanted) for segment in segments[:-1]]
+            parts = [self._sealed_index(segment).find_rows(wanted) for segment in segments[:-1]]
             self._index_active(segments[-1])
-            parts += [run.find(wanted) for run in self._runs]
+            parts += [run.find_rows(wanted) for run in self._runs]
         return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
     def _forget(self, gone: list[Segment]) -> None:
@@ -63,6 +63,8 @@ class KeyIndex:
         return known
 
     def _index_active(self, segment: Segment) -> None:
+        # The log has rolled: what is indexed of the old segment is thrown away, since its sidecar is made from the
+        # file.
         if segment.ordinal != self._active:
             self._active, self._indexed_to, self._runs = segment.ordinal, segment.first_seq, []
         to_seq = segment.next_seq

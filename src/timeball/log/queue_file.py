@@ -1,4 +1,4 @@
-"""One file of the queue index: the entries of all queues for one stretch of the log. Codec only, no I/O.
+"""The files of the queue index: each has the entries of all queues for one stretch of the log.
 
     byte  0           8        16          24         32      40       48      56
           +-----------+--------+-----------+----------+-------+--------+-------+---------+
@@ -17,6 +17,7 @@ another row, or a filter would pass over one.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +29,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.errors import Corrupt
+from timeball.files import Files
 
+logger = logging.getLogger(__name__)
+
+FOLDER = "queues"
+SUFFIX = ".cq"
 ENTRY = np.dtype(
     [
         ("seq", ">i8"),  # sequence number in the log
@@ -69,6 +75,7 @@ def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
         blocks += _checksums(entries)
     titles = msgspec.json.encode(list(names))
     tables = b"".join([runs.tobytes(), np.array(blocks, "<u4").tobytes(), titles])
+    # The counts are covered by the checksum too: with a wrong one a reader would look for tables in the entries.
     numbers = struct.pack(
         "<6q", first_seq, next_seq, len(runs), len(blocks), len(titles), sum(map(len, data)) // ENTRY.itemsize
     )
@@ -92,15 +99,16 @@ class QueueFile:
         try:
             magic, crc, self.first_seq, self.next_seq, *counts = HEADER.unpack_from(data)
             runs, blocks, names, entries = counts
+            # Before any count is used: these are bytes from a disk, and numpy takes a negative count to mean "all".
             if min(counts) < 0 or magic != MAGIC:
-                raise ValueError("it does not begin as one")
+                raise ValueError("not a queue file: bad magic or counts")
             at_blocks = HEADER.size + runs * RUN.itemsize
             at_names = at_blocks + 4 * blocks
             at_entries = at_names + names
             if at_entries + entries * ENTRY.itemsize != len(data):
-                raise ValueError(f"{len(data)} bytes are not as many as it should have")
+                raise ValueError(f"{len(data)} bytes, not as many as its header says")
             if crc != google_crc32c.value(bytes(data[16:at_entries])):
-                raise ValueError("its tables do not match their checksum")
+                raise ValueError("wrong checksum over its tables")
         except (ValueError, struct.error) as error:
             raise Corrupt(f"{name}: {error}") from error
         self.runs = np.frombuffer(data, RUN, runs, HEADER.size)
@@ -108,6 +116,7 @@ class QueueFile:
         self._crcs = np.frombuffer(data, "<u4", blocks, at_blocks)
         self._entries = np.frombuffer(data, ENTRY, entries, at_entries)
         counts_of_runs = self.runs["count"].astype(np.int64)
+        # Where each run begins, from the counts alone: stored positions could contradict them.
         self._first_entry = np.cumsum(counts_of_runs) - counts_of_runs
         blocks_of_runs = -(-counts_of_runs // BLOCK_ENTRIES)
         self._first_block = np.cumsum(blocks_of_runs) - blocks_of_runs
@@ -134,8 +143,91 @@ class QueueFile:
         return np.array(self._entries[first + begin : first + end])
 
     def parts(self) -> list[Part]:
-        """Return all of it; raises Corrupt."""
+        """Return the entries of all runs; raises Corrupt."""
         return [
             Part(topic, queue_id, first, self.read(number, 0, end - first))
             for number, topic, queue_id, first, end in self.queues()
         ]
+
+
+# ---- the files of the index -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Files that follow each other without a hole, and the entries of the newest one, for memory."""
+
+    sealed: list[QueueFile]
+    tail: list[Part]
+    open_seq: int  # the row that the newest one begins with
+    covered_seq: int  # they hold what the rows below put into the queues
+
+
+def file_name(first_seq: int) -> str:
+    """Return the name of the file that begins with this row."""
+    return f"{FOLDER}/{first_seq:020d}{SUFFIX}"
+
+
+def write(files: Files, first_seq: int, next_seq: int, parts: list[Part]) -> str:
+    """Write and sync the file of the log's rows [first_seq, next_seq); return its name."""
+    name = file_name(first_seq)
+    if not files.exists(FOLDER):
+        files.make_dir(FOLDER)
+    files.replace(name, encode(first_seq, next_seq, parts))
+    return name
+
+
+def open_files(files: Files, first_seq: int, to_seq: int) -> Opened:
+    """Open the files that hold entries of the rows [first_seq, to_seq) of the log.
+
+    A file that does not follow the one before it is removed: the log says what was in it.
+    """
+    covered = first_seq
+    usable: list[QueueFile] = []
+    for file in _whole(files):
+        # The first may begin earlier: retention removes files whole, so one may reach back behind the log's first row.
+        follows = file.first_seq == covered if usable else file.first_seq <= covered
+        if follows and covered < file.next_seq and covered < to_seq:
+            usable.append(file)
+            covered = min(file.next_seq, to_seq)
+        else:
+            files.remove(file.name)
+    # The newest file is read now, as its entries go to memory. A damaged one is left to the replay of the log.
+    while (tail := _newest(usable, to_seq)) is None:
+        covered = max(first_seq, usable.pop().first_seq)
+    return Opened(usable[:-1], tail, usable[-1].first_seq if usable else first_seq, covered)
+
+
+def remove_all(files: Files) -> None:
+    """Remove every file of the index."""
+    for name in _names(files):
+        files.remove(name)
+
+
+def _names(files: Files) -> list[str]:
+    return [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
+
+
+def _whole(files: Files) -> list[QueueFile]:
+    """Return the files whose tables match their checksum, oldest first."""
+    found = []
+    for name in _names(files):
+        try:
+            found.append(QueueFile(name, files.map_readonly(name)))
+        except Corrupt as error:
+            logger.warning("queue index is built from the log from here on reason=%s", error)
+    return sorted(found, key=lambda file: file.first_seq)
+
+
+def _newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
+    """Return what the newest file holds of rows below `to_seq`; None when it is damaged."""
+    try:
+        parts = usable[-1].parts() if usable else []
+    except Corrupt as error:
+        logger.warning("queue index is built from the log from here on reason=%s", error)
+        return None
+    cut = [
+        Part(p.topic, p.queue_id, p.first_offset, p.entries[: np.searchsorted(p.entries["seq"], to_seq)])
+        for p in parts
+    ]
+    return [part for part in cut if len(part.entries)]

@@ -27,8 +27,8 @@ import numpy as np
 
 from timeball.errors import Corrupt, OutOfRange, OverLimit
 from timeball.files import Files
+from timeball.log import queue_file
 from timeball.log.queue_file import BLOCK_ENTRIES, ENTRY, EntryArray, Part, QueueFile, encode
-from timeball.log.queue_files import FOLDER, file_name, open_files, remove_all
 from timeball.message import Int64Array
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Run(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Where a queue's entries are; replaced whole, so that other threads always see one that fits together."""
+    """The places of a queue's entries; replaced whole, so that other threads always see a consistent one."""
 
     runs: tuple[_Run, ...]
     tail_first: int
@@ -90,15 +90,17 @@ class QueueIndex:
         self._indexes.note_used(self)
 
     def read(self, offset: int, count: int) -> EntryArray:
-        """Return up to `count` entries from `offset` on, copied; raises OutOfRange with what is kept."""
+        """Return up to `count` entries from `offset` on, copied; raises OutOfRange with the offsets that are kept."""
         low, high = self.min_offset, self.max_offset
         if not low <= offset <= high:
             raise OutOfRange(f"offset {offset}: this queue keeps {low} to {high}")
         end = min(offset + count, high)
         state = self._state
+        # One look at `_state`: the loop may seal between two, and then the tail begins elsewhere.
         if offset >= state.tail_first:
             return state.tail[offset - state.tail_first : end - state.tail_first].copy()
         parts = []
+        # Read anew in each round: a repair replaces the file, and a seal moves the tail's start further on.
         while offset < min(end, self._state.tail_first):
             part = self._from_file(offset, end)
             parts.append(part)
@@ -159,6 +161,7 @@ class QueueIndex:
         """Return the tail, grown to hold `entries`."""
         tail = self._state.tail
         if len(tail) < entries:
+            # Doubled, so that n appends copy O(n). A new array, never resized in place: readers slice the old one.
             grown = np.empty(max(FIRST_ALLOCATION, entries, 2 * len(tail)), ENTRY)
             with self._indexes.changing:
                 runs, first, tail = self._state
@@ -184,6 +187,7 @@ class QueueIndex:
         """Read the entries of `run` from its file from now on; false when none are left in memory."""
         runs, first, tail = self._state
         rest = tail[run.end - first : self.max_offset - first]
+        # Copied, or the view would keep the whole sealed array in memory.
         self._state = _State((*runs, run), run.end, rest.copy() if len(rest) else _NO_ENTRIES)
         return bool(len(rest))
 
@@ -201,7 +205,7 @@ class QueueIndex:
         self._state = _EMPTY
 
     def replace_runs(self, file: QueueFile, fresh: _Run | None) -> None:
-        """Read from `fresh` what has been read from `file`."""
+        """Replace the run in `file` with `fresh`."""
         runs, first, tail = self._state
         kept = tuple(fresh if run.file is file else run for run in runs)
         self._state = _State(tuple(run for run in kept if run is not None), first, tail)
@@ -223,7 +227,7 @@ def _check_follows(index: QueueIndex, first_offset: int) -> None:
 
 @dataclass(slots=True)
 class Flush:
-    """What a checkpoint writes of the open stretch: made on the loop, written in a thread."""
+    """The part of the open stretch that a checkpoint writes: made on the loop, written in a thread."""
 
     files: Files
     first_seq: int
@@ -244,7 +248,7 @@ class Flush:
         found: Lengths = {}
         ends = dict(zip(self.indexes, self.ends, strict=True))
         for index in self.used:
-            # One that had nothing in memory then ended where its files end, whatever has come since.
+            # One that had nothing in memory then ended where its files end, even if entries have come since.
             end = ends.get(index, index.tail_first)
             if end:
                 found.setdefault(index.topic, {})[index.queue_id] = (min(index.min_offset, end), end)
@@ -252,10 +256,7 @@ class Flush:
 
     def write(self) -> None:
         """Write and sync the file (any thread)."""
-        name = file_name(self.first_seq)
-        if not self.files.exists(FOLDER):
-            self.files.make_dir(FOLDER)
-        self.files.replace(name, encode(self.first_seq, self.next_seq, self.parts))
+        name = queue_file.write(self.files, self.first_seq, self.next_seq, self.parts)
         if self.seals:
             self.written = QueueFile(name, self.files.map_readonly(name))
 
@@ -297,7 +298,7 @@ class QueueIndexes:
         The log is kept from `first_seq` on, and the checkpoint knows of the rows below `to_seq`. A file that does
         not follow the one before it is removed: the log says what was in it.
         """
-        found = open_files(self._files, first_seq, to_seq)
+        found = queue_file.open_files(self._files, first_seq, to_seq)
         self._sealed, self._first_seq = found.sealed, found.open_seq
         for file in self._sealed:
             for number, topic, queue_id, first, end in file.queues():
@@ -313,7 +314,7 @@ class QueueIndexes:
 
     def clear(self, first_seq: int) -> None:
         """Forget everything, in memory and on the disk: the whole log follows, from `first_seq` on."""
-        remove_all(self._files)
+        queue_file.remove_all(self._files)
         for index in self._used.values():
             index.clear()
         self._sealed, self._open, self.unsealed = [], {}, 0
@@ -322,14 +323,15 @@ class QueueIndexes:
     # -- writing -------------------------------------------------------------------------------------------
 
     def flush(self, next_seq: int) -> Flush:
-        """Return what is to be written so that a checkpoint can vouch for the rows below `next_seq`."""
+        """Return the entries to be written before a checkpoint may vouch for the rows below `next_seq`."""
         seals = self.unsealed >= SEAL_ENTRIES
         ends = [index.max_offset for index in self._open]
         used = list(self._used.values())
         return Flush(self._files, self._first_seq, next_seq, list(self._open), ends, used, seals)
 
     def finish(self, flush: Flush) -> None:
-        """Take note that it has been written; one that seals frees the memory."""
+        """Read a stretch that was sealed from its file from now on, and free its memory."""
+        # The stretch was sealed or cleared while this flush was being written: its entries are elsewhere now.
         if flush.written is None or flush.first_seq != self._first_seq:
             return
         with self.changing:
@@ -359,6 +361,7 @@ class QueueIndexes:
             for key in touched:
                 self._used[key].forget_runs(names)
             self._sealed = self._sealed[len(gone) :]
+        # Files go whole. In the one that reaches across `first_seq`, and in memory, the offsets before it are hidden.
         partly = self._sealed[0] if self._sealed and self._sealed[0].first_seq < first_seq else None
         keys = [(topic, queue) for _, topic, queue, _, _ in partly.queues()] if partly else []
         behind = [self._used[key] for key in keys]
@@ -375,6 +378,7 @@ class QueueIndexes:
             if damaged not in self._sealed:
                 return  # another reader has found the same
             logger.warning("queue index file built again from the log reason=%s", error)
+            # From the log, which checks its own frames; the rest of the damaged file is not trusted either.
             data = encode(
                 damaged.first_seq, damaged.next_seq, self.rebuild(damaged.first_seq, damaged.next_seq)
             )

@@ -15,16 +15,18 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball.errors import Corrupt, OutOfRange
 from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array
 
+# Bounds the heap objects of decoded frames. Their rows are views of the mapping and cost no heap.
 CACHE_BYTES_MAX = 32 * 1024 * 1024
-# What a decoded frame holds, however many its rows: the arrays and buffers of twenty columns, all views of the mapping.
-# Measured 11.9 KB; a test weighs it again.
-FRAME_BYTES = 12 * 1024
+# What a decoded frame holds, however many its rows: the arrays and buffers of every column, all views of the mapping.
+# Measured 12.5 kB; a test weighs it again.
+FRAME_BYTES = 13 * 1024
 CACHE_FRAMES_MAX = CACHE_BYTES_MAX // FRAME_BYTES
 
 
@@ -48,10 +50,11 @@ class LogReader:
         return self.segments.next_seq
 
     def frames(self, from_seq: int, to_seq: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """(first_seq, LOG_SCHEMA rows) of every frame that touches [from_seq, to_seq), whole, in order.
+        """Yield (first_seq, LOG_SCHEMA rows) of every frame that touches [from_seq, to_seq), whole, in order.
 
-        Raises OutOfRange when the range begins before what is kept; it may end beyond what is durable.
+        Raises OutOfRange when the range begins before the log's first row; it may end beyond the last durable one.
         """
+        # Read once: rows that become durable while a caller iterates are not part of this range.
         to_seq = min(to_seq, self.next_seq)
         if from_seq >= to_seq:
             return
@@ -70,12 +73,13 @@ class LogReader:
         for i in range(max(0, segment.frame_at(from_seq)), len(seqs)):
             if seqs[i] >= to_seq:
                 return
+            # Not kept: a scan would push out the frames that consumers and gathers come back to.
             yield self._decode(segment, int(segment.frame_positions[i]), keep=False)
 
     def rows(
         self, from_seq: int, to_seq: int, kinds: Iterable[int] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """READ_SCHEMA rows of [from_seq, to_seq), a batch a frame, only of these kinds."""
+        """Yield READ_SCHEMA rows of [from_seq, to_seq), a batch a frame, only of these kinds."""
         return self.coalesced(from_seq, to_seq, kinds, 1)
 
     def coalesced(
@@ -85,31 +89,36 @@ class LogReader:
         kinds: Iterable[int] | None,
         coalesce_rows: int,
         columns: Sequence[str] | None = None,
+        placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """As `rows`, in batches made of at least `coalesce_rows` rows of the log (the last one aside).
+        """Yield what `rows` does, in batches made of at least `coalesce_rows` rows of the log (the last one aside).
 
         A frame may hold ten rows: to decode one costs some 40 us, to make it a batch of its own three times that.
-        `columns`: only these of READ_SCHEMA, in this order; bodies nobody asked for are not even copied.
+        `columns`: only these of READ_SCHEMA, in this order; the others are not even copied. `placed`: only rows that
+        have a place in a queue (visible messages, promises of delay levels), or only those that have none.
         """
         wanted = None if kinds is None else np.array(sorted(kinds), dtype=np.int8)
         schema = READ_SCHEMA if columns is None else pa.schema([READ_SCHEMA.field(name) for name in columns])
         needed = (
-            LOG_SCHEMA.names if columns is None else [n for n in LOG_SCHEMA.names if n in {*columns, "kind"}]
+            LOG_SCHEMA.names
+            if columns is None
+            else [n for n in LOG_SCHEMA.names if n in {*columns, "kind", "queue_offset"}]
         )
         held: list[tuple[int, pa.RecordBatch]] = []
         count = 0
         for first_seq, rows in self.frames(from_seq, to_seq):
+            # `slice` clips at the rows there are: a frame that sets numbers aside has fewer rows than numbers.
             begin = max(0, from_seq - first_seq)
             part = rows.slice(begin, max(0, to_seq - first_seq - begin))
             held.append((first_seq + begin, part if columns is None else part.select(needed)))
             count += part.num_rows
             if count >= coalesce_rows:
-                yield from _joined(held, wanted, schema)
+                yield from _joined(held, wanted, placed, schema)
                 held, count = [], 0
-        yield from _joined(held, wanted, schema)
+        yield from _joined(held, wanted, placed, schema)
 
     def row_bytes(self, from_seq: int, to_seq: int) -> int:
-        """How large a row of the frames that touch [from_seq, to_seq) is, on the average; opens none of them."""
+        """Return the average bytes of a row in the frames that touch [from_seq, to_seq), without opening them."""
         rows = size_bytes = 0
         if from_seq >= to_seq:
             return 0
@@ -128,10 +137,11 @@ class LogReader:
             )
         return size_bytes // rows if rows else 0
 
-    def take(self, seqs: Int64Array) -> pa.RecordBatch:
-        """READ_SCHEMA rows with exactly these sequence numbers, in the order given; raises OutOfRange."""
+    def read_rows(self, seqs: Int64Array) -> pa.RecordBatch:
+        """Return READ_SCHEMA rows with exactly these sequence numbers, in the order given; raises OutOfRange."""
         if len(seqs) == 0:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
+        # Sorted, so that each frame is decoded once, however many of its rows are asked for, in any order.
         order = np.argsort(seqs, kind="stable")
         wanted = seqs[order]
         batches = []
@@ -143,12 +153,14 @@ class LogReader:
             if end == done:
                 raise OutOfRange(f"seq {wanted[done]} was set aside for a bulk attach and is not in the log")
             picked = wanted[done:end] - first_seq
+            # Neighbours are sliced, which copies nothing; pyarrow's `take` copies every body.
             whole = len(picked) == picked[-1] - picked[0] + 1 and bool(np.all(np.diff(picked)))  # none twice
             part = rows.slice(int(picked[0]), len(picked)) if whole else rows.take(pa.array(picked))
             batches.append(part)
             done = end
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         result = pa.RecordBatch.from_arrays([pa.array(wanted), *rows.columns], schema=READ_SCHEMA)
+        # Most callers ask in order; then there is nothing to put back.
         if np.array_equal(order, np.arange(len(order))):
             return result
         back = np.empty_like(order)
@@ -182,7 +194,7 @@ class LogReader:
                 self._cache.popitem(last=False)
 
     def _forget(self, gone: list[Segment]) -> None:
-        """Let go of frames of removed segments: each would keep a whole file's room on the disk."""
+        """Drop cached frames of removed segments: each view keeps its file mapped, and the file's disk space used."""
         ordinals = {segment.ordinal for segment in gone}
         with self._lock:
             for key in [key for key in self._cache if key[0] in ordinals]:
@@ -190,9 +202,12 @@ class LogReader:
 
 
 def _joined(
-    parts: list[tuple[int, pa.RecordBatch]], kinds: npt.NDArray[np.int8] | None, schema: pa.Schema
+    parts: list[tuple[int, pa.RecordBatch]],
+    kinds: npt.NDArray[np.int8] | None,
+    placed: bool | None,
+    schema: pa.Schema,
 ) -> Iterator[pa.RecordBatch]:
-    """Parts of the log and their first sequence numbers as one batch in `schema`; nothing when none is left."""
+    """Yield parts of the log and their first sequence numbers as one batch in `schema`; none when no row is left."""
     parts = [(first_seq, rows) for first_seq, rows in parts if rows.num_rows]
     if not parts:
         return
@@ -200,9 +215,15 @@ def _joined(
     seq = np.concatenate([np.arange(first, first + part.num_rows, dtype=np.int64) for first, part in parts])
     columns = {"seq": pa.array(seq), **dict(zip(rows.schema.names, rows.columns, strict=True))}
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+    keep = None
+    # Where each row has a place, as in a topic that is only written to, there is nothing to filter.
+    if placed is not None and (columns["queue_offset"].null_count or not placed):
+        keep = columns["queue_offset"].is_valid() if placed else columns["queue_offset"].is_null()
     if kinds is not None:
         mask = np.isin(columns["kind"].to_numpy(), kinds)
         if not mask.all():
-            batch = batch.filter(pa.array(mask))
+            keep = pa.array(mask) if keep is None else pc.and_(keep, pa.array(mask))
+    if keep is not None:
+        batch = batch.filter(keep)
     if batch.num_rows:
         yield batch

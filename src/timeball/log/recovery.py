@@ -1,15 +1,15 @@
-"""Open the log after whatever happened: cut a torn tail, refuse everything else that does not match itself.
+"""Open the log after a clean stop, a kill or a power cut: cut a torn tail, refuse all other damage.
 
     1. Segments are taken in order of their ordinals, which must have no hole. Trailing files with an all-zero
        header are spares that were never begun.
     2. In every segment but the last begun one, frames must follow each other up to the first sequence number
        of the next: a commit never spans segments, so all of it was acknowledged. Where a frame index
-       (frame_index.py) says so already, and no replay needs the rows, they are checked when somebody reads them.
+       (frame_index.py) says so already, and no replay needs the rows, they are checked when they are read.
     3. In the last begun one, the first frame that is not whole is the end, *unless* a whole frame behind it says
        (`synced_to`) that these bytes were on disk before it was written. Then they have been damaged since, and
        recovery raises Corrupt: repair by deletion would lose acknowledged messages (G8).
     4. What lies behind the end is overwritten with zeros, so that an old frame can never follow a new one.
-    5. Names and bytes are synced before anybody sees a row. After a kill they may be in the page cache only:
+    5. Names and bytes are synced before a row is shown. After a kill they may be in the page cache only:
        shown today, gone with the power tomorrow, and the writer's `synced_to` would vouch for them meanwhile.
 
 Knowingly imperfect: damage to the very last commit looks like a torn one. `known_durable` (the checkpoint's
@@ -33,7 +33,7 @@ from timeball.errors import Corrupt, SetupError
 from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.log import frame_index
-from timeball.log.segment import FOLDER, SUFFIX, Segment, Segments, begin, prepare, segment_name
+from timeball.log.segment import FOLDER, SUFFIX, Segment, Segments, begin_segment, prepare, segment_name
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +61,14 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
                 "restore it from a copy"
             )
         spare = prepare(files, 1, segment_bytes)
-        return Opened(Segments([begin(spare, 1, 1, now_ms)]), spare.file, 0)
+        return Opened(Segments([begin_segment(spare, 1, 1, now_ms)]), spare.file, 0)
     for segment, following in itertools.pairwise(begun):
+        # Rows below `known_durable` are in the caches already: a start need not read the segments that hold only those.
         is_needed = following.first_seq > known_durable
         if is_needed or not frame_index.load(files, segment, following.first_seq):
             _scan_sealed(segment, following)
     damage = _scan_last(begun[-1])
+    # A checkpoint is written after the log was synced, so a log that ends before it has lost acknowledged rows.
     if begun[-1].next_seq < known_durable:
         raise Corrupt(
             f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of "
@@ -75,12 +77,13 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
         )
     file = files.open(begun[-1].name)
     cut_bytes = _cut(file, begun[-1])
+    # Before the writer's first frame, whose `synced_to` claims that all bytes before it are on the disk.
     file.sync()
     return Opened(Segments(begun), file, cut_bytes)
 
 
 def _find(files: Files) -> tuple[list[Segment], list[int]]:
-    """Begun segments in order, and the ordinals of spares."""
+    """Return begun segments in order, and the ordinals of spares."""
     ordinals = [int(n.removesuffix(SUFFIX)) for n in files.list_dir(FOLDER) if n.endswith(SUFFIX)]
     begun: list[Segment] = []
     spares: list[int] = []
@@ -90,6 +93,7 @@ def _find(files: Files) -> tuple[list[Segment], list[int]]:
         if first_seq is None:
             spares.append(ordinal)
             continue
+        # The log rolls from one segment to the next ordinal, so a blank one before a begun one has lost its header.
         if spares or (begun and begun[-1].ordinal + 1 != ordinal):
             raise Corrupt(
                 f"{segment_name(ordinal - 1)} is missing or was never begun, but {segment_name(ordinal)} exists: "
@@ -117,6 +121,7 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
             segment.add(_in_sequence(segment, frame))
     except Corrupt as error:
         raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
+    # Whole frames that end too early: the file was cut. A torn commit cannot be here, as none spans segments.
     if segment.next_seq != following.first_seq:
         raise Corrupt(
             f"{segment.name} ends at seq {segment.next_seq} but {following.name} begins with {following.first_seq}: "
@@ -125,13 +130,14 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
 
 
 def _scan_last(segment: Segment) -> str:
-    """Take in all whole frames; returns what was found behind them, for messages."""
+    """Add all whole frames to `segment`; return what stands behind them, for error messages."""
     found = "nothing behind it"
     try:
         while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
             segment.add(_in_sequence(segment, frame))
     except Corrupt as error:
         found = str(error)
+    # Looked for after a clean end too: zeros in the middle of acknowledged frames look like the end of the log.
     proof = proof_behind(segment.buffer, segment.end, segment.next_seq)
     if proof is not None:
         raise Corrupt(
@@ -150,7 +156,7 @@ def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
 
 
 def proof_behind(buffer: pa.Buffer, end: int, next_seq: int) -> fmt.Frame | None:
-    """A whole frame behind `end` that says the bytes at `end` were on disk before it was written, or None.
+    """Return a whole frame behind `end` that says the bytes at `end` were on disk before it was written, or None.
 
     Its numbers come after `next_seq`, which the bytes at `end` have used up. So a body that holds a copy of an
     older frame, in a commit that was torn, proves nothing.
@@ -160,7 +166,7 @@ def proof_behind(buffer: pa.Buffer, end: int, next_seq: int) -> fmt.Frame | None
 
 
 def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
-    """Every whole frame at or behind the aligned `position`, whatever lies between them."""
+    """Yield every whole frame at or behind the aligned `position`; bytes between them are skipped."""
     end = last_written(buffer, position)
     while (position := _next_magic(buffer, position, end)) < end:
         frame = _frame_or_none(buffer, position)
@@ -178,16 +184,18 @@ def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
 
 
 def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
-    """First aligned position >= `position` that carries a frame's magic, or `end`."""
+    """Return the first aligned position >= `position` that carries a frame's magic, or `end`."""
+    # Frames begin at multiples of ALIGN, so one word in sixteen is compared.
     words = np.frombuffer(buffer, dtype="<u4", count=(buffer.size // fmt.ALIGN) * (fmt.ALIGN // 4))
     hits = np.flatnonzero(words[position // 4 : end // 4 : fmt.ALIGN // 4] == fmt.FRAME_MAGIC)
     return position + int(hits[0]) * fmt.ALIGN if len(hits) else end
 
 
 def last_written(buffer: pa.Buffer, start: int) -> int:
-    """Position after the last non-zero byte at or behind `start`; `start` when there is none."""
+    """Return the position after the last non-zero byte at or behind `start`; `start` when there is none."""
     view = np.frombuffer(buffer, dtype=np.uint8)
     step = 1 << 20
+    # From the back, a megabyte at a time: a fresh segment is 256 MiB of zeros and a few frames.
     for end in range(buffer.size, start, -step):
         begin_at = max(start, end - step)
         filled = np.flatnonzero(view[begin_at:end])
@@ -197,7 +205,7 @@ def last_written(buffer: pa.Buffer, start: int) -> int:
 
 
 def _cut(file: File, segment: Segment) -> int:
-    """Overwrite the torn tail with zeros, not synced yet; returns its length."""
+    """Overwrite the torn tail with zeros, without a sync; return its length."""
     end = last_written(segment.buffer, segment.end)
     size = end - segment.end
     if size:

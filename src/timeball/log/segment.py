@@ -8,6 +8,16 @@ Frames are known by two parallel arrays a segment. Only the event loop appends t
 durable, and always position before sequence number, so that a reader thread that bisects the sequence
 numbers never finds one whose position is missing. Once a segment is sealed, the same numbers come from a mapped
 file instead (frame_index.py), so that memory does not grow with the log that is kept.
+
+Retention removes a segment that is older than the retention time and lies wholly below every position that is still
+needed (broker/upkeep.py gathers them): the watermark of the pending table, the checkpoint, the oldest open half
+message, the oldest row a backlog reads. The newest segment always stays. A streaming job that lags further behind than
+the retention time has lost rows it never saw, and says so (OutOfRange).
+
+Each life of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so a new one is
+found by bisection, from a few headers however long the log is. Between the last frame of one life and the first of the
+next no broker ran: a promise that fell due there was late for that reason. A life that wrote nothing leaves no trace,
+and needs none.
 """
 
 from __future__ import annotations
@@ -21,10 +31,11 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import OutOfRange
+from timeball.errors import Corrupt, OutOfRange
 from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.message import Int64Array
+from timeball.wire import Start
 
 FOLDER = "log"
 SUFFIX = ".log"
@@ -33,6 +44,12 @@ SUFFIX = ".log"
 def segment_name(ordinal: int) -> str:
     """File name of a segment; the ordinal is padded so that names sort."""
     return f"{FOLDER}/{ordinal:010d}{SUFFIX}"
+
+
+def holds_log(files: Files) -> bool:
+    """Return whether the data folder holds a log of ours; other files may be missing."""
+    names = [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
+    return any(bytes(files.map_readonly(name)[:8]) == fmt.SEGMENT_MAGIC for name in names)
 
 
 class Segment:
@@ -54,30 +71,33 @@ class Segment:
         return segment_name(self.ordinal)
 
     def add(self, frame: fmt.Frame) -> None:
-        """Note a frame that is durable (or was found by recovery)."""
+        """Add a frame that is durable (or was found by recovery)."""
+        # Invariant: frames follow each other without a hole, in bytes and in numbers. Bisection relies on it.
         assert frame.first_seq == self.next_seq and frame.position == self.end
         assert isinstance(self.frame_positions, array) and isinstance(self.frame_seqs, array)
+        # Position before number: a reader thread bisects the numbers, and must find a position for each (see the
+        # module).
         self.frame_positions.append(frame.position)
         self.frame_seqs.append(frame.first_seq)
         self.end, self.next_seq, self.last_append_ms = frame.end, frame.next_seq, frame.append_ms
 
     def frame_position_of(self, seq: int) -> int:
-        """Position of the frame that holds `seq`."""
+        """Return the position of the frame that holds `seq`."""
         return int(self.frame_positions[self.frame_at(seq)])
 
     def frame_at(self, seq: int) -> int:
-        """Number, within the segment, of the frame that holds `seq`; -1 below the first one."""
+        """Return the number, within the segment, of the frame that holds `seq`; -1 below the first one."""
         return bisect_right(self.frame_seqs, seq) - 1
 
     @property
     def is_indexed(self) -> bool:
-        """Whether the frames come from a mapped index."""
+        """Return whether the frames come from a mapped index."""
         return isinstance(self.frame_seqs, np.ndarray)
 
     def use_index(
         self, positions: Int64Array, seqs: Int64Array, *, next_seq: int, end: int, last_append_ms: int
     ) -> None:
-        """Know the frames of this sealed segment from arrays that somebody else keeps."""
+        """Replace the frame arrays of this sealed segment with mapped ones (frame_index.py)."""
         self.frame_positions, self.frame_seqs = positions, seqs
         self.next_seq, self.end, self.last_append_ms = next_seq, end, last_append_ms
 
@@ -128,15 +148,41 @@ class Segments:
             self._segments = [*self._segments, segment]
 
     def drop(self, segments: list[Segment]) -> None:
-        """Forget segments that retention lets go; they must be the oldest."""
+        """Remove segments that retention lets go from the list; they must be the oldest."""
         with self._changing:
             assert segments == self._segments[: len(segments)] and len(segments) < len(self._segments)
             self._segments = self._segments[len(segments) :]
         for forget in self.on_drop:
             forget(segments)
 
+    def expired(self, *, now_ms: int, retention_ms: int, needed_from_seq: int) -> list[Segment]:
+        """Return the oldest segments that may go, in order."""
+        found = []
+        for segment in self._segments[:-1]:
+            if segment.next_seq > needed_from_seq or segment.last_append_ms > now_ms - retention_ms:
+                # A hole in the log is damage to recovery, so the first segment that must stay keeps all behind it.
+                break
+            found.append(segment)
+        return found
+
+    def remove(self, files: Files, gone: list[Segment]) -> None:
+        """Drop `gone` from the log and from the disk, oldest first, so that a crash leaves no hole.
+
+        Readers that hold a mapping keep it until they are done.
+        """
+        if not gone:
+            return
+        # Out of the list before the disk: a reader that asks meanwhile gets OutOfRange, never a file that has gone.
+        self.drop(gone)
+        for segment in gone:
+            files.remove(segment.name)
+            for cache in ("keys", "frames"):
+                files.remove(f"{FOLDER}/{segment.ordinal:010d}.{cache}")
+            # Synced one by one: a later name must never be gone while an earlier one is back.
+            files.sync_dir(FOLDER)
+
     def holding(self, seq: int) -> Segment:
-        """The segment that holds `seq`; raises OutOfRange with what is kept."""
+        """Return the segment that holds `seq`; raises OutOfRange with the range that the log keeps."""
         segments = self._segments
         if not segments[0].first_seq <= seq < segments[-1].next_seq:
             raise OutOfRange(
@@ -166,6 +212,7 @@ def prepare(files: Files, ordinal: int, size_bytes: int) -> Spare:
     """
     file = files.create(segment_name(ordinal))
     try:
+        # Allocated whole, so that no append can fail for lack of space: the log would have to stop.
         file.allocate(size_bytes)
         file.sync()
         files.sync_dir(FOLDER)
@@ -177,7 +224,7 @@ def prepare(files: Files, ordinal: int, size_bytes: int) -> Spare:
         raise
 
 
-def begin(spare: Spare, ordinal: int, first_seq: int, now_ms: int) -> Segment:
+def begin_segment(spare: Spare, ordinal: int, first_seq: int, now_ms: int) -> Segment:
     """Turn a spare into the segment being written; durable before its first frame.
 
     The header has a sync of its own: frames in a segment without a valid header are then always damage, and
@@ -186,3 +233,58 @@ def begin(spare: Spare, ordinal: int, first_seq: int, now_ms: int) -> Segment:
     spare.file.write_at(0, fmt.encode_segment_header(first_seq, now_ms))
     spare.file.sync()
     return Segment(ordinal, first_seq, spare.mapped)
+
+
+# ---- the starts of the log ------------------------------------------------------------------------------------
+
+
+def last_epoch(segments: Segments) -> int:
+    """Return the epoch of the newest frame; 0 for a log without one."""
+    for segment in reversed(segments.all):
+        if len(segment.frame_positions):
+            return frame_of(segment, len(segment.frame_positions) - 1).epoch
+    return 0
+
+
+def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
+    """Return every start whose first row lies in [from_seq, to_seq), oldest first.
+
+    The first start of a log does not count, and for the oldest frame that is kept it cannot be told. Raises Corrupt.
+    """
+    found: list[Start] = []
+    before: fmt.Frame | None = None
+    for segment in segments.all:
+        count = len(segment.frame_positions)
+        at = 0
+        while at < count:
+            frame = frame_of(segment, at)
+            # `before` may stand in the segment before this one: a restart goes on in the same file, a roll in the
+            # same life.
+            if before is not None and frame.epoch != before.epoch and from_seq <= frame.first_seq < to_seq:
+                found.append(Start(frame.first_seq, frame.append_ms, before.append_ms))
+            at = _end_of_epoch(segment, at, count, frame.epoch)
+            before = frame_of(segment, at - 1)
+    return found
+
+
+def _end_of_epoch(segment: Segment, low: int, high: int, epoch: int) -> int:
+    """Return the number of the first frame in (low, high) of a later epoch; `high` when there is none."""
+    # The usual case, a whole segment of one life, costs one header.
+    if frame_of(segment, high - 1).epoch == epoch:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if frame_of(segment, middle).epoch == epoch:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def frame_of(segment: Segment, number: int) -> fmt.Frame:
+    """Return the header of a segment's frame."""
+    position = int(segment.frame_positions[number])
+    frame = fmt.read_frame_header(segment.buffer, position)
+    if frame is None:
+        raise Corrupt(f"{segment.name}: the frame at byte {position} has become blank")
+    return frame

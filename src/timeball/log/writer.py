@@ -1,14 +1,13 @@
-"""Group commit: whatever has arrived when the disk becomes idle is one write and one fdatasync.
+"""Group commit: all rows that have arrived when the disk becomes idle are one write and one fdatasync.
 
-There is no timer. `append` gives out sequence numbers at once, on the event loop, so that the order of calls is
-the order of the log and every decision (a cancel against a release) is settled by it; the future it returns
-is done when the rows are on disk. One commit is in flight at a time, in the disk thread, and a commit never
-spans two segments: both are what recovery relies on to tell a torn commit from damage.
+`append` gives out sequence numbers at once, on the event loop, so that the order of calls is the order of the log and
+every decision (a cancel against a release) is settled by it; the future it returns is done when the rows are on disk.
+One commit is in flight at a time, in the disk thread, and a commit never spans two segments: both are what recovery
+relies on to tell a torn commit from damage.
 
-Refuses: to go on after the first failed write or sync (G9). What the page cache then shows is not what the disk
-holds, and a second fsync would answer OK (docs/decisions/0003-fail-stop.md). A disk that fills up is noticed
-earlier: the next segment is prepared while the present one is half full, and until that has worked again `check_room`
-answers OverLimit, while releases and cancels still fit into the segment at hand.
+Refuses: to go on after the first failed write or sync (G9): what the page cache then shows is not what the disk holds
+(docs/decisions/0003-fail-stop.md). A disk that fills up is noticed earlier: the next segment is prepared while the
+present one is half full; until that works `check_room` answers OverLimit, and releases, cancels and state still fit.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -28,45 +26,15 @@ from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import File, Files
 from timeball.log import format as fmt
-from timeball.log.segment import Segment, Segments, Spare, begin, prepare, segment_name
-from timeball.log.starts import last_epoch
+from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics
+from timeball.log.segment import Segment, Segments, Spare, begin_segment, last_epoch, prepare, segment_name
 
 logger = logging.getLogger(__name__)
 
+# What `async` durability may lose with the power: about the last second.
 ASYNC_SYNC_INTERVAL_S = 1.0
+# How often a full disk is tried again. Admission stays closed meanwhile, so a shorter pause would only fill the log.
 ROOM_RETRY_S = 2.0
-
-DurableCallback = Callable[[], None]
-
-
-@dataclass(slots=True)
-class _Entry:
-    rows: pa.RecordBatch
-    first_seq: int
-    span: int
-    size_bytes: int
-    done: asyncio.Future[int]  # the caller's: gone when the caller goes
-    on_durable: DurableCallback | None
-    flushed: asyncio.Future[None] | None = None  # of those who wait for whatever has been appended
-
-
-@dataclass(slots=True)
-class WriterStatistics:
-    """Counts since the start."""
-
-    commits: int = 0
-    frames: int = 0
-    rows: int = 0
-    bytes: int = 0
-    rolls: int = 0
-
-
-@dataclass(slots=True)
-class _Commit:
-    """What the disk thread did: frames of one segment."""
-
-    segment: Segment
-    frames: list[fmt.Frame] = field(default_factory=list)
 
 
 class LogWriter:
@@ -89,43 +57,56 @@ class LogWriter:
         self._segment_bytes, self._durability = segment_bytes, durability
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
+        # The next number to give out. It runs ahead of `segments.next_seq`, which knows durable rows only.
         self.next_seq = segments.next_seq
         self._epoch = last_epoch(segments) + 1  # of this life
-        self._pending: list[_Entry] = []
-        self._committing: list[_Entry] = []
+        self._pending: list[Entry] = []
+        self._committing: list[Entry] = []
         self._pending_bytes = 0
         self._busy = False
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._spare: Spare | None = None  # set and taken by the disk thread only, or a roll may miss it
-        self._broken = False  # disk thread only: a write or sync has failed, so none is tried again
+        self._broken = False  # disk thread only: set by the first failed write or sync, for good
         self._spare_task: asyncio.Task[None] | None = None
         self._room_error: TimeballError | None = None
         self.failed: BaseException | None = None
         self.statistics = WriterStatistics()
         self._unsynced = False
+        # Recovery trusts `synced_to` of a frame as proof that all bytes before it were acknowledged. So it may lag
+        # behind the disk, and must never run ahead of it.
         self._written_to = self._synced_to = segments.last.end  # disk thread only
+        self._writing = (
+            segments.last
+        )  # disk thread only; the log knows a new one when its first commit has ended
 
     @property
     def no_room(self) -> str:
-        """Why new promises and messages are refused for want of room on the disk; empty when they are not."""
+        """Return why new promises and messages are refused for lack of disk space; empty when they are not."""
         return "" if self._room_error is None else str(self._room_error)
 
     def check_room(self) -> None:
         """Raise OverLimit when new promises or messages should not be accepted now."""
         if self._room_error is not None:
             raise OverLimit(str(self._room_error))
+        # Only admission asks here. Releases and cancels append without this check: refusing them would make a promise
+        # late.
         if self._pending_bytes > limits.APPEND_BYTES_IN_FLIGHT_MAX:
             raise OverLimit(f"{self._pending_bytes} bytes wait for the disk; try again in a moment")
 
     def append(
-        self, rows: pa.RecordBatch, *, span: int | None = None, on_durable: DurableCallback | None = None
+        self,
+        rows: pa.RecordBatch,
+        *,
+        span: int | None = None,
+        on_durable: DurableCallback | None = None,
+        flags: int = 0,
     ) -> tuple[int, asyncio.Future[int]]:
-        """Take `rows` (LOG_SCHEMA) into the log; returns their first sequence number and when it is durable.
+        """Append `rows` (LOG_SCHEMA); return their first sequence number, and a future that is done when durable.
 
-        `span` sets numbers aside beyond the rows. `on_durable` runs on the loop right before the future is set,
-        in log order: caches that must have seen a row before its acknowledgement are updated there.
+        `span` sets numbers aside beyond the rows; `flags` are a frame's of their own. `on_durable` runs on the loop, in
+        log order, right before the future is set: caches must have seen a row before its acknowledgement.
         """
         if self.failed is not None:
             raise StorageError(f"the log has stopped: {self.failed}")
@@ -137,8 +118,10 @@ class LogWriter:
         if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
+        # Given out before the write, so that callers can decide on the order now. A failed write stops the log (_stop),
+        # so a number that was given out and not written is never followed by one that was.
         self.next_seq += span
-        entry = _Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable)
+        entry = Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable, flags)
         self._pending.append(entry)
         self._pending_bytes += entry.size_bytes
         if not self._busy:
@@ -156,10 +139,11 @@ class LogWriter:
             last = self._pending[-1] if self._pending else self._committing[-1]
             if last.flushed is None:
                 last.flushed = self._loop.create_future()
+            # One future for all who wait here: a caller that is cancelled must not cancel it for the others.
             await asyncio.shield(last.flushed)
 
     async def synced(self) -> None:
-        """Like `flushed`, and synced in `async` mode too: comes before a file that must not know more than the log."""
+        """Return when all rows are synced, in `async` mode too: before a file is written that relies on them."""
         await self.flushed()
         if self._durability == "async":
             await self._loop.run_in_executor(self._disk, self._sync)
@@ -169,6 +153,8 @@ class LogWriter:
         for entry in self._pending:
             rows += entry.rows.num_rows
             size_bytes += entry.size_bytes
+            # Half of the bound, so that the joined batch and its padding fit into one frame.
+            # A single entry may be larger, and is then a frame of its own.
             if taken and (rows > limits.FRAME_ROWS_MAX or size_bytes > limits.FRAME_BYTES_MAX // 2):
                 break
             taken += 1
@@ -177,53 +163,55 @@ class LogWriter:
         task = self._loop.run_in_executor(self._disk, self._write_or_break, entries)
         task.add_done_callback(lambda done: self._finish_commit(entries, done))
 
-    def _write_or_break(self, entries: list[_Entry]) -> _Commit:
+    def _write_or_break(self, entries: list[Entry]) -> Commit:
         with self._until_broken():
             return self._write(entries)
 
     @contextmanager
     def _until_broken(self) -> Iterator[None]:
-        """Around everything that writes or syncs in the disk thread: after the first failure nothing does."""
+        """Guard a write or a sync in the disk thread: after the first failure, refuse all later ones."""
         if self._broken:
             raise StorageError("the log has stopped")
         try:
             yield
-        except BaseException:  # whatever it was, the disk no longer holds what we think
+        except BaseException:  # the disk may no longer hold what we think
             self._broken = True
             raise
 
-    def _write(self, entries: list[_Entry]) -> _Commit:
+    def _write(self, entries: list[Entry]) -> Commit:
         """Encode, write and sync one commit (disk thread)."""
-        segment = self._segments.last
+        segment = self._writing
         groups = _group(entries)
-        needed = sum(pa.ipc.get_record_batch_size(batch) + 2 * fmt.ALIGN for batch, _, _ in groups)
+        needed = sum(pa.ipc.get_record_batch_size(group.rows) + 2 * fmt.ALIGN for group in groups)
+        # Rolled before the first byte: a commit that spanned two segments could not be told from damage (recovery.py).
         if segment.end + needed > segment.buffer.size:
-            segment = self._roll(groups[0][1], needed)
-        commit, position, now_ms = _Commit(segment), segment.end, self._clock.wall_ms()
+            segment = self._writing = self._roll(groups[0].first_seq, needed)
+        commit, position, now_ms = Commit(segment), segment.end, self._clock.wall_ms()
         if self._durability == "sync":
             self._synced_to = position
-        for batch, first_seq, span in groups:
+        for group in groups:
             frame, parts = fmt.encode_frame(
-                batch,
-                first_seq=first_seq,
-                span=span,
+                group.rows,
+                first_seq=group.first_seq,
+                span=group.span,
+                flags=group.flags,
                 append_ms=now_ms,
                 epoch=self._epoch,
                 position=position,
                 synced_to=self._synced_to,
             )
-            assert frame.end <= segment.buffer.size
+            end = frame.end
+            assert end <= segment.buffer.size
             self._write_parts(position, parts)
             commit.frames.append(frame)
-            position = frame.end
+            position = end
         self._written_to = position
         if self._durability == "sync":
             self._file.sync()
         return commit
 
     def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:
-        size = sum(len(part) for part in parts)
-        if size <= 65_536:
+        if sum(len(part) for part in parts) <= 65_536:
             self._file.write_at(position, b"".join(parts))  # one call costs less than the copy saves
             return
         for part in parts:
@@ -232,12 +220,15 @@ class LogWriter:
             position += len(part)
 
     def _roll(self, first_seq: int, needed: int) -> Segment:
-        """Begin the next segment (disk thread): the spare when there is one and it is large enough."""
-        ordinal = self._segments.last.ordinal + 1
+        """Begin the next segment (disk thread), in the spare when there is one and it is large enough."""
+        ordinal = self._writing.ordinal + 1
+        # In `sync` mode every commit has been synced; in `async` mode the old segment must be whole before the new
+        # one says (by existing) that all of the old one was acknowledged.
         if self._durability != "sync":
             self._file.sync()
         spare, self._spare = self._spare, None
         size = max(self._segment_bytes, needed + fmt.ALIGN)
+        # One commit larger than a segment: the segment is made as large as the commit, never the commit split.
         if spare is not None and size > self._segment_bytes:
             spare.file.allocate(size)
             spare = Spare(spare.file, self._files.map_readonly(segment_name(ordinal)))
@@ -245,15 +236,18 @@ class LogWriter:
             spare = prepare(self._files, ordinal, size)
         old, self._file = self._file, spare.file
         old.close()
+        # Positions count from the start of the new segment, whose header `begin_segment` syncs.
         self._synced_to = fmt.ALIGN
-        return begin(spare, ordinal, first_seq, self._clock.wall_ms())
+        return begin_segment(spare, ordinal, first_seq, self._clock.wall_ms())
 
-    def _finish_commit(self, entries: list[_Entry], done: asyncio.Future[_Commit]) -> None:
+    def _finish_commit(self, entries: list[Entry], done: asyncio.Future[Commit]) -> None:
         error = done.exception() or self.failed
         if error is not None:
             self._stop(entries, error)
             return
         commit = done.result()
+        # A segment and its frames become visible to readers here, on the loop, after the sync: readers never see a row
+        # that a power cut could take back.
         if commit.segment is not self._segments.last:
             self._segments.add(commit.segment)
             self.statistics.rolls += 1
@@ -272,17 +266,19 @@ class LogWriter:
                 except Exception as error:
                     self._stop(entries, error)
                     return
+            # The caches have the row (on_durable), so the caller may be told. A caller that has gone cancelled its
+            # future.
             if not entry.done.done():
                 entry.done.set_result(entry.first_seq)
             if entry.flushed is not None:
                 entry.flushed.set_result(None)
-        self._after_commit()
+        self._after_commit(commit.segment)
 
-    def _after_commit(self) -> None:
+    def _after_commit(self, last: Segment) -> None:
         if self._durability == "async" and not self._unsynced:
             self._unsynced = True
             self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._sync_later)
-        last = self._segments.last
+        # At half, so that a full disk is noticed while releases and cancels still have room.
         if self._spare is None and self._spare_task is None and last.end > last.buffer.size // 2:
             self._spare_task = self._loop.create_task(self._prepare_spare(last.ordinal + 1))
         if self._pending:
@@ -292,7 +288,7 @@ class LogWriter:
             self._idle.set()
 
     async def _prepare_spare(self, ordinal: int) -> None:
-        """Have the next segment ready before it is needed; a full disk closes admission until there is room."""
+        """Prepare the next segment before it is needed; a full disk closes admission until there is room."""
         try:
             while not self._closing and self.failed is None:
                 try:
@@ -303,7 +299,7 @@ class LogWriter:
                     logger.warning("no room for the next segment reason=%s", error)
                     self._room_error = error
                     await asyncio.sleep(ROOM_RETRY_S)
-        # Whatever it is: this task is nobody's, so nobody else would hear of it.
+        # Any error stops the log: no caller awaits this task, so an exception left in it would be lost.
         except Exception as error:
             self._stop([], error)
         finally:
@@ -330,13 +326,14 @@ class LogWriter:
         if done.exception() is not None:
             self._stop([], done.exception())
 
-    def _stop(self, entries: list[_Entry], error: BaseException | None) -> None:
-        """Fail-stop: nobody is acknowledged any more; only a restart, which reads the disk anew, helps."""
+    def _stop(self, entries: list[Entry], error: BaseException | None) -> None:
+        """Stop for good: fail all that waits and all that comes; only a restart, which reads the disk anew, helps."""
         assert error is not None
         is_first = self.failed is None
         if is_first:
             self.failed = error
             logger.critical("log stopped reason=%s", error)
+        # Those in flight fail too: whether their bytes reached the disk is known only to the next start.
         waiting, self._pending = [*entries, *self._pending], []
         typed = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
         for entry in waiting:
@@ -350,7 +347,7 @@ class LogWriter:
             self._on_failure(error)
 
     async def close(self) -> None:
-        """Finish what was accepted, sync, and let go of the file."""
+        """Commit all accepted rows, sync, and close the file."""
         self._closing = True
         await self._idle.wait()
         if self._spare_task is not None:
@@ -359,6 +356,7 @@ class LogWriter:
         await self._loop.run_in_executor(self._disk, self._close_file)
 
     def _close_file(self) -> None:
+        # After a failed sync a second one may answer OK for bytes that were lost (decision 0003), so it is not asked.
         if not self._broken:
             self._file.sync()
         self._file.close()
@@ -366,22 +364,21 @@ class LogWriter:
             self._spare.file.close()
 
 
-def _group(entries: list[_Entry]) -> list[tuple[pa.RecordBatch, int, int]]:
-    """Entries as frames: (rows, first_seq, span). Neighbours share a frame unless one sets numbers aside."""
-    groups: list[tuple[pa.RecordBatch, int, int]] = []
-    run: list[_Entry] = []
+def _group(entries: list[Entry]) -> list[Group]:
+    """Return the frames of entries. Neighbours share one unless one sets numbers aside or has flags."""
+    groups: list[Group] = []
+    run: list[Entry] = []
 
     def flush() -> None:
         if run:
-            batches = [entry.rows for entry in run]
-            rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-            groups.append((rows, run[0].first_seq, rows.num_rows))
+            rows = run[0].rows if len(run) == 1 else pa.concat_batches([entry.rows for entry in run])
+            groups.append(Group(rows, run[0].first_seq, rows.num_rows))
             run.clear()
 
     for entry in entries:
-        if entry.span != entry.rows.num_rows:
+        if entry.flags or entry.span != entry.rows.num_rows:
             flush()
-            groups.append((entry.rows, entry.first_seq, entry.span))
+            groups.append(Group(entry.rows, entry.first_seq, entry.span, entry.flags))
         else:
             run.append(entry)
     flush()

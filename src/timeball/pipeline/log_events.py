@@ -1,20 +1,30 @@
-"""Rows of the log as events, in Arrow: what the ledger job will write for the rows it has not come to yet.
+"""Events in a promise's life: their schema, and those that do not stand in the log as one row each.
 
-The job itself does this in Spark (jobs/ledger.py, whose docstring says what an event is); a quick look should not wait
-for a session to start. A test compares the two on one log, so that they cannot drift apart.
+    event       one row for                                          first_seq, rows
+    accepted    a PROMISE row, the MOVED row that commits a          its own numbers; a range may be long
+                half message, or one range of a bulk attach
+    moved       a MOVED row to another instant, which is due_ms       the promise it moves, 1
+    released    a RELEASE row                                        the promise it keeps, 1
+    cancelled   a CANCEL row                                         the promise it ends, 1
+    started     the log was taken up again; lateness_ms: for how     its first row of that life, 0
+                long the broker was down
+
+Events of one row are SQL (view_sql.events_sql). This module makes the others, which are few: ranges and starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from timeball.message import Kind
-from timeball.pipeline.endpoint import Endpoint, Start
+from timeball.message import READ_SCHEMA, Kind
+from timeball.pipeline.endpoint import Endpoint
+from timeball.table import attachment as att
 
+LEDGER_APP_ID = (
+    "timeball-ledger"  # the ledger's mark in its Delta table: the row up to which it has the events
+)
 EVENT_SCHEMA = pa.schema(
     [
         ("event", pa.string()),
@@ -31,77 +41,31 @@ EVENT_SCHEMA = pa.schema(
         ("event_seq", pa.int64()),  # the row of the log that says so
     ]
 )
-_OF_ONE = (Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.RELEASE, Kind.CANCEL)
-_COLUMNS = [
-    "seq",
-    "kind",
-    "topic",
-    "unique_key",
-    "due_ms",
-    "store_ms",
-    "source_seq",
-    "queue_id",
-    "queue_offset",
-    "reconsume_times",
-]
+
+# What passed, as the archive job keeps it: the log's columns, and the day it is filed under.
+ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 
 
-def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
-    """Events of rows from_seq <= seq < to_seq, in EVENT_SCHEMA: of one promise each, bulk attaches, starts."""
+def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:
+    """Read the events of rows from_seq <= seq < to_seq that are no single promise's: bulk attaches and starts."""
     if from_seq >= to_seq:
-        return
-    for batch in broker.read_log(from_seq, to_seq, _OF_ONE, columns=_COLUMNS):
-        yield events(batch)
-    for batch in broker.read_log(from_seq, to_seq, [Kind.ATTACH], columns=["seq", "store_ms", "body"]):
-        yield attach_events(batch)
-    yield start_events(broker.starts(from_seq, to_seq))
-
-
-def events(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The events of promises, releases and cancels: one a row."""
-    kind = rows.column("kind")
-    is_release, is_cancel = pc.equal(kind, int(Kind.RELEASE)), pc.equal(kind, int(Kind.CANCEL))
-    stored, due = rows.column("store_ms"), rows.column("due_ms")
-    columns = {
-        "event": pc.if_else(is_release, "released", pc.if_else(is_cancel, "cancelled", "accepted")),
-        "first_seq": pc.if_else(pc.or_(is_release, is_cancel), rows.column("source_seq"), rows.column("seq")),
-        "rows": pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows),
-        "at_ms": stored,
-        "lateness_ms": _only(is_release, pc.subtract(stored, due)),
-        "queue_id": _only(is_release, rows.column("queue_id")),
-        "queue_offset": _only(is_release, rows.column("queue_offset")),
-        "attempt": pc.add(pc.coalesce(rows.column("reconsume_times"), pa.scalar(0, pa.int32())), 1),
-        "event_seq": rows.column("seq"),
-        **{name: rows.column(name) for name in ("topic", "unique_key", "due_ms")},
-    }
-    return pa.RecordBatch.from_arrays(
-        [columns[field.name].cast(field.type) for field in EVENT_SCHEMA], schema=EVENT_SCHEMA
-    )
-
-
-def attach_events(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The events of ATTACH rows: one for each range of numbers that a bulk attach used."""
-    found = []
-    for row in rows.to_pylist():  # one for each change of the table
-        attachment = msgspec.json.decode(row["body"])
-        if attachment["job"] == "bulk":
-            found += [
-                {"event": "accepted", "first_seq": first, "rows": count, "at_ms": row["store_ms"],
-                 "attempt": 1, "event_seq": row["seq"]}
-                for first, count in attachment.get("ranges", [])
-            ]  # fmt: skip
-    return pa.RecordBatch.from_pylist(found, EVENT_SCHEMA)
-
-
-def start_events(starts: Sequence[Start]) -> pa.RecordBatch:
-    """The events of starts of the broker: of no promise; lateness_ms says for how long nobody had written."""
+        return EVENT_SCHEMA.empty_table()
     found = [
         {"event": "started", "first_seq": start.first_seq, "rows": 0, "at_ms": start.at_ms,
          "lateness_ms": max(0, start.at_ms - start.before_ms), "event_seq": start.first_seq}
-        for start in starts
+        for start in broker.starts(from_seq, to_seq)
     ]  # fmt: skip
-    return pa.RecordBatch.from_pylist(found, EVENT_SCHEMA)
+    for batch in broker.read_log(from_seq, to_seq, [Kind.TABLE], columns=["seq", "store_ms", "body"]):
+        found += attach_events(batch)
+    return pa.Table.from_pylist(found, EVENT_SCHEMA)
 
 
-def _only(where: pa.Array, values: pa.Array) -> pa.Array:
-    return pc.if_else(where, values, pa.scalar(None, values.type))
+def attach_events(rows: pa.RecordBatch) -> Iterator[dict[str, object]]:
+    """Yield an event for each range of numbers that a bulk attach among these TABLE rows used."""
+    for row in rows.to_pylist():  # one for each change of the table
+        change = att.decode_change(row["body"])
+        if not isinstance(change, att.Attachment) or change.job != "bulk":
+            continue
+        for first, count in change.ranges:
+            yield {"event": "accepted", "first_seq": first, "rows": count, "at_ms": row["store_ms"],
+                   "attempt": 1, "event_seq": row["seq"]}  # fmt: skip

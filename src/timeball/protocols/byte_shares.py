@@ -4,13 +4,17 @@
     n addresses           an (n + 1)th of it each     so none can keep others out by being first
 
 A share is never less than one item of the largest size, so that each address gets on. A request that does not fit
-waits, in order within an address and in turn between addresses; or is refused, where only `fits` was asked.
+waits, in order within an address and in turn between addresses; or is refused, where only `check` was asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from timeball.errors import OverLimit
 
 Granted = Callable[[], None]
 
@@ -34,7 +38,7 @@ class ByteShares:
         return self._of.get(address, 0)
 
     def fits(self, address: str, size_bytes: int) -> bool:
-        """Whether this address may hold so much more."""
+        """Return whether this address may hold so much more."""
         mine = self._of.get(address, 0)
         if self.held_bytes and self.held_bytes + size_bytes > self.bytes_max:
             return False
@@ -66,6 +70,43 @@ class ByteShares:
             return True
         self._waiting.setdefault(address, deque()).append((size_bytes, granted))
         return False
+
+    async def room(self, address: str, size_bytes: int) -> None:
+        """Return when these fit, and are counted."""
+        if address not in self._waiting and self.fits(address, size_bytes):
+            self.add(address, size_bytes)
+            return
+        granted = asyncio.get_running_loop().create_future()
+
+        def grant() -> None:
+            granted.set_result(None)
+
+        self.reserve(address, size_bytes, grant)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not self.withdraw(address, grant):
+                self.remove(address, size_bytes)
+            raise
+
+    def check(self, address: str, size_bytes: int = 0) -> None:
+        """Raise OverLimit when there is no room for an answer of this size to `address`."""
+        if not self.fits(address, size_bytes):
+            mine = self.held_by(address)
+            raise OverLimit(
+                f"{mine} bytes of answers to {address} are not read yet, {self.held_bytes} of all clients; read "
+                "yours, then ask on"
+            )
+
+    @contextmanager
+    def held(self, address: str, size_bytes: int) -> Iterator[None]:
+        """Count an answer while it is on its way; raise OverLimit when there is no room for it."""
+        self.check(address, size_bytes)
+        self.add(address, size_bytes)
+        try:
+            yield
+        finally:
+            self.remove(address, size_bytes)
 
     def withdraw(self, address: str, granted: Granted) -> bool:
         """Wait no longer; false when it was granted already."""

@@ -53,14 +53,14 @@ class Strangers:
         while True:
             await asyncio.sleep(LOOK_S)
             # In a thread: the table may have a hundred thousand entries.
-            closed = await asyncio.to_thread(self.look)
+            closed = await asyncio.to_thread(self.close_idle)
             if closed:
                 logger.warning(
                     "too few descriptors are free, the most idle connections are closed descriptors=%d closed=%d",
                     self._limit, closed,
                 )  # fmt: skip
 
-    def look(self) -> int:
+    def close_idle(self) -> int:
         """Close the most silent connections if too few descriptors are free; returns how many."""
         used = [fd for fd in in_use() if _is_open(fd)]
         wanted = self.free_wanted - (self._limit - len(used))

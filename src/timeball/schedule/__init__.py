@@ -1,12 +1,12 @@
-"""Waiting: four designs behind one contract (`strategy.py`), and the ticker that wakes them.
+"""Waiting: one scheduler (`scheduler.py`), over four designs that answer five questions (`backlog.py`).
 
 Receives: promises that the log has made durable, as column batches.
 Keeps: an index of what waits, in memory and in the pending table; a cache of the log.
-Hands on: what is due, in order, once.
+Hands on: promises that are due, in order, once.
 
 | strategy        | idea                          | precision | reach              | disk a promise  | restart |
 |-----------------|-------------------------------|-----------|--------------------|-----------------|---------|
-| `hour_log`      | tail, sorted files, a wheel   | 1 ms      | 10 years           | 160 B           | 1.8 s   |
+| `hour_log`      | tail, and sorted files        | 1 ms      | 10 years           | 160 B           | 1.8 s   |
 | `timer_wheel`   | ring of slots, chains; rolled | 1 ms      | its ring; 10 years | 54 B, log 289 B | 1.2 s   |
 | `level_cascade` | hops over 32 levels           | 1 ms      | a day; 10 years    | 35 B, log 313 B | 1.1 s   |
 | `delay_levels`  | a FIFO a level                | 1 ms      | its levels         | 18 B, log 412 B | 1.6 s   |

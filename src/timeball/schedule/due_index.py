@@ -1,11 +1,11 @@
-"""Who waits, as two int64 a promise: sorted runs of (due_ms, seq), merged as they grow.
+"""Promises that wait, as two int64 each: sorted runs of (due_ms, seq), merged as they grow.
 
 The tail of `hour_log` and the cancelled set are both this. New pairs form small runs; when there are too many
 the smaller half is merged, so that each pair is sorted O(log n) times in its life, always as a column.
 
-Who asks whether pairs are here has them looked up by number alone, which no two promises share: consumers answer a
-handful at a time, for any instant of the minutes ahead, and to go through all that is due in that span would cost each
-of them a millisecond. The numbers in order are 8 bytes a pair more, kept for runs that somebody has asked.
+A look-up of pairs goes by number, and then compares the instant: consumers answer a handful at a time, for any
+instant of the minutes ahead, and to go through all that is due in that span would cost each of them a millisecond. The
+pairs in the order of their numbers are 16 bytes a pair more, kept for runs that have been looked into.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy.typing as npt
 from timeball.message import Int64Array
 from timeball.table.data_file import search
 
-RUNS_MAX = 24
+RUNS_MAX = 24  # each look-up goes through all runs; merging costs a sort
+FAR_MS = 1 << 62  # behind every instant; sums of it with a lead still fit in 64 bits
 
 _EMPTY = np.empty(0, np.int64)
 
@@ -30,25 +31,37 @@ class _Run:
 
     due: Int64Array
     seq: Int64Array
-    _numbers: Int64Array = field(
-        default_factory=lambda: _EMPTY
-    )  # sorted; those of pairs cut off since may be in it
+    # In the order of their numbers, once looked into; those of pairs cut off since may be among them.
+    _by_number: tuple[Int64Array, Int64Array] = field(default_factory=lambda: (_EMPTY, _EMPTY))
 
     def __len__(self) -> int:
         return len(self.due)
 
     def after(self, cut: int) -> _Run:
-        """Without its first pairs."""
-        is_worth_keeping = 2 * (len(self) - cut) > len(self._numbers)
-        numbers = self._numbers if is_worth_keeping else _EMPTY
-        return _Run(_own(self.due[cut:]), _own(self.seq[cut:]), numbers)
+        """Return the run without its first pairs."""
+        # The columns by number still hold the pairs that were cut off. They are kept while at least half of them
+        # count: sorting them again costs more than the memory.
+        is_worth_keeping = 2 * (len(self) - cut) > len(self._by_number[1])
+        by_number = self._by_number if is_worth_keeping else (_EMPTY, _EMPTY)
+        return _Run(_own(self.due[cut:]), _own(self.seq[cut:]), by_number)
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which of these pairs are in it, or were before a cut and are due no earlier than its first."""
-        if not len(self._numbers):
-            self._numbers = np.sort(self.seq)
-        numbers = self._numbers
-        found = np.asarray(numbers[np.minimum(np.searchsorted(numbers, seq), len(numbers) - 1)] == seq)
+        """Return which of these pairs are in it."""
+        if not len(self._by_number[1]):
+            order = np.argsort(self.seq, kind="stable")
+            self._by_number = self.due[order], self.seq[order]
+        dues, numbers = self._by_number
+        at, found = np.searchsorted(numbers, seq), np.zeros(len(seq), np.bool_)
+        while True:  # once, but for numbers that stand here for several instants
+            # Beyond the last number `at` is one too far; the comparison after it leaves those out.
+            here = np.minimum(at, len(numbers) - 1)
+            same = (at < len(numbers)) & (numbers[here] == seq)
+            found |= same & (dues[here] == due_ms)
+            others = same & ~found
+            if not others.any():
+                break
+            at = at + others
+        # Pairs that were cut off stand before the first one that is left, and do not count.
         if len(numbers) != len(self):
             first_due, first_seq = self.due[0], self.seq[0]
             found &= (due_ms > first_due) | ((due_ms == first_due) & (seq >= first_seq))
@@ -61,6 +74,8 @@ class DueIndex:
     def __init__(self) -> None:
         self._runs: list[_Run] = []
         self._size = 0
+        # The earliest instant, FAR_MS without any: kept, since the scheduler reads it at every step.
+        self.first_due_ms = FAR_MS
 
     def __len__(self) -> int:
         return self._size
@@ -69,17 +84,15 @@ class DueIndex:
         """Add pairs in any order; they must not be present."""
         if len(due_ms) == 0:
             return
-        self._runs.append(_Run(*_sorted(due_ms, seq)))
+        run = _Run(*_sorted(due_ms, seq))
+        self._runs.append(run)
         self._size += len(due_ms)
+        self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         if len(self._runs) > RUNS_MAX:
             self._merge()
 
-    def min_due_ms(self) -> int | None:
-        """The earliest instant."""
-        return min((int(run.due[0]) for run in self._runs), default=None)
-
     def count_before(self, due_ms: int) -> int:
-        """Pairs with an instant before `due_ms`."""
+        """Return how many pairs have an instant before `due_ms`."""
         return sum(int(np.searchsorted(run.due, due_ms)) for run in self._runs)
 
     def pop_before(self, due_ms: int, seq: int) -> tuple[Int64Array, Int64Array]:
@@ -87,21 +100,26 @@ class DueIndex:
         parts = []
         kept = []
         for run in self._runs:
+            # A run is cut at its beginning, in place: a binary search, and no pair is moved.
             cut = search(run.due, run.seq, (due_ms, seq))
             if cut:
                 parts.append((run.due[:cut], run.seq[:cut]))
             if cut < len(run):
                 kept.append(run.after(cut) if cut else run)
+        if not parts:
+            return _EMPTY, _EMPTY
         self._runs = kept
         popped = _concat(parts)
         self._size -= len(popped[0])
+        self._keep_first()
         return popped
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
-        """Pairs in [low, high), sorted, left in place."""
+        """Return the pairs in [low, high), sorted, and leave them in place."""
         parts = []
         for run in self._runs:
             begin, end = search(run.due, run.seq, low), search(run.due, run.seq, high)
+            # Views; `_concat` copies them only when there are several.
             parts.append((run.due[begin:end], run.seq[begin:end]))
         return _concat(parts)
 
@@ -109,8 +127,12 @@ class DueIndex:
         """Forget pairs of sequence numbers below `seq`."""
         self._filter(-(1 << 62), 1 << 62, lambda seqs: seqs >= seq)
 
+    def drop(self, is_gone: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
+        """Forget pairs of the sequence numbers that `is_gone` names."""
+        self._filter(-(1 << 62), 1 << 62, lambda seqs: ~is_gone(seqs))
+
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which of these pairs are present; each number has its own instant and no other."""
+        """Return which of these pairs are present."""
         found = np.zeros(len(seq), dtype=np.bool_)
         if self._size == 0 or len(seq) == 0:
             return found
@@ -120,13 +142,12 @@ class DueIndex:
                 found |= run.contains(due_ms, seq)
         return found
 
-    def remove(self, due_ms: Int64Array, seq: Int64Array) -> None:
-        """Forget these pairs, present or not."""
-        if self._size and len(seq):
-            self._filter(int(due_ms.min()), int(due_ms.max()), lambda seqs: ~np.isin(seqs, seq))
+    def numbers(self) -> Int64Array:
+        """Return the numbers of all pairs, in any order."""
+        return np.concatenate([_EMPTY, *(run.seq for run in self._runs)])
 
     def pairs(self) -> tuple[Int64Array, Int64Array]:
-        """All pairs, sorted."""
+        """Return all pairs, sorted."""
         return _concat([(run.due, run.seq) for run in self._runs])
 
     def _filter(self, low: int, high: int, keep: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
@@ -134,27 +155,35 @@ class DueIndex:
         runs = []
         for run in self._runs:
             if run.due[0] <= high and run.due[-1] >= low:
+                # Runs are not sorted by number, so every pair of a run is looked at: for attaches, not for sends.
                 mask = keep(run.seq)
                 run = run if mask.all() else _Run(run.due[mask], run.seq[mask])
             if len(run):
                 runs.append(run)
         self._runs = runs
         self._size = sum(len(run) for run in runs)
+        self._keep_first()
+
+    def _keep_first(self) -> None:
+        self.first_due_ms = min((int(run.due[0]) for run in self._runs), default=FAR_MS)
 
     def _merge(self) -> None:
         self._runs.sort(key=len)
+        # The small runs become one and the largest stay, so that each pair is sorted O(log n) times in its life.
         half = len(self._runs) - RUNS_MAX // 4
         merged = _Run(*_concat([(run.due, run.seq) for run in self._runs[:half]]))
         self._runs = [merged, *self._runs[half:]]
 
 
 def _own(part: Int64Array) -> Int64Array:
-    """The same numbers; as a copy when they are less than half of what they are a view of, and keep in memory."""
+    """Return the same numbers, as a copy when they keep more than twice as many in memory as a view."""
+    # A view keeps its whole base alive; a tail of few pairs must not hold the memory of a million.
     whole = part.base
     return part.copy() if whole is not None and 2 * part.nbytes < whole.nbytes else part
 
 
 def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
+    # The last key is the first to sort by: instants, and numbers where these are equal.
     order = np.lexsort((seq, due))
     return due[order], seq[order]
 

@@ -1,11 +1,12 @@
-"""Which promises go on under another number, until their old instants have passed: (instant, number, next number).
+"""Which promises are due at another instant than their first: number -> (due_ms, version), the newest.
 
-The log says so in a CANCEL row, but retention lets go of rows, while the old promise may lie in a file of the pending
-table for months. Whoever names it then must not be told that it was cancelled, and no more. Of a chain of moves
-the numbers in between may be forgotten first, so each of the others leads past them before they are.
+The schedule knows a promise by its instant and its version, a caller by its number. Of most promises version and number
+are the same; the others are here, each with its newest version. The log says so in MOVED rows, but retention lets go
+of these, while the promise may lie in a file of the pending table for months. A promise is forgotten when the last of
+all its instants has passed: until then an old row of it may lie in a file, and must not be taken for the promise.
 
-A cache: the log and the checkpoint say it all. It costs 24 bytes a move; the latest ones are held as objects, because a
-move must not cost a walk through all that came before it.
+A cache: the log and the checkpoint say it all. It costs 32 bytes a promise; the latest ones are held as objects,
+because a move must not cost a walk through all that came before it.
 """
 
 from __future__ import annotations
@@ -20,69 +21,86 @@ RECENT_MAX = 16_384
 FAR_MS = 1 << 62
 
 _NONE = np.empty(0, np.int64)
-Columns = tuple[Int64Array, Int64Array, Int64Array]  # due_ms, seq, next_seq, sorted by seq
+# number, due_ms, version, until_ms; sorted by number, each number once
+Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
 class Moved:
-    """See the module. Belongs to the event loop; `next_of` may be asked in any thread."""
+    """The moves that are remembered. Belongs to the event loop; `newest` may be asked in any thread."""
 
     def __init__(self) -> None:
-        self._older: Columns = (_NONE, _NONE, _NONE)
-        self._recent: dict[int, tuple[int, int]] = {}  # seq -> (due_ms, next_seq)
-        self._first_due_ms = FAR_MS
+        # Replaced whole and never changed, so that a thread which reads its columns reads them of one length.
+        self._older: Columns = (_NONE, _NONE, _NONE, _NONE)
+        self._recent: dict[int, tuple[int, int, int]] = {}  # number -> (due_ms, version, until_ms)
+        self._first_until_ms = FAR_MS
 
     def __len__(self) -> int:
-        return len(self._older[1]) + len(self._recent)
+        self._merge()
+        return len(self._older[0])
 
-    def add(self, rows: Iterable[tuple[int, int, int]]) -> None:
-        """These, (due_ms, seq, next_seq), are moved."""
-        for due_ms, seq, next_seq in rows:
-            self._recent[seq] = (due_ms, next_seq)
-            self._first_due_ms = min(self._first_due_ms, due_ms)
+    def add(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
+        """Remember these moves, (due_ms, number, version, from_due_ms): the last one of a number counts."""
+        for due_ms, number, version, from_due_ms in rows:
+            known = self._find(number)
+            until_ms = max(due_ms, from_due_ms, -FAR_MS if known is None else known[2])
+            self._recent[number] = (due_ms, version, until_ms)
+            self._first_until_ms = min(self._first_until_ms, until_ms)
         if len(self._recent) > RECENT_MAX:
             self._merge()
 
-    def next_of(self, seq: int) -> int | None:
-        """The number that it goes on under; None for what was not moved, or is forgotten. Ask again for the next."""
-        recent = self._recent.get(seq)
-        if recent is not None:
-            return recent[1]
-        _, known, leads_to = self._older
-        at = int(np.searchsorted(known, seq))
-        return int(leads_to[at]) if at < len(known) and known[at] == seq else None
+    def newest(self, number: int) -> tuple[int, int] | None:
+        """Return the newest (due_ms, version) of a promise; None for one that was not moved, or is forgotten."""
+        known = self._find(number)
+        return None if known is None else known[:2]
+
+    def newest_of(self, due_ms: Int64Array, number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return (due_ms, version) of many promises, of which these are the first instants."""
+        due_ms, version = due_ms.copy(), number.copy()
+        numbers, *newest, _ = self._older
+        if len(numbers):
+            at = np.minimum(np.searchsorted(numbers, number), len(numbers) - 1)
+            was_moved = numbers[at] == number
+            due_ms[was_moved], version[was_moved] = (column[at[was_moved]] for column in newest)
+        for at_row, each in enumerate(number.tolist()) if self._recent else ():
+            if each in self._recent:
+                due_ms[at_row], version[at_row], _ = self._recent[each]
+        return due_ms, version
 
     def forget_before(self, due_ms: int) -> None:
-        """Their old instants have passed."""
-        if self._first_due_ms >= due_ms:
+        """Forget those of which no instant is left at or after this one: they are settled."""
+        # Asked at every step of the mark, so the usual answer, nothing to forget, must cost one comparison.
+        if self._first_until_ms >= due_ms:
             return
         self._merge()
-        due, known, leads_to = self._older
-        kept = due >= due_ms
-        self._older = (due[kept], known[kept], _past_them_all(known, leads_to)[kept])
-        self._first_due_ms = int(due[kept].min()) if kept.any() else FAR_MS
+        kept = self._older[3] >= due_ms
+        numbers, due, versions, until = (column[kept] for column in self._older)
+        self._older = numbers, due, versions, until
+        self._first_until_ms = int(until.min()) if len(until) else FAR_MS
 
-    def rows(self) -> list[tuple[int, int, int]]:
-        """All, for the checkpoint."""
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """Return all as `add` takes them, for the checkpoint; the last instant of each stands for the one before."""
         self._merge()
-        return list(zip(*(column.tolist() for column in self._older), strict=True))
+        numbers, due, versions, until = (column.tolist() for column in self._older)
+        return list(zip(due, numbers, versions, until, strict=True))
+
+    def _find(self, number: int) -> tuple[int, int, int] | None:
+        recent = self._recent.get(number)
+        if recent is not None:
+            return recent
+        numbers, due_ms, versions, until_ms = self._older
+        at = int(np.searchsorted(numbers, number))
+        if at == len(numbers) or numbers[at] != number:
+            return None
+        return int(due_ms[at]), int(versions[at]), int(until_ms[at])
 
     def _merge(self) -> None:
         if not self._recent:
             return
-        fresh = [(due_ms, seq, next_seq) for seq, (due_ms, next_seq) in self._recent.items()]
-        columns = np.concatenate([np.stack(self._older, axis=1), np.array(fresh, dtype=np.int64)])
-        columns = columns[np.argsort(columns[:, 1], kind="stable")]
-        # In this order: whoever asks meanwhile finds them in one place or in both.
-        self._older = (columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy())
+        fresh = [(number, *found) for number, found in self._recent.items()]
+        # The fresh ones first: of a number that is there twice `unique` takes the first.
+        rows = np.concatenate([np.array(fresh, dtype=np.int64), np.stack(self._older, axis=1)])
+        _, at = np.unique(rows[:, 0], return_index=True)
+        rows = rows[at]
+        # In this order: a thread that asks meanwhile finds them in one place or in both.
+        self._older = (rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy(), rows[:, 3].copy())
         self._recent = {}
-
-
-def _past_them_all(seq: Int64Array, next_seq: Int64Array) -> Int64Array:
-    """Where each chain ends, as far as these know; a step is twice as long as the one before it."""
-    while len(seq):
-        at = np.minimum(np.searchsorted(seq, next_seq), len(seq) - 1)
-        goes_on = seq[at] == next_seq
-        if not goes_on.any():
-            break
-        next_seq = np.where(goes_on, next_seq[at], next_seq)
-    return next_seq

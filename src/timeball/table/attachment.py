@@ -1,7 +1,8 @@
-"""Attach: the one way by which files enter and leave the pending table, as a value.
+"""Changes of the pending table, as values: files join or leave it, or sequence numbers are set aside for a later file.
 
-An `Attachment` travels over Flight as JSON, becomes the body of an ATTACH row of the log, and from there the
-commit of the Delta table. It names files, never rows, so that its size does not grow with what it attaches.
+Each is the body of a TABLE row of the log, as JSON whose field `change` says which it is. An `Attachment` also
+travels over Flight, and its row becomes a commit of the Delta table. It names files, never rows, so that its size does
+not grow with what it attaches.
 
     compact   rows of the log [from_seq, to_seq) were written to `files`; the watermark moves to `to_seq`
     bulk      rows that never passed through the log; `ranges` are reserved sequence ranges, used once
@@ -42,8 +43,14 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     max_seq: int
 
 
-class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the pending table. `job_id` and `epoch` make a repeated attach a no-op (broker/attaching.py).
+class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"):
+    """So many numbers behind the row, within the span of its frame, are kept for the rows of a later bulk attach."""
+
+    rows: int
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", tag="attach"):
+    """Files join or leave the table. `job_id` and `epoch` make a repeated attach a no-op (broker/tables/attach.py).
 
     `digest` stands for the rows that a bulk job was given: a repeat with another one is refused.
     """
@@ -64,22 +71,18 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
         return sum(entry.rows for entry in self.files)
 
 
-class Attached(msgspec.Struct, frozen=True, kw_only=True):
-    """The broker's answer: the table version and watermark after the attach; `repeated` if it had it already."""
-
-    version: int
-    watermark: int
-    seq: int
-    repeated: bool = False
+def encode(change: Attachment | Reservation) -> bytes:
+    """Return the JSON that stands in the log and goes over the wire."""
+    return msgspec.json.encode(change)
 
 
-def encode(attachment: Attachment) -> bytes:
-    """JSON, as it stands in the log and on the wire."""
-    return msgspec.json.encode(attachment)
+def decode_change(body: bytes) -> Attachment | Reservation:
+    """Return what a TABLE row of the log says."""
+    return msgspec.json.decode(body, type=Attachment | Reservation)
 
 
 def decode(data: bytes) -> Attachment:
-    """Inverse of `encode`; raises InvalidMessage on anything malformed, OverLimit on too many files."""
+    """Return what a caller asks for; raise InvalidMessage on anything malformed, OverLimit on too many files."""
     try:
         attachment = msgspec.json.decode(data, type=Attachment)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -95,9 +98,19 @@ def decode(data: bytes) -> Attachment:
 
 
 def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Which of these numbers lie in one of the ranges."""
+    """Return which of these numbers lie in one of the ranges."""
     if not ranges:
         return np.zeros(len(seq), dtype=np.bool_)
     bounds = np.array(sorted(ranges), dtype=np.int64)
     at = np.searchsorted(bounds[:, 0], seq, side="right") - 1
     return np.asarray((at >= 0) & (seq < bounds[at, 0] + bounds[at, 1]))
+
+
+def overlap(begin: Int64Array, end: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
+    """Return which of these spans, begin <= seq < end, share a number with one of the ranges, which are disjoint."""
+    if not ranges:
+        return np.zeros(len(begin), dtype=np.bool_)
+    bounds = np.array(sorted(ranges), dtype=np.int64)
+    # Of the ranges that begin before a span's end, the last one reaches furthest.
+    at = np.searchsorted(bounds[:, 0], end, side="left") - 1
+    return np.asarray((at >= 0) & (begin < bounds[at, 0] + bounds[at, 1]))

@@ -1,13 +1,13 @@
 """Which files belong to the pending table: a Delta Lake log, kept by delta-rs and made durable by us.
 
-The commit log is the truth and this is a cache of its ATTACH rows: each Delta commit carries the sequence number
+The commit log is the truth and this is a cache of its TABLE rows: each Delta commit carries the sequence number
 of the row it stands for as Delta's own application transaction. At each start the broker compares the table with the
-files that these rows (and the checkpoint, for those that retention has let go) say live. ATTACH rows that the
+files that these rows (and the checkpoint, for those that retention has let go) say live. TABLE rows that the
 table has not got, as after a crash, are committed again; a table that differs in any other way is made anew.
 Hence the order of an attach:
 
     1. sync the data files and their folders           a row must never name a file that may vanish
-    2. append the ATTACH row to the log, synced        the decision
+    2. append the TABLE row to the log, synced        the decision
     3. Delta commit                                    what Spark, DuckDB and Polars see
     4. sync the commit entry                           delta-rs does not; before this, segments stay
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ _NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_lo
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """The table as delta-rs knows it: live files, and the ATTACH row its last commit stands for."""
+    """The table as delta-rs knows it: live files, and the TABLE row its last commit stands for."""
 
     version: int
     attach_seq: int
@@ -67,10 +67,11 @@ class Catalog:
         self._version = 0
         self._synced: frozenset[str] = frozenset()
         self._left: dict[str, int] = {}  # files that a commit of this life took out, and when
+        self._kept: list[frozenset[str]] = []  # files that are read also when they have left
 
     @property
     def uri(self) -> str:
-        """Where readers and writers find the table."""
+        """Return the URI by which readers and writers find the table."""
         return self._files.external(FOLDER)
 
     @property
@@ -138,9 +139,9 @@ class Catalog:
         watermark: int,
         now_ms: int,
     ) -> None:
-        """Open the table and make it hold `live`, as of the ATTACH row `attach_seq`.
+        """Open the table and make it hold `live`, as of the TABLE row `attach_seq`.
 
-        `attaches`: the ATTACH rows that it may lack, each of which becomes a version of its own.
+        `attaches`: the TABLE rows that it may lack, each of which becomes a version of its own.
         """
         try:
             state = self.open()
@@ -160,16 +161,26 @@ class Catalog:
     def _difference(self, live: list[FileEntry], attach_seq: int) -> str | None:
         """Return the first thing in which the table is not as it must be."""
         state, table = self.state(), self._opened()
+        # An entry that delta-rs wrote, and that a failing disk kept us from seeing, is there all the same.
+        self._files.absorb(FOLDER)
+        # delta-rs reads a table from a checkpoint alone, and then fails to commit without the entry beside it.
+        if not self._files.exists(f"{DELTA_LOG}/{state.version:020d}.json"):
+            return f"the entry of version {state.version} is missing"
         if table.metadata().partition_columns != [PARTITION_COLUMN]:
             return f"it is partitioned by {table.metadata().partition_columns}"
         if pa.schema(table.schema()).names != DELTA_SCHEMA.names:
             return "it has other columns"
         if state.attach_seq != attach_seq:
-            return f"it stands at the ATTACH row {state.attach_seq}, the log at {attach_seq}"
+            return f"it stands at the TABLE row {state.attach_seq}, the log at {attach_seq}"
         wanted, found = ({entry.path: entry for entry in entries} for entries in (live, state.files))
         for path in sorted(wanted.keys() | found.keys()):
             if wanted.get(path) != found.get(path):
                 return f"it says of {path} {found.get(path)}, the log {wanted.get(path)}"
+        # Readers skip files by these too: a file that is said to hold only nulls would not be read.
+        counts = pa.table(table.get_add_actions(flatten=True))
+        for name in ("null_count.due_ms", "null_count.seq") if live else ():
+            if counts[name].to_pylist() != [0] * len(live):
+                return f"{name} is not 0 for every file"
         return None
 
     def _make_anew(self, live: list[FileEntry], attach_seq: int, watermark: int, now_ms: int) -> None:
@@ -184,7 +195,7 @@ class Catalog:
             self._commit(everything, attach_seq, [], now_ms)
 
     def sync_data(self, attachment: Attachment) -> None:
-        """Step 1: make the named files, which somebody else may have written, durable."""
+        """Step 1: make the named files durable; another process may have written them."""
         folders = {f"{FOLDER}/{entry.path.rpartition('/')[0]}" for entry in attachment.files}
         self._files.absorb(FOLDER)
         for entry in attachment.files:
@@ -195,8 +206,8 @@ class Catalog:
             self._files.sync_dir(FOLDER)
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
-        """Steps 3 and 4; returns the table's new version. Does nothing when the table has this ATTACH row already."""
-        with _failing(f"committing the ATTACH row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
+        """Steps 3 and 4; returns the table's new version. Does nothing when the table has this TABLE row already."""
+        with _failing(f"committing the TABLE row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
             return self._commit(attachment, attach_seq, removed, now_ms)
 
     def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
@@ -208,7 +219,7 @@ class Catalog:
         actions += [
             RemoveAction(
                 path=entry.path,
-                data_change=attachment.job != "rewrite",
+                data_change=attachment.job != "rewrite" or bool(attachment.ranges),
                 deletion_timestamp=now_ms,
                 size=entry.size_bytes,
                 partition_values={PARTITION_COLUMN: entry.bucket},
@@ -238,13 +249,24 @@ class Catalog:
             self._files.remove(sidecar_name(entry.path))
         return version
 
+    @contextmanager
+    def keeping(self, paths: Iterable[str]) -> Iterator[None]:
+        """Remove none of these files meanwhile, though they leave the table; the event loop's."""
+        kept = frozenset(paths)
+        self._kept = [*self._kept, kept]  # replaced, not changed: the reader thread may be looking at it
+        try:
+            yield
+        finally:
+            self._kept = [each for each in self._kept if each is not kept]
+
     def remove_left(self, before_ms: int) -> int:
         """Remove files that have left the table before this instant, as far as this life knows; returns how many.
 
         A rewrite takes files out every minute: `vacuum`, which is for what failed jobs and earlier lives have left,
         counts in hours and goes through the whole folder.
         """
-        gone = [path for path, left_ms in self._left.items() if left_ms < before_ms]
+        kept = frozenset().union(*self._kept)
+        gone = [path for path, left_ms in self._left.items() if left_ms < before_ms and path not in kept]
         for path in gone:
             self._files.remove(f"{FOLDER}/{path}")
             del self._left[path]
@@ -263,7 +285,8 @@ class Catalog:
             retention_hours=hours, enforce_retention_duration=False, dry_run=True, full=True
         )
         # It goes on naming what has left the table and is gone since.
-        gone = [name for name in named if self._files.exists(f"{FOLDER}/{name}")]
+        kept = frozenset().union(*self._kept)
+        gone = [name for name in named if name not in kept and self._files.exists(f"{FOLDER}/{name}")]
         for name in gone:
             self._files.remove(f"{FOLDER}/{name}")
         live = {entry.path.rpartition("/")[2] for entry in self.state().files}
@@ -321,7 +344,7 @@ class Catalog:
 def _failing(doing: str) -> Iterator[None]:
     """Give delta-rs's failures our type and the folder's name; its own say neither what failed nor where.
 
-    A full disk is DiskFailed too: the ATTACH row is decided, so nobody can be asked to try again later.
+    A full disk is DiskFailed too: the TABLE row is decided, so no caller can be asked to try again later.
     """
     try:
         yield

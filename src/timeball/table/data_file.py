@@ -2,15 +2,15 @@
 
 The file is sorted, so a window is one contiguous run of rows; row-group statistics say which groups may hold
 it and only those are read. Nothing is held between calls but the parsed footer and its mapping, which `close` drops
-again: the memory of a waiting promise is its share of a `FileEntry`. Whoever walks through a file leaves it open and
-closes it when it is not near any more; a look-up by key or number leaves it as it found it, because it may ask
-thousands of files, whose footers would weigh more than the promises they speak of. A key sidecar stays mapped:
-each look-up asks every one, and a mapping costs no memory of ours.
+again: the memory of a waiting promise is its share of a `FileEntry`. A reader that walks through a file leaves it open
+and closes it when it is not near any more; a look-up by key or number leaves it as it was, because it may ask thousands
+of files, whose footers would weigh more than the promises in them. A key sidecar stays mapped: each look-up asks every
+one, and a mapping costs no memory of ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,17 +19,15 @@ import pyarrow.parquet as pq
 
 from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.key_hash import UInt64Array, hash_keys
-from timeball.key_sidecar import KeySidecar
+from timeball.key_hash import KeySidecar, UInt64Array, hash_keys
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
-from timeball.table import seal
-from timeball.table.attachment import FileEntry
-from timeball.table.layout import FOLDER, KEYS_FOLDER
+from timeball.table.attachment import FileEntry, Ranges, overlap
+from timeball.table.layout import FOLDER, KEYS_FOLDER, check_seal
 
 Position = tuple[int, int]  # (due_ms, seq)
 
 _CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
-_ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms"]
+_ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
 _NO_GROUPS: Int64Array = np.empty(0, np.int64)
 _NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in _ID_COLUMNS]).empty_table()
 
@@ -47,7 +45,7 @@ class DataFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether its footer is in memory, and the file mapped."""
+        """Return whether its footer is in memory, and the file mapped."""
         return self._parquet is not None
 
     def positions_between(self, low: Position, high: Position) -> tuple[Int64Array, Int64Array]:
@@ -96,9 +94,9 @@ class DataFile:
             first = int(due[np.searchsorted(due, due_ms, side="left")])
         return first
 
-    def find(self, hashes: UInt64Array) -> pa.Table:
+    def find_rows(self, hashes: UInt64Array) -> pa.Table:
         """The identifying columns of the rows with a key that may be one of those hashed."""
-        rows = self._sidecar().find(hashes)
+        rows = self._sidecar().find_rows(hashes)
         if len(rows) == 0:
             return _NO_ROWS
         with self._briefly():
@@ -112,7 +110,7 @@ class DataFile:
             return pa.concat_tables(parts)
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
-        """As `find`, for sequence numbers; reads the whole seq column, so it is for rare use."""
+        """As `find_rows`, for sequence numbers; reads the whole seq column, so it is for rare use."""
         with self._briefly():
             rows = self._read(list(range(self._open().num_row_groups)), _ID_COLUMNS)
         return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seqs)))
@@ -148,7 +146,7 @@ class DataFile:
 
     @contextmanager
     def _briefly(self) -> Iterator[None]:
-        """What was closed is closed again."""
+        """Open the file for a block, and close it again if it was closed."""
         was_open = self.is_open
         try:
             yield
@@ -179,7 +177,7 @@ class DataFile:
             name = f"{FOLDER}/{self.entry.path}"
             data = self._files.map_readonly(name)
             try:
-                seal.check(data)  # first: Arrow may abort the process on a footer that is not what it was
+                check_seal(data)  # first: Arrow may abort the process on a footer that is not what it was
                 parquet = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             except (OSError, pa.ArrowInvalid, Corrupt) as error:
                 raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
@@ -222,8 +220,16 @@ class DataFile:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
 
 
+def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:
+    """Return files that may hold numbers of these ranges, by their first instant."""
+    spans = np.array([(file.entry.min_seq, file.entry.max_seq + 1) for file in files], np.int64)
+    begin, end = spans.reshape(-1, 2).T
+    found = [files[at] for at in np.flatnonzero(overlap(begin, end, ranges)).tolist()]
+    return sorted(found, key=lambda file: file.entry.min_due_ms)
+
+
 def sidecar_name(path: str) -> str:
-    """Where the key sidecar of a data file lies; Delta tools leave folders that begin with '_' alone."""
+    """Return the path of a data file's key sidecar; Delta tools leave folders that begin with '_' alone."""
     return f"{KEYS_FOLDER}/{path.rpartition('/')[2]}.keys"
 
 

@@ -1,4 +1,4 @@
-"""Where a promise lies in the pending table: bucket, order, file.
+"""Where a promise lies in the pending table: bucket, order, file, and the seal of a file.
 
 A file holds one bucket's rows, sorted by (due_ms, seq). Buckets are hours for the near future, days for the
 next two months and months beyond, because one file per hour and run would be a flood: two years hold 17,520
@@ -12,23 +12,36 @@ hours but only 48 hours + 60 days + 24 months = 132 buckets.
 Readers never rely on the bucket: every file carries its due range and is sorted, so a coarse bucket that has
 come near is still served by binary search. Rewriting it into hours only keeps the number of open files small.
 
+Parquet has checksums for pages and none for the footer, on which everything depends: one bit of it decides which row
+groups are read, hence which promises are seen, and a reader given a wrong one may abort the process instead of
+raising. So each file has a *seal*, and no footer of ours is parsed before it has been checked. Readers find the footer
+from the end of the file and never look between it and the last page, where the seal stands:
+
+        +------- … -------+-----------+----------+-------- … --------+--------+--------+
+        | "PAR1", pages   | "TBSEAL1" | crc32c   | footer (thrift)   | length | "PAR1" |
+        +------- … -------+-----------+----------+-------- … --------+--------+--------+
+                            8 bytes     8 bytes    length bytes        4        4
+                                                   `------------ covered by crc32c ----'
+
 Pure functions on column batches; the caller writes the bytes, to a folder of ours or to an object store.
 """
 
 from __future__ import annotations
 
 import io
+import struct
 import uuid
 from collections.abc import Iterator
 
+import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from timeball import limits
+from timeball.errors import Corrupt
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry
-from timeball.table.seal import seal
 
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
@@ -123,3 +136,36 @@ def cut_files(rows: pa.Table, now_ms: int) -> Iterator[tuple[FileEntry, bytes]]:
 def _values(table: pa.Table, name: str) -> Int64Array:
     column = table.column(name)
     return int64(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
+
+
+# ---- the seal -------------------------------------------------------------------------------------------------
+
+
+MAGIC = b"TBSEAL1\x00"
+SEAL = struct.Struct("<8sQ")
+TRAILER = struct.Struct("<I4s")
+PARQUET_MAGIC = b"PAR1"
+
+
+def seal(data: bytes) -> bytes:
+    """A finished Parquet file, sealed."""
+    length, magic = TRAILER.unpack_from(data, len(data) - TRAILER.size)
+    begin = len(data) - TRAILER.size - length
+    assert magic == PARQUET_MAGIC and begin > 0, "only a whole Parquet file can be sealed"
+    footer = data[begin:]
+    return b"".join([data[:begin], SEAL.pack(MAGIC, google_crc32c.value(footer)), footer])
+
+
+def check_seal(data: pa.Buffer) -> None:
+    """Raise Corrupt unless the file has a seal and its footer matches it."""
+    if data.size < SEAL.size + TRAILER.size:
+        raise Corrupt("it is shorter than a footer")
+    length, magic = TRAILER.unpack_from(data, data.size - TRAILER.size)
+    begin = data.size - TRAILER.size - length
+    if magic != PARQUET_MAGIC or begin < SEAL.size:
+        raise Corrupt("its end is not that of a Parquet file")
+    ours, crc = SEAL.unpack_from(data, begin - SEAL.size)
+    if ours != MAGIC:
+        raise Corrupt("its footer has no seal: files of the pending table are written by layout.cut_files")
+    if google_crc32c.value(data.slice(begin)) != crc:
+        raise Corrupt("its footer does not match its checksum")

@@ -1,4 +1,4 @@
-"""Conditions, by example: which of a few messages each lets through. (Random ones: test_compiling.py.)"""
+"""Conditions, by example: which of a few messages each lets through. (Random ones: test_compiler.py.)"""
 
 from __future__ import annotations
 

@@ -142,3 +142,10 @@ def test_tags_that_are_counted_up_do_not_fill_the_memory() -> None:
     for known in (tags.tag_hash, tags.tag_mask):
         most = known.cache_parameters()["maxsize"]
         assert most is not None and most * longest <= 16 * 1024 * 1024
+
+
+def test_everything_passes() -> None:
+    assert EVERYTHING.matches_all
+    assert EVERYTHING.candidates(entries_of([0, -1, 5])).tolist() == [True] * 3
+    assert EVERYTHING.exact(tagged([None, "a"])).tolist() == [True] * 2
+    assert EVERYTHING.exact(tagged([])).tolist() == EVERYTHING.candidates(entries_of([])).tolist() == []

@@ -46,7 +46,7 @@ def test_a_forecast_for_programs(node: RunningNode, tmp_path: Path) -> None:
 
 
 def test_a_forecast_to_look_at(node: RunningNode, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `demo` is not installed")
+    pytest.importorskip("matplotlib", reason="the extra `picture` is not installed")
     file = tmp_path / "load.png"
     drawn = run_here("forecast", "--endpoint", node.endpoint, "--picture", str(file))
     assert drawn.returncode == 0 and str(file) in drawn.stderr

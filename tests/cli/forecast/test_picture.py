@@ -10,10 +10,10 @@ import pytest
 from tests.cli.forecast.days import EXTRA, NO_EXTRA, answered, asked, counted
 
 from timeball.cli.forecast import picture
-from timeball.cli.forecast.answer import answer
+from timeball.cli.forecast.report import answer
 from timeball.errors import RequestError, SetupError
 
-pytest.importorskip("matplotlib", reason="the extra `demo` is not installed")
+pytest.importorskip("matplotlib", reason="the extra `picture` is not installed")
 
 
 def size(file: Path) -> tuple[int, int]:

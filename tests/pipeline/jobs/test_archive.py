@@ -20,7 +20,7 @@ from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours
-from timeball.pipeline.narrow import Bounds
+from timeball.pipeline.source.pushdown import Bounds
 
 
 def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) -> None:
@@ -74,7 +74,6 @@ def day(at_ms: object) -> datetime.date:
     return datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC).date()
 
 
-@pytest.mark.smoke
 @pytest.mark.spark
 def test_it_may_lie_elsewhere_and_spark_reads_it_with_its_own_reader(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
@@ -99,11 +98,11 @@ def test_an_epoch_that_somebody_else_has_done_meanwhile_is_refused(
     uri = archive.archive_uri(broker.status().table.uri)
     archive.extend(spark, node.endpoint, uri, end - 5)
     ranges = pa.record_batch({"from_seq": [1], "to_seq": [end]})
-    writer = archive.archiving.ArchiveWriter(node.endpoint, uri, 1, end)
+    writer = archive.archive_writer.ArchiveWriter(node.endpoint, uri, 1, end)
     message = writer.write(iter([ranges]))
     with pytest.raises(OutOfRange, match="another archive job was at work"):
         writer.commit([message])
-    repeated = archive.archiving.ArchiveWriter(node.endpoint, uri, 1, end - 5)
+    repeated = archive.archive_writer.ArchiveWriter(node.endpoint, uri, 1, end - 5)
     repeated.commit([repeated.write(iter([ranges]))])
     archive.extend(spark, node.endpoint, uri, end)
     assert [row["seq"] for row in archived(broker)] == [row["seq"] for row in passed(broker)]
@@ -165,7 +164,7 @@ def test_joined_files_hold_the_same_rows_and_the_old_ones_can_still_be_read(
 def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNode, broker: Endpoint) -> None:
     table = archive.open_archive(str(tmp_path / "archive"), broker)
     for mark in (2, 3, 4):
-        archive.archiving.add(table, [], mark)
+        archive.archive_writer.add(table, [], mark)
         table.update_incremental()
     entries = tmp_path / "archive/_delta_log"
     archive.tidy(str(tmp_path / "archive"))

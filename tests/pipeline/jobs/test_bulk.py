@@ -14,14 +14,14 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import attached_seqs
 
+from timeball import rules
 from timeball.errors import InvalidMessage
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.pipeline import screening
-from timeball.pipeline.campaigns import Campaigns, last
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import bulk
+from timeball.pipeline.jobs import bulk, bulk_input
 from timeball.pipeline.jobs.bulk import Survey, plan_deal
-from timeball.pipeline.screening import Columns
+from timeball.pipeline.jobs.bulk_input import Columns
+from timeball.pipeline.jobs.campaign import Campaign
 
 COLUMNS = Columns(due="at", topic="to", body="text", keys="id")
 ROWS = 1_000
@@ -89,11 +89,11 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     folder = Path(before.table.uri).parent
     report = run(spark, node, people(spark, before.now_ms), dry_run=True)
     assert (report.dry_run, report.rows, report.rejected) == (True, 998, 2)
-    assert report.reasons == {screening.NO_INSTANT: 1, screening.RULES[0][0]: 1}
+    assert report.reasons == {bulk_input.NO_INSTANT: 1, rules.RULES[0].text: 1}
     assert report.load.total == 998 and report.load.width_s == 60
     assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in BAD)
     assert broker.status().log.next_seq == before.log.next_seq
-    assert not (folder / "campaigns").exists() and not (folder / "rejects").exists()
+    assert broker.campaigns() == [] and not (folder / "rejects").exists()
     assert not list(folder.rglob("*.parquet"))
 
 
@@ -123,21 +123,21 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
     assert report.rejects_uri is not None
     rejects = DeltaTable(report.rejects_uri).to_pyarrow_table().to_pylist()
     assert {(row["campaign"], row["reason"], json.loads(row["row"])["id"]) for row in rejects} == {
-        ("spring", screening.RULES[0][0], "k0"),
-        ("spring", screening.NO_INSTANT, "k500"),
+        ("spring", rules.RULES[0].text, "k0"),
+        ("spring", bulk_input.NO_INSTANT, "k500"),
     }
     again = run(spark, node, frame)
     assert (again.repeated, again.rows, again.files) == (True, 998, report.files)
     assert len(attached_seqs(broker)) == 998
-    attached = last(Campaigns(before.table.uri).of("spring"), "attached")
-    assert attached is not None and attached.rows == 998 and len(attached.ranges) > 2
+    attached = Campaign(broker, "spring").decided()
+    assert (attached.state, attached.rows) == ("running", 998) and len(attached.ranges) > 2
     run(spark, node, frame, campaign="summer", rejects_uri=str(Path(before.table.uri).parent / "bad"))
     assert len(set(attached_seqs(broker))) == 2 * 998
     assert len(DeltaTable(report.rejects_uri).to_pyarrow_table()) == 2
 
 
 @pytest.mark.spark
-def test_what_died_before_its_note_goes_on(
+def test_what_died_before_its_answer_goes_on(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rejects and the promises were written, nobody had been told: after the next call all is there once."""
@@ -152,10 +152,10 @@ def test_what_died_before_its_note_goes_on(
             run(spark, node, frame)
     assert attached_seqs(broker) == []
     with monkeypatch.context() as patch:
-        patch.setattr(bulk.Job, "_note", die)
+        patch.setattr(Campaign, "decided", die)
+        patch.setattr(Campaign, "find_decided", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             run(spark, node, frame)
-    assert [e.event for e in Campaigns(broker.status().table.uri).of("spring")] == ["planned"]
     report = run(spark, node, frame)
     assert (report.repeated, report.rows) == (True, 998)
     assert len(attached_seqs(broker)) == 998
@@ -182,4 +182,4 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
         run(spark, node, frame, columns=Columns(due="when", topic_name="t"))
     with pytest.raises(InvalidMessage, match="campaign 'a b'"):
         run(spark, node, frame, campaign="a b")
-    assert Campaigns(broker.status().table.uri).events() == []
+    assert broker.campaigns() == []

@@ -26,8 +26,8 @@ def test_the_tail_moves_to_the_table(
 ) -> None:
     send(node.endpoint, 1000)
     drain(spark, node, tmp_path / "c", max_rows_per_batch="400", rows_per_partition="150")
-    assert attached_seqs(broker) == list(range(1, 1001))
-    assert broker.status().watermark == 1001
+    assert attached_seqs(broker) == list(range(2, 1002))
+    assert broker.status().watermark == 1002
     send(node.endpoint, 100)
     drain(spark, node, tmp_path / "c")
     assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 1100
@@ -53,7 +53,7 @@ def test_a_lost_or_foreign_checkpoint_does_no_harm(
 
 @pytest.mark.parametrize("schedule", ["hour_log", "timer_wheel", "level_cascade"])
 def test_only_what_an_hour_log_keeps_is_compacted(tmp_path: Path, schedule: str) -> None:
-    with running_node(tmp_path / "data", schedule=schedule) as node:
+    with running_node(tmp_path / "data", strategy=schedule) as node:
         reason = compact.superfluous(node.endpoint)
     assert reason is None if schedule == "hour_log" else schedule in str(reason)
 
@@ -64,7 +64,7 @@ def test_the_lease_keeps_the_broker_from_compacting(tmp_path: Path) -> None:
     ) as node:
         needed = threading.Event()
         needed.set()
-        with Endpoint(node.endpoint) as broker, compact.Lease(node.endpoint, needed.is_set):
+        with Endpoint(node.endpoint) as broker, compact.lease(node.endpoint, needed.is_set):
             eventually(lambda: node.broker.mover.outside_compactor_until_ms > 0, "the lease is known")
             assert broker.status().watermark == 1
 
@@ -74,7 +74,7 @@ def test_an_unreachable_broker_does_not_end_the_lease(
 ) -> None:
     node.stop()
     try:
-        with compact.Lease(node.endpoint, lambda: True):
+        with compact.lease(node.endpoint, lambda: True):
             eventually(lambda: "lease not renewed" in caplog.text, "the failure is told")
     finally:
         node.start()

@@ -8,27 +8,19 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.pipeline.traffic import log_rows, send, send_due_now, visible
+from tests.pipeline.traffic import send, send_due_now, visible
 
 from timeball import Timeball
 from timeball.clock import SystemClock
 from timeball.errors import SetupError, StorageError
-from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
-from timeball.pipeline.options import write_options
-from timeball.pipeline.schema import spark_schema
-from timeball.pipeline.sink import PromiseTask, attach_all
-from timeball.table.attachment import Attachment, encode
+from timeball.pipeline.source.options import write_options
+from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
 
 pytestmark = pytest.mark.spark
-
-
-def events_of(spark: SparkSession, batch: pa.RecordBatch) -> list[Row]:
-    rows = [tuple(row.values()) for row in batch.to_pylist()]
-    return sorted(ledger.events(spark.createDataFrame(rows, spark_schema(batch.schema))).collect())
 
 
 def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) -> None:
@@ -37,42 +29,6 @@ def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) 
 
 def recorded(broker: Endpoint) -> list[dict[str, object]]:
     return DeltaTable(ledger.ledger_uri(broker.status().table.uri)).to_pyarrow_table().to_pylist()
-
-
-def test_a_row_of_each_kind(spark: SparkSession) -> None:
-    one = {"topic": "t", "unique_key": "u", "due_ms": 100}
-    (accepted,) = events_of(spark, log_rows(Kind.PROMISE, 1, store_ms=40, **one))
-    assert (accepted.event, accepted.first_seq, accepted.rows, accepted.at_ms) == ("accepted", 1, 1, 40)
-    assert (accepted.lateness_ms, accepted.queue_id, accepted.attempt) == (None, None, 1)
-    release = log_rows(
-        Kind.RELEASE, 1, store_ms=103, source_seq=77, queue_id=2, queue_offset=5, reconsume_times=3, **one
-    )
-    (released,) = events_of(spark, release)
-    assert (released.event, released.first_seq, released.event_seq, released.lateness_ms) == (
-        "released",
-        77,
-        1,
-        3,
-    )
-    assert (released.queue_id, released.queue_offset, released.attempt) == (2, 5, 4)
-    (cancelled,) = events_of(spark, log_rows(Kind.CANCEL, 1, store_ms=50, source_seq=77))
-    assert (cancelled.event, cancelled.first_seq, cancelled.at_ms) == ("cancelled", 77, 50)
-
-
-@pytest.mark.parametrize("kind", [Kind.MOVED, Kind.MESSAGE, Kind.RESERVE, Kind.HALF])
-def test_a_row_of_another_kind_is_no_event(spark: SparkSession, kind: Kind) -> None:
-    assert events_of(spark, log_rows(kind, 1, source_seq=77, due_ms=100, topic="t", store_ms=40)) == []
-
-
-def test_only_a_bulk_attach_accepts(spark: SparkSession) -> None:
-    bulk = encode(Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (100, 2)]))
-    rows = events_of(spark, log_rows(Kind.ATTACH, 1, body=bulk, store_ms=9))
-    assert [(r.event, r.first_seq, r.rows, r.at_ms) for r in rows] == [
-        ("accepted", 10, 5, 9),
-        ("accepted", 100, 2, 9),
-    ]
-    compact = encode(Attachment(job="compact", job_id="j", epoch=0, from_seq=1, to_seq=9))
-    assert events_of(spark, log_rows(Kind.ATTACH, 1, body=compact)) == []
 
 
 def test_every_event_is_recorded_once_over_restarts(

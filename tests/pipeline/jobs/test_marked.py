@@ -6,8 +6,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from timeball.errors import OutOfRange, SetupError
-from timeball.pipeline.endpoint import LogStatus
 from timeball.pipeline.jobs.marked import check_mark, epoch_writer
+from timeball.wire import LogStatus
 
 
 @pytest.mark.parametrize(

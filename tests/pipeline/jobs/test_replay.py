@@ -20,11 +20,11 @@ from tests.pipeline.traffic import log_rows, send, send_due_now, visible
 from timeball import Timeball, limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange
 from timeball.message import Kind, decode_properties, encode_properties
-from timeball.pipeline.campaign import Campaign
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, replay
+from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.jobs.replay import REPLAY_OF, Sources, Window
-from timeball.pipeline.schema import spark_schema
+from timeball.pipeline.source.spark_api import spark_schema
 
 WINDOW = Window(from_ms=1_000, until_ms=2_000, start_ms=50_000)
 KNOWN = Sources(None, 0, 1, 9, 10_000, 9_000)
@@ -229,7 +229,6 @@ def scheduled(broker: Endpoint) -> list[dict[str, object]]:
     return sorted(table.to_pylist(), key=lambda row: row["seq"])
 
 
-@pytest.mark.smoke
 @pytest.mark.spark
 def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     """Half of it from the archive, half from the log behind its mark; what waits or was cancelled has not passed."""
@@ -263,7 +262,7 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
     repeated = replay.run(spark, node.endpoint, window)
     assert repeated == msgspec.structs.replace(report, repeated=True) and scheduled(broker) == rows
     progress = Campaign(broker, window.job_id).progress()
-    assert (progress.rows, progress.waiting, progress.state) == (4, 4, "active")
+    assert (progress.rows, progress.waiting, progress.state) == (4, 4, "running")
     # Control: under another name it is another replay.
     assert replay.run(spark, node.endpoint, window, job_id="once-more").rows == 4
     assert len(scheduled(broker)) == 8
@@ -276,7 +275,8 @@ def test_a_replay_that_died_behind_its_attach_is_completed_and_one_that_was_canc
     send_due_now(node.endpoint, 3)
     window = window_of(node, "orders")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Campaign, "note_attached", interrupt)
+        patch.setattr(Campaign, "decided", interrupt)
+        patch.setattr(Campaign, "find_decided", lambda _: None)
         replay.run(spark, node.endpoint, window)
     assert len(scheduled(broker)) == 3
     again = replay.run(spark, node.endpoint, window)
@@ -300,7 +300,7 @@ def test_what_is_replayed_passes_again_and_says_what_it_was(
     report = replay.run(spark, node.endpoint, window)
     with Timeball(node.endpoint) as ball:
         eventually(lambda: visible(ball, "again") == 5, "replayed messages are visible")
-        first, second = ball.pull("orders", "g"), ball.pull("again", "g")
+        first, second = (ball.browse(topic, wait="10s") for topic in ("orders", "again"))
         assert sorted(message.body for message in second) == sorted(message.body for message in first)
         assert {m.properties[REPLAY_OF] for m in second} == {m.id for m in first}
         assert not {m.id for m in second} & {m.id for m in first}
@@ -319,5 +319,5 @@ def test_a_window_in_which_nothing_passed(spark: SparkSession, node: RunningNode
 
 def test_an_archive_that_is_named_must_be_there(node: RunningNode, broker: Endpoint) -> None:
     with pytest.raises(NotFound, match="/nowhere"):
-        replay.look(node.endpoint, "/nowhere")
-    assert replay.look(node.endpoint).table is None
+        replay.open_sources(node.endpoint, "/nowhere")
+    assert replay.open_sources(node.endpoint).table is None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
+from timeball import limits, wire
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
 from timeball.protocols.flight import codec
 from timeball.table.attachment import Attachment
@@ -18,14 +18,14 @@ def body(**fields: object) -> bytes:
 
 
 def test_empty_body_means_no_arguments() -> None:
-    assert codec.decode_action("status", b"") == codec.Nothing()
-    assert codec.decode_action("status", b"{}") == codec.Nothing()
+    assert codec.decode_action("status", b"") == wire.Nothing()
+    assert codec.decode_action("status", b"{}") == wire.Nothing()
 
 
 def test_actions_decode_into_their_structs() -> None:
     commit = codec.decode_action("commit", body(group="g", topic="t", offsets={"0": 5, "7": 0}))
-    assert commit == codec.Commit(group="g", topic="t", offsets={0: 5, 7: 0})
-    assert codec.decode_action("reserve", body(rows=10)) == codec.Reserve(rows=10)
+    assert commit == wire.Commit(group="g", topic="t", offsets={0: 5, 7: 0})
+    assert codec.decode_action("reserve", body(rows=10)) == wire.Reserve(rows=10)
     attach = codec.decode_action("attach", body(job="bulk", job_id="x", epoch=1))
     assert attach == Attachment(job="bulk", job_id="x", epoch=1)
 
@@ -87,7 +87,7 @@ def test_reschedule_names_promises_one_way(fields: dict[str, object]) -> None:
 def test_reschedule_says_when_one_way(when: dict[str, int]) -> None:
     with pytest.raises(RequestError, match="due_ms or delay_ms"):
         codec.decode_action("reschedule", body(ids=["a"], **when))
-    assert codec.decode_action("reschedule", body(seqs=[1], delay_ms=0)) == codec.Reschedule(
+    assert codec.decode_action("reschedule", body(seqs=[1], delay_ms=0)) == wire.Reschedule(
         seqs=[1], delay_ms=0
     )
 
@@ -101,9 +101,9 @@ def test_cancel_takes_no_more_than_its_limit() -> None:
 
 def test_tickets_decode_by_what_they_read() -> None:
     log = codec.decode_ticket(body(read="log", from_seq=3, to_seq=9, kinds=[1, 3]))
-    assert log == codec.ReadLog(from_seq=3, to_seq=9, kinds=[1, 3], coalesce_rows=codec.COALESCE_ROWS)
+    assert log == wire.ReadLog(from_seq=3, to_seq=9, kinds=[1, 3], coalesce_rows=wire.COALESCE_ROWS)
     pull = codec.decode_ticket(body(read="pull", topic="t", offsets={"0": 1}, rows=5, wait_ms=10))
-    assert pull == codec.Pull(topic="t", offsets={0: 1}, rows=5, wait_ms=10)
+    assert pull == wire.Pull(topic="t", offsets={0: 1}, rows=5, wait_ms=10)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_bombs_are_typed_errors(bomb: bytes) -> None:
 
 def test_a_long_ticket_is_refused_unread() -> None:
     with pytest.raises(OverLimit, match="ticket"):
-        codec.decode_ticket(b"x" * (codec.TICKET_BYTES_MAX + 1))
+        codec.decode_ticket(b"x" * (wire.TICKET_BYTES_MAX + 1))
 
 
 @given(st.binary(max_size=200), st.sampled_from(sorted(codec.ACTIONS)))
@@ -189,21 +189,21 @@ def test_any_json_decodes_within_bounds_or_raises_ours(verb: str, fields: dict[s
 
 @given(
     st.builds(
-        codec.Pull,
+        wire.Pull,
         topic=st.text("abc", min_size=1, max_size=127),
         offsets=st.dictionaries(
-            st.integers(0, codec.QUEUE_ID_MAX), st.integers(0, codec.INT64_MAX), min_size=1, max_size=20
+            st.integers(0, wire.QUEUE_ID_MAX), st.integers(0, wire.INT64_MAX), min_size=1, max_size=20
         ),
         rows=st.integers(1, limits.PULL_ROWS_MAX),
         wait_ms=st.integers(0, limits.PULL_WAIT_MS_MAX),
     )
 )
-def test_tickets_survive_the_way(ticket: codec.Pull) -> None:
+def test_tickets_survive_the_way(ticket: wire.Pull) -> None:
     assert codec.decode_ticket(codec.encode(ticket)) == ticket
 
 
 def test_acknowledgement_and_refusal_are_the_documented_json() -> None:
-    assert json.loads(codec.encode(codec.SendAck(5, 2, 1000))) == {
+    assert json.loads(codec.encode(wire.SendAck(5, 2, 1000))) == {
         "first_seq": 5,
         "rows": 2,
         "store_ms": 1000,
@@ -212,6 +212,19 @@ def test_acknowledgement_and_refusal_are_the_documented_json() -> None:
     assert refusal == {"error": "invalid_message", "text": "tag too long"}
 
 
-def test_error_texts_are_short_and_printable() -> None:
-    assert codec.shorten("a\x1b[31mred\n") == "a [31mred "
-    assert len(codec.shorten("x" * 100_000)) < 2_100
+def test_our_errors_keep_code_and_text_on_their_way_out() -> None:
+    error = NotFound("no topic 'x'")
+    assert codec.details(error) == "no topic 'x'. Detail: Failed"
+    assert dict(codec.trailers(error)) == {
+        "grpc-status-details-bin": b"not_found",
+        "x-arrow-status": "5",
+        "x-arrow-status-detail-bin": b"Failed",
+        "x-arrow-status-message-bin": b"no topic 'x'",
+    }
+
+
+def test_other_errors_say_nothing_about_the_inside() -> None:
+    error = ValueError("secret")
+    told = [codec.details(error), str(codec.trailers(error)), str(codec.encode_refusal(error))]
+    assert not any("secret" in text for text in told)
+    assert dict(codec.trailers(error))["grpc-status-details-bin"] == b"error"

@@ -18,7 +18,7 @@ from tests.protocols.flight.test_exchange import answers
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import TABLE_SCHEMA
-from timeball.protocols.flight.releasing import ReleaseColumns
+from timeball.protocols.flight.columns import ReleaseColumns
 from timeball.table import layout
 from timeball.table.attachment import Attachment
 
@@ -72,8 +72,8 @@ def exchange(wire: flight.FlightClient, schema: pa.Schema = TABLE_SCHEMA) -> tup
 
 def test_each_batch_has_its_answer(leased: RunningNode) -> None:
     batch = attach(leased, 3_000, 100)
-    dispatched = leased.broker.parts.hour_log.dispatched
-    eventually(lambda: len(dispatched) == 100, "it is left to the dispatcher")
+    counts = leased.broker.schedule_statistics
+    eventually(lambda: counts()["dispatched_rows"] == 100, "it is left to the dispatcher")
     with flight.FlightClient(leased.endpoint) as wire:
         writer, reader = exchange(wire)
         writer.write_batch(batch)
@@ -144,9 +144,10 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in (rows([1] * 3, 1), rows([], 1)):
         with pytest.raises(OverLimit, match="between 1 and 2"):
             columns.adopt(batch)
-    monkeypatch.setattr(limits, "BODY_BYTES_MAX", 3)
-    with pytest.raises(InvalidMessage, match="more than 3 bytes"):
-        columns.adopt(rows([1], 1))
+    long = pa.array([b"b" * (limits.BODY_BYTES_MAX + 1)], pa.binary())
+    batch = rows([1], 1)
+    with pytest.raises(InvalidMessage, match=f"more than {limits.BODY_BYTES_MAX} bytes"):
+        columns.adopt(batch.set_column(batch.schema.get_field_index("body"), "body", long))
     monkeypatch.setattr(limits, "BATCH_BYTES_MAX", 3)
     with pytest.raises(OverLimit, match="smaller"):
         columns.adopt(rows([1], 1))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from timeball.errors import OverLimit, SetupError
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge
+from timeball.wire import BODY_BYTES_MAX
 
 
 def act(wire: flight.FlightClient, verb: str, body: bytes = b"{}", **options: Any) -> Any:
@@ -44,7 +46,7 @@ def test_errors_carry_code_and_sentence(wire: flight.FlightClient) -> None:
         act(wire, "queues", b'{"topic": "nowhere"}')
     assert caught.value.extra_info == b"not_found"
     with pytest.raises(flight.FlightServerError) as caught:
-        act(wire, "status", b" " * (codec.BODY_BYTES_MAX + 1))
+        act(wire, "status", b" " * (BODY_BYTES_MAX + 1))
     assert caught.value.extra_info == b"over_limit"
 
 
@@ -129,14 +131,12 @@ def test_more_calls_than_the_gate_lets_through_are_told_so(
     node: RunningNode, wire: flight.FlightClient
 ) -> None:
     gate = edge_of(node)._calls
-    passes = [gate.enter() for _ in range(gate._limit - gate.inside)]
-    try:
+    with ExitStack() as full:
+        for _ in range(gate._limit - gate.inside):
+            full.enter_context(gate.enter())
         with pytest.raises(flight.FlightServerError, match="calls are open") as caught:
             act(wire, "status")
         assert caught.value.extra_info == b"over_limit"
-    finally:
-        for entry in passes:
-            entry.give_back()
     assert act(wire, "status")
 
 
@@ -145,7 +145,7 @@ def test_an_action_longer_than_any_is_refused_by_its_length(
 ) -> None:
     with pytest.raises(pa.ArrowException, match="larger than max"):
         act(wire, "status", bytes(MESSAGE_BYTES_MAX))
-    with Timeball(node.endpoint) as ball, pytest.raises(OverLimit, match="name less at once"):
+    with Timeball(node.endpoint) as ball, pytest.raises(OverLimit, match="name fewer things at once"):
         ball.cancel(ids=["x" * 500] * 10_000)
     with pytest.raises(flight.FlightServerError, match="at most 65536"):  # received, and refused by us
         act(wire, "status", bytes(MESSAGE_BYTES_MAX - 100))
@@ -155,7 +155,7 @@ def test_answers_that_wait_to_be_taken_are_bounded(node: RunningNode, wire: flig
     accepted = node.run(node.broker.send(pa.RecordBatch.from_pydict({"topic": ["taken"], "body": [b"x"]})))
     ticket = {"read": "log", "from_seq": accepted.first_seq, "to_seq": accepted.first_seq + 1}
     answers = edge_of(node)._answers
-    assert answers.take(ANSWERS_BYTES_MAX, 0)
+    assert answers.reserve(ANSWERS_BYTES_MAX, 0)
     try:
         with pytest.raises(flight.FlightServerError, match="wait to be taken") as caught:
             get(wire, **ticket)

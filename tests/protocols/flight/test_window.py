@@ -43,10 +43,10 @@ def test_answers_come_in_the_order_of_the_batches(order: list[int]) -> None:
     for index in order:
         slots[index].settle(b"%d" % index)
         if slots and not any(slot.answer is None for slot in slots[: len(taken) + 1]):
-            taken += window.take()
+            taken += window.pop_answers()
     assert taken == [b"%d" % index for index in range(len(order))]
     window.finish()
-    assert window.take() == []
+    assert window.pop_answers() == []
     assert budget.held_bytes == 0
 
 
@@ -57,7 +57,7 @@ def test_a_full_window_waits_until_an_answer_is_taken() -> None:
     assert not third.ended(0.05)
     first.settle(b"1")
     assert not third.ended(0.05)  # settled, but its client has not had the answer
-    assert window.take() == [b"1"]
+    assert window.pop_answers() == [b"1"]
     assert third.ended() and isinstance(third.outcome, Slot)
 
 
@@ -96,7 +96,7 @@ def test_abort_frees_everyone(blocked_by: str) -> None:
     budget = Budget(bytes_max=10)
     window = Window(budget, batches_max=1) if blocked_by == "window" else Window(budget)
     slot = entered(window, 10 if blocked_by == "budget" else 1)
-    entering, taking = Waiting(lambda: window.enter(1)), Waiting(window.take)
+    entering, taking = Waiting(lambda: window.enter(1)), Waiting(window.pop_answers)
     emptying = Waiting(lambda: window.wait_empty(BOUND_S))
     assert not entering.ended(0.05) and not taking.ended(0.05)
     window.abort()
@@ -113,8 +113,8 @@ def test_finish_lets_the_last_answers_out() -> None:
     window.finish()
     assert not window.wait_empty(0.01)
     slot.settle(b"last")
-    assert window.take() == [b"last"]
-    assert window.take() == []
+    assert window.pop_answers() == [b"last"]
+    assert window.pop_answers() == []
     assert window.wait_empty(0.01)
 
 

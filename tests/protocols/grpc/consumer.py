@@ -12,6 +12,7 @@ from tests.protocols.grpc.wire import consumer_settings, d, receive_request, s
 
 from timeball.protocols.grpc.calls import CLIENT_ID, Call
 from timeball.protocols.grpc.edge import GrpcEdge
+from timeball.protocols.grpc.session import settle
 
 GROUP, TOPIC, CLIENT = "g", "orders", "client-1"
 MINUTE_MS = 60_000
@@ -28,7 +29,8 @@ class Consumer:
 
     def connect(self, group: str = GROUP) -> None:
         """As its settings make it known."""
-        self.edge.site.clients.settle(self.name, consumer_settings(group), self.edge.site.monotonic_ms())
+        context = self.edge.context
+        settle(context.sessions, self.name, consumer_settings(group), context.monotonic_ms())
 
     async def send(self, count: int = 1, queues: int = 2, **columns: object) -> None:
         await self.world.broker.create_topic(TOPIC, queues)
@@ -39,7 +41,7 @@ class Consumer:
 
     async def receive(self, group: str = GROUP, topic: str = TOPIC, **fields: Any) -> list[d.Message]:
         """The messages; waits for none unless told so. The topic is made before, as an operator would."""
-        if self.world.broker.parts.topics.find(topic) is None:
+        if self.world.broker.parts.topics.find_topic(topic) is None:
             await self.world.broker.create_topic(topic, 1 if topic.startswith("%") else 2)
         found = await self.responses(
             "ReceiveMessage", receive_request(group, topic, **{"wait_ms": 0, **fields})
@@ -87,16 +89,16 @@ class Consumer:
 
     async def pass_time(self, ms: int = MINUTE_MS) -> None:
         """Time passes, and what is due then has come back."""
-        self.world.broker.popper.wake()
+        self.world.broker.consuming.wake()
         await self.world.advance(ms)
-        self.world.broker.popper.wake()
-        windows = self.world.broker.popper.windows
+        self.world.broker.consuming.wake()
+        leases = self.world.broker.consuming.leases
         await self.world.until(
             lambda: (
                 not any(
                     held.deadline_ms <= self.world.clock.wall
-                    for w in windows.all()
-                    for held in w.held.values()
+                    for w in leases.all()
+                    for held in w.in_flight.values()
                 )
             ),
             "it has come back",

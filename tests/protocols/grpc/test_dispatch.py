@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from timeball.errors import OverLimit
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc._generated.service_pb2 import (
     AckMessageRequest,
@@ -17,9 +18,8 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     ReceiveMessageRequest,
     ReceiveMessageResponse,
 )
-from timeball.protocols.grpc.calls import Call, Handlers
-from timeball.protocols.grpc.codec.statuses import Refused, ok
-from timeball.protocols.grpc.dispatch import METHODS, Dispatch
+from timeball.protocols.grpc.calls import OK, Call, Handlers
+from timeball.protocols.grpc.server import METHODS, Dispatch
 
 CALL = Call({})
 
@@ -40,7 +40,7 @@ def all_of(room: Dispatch, name: str = "ReceiveMessage") -> list[Any]:
 
 
 async def done(call: Call, request: AckMessageRequest) -> AckMessageResponse:
-    return AckMessageResponse(status=ok())
+    return AckMessageResponse(status=OK)
 
 
 def raising(error: Exception) -> Any:
@@ -83,7 +83,7 @@ def test_an_error_of_ours_is_not_logged(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_failure_is_the_last_of_a_stream() -> None:
     async def handler(call: Call, request: Any) -> AsyncIterator[ReceiveMessageResponse]:
-        yield ReceiveMessageResponse(status=ok())
+        yield ReceiveMessageResponse(status=OK)
         raise Refused(Code.TOPIC_NOT_FOUND, "gone")
 
     found = all_of(dispatch({"ReceiveMessage": handler}))
@@ -110,8 +110,8 @@ def test_a_stream_that_nobody_reads_any_more_is_ended_at_once() -> None:
 
     async def handler(call: Call, request: Any) -> AsyncIterator[ReceiveMessageResponse]:
         try:
-            yield ReceiveMessageResponse(status=ok())
-            yield ReceiveMessageResponse(status=ok())
+            yield ReceiveMessageResponse(status=OK)
+            yield ReceiveMessageResponse(status=OK)
         finally:
             ended.append(True)
 

@@ -13,7 +13,7 @@ from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
 from timeball.clock import ManualClock
 from timeball.protocols.grpc import edge
-from timeball.protocols.grpc.dispatch import METHODS
+from timeball.protocols.grpc.server import METHODS
 
 NOT_THERE = {"SyncLiteSubscription"}
 
@@ -53,7 +53,7 @@ def test_a_consumer_that_is_killed_is_missed_and_what_it_had_comes_again(
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node, "living") as living:
         assert node.node.grpc is not None
-        clients = node.node.grpc.site.clients
+        clients = node.node.grpc.context.sessions
         node.run(node.broker.send(batch(1, unique_key=["id-1"])))
         killed = Wire.to(node, "killed")
         killed.telemetry(consumer_settings("g", d.ClientType.PUSH_CONSUMER))
@@ -72,8 +72,8 @@ def test_a_consumer_that_is_killed_is_missed_and_what_it_had_comes_again(
 
             return look
 
-        eventually(beat_until(lambda: clients.find("killed") is None), "it is missed")
-        assert clients.find("living") is not None
+        eventually(beat_until(lambda: clients.get("killed") is None), "it is missed")
+        assert clients.get("living") is not None
         back: list[d.Message] = []
         eventually(
             beat_until(lambda: back.extend(living.receive("g", "orders", wait_ms=0)) or back), "it is back"

@@ -19,8 +19,9 @@ from tests.bounds import BOUND_S
 from tests.protocols.grpc.consumer import GROUP, TOPIC, Consumer, resource, with_consumer
 from tests.protocols.grpc.wire import consumer_settings, d
 
-from timeball.protocols.grpc.codec.statuses import Refused
-from timeball.protocols.grpc.dispatch import METHODS, Method
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.grpc.server import METHODS, Method
+from timeball.protocols.grpc.session import settle
 
 CALLS = 150  # of each seed
 DEPTH_MAX = 5
@@ -149,14 +150,14 @@ def test_any_settings_are_taken_or_refused() -> None:
 
     @with_consumer()
     async def check(consumer: Consumer) -> None:
-        clients = consumer.edge.site.clients
+        clients = consumer.edge.context.sessions
         for _ in range(200):
             try:
-                clients.settle("a", maker.message(d.Settings), 0)
-                clients.settle("a", consumer_settings(GROUP), 1)
+                settle(clients, "a", maker.message(d.Settings), 0)
+                settle(clients, "a", consumer_settings(GROUP), 1)
             except Refused:
-                assert clients.find("a") is None
-            clients.gone("a")
-            assert not clients._publish
+                assert clients.get("a") is None
+            clients.remove("a")
+            assert not clients.produced()
 
     check()

@@ -19,7 +19,7 @@ from tests.crash.world import World
 from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, consumer_of
 from tests.protocols.grpc.wire import d, receive_request
 
-from timeball.broker.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.protocols.grpc.edge import GrpcEdge
 
 STEPS = 120
@@ -29,7 +29,7 @@ POLICY = RetryPolicy(customized_retry_policy=CustomizedRetry([1_000, 2_000, 20_0
 
 
 @dataclass
-class Held:
+class Lease:
     """A message in a hand. `due_ms` None: for as long as its client is there, since it is renewed."""
 
     message: d.Message
@@ -42,7 +42,7 @@ class Model:
     """What must be so."""
 
     waiting: set[str] = field(default_factory=set)
-    held: dict[str, Held] = field(default_factory=dict)
+    in_flight: dict[str, Lease] = field(default_factory=dict)
     stale: list[d.Message] = field(default_factory=list)  # handles that are not valid any more
     acknowledged: set[str] = field(default_factory=set)
     tried: dict[str, int] = field(default_factory=dict)
@@ -54,10 +54,10 @@ class Model:
         self.waiting.discard(key)
         self.tried[key] = self.tried.get(key, 0) + 1
         assert message.system_properties.delivery_attempt == self.tried[key]
-        self.held[key] = Held(message, consumer, due_ms)
+        self.in_flight[key] = Lease(message, consumer, due_ms)
 
     def come_back(self, key: str, *, counts: bool = True) -> None:
-        self.stale.append(self.held.pop(key).message)
+        self.stale.append(self.in_flight.pop(key).message)
         if not counts:
             self.tried[key] -= 1
         if self.tried[key] >= ATTEMPTS_MAX:
@@ -75,7 +75,6 @@ class Life:
         self.edges = [consumer.edge]
         self.count = 0
         self.suspended: dict[str, bool] = {}  # held, and whether this handing out is no attempt
-        self.unanswerable: set[str] = set()  # their client has gone
 
     async def begin(self) -> None:
         self.world.broker.parts.groups.update(
@@ -111,8 +110,8 @@ class Life:
         await responses.aclose()
         await self.quiet()
 
-    def _one(self) -> tuple[str, Held] | None:
-        held = sorted(self.model.held.items())
+    def _one(self) -> tuple[str, Lease] | None:
+        held = sorted(self.model.in_flight.items())
         return self.random.choice(held) if held else None
 
     async def ack(self) -> None:
@@ -120,7 +119,7 @@ class Life:
             key, held = chosen
             response = await held.consumer.ack(held.message)
             assert response.status.code == d.Code.OK, (key, response)
-            self.model.stale.append(self.model.held.pop(key).message)
+            self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.acknowledged.add(key)
 
     async def ack_stale(self) -> None:
@@ -134,10 +133,7 @@ class Life:
             ms, suspend = self.random.choice([0, 10, 1_000, 9_000, 90_000]), self.random.random() < 0.3
             response = await held.consumer.change(held.message, ms, suspend=suspend)
             assert response.status.code == d.Code.OK, (key, response)
-            old = d.Message()
-            old.CopyFrom(held.message)
-            held.message.system_properties.receipt_handle = response.receipt_handle
-            self.model.stale.append(old)
+            assert response.receipt_handle == held.message.system_properties.receipt_handle
             held.due_ms = self.world.clock.wall + ms
             self.suspended[key] = suspend
             await self.pass_time(0)
@@ -146,40 +142,36 @@ class Life:
         if self.random.random() < 0.3 and (chosen := self._one()) is not None:
             key, held = chosen
             assert await held.consumer.dead_letter(held.message) == d.Code.OK
-            self.model.stale.append(self.model.held.pop(key).message)
+            self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.dead.add(key)
 
     async def go(self) -> None:
         """A client says good-bye: what was renewed for it comes back by the group's policy. The client comes again."""
         consumer = self.random.choice(self.consumers)
-        consumer.edge.site.clients.gone(consumer.name)
+        consumer.edge.context.sessions.remove(consumer.name)
         await self.quiet()
-        for key, held in list(self.model.held.items()):
+        for held in self.model.in_flight.values():
             if held.consumer is consumer and held.due_ms is None:
-                pause_ms = 20_000  # the policy's: RocketMQ begins with the third of its list
-                held.due_ms = self.world.clock.wall + pause_ms
-                self.model.stale.append(held.message)
-                held.message = d.Message()  # nobody can answer it
-                self.unanswerable.add(key)
+                # The policy's pause: RocketMQ begins with the third of its list. Until then its handle is good.
+                held.due_ms = self.world.clock.wall + 20_000
         consumer.connect()
 
     async def pass_time(self, ms: int | None = None) -> None:
         steps = self.random.choice([1, 1, 3, 15]) if ms is None else 1
         for _ in range(steps):
             await self.consumers[0].pass_time(STEP_MS if ms is None else ms)
-            await asyncio.gather(*self.edges[-1]._renewals.look())
+            await asyncio.gather(*self.edges[-1]._renewals.start_due())
             now_ms = self.world.clock.wall
-            for key, held in list(self.model.held.items()):
+            for key, held in list(self.model.in_flight.items()):
                 if held.due_ms is not None and held.due_ms <= now_ms:
-                    self.unanswerable.discard(key)
                     self.model.come_back(key, counts=not self.suspended.pop(key, False))
 
     async def restart(self) -> None:
         if self.random.random() < 0.3:
             await self.quiet()
-            for held in self.model.held.values():
+            for held in self.model.in_flight.values():
                 if held.due_ms is None:
-                    return  # what was renewed would be lost to its first handle: documented, not modelled
+                    return  # nothing is renewed after a restart, and its end is not known here
             await self.edges[-1].close()
             await self.world.restart()
             self.edges.append(GrpcEdge(self.world.broker))
@@ -190,13 +182,13 @@ class Life:
     async def quiet(self) -> None:
         """What goes on behind the calls is done."""
         edge = self.edges[-1]
-        await asyncio.gather(*self.world.broker.receiving._tasks, *edge._renewals._tasks)
+        await asyncio.gather(*self.world.broker.consuming._tasks, *edge._renewals._tasks)
         await self.pass_time(0)
 
     async def end(self) -> None:
         """Everybody goes, and one consumer takes what is left."""
         for consumer in self.consumers:
-            consumer.edge.site.clients.gone(consumer.name)
+            consumer.edge.context.sessions.remove(consumer.name)
         last = self.consumers[0]
         seen: list[str] = []
         for _ in range(4 * ATTEMPTS_MAX):
@@ -222,10 +214,7 @@ async def live(world: World, seed: int) -> Life:
         life = Life(world, consumer, seed)
         await life.begin()
         for _ in range(STEPS):
-            doing = life.random.choice(DOINGS)
-            if life.unanswerable and doing in ("ack", "change", "dead_letter"):
-                doing = "pass_time"
-            await getattr(life, doing)()
+            await getattr(life, life.random.choice(DOINGS))()
         await life.end()
         await life.edges[-1].close()
         return life
@@ -253,14 +242,16 @@ async def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _break(world: World, breach: str) -> None:
-    receiving = world.broker.receiving
+    engine = world.broker.consuming
     if breach == "acknowledged, and nothing settled":
-        receiving.acknowledge = _says_yes
+        engine.acknowledge = _says_yes
     elif breach == "not renewed":
-        change = receiving.change
-        receiving.change = lambda receipt, ms, **how: change(receipt, ms, **how) if how else _nothing()
+        change = engine.change_invisible_time
+        engine.change_invisible_time = lambda receipt, ms, **how: (
+            change(receipt, ms, **how) if how else _nothing()
+        )
     else:
-        receiving.give_back = _nothing
+        engine.give_back = _nothing
 
 
 @pytest.mark.parametrize("breach", ["acknowledged, and nothing settled", "not renewed", "not given back"])

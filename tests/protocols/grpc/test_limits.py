@@ -10,11 +10,11 @@ from tests.certificates import certificate
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, producer_settings, s
 
-from timeball.protocols.grpc.clients import STREAMS_PER_CLIENT_MAX
 from timeball.protocols.grpc.edge import GrpcEdge
-from timeball.protocols.grpc.server import CALLS_PER_CONNECTION_MAX, MESSAGE_BYTES_MAX, OPTIONS, Server
+from timeball.protocols.grpc.server import CALLS_PER_CONNECTION_MAX, OPTIONS, REQUEST_BYTES_MAX, Server
+from timeball.protocols.grpc.session import STREAMS_PER_CLIENT_MAX
 
-LARGE = d.Message(topic=d.Resource(name="orders"), body=bytes(16 * MESSAGE_BYTES_MAX))
+LARGE = d.Message(topic=d.Resource(name="orders"), body=bytes(16 * REQUEST_BYTES_MAX))
 HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
 
 

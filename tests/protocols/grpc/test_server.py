@@ -11,7 +11,7 @@ from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
 from timeball.errors import SetupError
-from timeball.protocols.grpc.server import HEADERS_BYTES_MAX, MESSAGE_BYTES_MAX, peer_host
+from timeball.protocols.grpc.server import HEADERS_BYTES_MAX, REQUEST_BYTES_MAX, peer_host
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def still_answers(node: RunningNode) -> None:
 
 
 def test_a_request_has_a_bound(node: RunningNode, wire: Wire) -> None:
-    large = s.SendMessageRequest(messages=[d.Message(body=bytes(MESSAGE_BYTES_MAX + 1))])
+    large = s.SendMessageRequest(messages=[d.Message(body=bytes(REQUEST_BYTES_MAX + 1))])
     assert failed(wire, large) == grpc.StatusCode.RESOURCE_EXHAUSTED
     still_answers(node)
 

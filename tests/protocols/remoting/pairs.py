@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 from typing import Any
 
 from tests.bounds import BOUND_S
 
 from timeball.broker.service import Broker
-from timeball.protocols.remoting.calls import Call, Handlers
-from timeball.protocols.remoting.clients import Clients
+from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext
 from timeball.protocols.remoting.codec.frame import Command, Splitter, decode
-from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.connection import EXPIRY_MS, Connection
 from timeball.protocols.remoting.dispatch import failure
-from timeball.protocols.remoting.site import Site
+from timeball.protocols.sessions import EdgeContext, Sessions
 
 
-def site_of(broker: Broker) -> Site:
-    return Site(
-        broker=broker,
-        clients=Clients(),
-        broker_name="timeball",
-        cluster_name="DefaultCluster",
-        advertise="10.0.0.1:10911",
-        remoting_port=10911,
-    )
+def context_of(broker: Broker) -> RemotingContext:
+    settings = dataclasses.replace(broker.parts.settings, advertise="10.0.0.1:10911")
+    return EdgeContext(settings, broker, Sessions(EXPIRY_MS), 10911)
 
 
 class Pair:

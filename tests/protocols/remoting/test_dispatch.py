@@ -9,7 +9,8 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.wire import Wire
 
 from timeball.errors import InvalidMessage, OverLimit
-from timeball.protocols.remoting.calls import Call, Refused, Reply
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.dispatch import Dispatch
 

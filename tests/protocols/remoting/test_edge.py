@@ -16,7 +16,7 @@ from tests.protocols.remoting.wire import Wire
 from timeball.errors import SetupError
 from timeball.protocols.remoting import edge
 from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.protocols.remoting.codec.send_header import SEND_CODES
+from timeball.protocols.remoting.codec.sends import SEND_CODES
 
 
 def test_a_taken_port_names_its_option_and_leaves_nothing_open(tmp_path: Path) -> None:
@@ -44,6 +44,12 @@ def test_stopping_closes_connections(tmp_path: Path) -> None:
     running.stop()
     assert wire.is_closed()
     wire.close()
+
+
+def test_what_is_answered_is_rocketmqs(tmp_path: Path) -> None:
+    with running_node(tmp_path) as node:
+        assert node.node.remoting is not None
+        assert node.node.remoting._dispatch._handlers.keys() <= set(RequestCode)
 
 
 def test_a_client_that_takes_nothing_does_not_hold_up_a_stop(

@@ -10,11 +10,10 @@ import pytest
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.remoting.wire import Wire
 
-from timeball.protocols.remoting import flow
+from timeball.protocols.remoting import connection as module
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, encode
-from timeball.protocols.remoting.connection import Connection
-from timeball.protocols.remoting.flow import Room
+from timeball.protocols.remoting.connection import Connection, Room
 
 MIB = 1024 * 1024
 OTHER = "127.0.0.2"
@@ -92,13 +91,13 @@ def test_who_waits_for_room_is_not_blamed_for_it(node: RunningNode, monkeypatch:
 
 
 def test_too_many_without_room_are_refused(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "WAITING_MAX", 2)
+    monkeypatch.setattr(module, "WAITING_MAX", 2)
     room, data = small(node, 4 * MIB), send_frame()
     with wires(node, 6) as strangers:
         for wire in strangers:
             wire.send_bytes(data[: 300 * 1024])
-        eventually(lambda: len(connections(node)) == 3, "three are closed")
-        assert room.received.waiting == 2
+        # All six are open before three are closed, and on the way there are three as well.
+        eventually(lambda: room.received.waiting == 2 and len(connections(node)) == 3, "three are closed")
 
 
 def test_a_large_send_counts_until_it_is_answered_or_refused(node: RunningNode) -> None:
@@ -154,14 +153,14 @@ def test_who_has_many_answers_to_take_is_not_read_from_until_then(node: RunningN
         [connection] = connections(node)
 
         async def write() -> bool:
-            connection.write(bytes(flow.UNREAD_HIGH_BYTES + 8 * MIB))
+            connection.write(bytes(module.UNREAD_HIGH_BYTES + 8 * MIB))
             return connection.flow._is_slow
 
         assert node.run(write())
         wire.send_bytes(
             encode(Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"}))
         )
-        left = flow.UNREAD_HIGH_BYTES + 8 * MIB
+        left = module.UNREAD_HIGH_BYTES + 8 * MIB
         wire._socket.settimeout(30)
         while left > 0:
             left -= len(wire._socket.recv(min(left, MIB)))

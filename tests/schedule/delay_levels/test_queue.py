@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.log.queue_index import QueueIndexes
-from timeball.schedule.delay_levels import queue as queue_module
+from timeball.schedule import columns
 from timeball.schedule.delay_levels.queue import LevelQueue
+from timeball.schedule.outcomes import Outcomes
 
 WAIT_MS = 100
 FAR_MS = 1 << 40
@@ -28,7 +29,7 @@ def queue_of(dues: list[int], duration_ms: int | None = WAIT_MS, first_seq: int 
 
 
 def stretches(queue: LevelQueue) -> list[tuple[int, int, bool]]:
-    return [(s.next, s.end, s.at_once) for s in queue.stretches]
+    return [(s.next, s.end, s.at_once_ms is not None) for s in queue.stretches]
 
 
 DUES = st.lists(st.integers(0, 50), min_size=1, max_size=40)
@@ -42,57 +43,55 @@ def test_stretches_are_sorted_and_are_the_queue(dues: list[int]) -> None:
         assert stretch.next == ends[-1] and stretch.end > stretch.next
         part = dues[stretch.next : stretch.end]
         assert part == sorted(part)
-        assert (stretch.head, stretch.last_ms) == ((part[0], 10 + 3 * stretch.next), part[-1])
+        assert (stretch.head_ms, stretch.last_ms) == (part[0], part[-1])
         ends.append(stretch.end)
     assert ends[-1] == len(dues)
     assert len(queue.stretches) == 1 + sum(b < a for a, b in pairwise(dues))
-    assert queue.head(0) == min((due, 10 + 3 * at) for at, due in enumerate(dues))
+    assert queue.first_due_ms() == min(dues)
 
 
-@given(DUES, st.lists(st.integers(1, 7), max_size=10))
-def test_arrivals_join_the_last_stretch_or_begin_another(dues: list[int], cuts: list[int]) -> None:
-    whole, grown = queue_of(dues), queue_of(dues)
-    grown.stretches = []
-    begin = 0
+@given(DUES, st.lists(st.integers(1, 7), max_size=10), st.integers(-1, 51))
+def test_arrivals_are_opened_at_once_or_join_the_last_stretch_or_begin_another(
+    dues: list[int], cuts: list[int], near_ms: int
+) -> None:
+    queue, index = queue_of([]), QueueIndexes(CrashFiles()).queue("t", 0)
+    queue.index, opened, begin = index, 0, 0
     for step in [*cuts, len(dues)]:
         part = np.array(dues[begin : begin + step], np.int64)
-        if len(part):
-            grown.extend(begin, part, 10 + 3 * np.arange(begin, begin + len(part)))
-        begin += step
-    assert stretches(grown) == stretches(whole)
+        seq = 10 + 3 * np.arange(begin, begin + len(part))
+        index.append(seq, np.full(len(part), 91), part)
+        begin += len(part)
+        near = queue.add_new(near_ms)
+        assert (near is None or not near.tolist()) or near.tolist() == [
+            10 + 3 * at for at in range(opened, opened + len(near))
+        ]
+        opened += 0 if near is None else len(near)
+    assert all(due <= near_ms for due in dues[:opened]), "only what is near"
+    assert opened == len(dues) or dues[opened] > near_ms, "and all of it that nothing waits before"
+    whole = queue_of(dues[opened:])
+    assert stretches(queue) == [(b + opened, e + opened, once) for b, e, once in stretches(whole)]
 
 
-@given(DUES, st.integers(-1, 51), st.integers(1, 50), st.sampled_from([1, 3, 4_096]))
-def test_what_is_picked_is_due_in_order_and_no_more_than_asked_for(
+@given(DUES, st.integers(0, 52), st.integers(1, 50), st.sampled_from([1, 3, 4_096]))
+def test_what_is_opened_is_due_in_order_and_no_more_than_asked_for(
     dues: list[int], until_ms: int, rows_max: int, probe: int
 ) -> None:
     queue = queue_of(dues)
-    before = stretches(queue)
-    was, queue_module.PROBE = queue_module.PROBE, probe
-    try:
-        picked = queue.pick(until_ms, 0, rows_max)
-    finally:
-        queue_module.PROBE = was
-    assert stretches(queue) == before, "it stays where it is"
-    expected = []
-    for begin, end, _ in before:
-        due = [at for at in range(begin, end) if dues[at] <= until_ms][:rows_max]
+    expected, left = [], []
+    for begin, end, _ in stretches(queue):
+        due = [at for at in range(begin, end) if dues[at] < until_ms][:rows_max]
         if due:
             expected.append(([dues[at] for at in due], [10 + 3 * at for at in due]))
-    assert [(p.due.tolist(), p.seq.tolist()) for p in picked] == expected
-
-
-@given(DUES, st.data())
-def test_what_is_taken_is_gone_and_the_rest_is_not(dues: list[int], data: st.DataObject) -> None:
-    queue, left = queue_of(dues), set(range(len(dues)))
-    while queue.stretches:
-        stretch = data.draw(st.sampled_from(queue.stretches))
-        count = data.draw(st.integers(1, stretch.end - stretch.next))
-        first = queue.take(stretch, count)
-        assert left >= set(range(first, first + count))
-        left -= set(range(first, first + count))
-        assert queue.head(0) == min(((dues[at], 10 + 3 * at) for at in left), default=None)
-    assert not left
+        if begin + len(due) < end:
+            left.append((begin + len(due), end, False))
+    was, columns.PROBE = columns.PROBE, probe
+    try:
+        found = queue.open(until_ms, rows_max)
+    finally:
+        columns.PROBE = was
+    assert [(due.tolist(), seq.tolist()) for _, due, seq in found] == expected
+    assert stretches(queue) == left
+    assert queue.first_due_ms() == min((dues[begin] for begin, _, _ in left), default=None)
 
 
 @given(DUES, st.integers(0, 40), st.lists(st.integers(0, 140), max_size=12))
@@ -100,8 +99,8 @@ def test_rows_are_found_by_number_from_the_offset_on(dues: list[int], low: int, 
     queue = queue_of(dues)
     queue.low = min(low, len(dues))
     seqs = [10 + 3 * at for at in range(len(dues))]
-    expected = [seqs.index(seq) if seq in seqs[queue.low :] else -1 for seq in wanted]
-    assert queue.find(np.array(wanted, np.int64)).tolist() == expected
+    expected = [dues[seqs.index(seq)] if seq in seqs[queue.low :] else -1 for seq in wanted]
+    assert queue.find_entries(np.array(wanted, np.int64)).tolist() == expected
 
 
 @given(dues=st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), now_ms=st.integers(0, 500))
@@ -111,31 +110,31 @@ def test_what_is_further_away_than_the_level_is_long_counts_as_due(dues: list[in
     far = [at for at, due in enumerate(dues) if due > now_ms + WAIT_MS]
     picked = {
         seq: due
-        for part in queue.pick(now_ms, now_ms, 1_000)
-        for due, seq in zip(part.due.tolist(), part.seq.tolist(), strict=True)
+        for released, _, seqs in queue.open(now_ms + 1, 1_000)
+        for due, seq in zip(released.tolist(), seqs.tolist(), strict=True)
     }
     assert picked == {
         10 + 3 * at: due if at not in far else now_ms
         for at, due in enumerate(dues)
         if due <= now_ms or at in far
     }
-    queue.notice_set_back(now_ms)
-    assert sum(end - begin for begin, end, _ in stretches(queue)) == len(dues)
 
 
 def test_what_comes_after_a_step_of_the_clock_waits_as_long_as_any() -> None:
     queue = queue_of([1_000, 1_001])
     queue.notice_set_back(10)
+    queue.notice_set_back(10)
     assert stretches(queue) == [(0, 2, True)]
-    queue.extend(2, np.array([110, 1_200], np.int64), np.array([90, 91]))
+    queue.index.append(np.array([90, 91]), np.full(2, 91), np.array([110, 1_200]))
+    queue.add_new(0)
     assert stretches(queue) == [(0, 2, True), (2, 4, False)]
 
 
 def test_a_level_that_is_no_more_is_kept_to_the_instant() -> None:
     queue = queue_of([FAR_MS], duration_ms=None)
     queue.notice_set_back(0)
-    assert queue.pick(FAR_MS - 1, 0, 9) == []
-    assert queue.pick(FAR_MS, 0, 9)[0].due.tolist() == [FAR_MS]
+    assert queue.open(FAR_MS, 9) == []
+    assert queue.open(FAR_MS + 1, 9)[0][0].tolist() == [FAR_MS]
 
 
 def test_a_table_that_got_shorter_makes_nobody_wait_less() -> None:
@@ -147,8 +146,22 @@ def test_a_table_that_got_shorter_makes_nobody_wait_less() -> None:
 
 def test_the_oldest_row_that_is_waited_for() -> None:
     queue = queue_of([5, 6])
-    assert (queue.first_waiting_seq, queue.waiting_rows) == (10, 2)
+    assert (queue.needed_seq(), queue.waiting_rows) == (10, 2)
     queue.low = 1
-    assert (queue.first_waiting_seq, queue.waiting_rows) == (13, 1)
+    assert (queue.needed_seq(), queue.waiting_rows) == (13, 1)
     queue.low = 2
-    assert (queue.first_waiting_seq, queue.waiting_rows) == (None, 0)
+    assert (queue.needed_seq(), queue.waiting_rows) == (None, 0)
+
+
+def test_the_offset_passes_what_is_settled_and_waits_for_the_oldest() -> None:
+    queue, outcomes = queue_of([5, 6, 7, 8]), Outcomes()
+    queue.open(8, 9)
+    outcomes.add_settled(np.array([6, 7]), np.array([13, 16]))
+    queue.advance(outcomes)
+    assert queue.low == 0
+    outcomes.add_settled(np.array([5, 8]), np.array([10, 19]))
+    queue.advance(outcomes)
+    assert queue.low == 3, "what has not been opened is not asked for"
+    queue.open(9, 9)
+    queue.advance(outcomes)
+    assert queue.low == 4

@@ -10,26 +10,19 @@ from tests.crash_files import CrashFiles
 from tests.schedule.table_files import table_rows
 
 from timeball import limits
-from timeball.broker.compacting import write_files
+from timeball.broker.tables.compact import write_files
 from timeball.message import READ_SCHEMA, Int64Array, Kind
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log import pending
-from timeball.schedule.hour_log.pending import (
-    OPEN_MS,
-    PendingFiles,
-    bounded_window,
-    close_far,
-    is_far,
-    load,
-    survey,
-)
-from timeball.schedule.hour_log.placement import FIRST
+from timeball.schedule.hour_log.pending import OPEN_MS, PendingFiles, close_far, load, survey
+from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
 
 Pair = tuple[int, int]
 
 NOW_MS = 1_700_000_000_000
-LAST = (1 << 62, 0)
+FIRST, LAST = (-(1 << 62), 0), (1 << 62, 0)
 # Hours, days and months away, and several for one instant: few rows, many files.
 DUES = st.lists(
     st.one_of(st.integers(0, 50), st.integers(0, 100 * limits.DAY_MS)).map(lambda ms: NOW_MS + ms),
@@ -38,7 +31,6 @@ DUES = st.lists(
 )
 NEAR_DUES = st.lists(st.integers(NOW_MS, NOW_MS + 40), min_size=1, max_size=25)
 BATCHES = st.lists(DUES, min_size=1, max_size=3)
-POSITIONS = st.tuples(DUES.map(lambda dues: dues[0]), st.integers(0, 80))
 
 
 def write(files: CrashFiles, dues: list[int], first_seq: int = 0) -> list[FileEntry]:
@@ -58,31 +50,38 @@ def listed(columns: tuple[Int64Array, Int64Array]) -> list[Pair]:
     return list(zip(columns[0].tolist(), columns[1].tolist(), strict=True))
 
 
-@given(BATCHES, POSITIONS, POSITIONS)
-def test_what_is_near_holds_every_row_of_the_window(batches: list[list[int]], low: Pair, high: Pair) -> None:
-    low, high = sorted((low, high))
-    live, pairs = table(batches)
-    wanted = [pair for pair in pairs if low <= pair < high]
-    near, bound = live.near(low, high)
-    assert bound == high, "few files are not too many"
-    found = survey(near, low, high)
-    assert (found.high, listed((found.due_ms, found.seq))) == (high, wanted)
-    rows = load(near, low, high)
-    if rows is None:
-        assert not wanted
-    else:
-        assert sorted(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True)) == wanted
+def opened(live: PendingFiles, until_ms: int) -> list[Pair]:
+    """One opening, as the backlog makes it."""
+    files, until_ms = live.to_open(until_ms)
+    window = survey(files, until_ms)
+    live.opened(window.next_ms)
+    return sorted(listed((window.due_ms, window.seq)))
 
 
-@given(BATCHES, st.integers(NOW_MS - 1, NOW_MS + 101 * limits.DAY_MS))
-def test_the_next_instant_is_never_after_the_first_row(batches: list[list[int]], from_ms: int) -> None:
+@given(BATCHES, DUES)
+def test_what_is_opened_is_every_row_before_an_instant_and_once(
+    batches: list[list[int]], untils: list[int]
+) -> None:
     live, pairs = table(batches)
-    ahead = [due for due, _ in pairs if due >= from_ms]
-    answer = live.next_due_ms(from_ms)
-    if answer is None:
-        assert not ahead
-    else:
-        assert from_ms <= answer <= min(ahead)
+    seen: list[Pair] = []
+    for until_ms in sorted(untils):
+        found = opened(live, until_ms)
+        assert found == [pair for pair in pairs if pair[0] < until_ms and pair not in seen]
+        seen += found
+        left = [due for due, _ in pairs if due >= until_ms]
+        assert not left or live.first_due_ms <= min(left)
+
+
+@given(BATCHES, st.integers(0, 5), st.integers(1, 40 * limits.DAY_MS))
+def test_rows_of_a_window_are_loaded(batches: list[list[int]], first: int, width_ms: int) -> None:
+    live, pairs = table(batches)
+    low = pairs[min(first, len(pairs) - 1)]
+    high = (low[0] + width_ms, 0)
+    rows = load(live.over(low[0], high[0]), low, high)
+    assert rows is not None
+    assert sorted(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True)) == [
+        pair for pair in pairs if low <= pair < high
+    ]
 
 
 @given(BATCHES, st.integers(NOW_MS - 1, NOW_MS + 101 * limits.DAY_MS))
@@ -102,17 +101,13 @@ def test_a_window_is_bounded_and_moves(batches: list[list[int]], rows_max: int) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pending, "WINDOW_ROWS_MAX", rows_max)
         seen: list[Pair] = []
-        low = (NOW_MS - 1, 0)
         for _ in range(1_000):
-            high = bounded_window(live.all(), low, LAST)
-            assert low < high <= LAST
-            found = survey(live.all(), low, LAST)
-            assert found.high == high
-            seen += listed((found.due_ms, found.seq))
-            if high == LAST:
+            if live.first_due_ms == FAR_MS:
                 break
-            low = high
-    assert seen == pairs
+            before_ms = live.first_due_ms
+            seen += opened(live, NOW_MS + 1_000)
+            assert live.first_due_ms > before_ms
+    assert sorted(seen) == pairs
 
 
 @given(BATCHES, st.integers(1, 6), st.integers(1, 40 * limits.DAY_MS))
@@ -122,21 +117,16 @@ def test_a_walk_through_a_few_files_at_a_time_finds_every_row(
     """And what has been learnt on the way hides nothing: it says when to look again, exactly."""
     live, pairs = table(batches)
     seen: list[Pair] = []
-    low = FIRST
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pending, "WINDOW_FILES_MAX", files_max)
-        while (upcoming := live.next_due_ms(low[0])) is not None:
-            left = [pair for pair in pairs if pair >= low]
+        while (upcoming := live.first_due_ms) < FAR_MS:
+            files, until_ms = live.to_open(upcoming + step_ms)
+            assert upcoming < until_ms <= upcoming + step_ms
+            assert len(files) <= files_max or until_ms == upcoming + 1, "only those of one instant are more"
+            left = [pair for pair in pairs if pair not in seen]
             assert not left or upcoming <= left[0][0]
-            near, high = live.near(low, (upcoming + step_ms, 0))
-            assert low < high <= (upcoming + step_ms, 0)
-            assert len(near) <= files_max or high[0] == upcoming + 1, "only those of one instant are more"
-            found = survey(near, low, high)
-            here = listed((found.due_ms, found.seq))
-            assert here == [pair for pair in pairs if low <= pair < found.high]
-            live.learn(found.next_due_ms)
-            seen, low = seen + here, found.high
-    assert seen == pairs
+            seen += opened(live, upcoming + step_ms)
+    assert sorted(seen) == pairs
 
 
 def test_a_file_with_few_rows_is_looked_into_for_each_and_no_more() -> None:
@@ -144,25 +134,39 @@ def test_a_file_with_few_rows_is_looked_into_for_each_and_no_more() -> None:
     dues = [NOW_MS + 100 * limits.DAY_MS + week * 7 * limits.DAY_MS for week in range(4)]
     files = CrashFiles()
     live = PendingFiles(files, write(files, dues))
-    looks, low = 0, FIRST
-    while (upcoming := live.next_due_ms(low[0])) is not None:
-        near, high = live.near(low, (upcoming + limits.HOUR_MS, 0))
-        live.learn(survey(near, low, high).next_due_ms)
-        looks, low = looks + 1, high
+    looks = 0
+    while (upcoming := live.first_due_ms) < FAR_MS:
+        opened(live, upcoming + limits.HOUR_MS)
+        looks += 1
     assert looks <= 2 * len(dues) + len(live)
 
 
-def test_what_was_learnt_is_forgotten_with_its_file() -> None:
+def test_what_comes_late_is_opened_and_what_moved_is_not_opened_again() -> None:
+    """A bulk job's file has not been opened, however far the others have; a compaction's rows were the tail's."""
     files = CrashFiles()
-    (entry,) = write(files, [NOW_MS, NOW_MS + limits.HOUR_MS - NOW_MS % limits.HOUR_MS - 1])
-    live = PendingFiles(files, [entry])
-    live.learn({entry.path: entry.max_due_ms, "unknown": 0})
-    assert live.next_due_ms(NOW_MS) == entry.max_due_ms
-    assert live.near((NOW_MS, 0), (entry.max_due_ms - 1, 0))[0] == []
-    attachment = Attachment(job="rewrite", job_id="j", epoch=1, files=[], removes=[entry.path])
-    live.apply(attachment)
-    live.apply(Attachment(job="bulk", job_id="k", epoch=1, files=[entry], removes=[]))
-    assert live.next_due_ms(NOW_MS) == NOW_MS
+    live = PendingFiles(files, write(files, [NOW_MS, NOW_MS + 100]))
+    assert len(opened(live, NOW_MS + 50)) == 1
+    late = write(files, [NOW_MS + 10, NOW_MS + 60], first_seq=10)
+    live.attach(Attachment(job="bulk", job_id="b", epoch=1, files=late, removes=[]), NOW_MS + 50)
+    assert live.first_due_ms == NOW_MS + 10
+    assert live.has_unopened([late[0].path], NOW_MS + 50)
+    assert opened(live, NOW_MS + 50) == [(NOW_MS + 10, 10)]
+    assert not live.has_unopened([late[0].path], NOW_MS + 50)
+    moved = write(files, [NOW_MS + 20, NOW_MS + 70], first_seq=20)
+    live.attach(Attachment(job="compact", job_id="c", epoch=1, files=moved, removes=[]), NOW_MS + 50)
+    assert opened(live, NOW_MS + 200) == [(NOW_MS + 60, 11), (NOW_MS + 70, 21), (NOW_MS + 100, 1)]
+    assert live.first_due_ms == FAR_MS
+
+
+def test_a_start_begins_behind_the_mark_but_for_files_that_came_after_it() -> None:
+    files = CrashFiles()
+    old = write(files, [NOW_MS, NOW_MS + 100], first_seq=1)
+    bulk = write(files, [NOW_MS + 1, NOW_MS + 101], first_seq=50)
+    live = PendingFiles(files, [*old, *bulk])
+    none = np.empty(0, np.int64)
+    live.skip_settled(Settled(NOW_MS + 50, none, none, before_seq=90, late=((50, 2),)))
+    assert live.first_due_ms == NOW_MS + 1
+    assert [seq for _, seq in opened(live, NOW_MS + 500)] == [50, 2, 51]
 
 
 def test_what_is_two_hours_away_is_closed() -> None:
@@ -173,13 +177,13 @@ def test_what_is_two_hours_away_is_closed() -> None:
     for file in live.all():
         file.check()
     assert live.open_files == 10
-    horizon_ms = entries[5].min_due_ms
-    assert live.any_far(horizon_ms)
-    close_far(live.all(), horizon_ms)
+    now_ms = entries[5].min_due_ms
+    close_far(live.all(), now_ms)
     assert [file.is_open for file in live.all()] == [3 <= n <= 7 for n in range(10)]
-    assert not live.any_far(horizon_ms)
-    assert not is_far(live.all()[5], entries[5].max_due_ms + OPEN_MS)
-    assert is_far(live.all()[5], entries[5].max_due_ms + OPEN_MS + 1)
+    close_far(live.all(), entries[5].max_due_ms + OPEN_MS)
+    assert live.all()[5].is_open
+    close_far(live.all(), entries[5].max_due_ms + OPEN_MS + 1)
+    assert not live.all()[5].is_open
 
 
 def test_an_attach_replaces_files_at_once() -> None:
@@ -189,8 +193,7 @@ def test_an_attach_replaces_files_at_once() -> None:
     live = PendingFiles(files, old)
     before = live.all()
     gone = old[0].path
-    fresh = live.apply(Attachment(job="rewrite", job_id="j", epoch=1, files=new, removes=[gone, "unknown"]))
-    assert [file.entry for file in fresh] == new
+    live.attach(Attachment(job="rewrite", job_id="j", epoch=1, files=new, removes=[gone, "unknown"]), 0)
     assert live.live_entries() == [old[1], *new]
     assert live.entries([gone, new[0].path]) == new
     assert (len(live), live.rows) == (2, 2)
@@ -212,8 +215,7 @@ def test_rows_of_the_table_look_like_rows_of_the_log() -> None:
 
 def test_an_empty_table_answers() -> None:
     live = PendingFiles(CrashFiles(), [])
-    assert live.next_due_ms(0) is None
-    assert live.near(FIRST, LAST) == ([], LAST)
-    assert len(survey([], FIRST, LAST).seq) == 0
+    assert live.first_due_ms == FAR_MS
+    assert live.to_open(NOW_MS) == ([], NOW_MS)
+    assert len(survey([], NOW_MS).seq) == 0
     assert load([], FIRST, LAST) is None
-    assert bounded_window([], FIRST, LAST) == LAST

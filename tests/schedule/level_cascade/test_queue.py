@@ -11,11 +11,17 @@ from tests.crash_files import CrashFiles
 
 from timeball.errors import Corrupt
 from timeball.message import Int64Array
-from timeball.schedule.level_cascade.queue import RECORD, HopQueue, check_queue
+from timeball.schedule import generations
+from timeball.schedule.columns import CHUNK
+from timeball.schedule.level_cascade.queue import RECORD, HopQueue
 
 FOLDER = "cascade/00000001"
 NONE = np.empty(0, np.int64)
 FAR = 1 << 62
+
+
+def rows_of(queue: HopQueue) -> int:
+    return queue.unopened_rows + queue.opened_rows
 
 
 def nothing(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
@@ -26,19 +32,19 @@ def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np
     """Promises due a second after the hop, with their own number as the list that is left."""
     found = np.empty(len(seqs), RECORD)
     found["hop_end_ms"], found["due_ms"] = hop_end_ms, hop_end_ms + 1_000
-    found["seq"], found["at"], found["hops"] = seqs, at or seqs, seqs
+    found["seq"], found["row_seq"], found["hops"] = seqs, at or seqs, seqs
     return found
 
 
 def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
     """The queue as a start finds it after a checkpoint and a power cut."""
     state = queue.state()
-    for file in queue.log.take_dirty():
+    for file in queue.log.files_to_sync():
         file.sync()
     if state.end:
         files.sync_dir(queue.log.folder)
     fresh = files.crash(1)
-    check_queue(fresh, FOLDER, state)
+    generations.check(fresh, FOLDER, [state.bounds()])
     return HopQueue(fresh, FOLDER, queue.number, state)
 
 
@@ -47,24 +53,24 @@ def test_what_is_over_is_taken_in_order() -> None:
     assert queue.head_ms is None
     for hop_end_ms, seqs in ((100, [1, 2]), (100, [3]), (250, [4, 5, 6])):
         queue.append(records(hop_end_ms, seqs))
-    assert (queue.head_ms, queue.rows, queue.first_at) == (100, 6, 1)
-    assert len(queue.take(99, 10)) == 0
-    assert queue.take(100, 2).seq.tolist() == [1, 2]
-    taken = queue.take(249, 10)
+    assert (queue.head_ms, rows_of(queue), queue.first_row_seq) == (100, 6, 1)
+    assert len(queue.take_due(99, 10)) == 0
+    assert queue.take_due(100, 2).seq.tolist() == [1, 2]
+    taken = queue.take_due(249, 10)
     assert (taken.seq.tolist(), taken.index.tolist(), taken.hops.tolist()) == ([3], [2], [3])
-    assert (queue.head_ms, queue.rows, queue.first_at) == (250, 3, 4)
-    assert queue.take(250, 10).due_ms.tolist() == [1_250] * 3
-    assert (queue.head_ms, queue.rows, queue.first_at) == (None, 0, None)
+    assert (queue.head_ms, rows_of(queue), queue.first_row_seq) == (250, 3, 4)
+    assert queue.take_due(250, 10).due_ms.tolist() == [1_250] * 3
+    assert (queue.head_ms, rows_of(queue), queue.first_row_seq) == (None, 0, None)
 
 
 def test_thousands_are_taken_in_a_few_reads() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     for n in range(10):
         queue.append(records(n, list(range(1 + 10_000 * n, 10_001 + 10_000 * n))))
-    assert len(queue.take(4, 1 << 20)) == 50_000
-    assert len(queue.take(9, 7)) == 7
+    assert len(queue.take_due(4, 1 << 20)) == 50_000
+    assert len(queue.take_due(9, 7)) == 7
     assert queue.head_ms == 5
-    assert len(queue.take(9, 1 << 20)) == 49_993
+    assert len(queue.take_due(9, 1 << 20)) == 49_993
 
 
 def test_what_was_entered_by_another_clock_does_not_block() -> None:
@@ -74,34 +80,52 @@ def test_what_was_entered_by_another_clock_does_not_block() -> None:
     queue.append(records(600, [4]))
     queue.append(records(9_500, [5]))
     assert queue.head_ms == 500
-    assert queue.take(8_000, 10).seq.tolist() == [3, 4]
+    assert queue.take_due(8_000, 10).seq.tolist() == [3, 4]
     assert queue.head_ms == 9_000
-    assert [queue.take(9_999, 10).seq.tolist() for _ in range(2)] == [[1, 2], [5]]
+    assert [queue.take_due(9_999, 10).seq.tolist() for _ in range(2)] == [[1, 2], [5]]
 
 
 def test_what_lies_elsewhere_than_in_the_order_of_the_log_is_still_needed() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [50, 60]))
     queue.append(records(100, [7, 8], at=[3, 4]))
-    assert queue.first_at == 3
-    queue.hold(queue.take(100, 10))
-    assert queue.first_at == 3
-    queue.hold(queue.take(100, 10))
+    assert queue.first_row_seq == 3
+    queue.hold(queue.take_due(100, 10))
+    assert queue.first_row_seq == 3
+    queue.hold(queue.take_due(100, 10))
     queue.advance(nothing, np.array([3, 4]))
-    assert queue.first_at == 50
+    assert queue.first_row_seq == 50
 
 
 def test_low_waits_for_the_oldest() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3, 4]))
-    queue.hold(queue.take(100, 10))
+    queue.hold(queue.take_due(100, 10))
     queue.advance(lambda due, seq: seq == 2, np.array([3]))
-    assert (queue.low, queue.rows, queue.opened_rows, queue.state().gone) == (0, 2, 2, [(2, 1)])
+    assert (queue.low, rows_of(queue), queue.opened_rows, queue.state().gone) == (0, 2, 2, [(2, 1)])
     queue.advance(lambda due, seq: seq == 1, NONE)
-    assert (queue.low, queue.rows, queue.state().gone) == (3, 1, [])
+    assert (queue.low, rows_of(queue), queue.state().gone) == (3, 1, [])
     queue.advance(nothing, np.array([4]))
     state = queue.state()
-    assert (queue.low, queue.rows, state.low, state.end, state.cuts, state.gone) == (4, 0, 4, 4, [], [])
+    assert (queue.low, rows_of(queue), state.low, state.end, state.cuts, state.gone) == (4, 0, 4, 4, [], [])
+
+
+def test_what_is_settled_before_its_turn_is_passed_over() -> None:
+    queue = HopQueue(CrashFiles(), FOLDER, 1)
+    queue.append(records(100, [1, 2, 3]))
+    queue.append(records(250, [4]))
+    queue.append(records(50, [5]))
+    queue.advance(lambda due, seq: (seq <= 2) | (seq == 5), NONE)
+    assert (queue.low, queue.head_ms, queue.unopened_rows, queue.first_row_seq) == (2, 100, 2, 3)
+    queue.advance(lambda due, seq: seq == 3, NONE)
+    assert (queue.low, queue.head_ms, queue.unopened_rows, queue.first_row_seq) == (3, 250, 1, 4)
+    assert queue.take_due(FAR, 10).seq.tolist() == [4]
+    many = HopQueue(CrashFiles(), FOLDER, 1)
+    many.append(records(100, list(range(1, CHUNK + 11))))
+    many.advance(lambda due, seq: seq <= CHUNK + 9, NONE)
+    assert many.low == CHUNK + 1, "so many in one go"
+    many.advance(lambda due, seq: seq <= CHUNK + 9, NONE)
+    assert (many.low, many.head_ms) == (CHUNK + 9, 100)
 
 
 def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None:
@@ -109,13 +133,13 @@ def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None
     queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1, 2, 3, 4]))
     queue.append(records(50, [5]))
-    queue.hold(queue.take(100, 10))
-    queue.hold(queue.take(100, 10))
+    queue.hold(queue.take_due(100, 10))
+    queue.hold(queue.take_due(100, 10))
     queue.advance(nothing, np.array([2, 3]))
     queue = save(files, queue)
     queue.append(records(100, [6]))
-    assert queue.rows == 4
-    assert [queue.take(100, 10).seq.tolist() for _ in range(2)] == [[5, 6], [1, 4]]
+    assert rows_of(queue) == 4
+    assert [queue.take_due(100, 10).seq.tolist() for _ in range(2)] == [[5, 6], [1, 4]]
 
 
 def test_what_was_not_saved_is_cut() -> None:
@@ -124,20 +148,20 @@ def test_what_was_not_saved_is_cut() -> None:
     queue.append(records(100, [1]))
     again = save(files, queue)
     queue.append(records(100, [2]))
-    assert again.take(FAR, 10).seq.tolist() == [1]
+    assert again.take_due(FAR, 10).seq.tolist() == [1]
     again.append(records(100, [3]))
-    assert again.take(FAR, 10).seq.tolist() == [3]
+    assert again.take_due(FAR, 10).seq.tolist() == [3]
 
 
 def test_old_places_are_found_once() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3, 4]))
-    queue.hold(queue.take(100, 2))
+    queue.hold(queue.take_due(100, 2))
     queue.advance(nothing, np.array([2]))
-    found, end = queue.find(np.array([2, 3, 9]), queue.low)
+    found, end = queue.find_entries(np.array([2, 3, 9]), queue.low)
     assert (found.tolist(), end) == ([2], 4)
     queue.forget(found)
-    assert queue.take(FAR, 10).seq.tolist() == [4]
+    assert queue.take_due(FAR, 10).seq.tolist() == [4]
 
 
 def test_missing_files_and_damaged_entries_are_noticed() -> None:
@@ -145,17 +169,17 @@ def test_missing_files_and_damaged_entries_are_noticed() -> None:
     queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1, 2]))
     state, name = queue.state(), f"{FOLDER}/05/00000000.log"
-    check_queue(files, FOLDER, state)
+    generations.check(files, FOLDER, [state.bounds()])
     content = files.content(name)
     files.open(name).write_at(60, bytes([content[60] ^ 1]))
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
-        check_queue(files, FOLDER, state)
+        generations.check(files, FOLDER, [state.bounds()])
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
-        queue.take(FAR, 10)
+        queue.take_due(FAR, 10)
     files.remove(name)
     with pytest.raises(Corrupt, match=f"{name} is missing"):
-        check_queue(files, FOLDER, state)
-    check_queue(files, FOLDER, HopQueue(files, FOLDER, 6).state())
+        generations.check(files, FOLDER, [state.bounds()])
+    generations.check(files, FOLDER, [HopQueue(files, FOLDER, 6).state().bounds()])
 
 
 STEPS = st.one_of(
@@ -188,7 +212,7 @@ def test_each_promise_is_taken_once_whatever_happens(steps: list[tuple[str, int,
             waiting |= dict.fromkeys(seqs, first)
         elif what == "take" and queue.head_ms is not None:
             assert queue.head_ms == min(waiting.values())
-            entries = queue.take(first, count)
+            entries = queue.take_due(first, count)
             taken = set(entries.seq.tolist())
             assert len(taken) == len(entries) <= count
             assert all(waiting.pop(seq) <= first for seq in taken)
@@ -203,8 +227,8 @@ def test_each_promise_is_taken_once_whatever_happens(steps: list[tuple[str, int,
             moved = held & set(range(first, first + count))
             held -= moved
             queue.advance(is_settled, np.array([1_000 + seq for seq in sorted(moved)], dtype=np.int64))
-            assert queue.rows == len(waiting) + len(held)
-            assert queue.first_at == min((1_000 + seq for seq in (*waiting, *held)), default=None)
+            assert rows_of(queue) == len(waiting) + len(held)
+            assert queue.first_row_seq == min((1_000 + seq for seq in (*waiting, *held)), default=None)
         else:
             queue.advance(is_settled, NONE)
             queue = save(files, queue)
@@ -215,7 +239,7 @@ def test_each_promise_is_taken_once_whatever_happens(steps: list[tuple[str, int,
             waiting = {}
             held = set()
             while queue.head_ms is not None:
-                entries = queue.take(FAR, 1 << 20)
+                entries = queue.take_due(FAR, 1 << 20)
                 taken = set(entries.seq.tolist())
                 assert len(taken) == len(entries) and taken <= found
                 found -= taken

@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.log.format import with_seq
-from timeball.message import Kind, build_rows, decode_properties, encode_properties
+from timeball.message import Kind, build_rows, decode_properties, encode_properties, with_seq
 from timeball.schedule.level_cascade import timing_list
-from timeball.schedule.level_cascade.levels import NAMES, plan, rest
-from timeball.schedule.level_cascade.timing_list import NAME, dress, moved_on, texts, with_list, without_list
+from timeball.schedule.level_cascade.placement import NAMES, plan, rest
+from timeball.schedule.level_cascade.timing_list import (
+    NAME,
+    encode_rewrite,
+    encode_waiting,
+    texts,
+    with_list,
+    without_list,
+)
 
 NOW = 1_700_000_000_000
 OTHERS = ["TIMING", "TIMING-LIST2", "X-TIMING-LIST", "KEYS"]
@@ -94,11 +100,11 @@ def rows_of(kinds: list[Kind], dues: list[int | None], properties: list[str | No
 def test_promises_are_dressed_and_messages_left_alone() -> None:
     theirs = encode_properties({NAME: "1,1,1", "TIMING": "08:00:00"})
     rows = rows_of(
-        [Kind.PROMISE, Kind.MESSAGE, Kind.PROMISE, Kind.LEVEL_PROMISE, Kind.PROMISE],
+        [Kind.PROMISE, Kind.MESSAGE, Kind.PROMISE, Kind.CANCEL, Kind.PROMISE],
         [NOW + 61_000, None, NOW + 5_000, NOW + 61_000, NOW - 1],
         [theirs, theirs, theirs, theirs, None],
     )
-    dressed = dress(rows, NOW)
+    dressed = encode_waiting(rows, NOW)
     said = [decode_properties(text or "").get(NAME) for text in dressed["properties"].to_pylist()]
     assert said == ["1", "1,1,1", None, "1,1,1", None]
     assert dressed.schema == rows.schema
@@ -110,15 +116,15 @@ def test_promises_are_dressed_and_messages_left_alone() -> None:
 
 def test_rows_with_numbers_are_dressed_too_and_nothing_is_nothing() -> None:
     rows = rows_of([Kind.PROMISE], [NOW + 90_000], [None])
-    assert decode_properties(dress(with_seq(rows, 7), NOW)["properties"][0].as_py()) == {NAME: "4"}
+    assert decode_properties(encode_waiting(with_seq(rows, 7), NOW)["properties"][0].as_py()) == {NAME: "4"}
     messages = rows_of([Kind.MESSAGE], [None], [f"{NAME}\x01x\x02"])
-    assert dress(messages, NOW) is messages
+    assert encode_waiting(messages, NOW) is messages
 
 
 @given(st.integers(1_000, 2 * DAY_MS))
 def test_moving_on_takes_the_first_off(remaining_ms: int) -> None:
     hops = plan(np.array([remaining_ms]))
     rows = with_seq(rows_of([Kind.PROMISE], [NOW + remaining_ms], ["a\x01b"]), 1)
-    found = decode_properties(moved_on(rows, hops)["properties"][0].as_py())
+    found = decode_properties(encode_rewrite(rows, hops)["properties"][0].as_py())
     assert found.pop("a") == "b"
     assert packed(found.get(timing_list.NAME, "")) == int(rest(hops)[0])

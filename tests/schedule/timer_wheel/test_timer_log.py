@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.errors import Corrupt
-from timeball.schedule.mapped_log import MappedLog, checked_type
+from timeball.schedule import generations, mapped_log
+from timeball.schedule.locations import Waiting
+from timeball.schedule.mapped_log import MappedLog
 from timeball.schedule.timer_wheel import timer_log
-from timeball.schedule.timer_wheel.timer_log import LINK, Entries, LogState, TimerLog, check, entries_of
+from timeball.schedule.timer_wheel.timer_log import ENTRIES, LINKS, Entries, LogState, TimerLog
 
 FOLDER = "wheel"
 REACH = 640  # a span ends after ten slots
@@ -34,9 +36,7 @@ class Chained:
         self.next_seq += len(slots)
         due = np.array(slots) * 1_000 + seq % 1_000
         prev = np.array([self.ends.get(slot, -1) for slot in distinct.tolist()])
-        last = self.log.append(
-            distinct, rows, prev, entries_of(due[order], seq[order], seq[order] + 100), bound
-        )
+        last = self.log.append(distinct, rows, prev, Waiting(due[order], seq[order], seq[order] + 100), bound)
         self.ends |= dict(zip(distinct.tolist(), last.tolist(), strict=True))
         return [int(each) for each in seq]
 
@@ -47,7 +47,7 @@ class Chained:
 
 def pairs(found: Entries) -> list[tuple[int, int]]:
     assert ((found.due_ms // 1_000) == found.slot).all()
-    assert (found.at == found.seq + 100).all()
+    assert (found.row_seq == found.seq + 100).all()
     return sorted(zip(found.slot.tolist(), found.seq.tolist(), strict=True))
 
 
@@ -75,11 +75,14 @@ def test_a_walk_finds_what_waits_in_the_slots_and_nothing_else(
         expected = sorted(
             (slot, seq) for slot, seq in there if low <= slot < high and not (seq in gone and slot in wanted)
         )
-        assert pairs(chained.log.in_slots(low, high)) == expected
+        links = [np.empty(0, LINKS.fields), *(links for _, links in chained.log.links.parts())]
+        all_links = np.concatenate(links)
+        chosen = (all_links["slot"] >= low) & (all_links["slot"] < high)
+        assert pairs(chained.log.entries_of(all_links[chosen])) == expected
 
 
 def test_what_stands_elsewhere_is_found_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer_log, "SCAN", 7)
+    monkeypatch.setattr(mapped_log, "CHECKED", 7)
     chained = Chained()
     seqs = [seq for _ in range(5) for seq in chained.append([3, 1, 3, 2])]
     moved = np.array([*seqs[::-3], 9_999])
@@ -105,16 +108,16 @@ def test_spans_are_given_back_when_their_last_slot_is_behind() -> None:
     chained.append([12], bound=9)
     chained.append([25], bound=10)  # a new span
     chained.append([200], bound=11)
-    assert log.first_at == 101
+    assert log.first_row_seq == 101
     log.forget(30)
-    assert (log.first_at, log.links.begin) == (101, 0), "slot 30 itself is not behind"
+    assert (log.first_row_seq, log.links.begin) == (101, 0), "slot 30 itself is not behind"
     log.forget(31)
-    assert (log.first_at, log.links.begin, log.entries.begin) == (104, 3, 3)
+    assert (log.first_row_seq, log.links.begin, log.entries.begin) == (104, 3, 3)
     assert pairs(chained.walk([25, 200])) == [(25, 4), (200, 5)]
     log.forget(201)
-    assert (log.first_at, log.links.begin, log.links.end) == (None, 5, 5)
+    assert (log.first_row_seq, log.links.begin, log.links.end) == (None, 5, 5)
     chained.append([300], bound=202)
-    assert (log.first_at, log.links.begin) == (106, 5)
+    assert (log.first_row_seq, log.links.begin) == (106, 5)
 
 
 def test_a_long_span_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +136,15 @@ def test_a_state_brings_back_what_there_was() -> None:
     chained.append([3], bound=50)
     log = chained.log
     state = log.state()
-    for folder, files in log.take_dirty():
-        for file in files:
+    for mapped in (log.links, log.entries):
+        for file in mapped.files_to_sync():
             file.sync()
-        chained.files.sync_dir(folder)
+        chained.files.sync_dir(mapped.folder)
     before = chained.ends.copy()
     chained.append([2, 4])
     assert state.spans[-1].last_slot == 3, "a state does not change any more"
     chained.files = chained.files.crash(1)
-    check(chained.files, FOLDER, state)
+    generations.check(chained.files, FOLDER, state.logs())
     chained.log, chained.ends, chained.next_seq = TimerLog(chained.files, FOLDER, REACH, state), before, 5
     assert chained.log.state() == state
     assert pairs(chained.walk([1, 2, 3, 4])) == [(1, 1), (2, 2), (2, 3), (3, 4)]
@@ -154,16 +157,16 @@ def test_a_missing_file_and_a_flipped_bit_are_named(part: str) -> None:
     chained = Chained()
     chained.append([1])
     state, name = chained.log.state(), f"{FOLDER}/{part}/00000000.log"
-    check(chained.files, FOLDER, state)
+    generations.check(chained.files, FOLDER, state.logs())
     chained.files.open(name).write_at(8, bytes([chained.files.content(name)[8] ^ 0x10]))
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums: start the broker again"):
-        check(chained.files, FOLDER, state)
+        generations.check(chained.files, FOLDER, state.logs())
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums: start the broker again"):
         chained.walk([1])
     chained.files.remove(name)
     with pytest.raises(Corrupt, match=f"{name} is missing"):
-        check(chained.files, FOLDER, state)
-    check(chained.files, FOLDER, LogState((0, 0), (0, 0), []))
+        generations.check(chained.files, FOLDER, state.logs())
+    generations.check(chained.files, FOLDER, LogState((0, 0), (0, 0), []).logs())
 
 
 @pytest.mark.parametrize(
@@ -175,10 +178,10 @@ def test_a_broken_chain_is_an_error_that_says_what_to_do(field: str, value: int)
         chained.append([7])
     links = chained.log.links.read(1, 2)
     links[field] = value
-    MappedLog(chained.files, chained.log.links.folder, LINK, end=1).append(links)
+    MappedLog(chained.files, chained.log.links.folder, LINKS, end=1).append(links)
     with pytest.raises(Corrupt, match=r"start the broker again, and the ring is made anew"):
         chained.walk([7])
 
 
 def test_the_drawing_says_how_large_records_are() -> None:
-    assert [checked_type(record).itemsize for record in (LINK, timer_log.ENTRY)] == [40, 32]
+    assert [records.checked.itemsize for records in (LINKS, ENTRIES)] == [40, 32]

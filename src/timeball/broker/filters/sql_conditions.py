@@ -1,6 +1,6 @@
 """What an SQL filter is made of, and its outcome for many messages at once.
 
-Properties and constants are operands; everything else is a condition with an outcome (sql_truth.py) for each message.
+Properties and constants are operands; everything else is a condition with an outcome (sql_values.py) for each message.
 Which pairs can be compared is settled when a condition is made, so that evaluating it cannot fail:
 
     property  with an integer            as 64-bit integers; text that is none is an ERROR
@@ -22,9 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.filters import sql_truth
-from timeball.broker.filters.sql_truth import ERROR, FALSE, NULL, TRUE, TruthArray
-from timeball.broker.filters.sql_values import Values
+from timeball.broker.filters import sql_values
+from timeball.broker.filters.sql_values import ERROR, FALSE, NULL, TRUE, TruthArray, Values
 
 ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq, ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
@@ -42,7 +41,7 @@ class Condition(Protocol):
     """A part of the expression that is true or not."""
 
     def truth(self, values: Values) -> TruthArray:
-        """The outcome for each message."""
+        """Return the outcome for each message."""
         ...
 
 
@@ -70,7 +69,7 @@ class Always:
     outcome: int
 
     def truth(self, values: Values) -> TruthArray:
-        return sql_truth.constant(self.outcome, values.count)
+        return sql_values.constant(self.outcome, values.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Every:
     parts: tuple[Condition, ...]
 
     def truth(self, values: Values) -> TruthArray:
-        return reduce(lambda left, right: sql_truth.AND[left, right], (p.truth(values) for p in self.parts))
+        return reduce(lambda left, right: sql_values.AND[left, right], (p.truth(values) for p in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class Some:
     parts: tuple[Condition, ...]
 
     def truth(self, values: Values) -> TruthArray:
-        return reduce(lambda left, right: sql_truth.OR[left, right], (p.truth(values) for p in self.parts))
+        return reduce(lambda left, right: sql_values.OR[left, right], (p.truth(values) for p in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class Not:
     part: Condition
 
     def truth(self, values: Values) -> TruthArray:
-        return sql_truth.NOT[self.part.truth(values)]
+        return sql_values.NOT[self.part.truth(values)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Same:
     right: Condition
 
     def truth(self, values: Values) -> TruthArray:
-        return sql_truth.EQUAL[self.left.truth(values), self.right.truth(values)]
+        return sql_values.EQUAL[self.left.truth(values), self.right.truth(values)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class IsNull:
     name: str
 
     def truth(self, values: Values) -> TruthArray:
-        return sql_truth.of_bools(np.asarray(values.text(self.name).is_null()))
+        return sql_values.of_bools(np.asarray(values.text(self.name).is_null()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class HasNoOutcome:
     part: Condition
 
     def truth(self, values: Values) -> TruthArray:
-        return sql_truth.IS_NULL[self.part.truth(values)]
+        return sql_values.IS_NULL[self.part.truth(values)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +164,10 @@ class OneOf:
 
     def truth(self, values: Values) -> TruthArray:
         text = values.text(self.name)
-        found = sql_truth.of_bools(
+        found = sql_values.of_bools(
             np.asarray(pc.is_in(text, value_set=pa.array(sorted(self.items), pa.string())))
         )
+        # `is_in` answers false for a null; in SQL a message without the property has no outcome.
         found[np.asarray(text.is_null())] = NULL
         return found
 
@@ -208,7 +208,8 @@ class Ordered:
         right, right_state = self._side(values, self.right)
         is_null = (left_state == NULL) | (right_state == NULL)
         is_error = (left_state == ERROR) | (right_state == ERROR)
-        outcome = sql_truth.of_bools(ORDERS[self.sign](left, right))
+        outcome = sql_values.of_bools(ORDERS[self.sign](left, right))
+        # Last: a comparison with a property that is missing is NULL, also when the other side is no number.
         outcome[is_error] = ERROR
         outcome[is_null] = NULL
         return outcome
@@ -223,7 +224,7 @@ class Ordered:
 
 
 def ordered(sign: str, left: Operand, right: Operand) -> Condition:
-    """left > right and its like; raises Mismatch."""
+    """Return left > right and its like; raises Mismatch."""
     for operand in (left, right):
         if isinstance(operand, Constant) and not _is_number(operand.value):
             raise Mismatch(f"{sign} compares numbers; {_shown(operand.value)} is none")
@@ -231,13 +232,15 @@ def ordered(sign: str, left: Operand, right: Operand) -> Condition:
 
 
 def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
-    """left = right; raises Mismatch."""
+    """Return left = right; raises Mismatch."""
     sides = (left, right)
+    # In SQL such a comparison is never true, which no user means.
     if any(isinstance(side, Constant) and side.value is None for side in sides):
         raise Mismatch("nothing is equal to NULL; write IS NULL or IS NOT NULL")
     if any(not isinstance(side, (Property, Constant)) or _is_bool(side) for side in sides):
         return Same(_as_condition(left), _as_condition(right))
     assert isinstance(left, (Property, Constant)) and isinstance(right, (Property, Constant))
+    # The property to the left, so that each pair of kinds is treated once.
     if isinstance(left, Constant) and isinstance(right, Property):
         left, right = right, left
     if isinstance(left, Property):
@@ -255,7 +258,7 @@ def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
 
 
 def is_null(left: Operand | Condition) -> Condition:
-    """left IS NULL."""
+    """Return left IS NULL."""
     if isinstance(left, Property):
         return IsNull(left.name)
     if isinstance(left, Constant):
@@ -264,7 +267,7 @@ def is_null(left: Operand | Condition) -> Condition:
 
 
 def between(value: Operand, low: Operand, high: Operand) -> Condition:
-    """value BETWEEN low AND high; raises Mismatch, also when nothing lies between."""
+    """Return value BETWEEN low AND high; raises Mismatch, also when nothing lies between."""
     within = Every((ordered(">=", value, low), ordered("<=", value, high)))
     if isinstance(low, Constant) and isinstance(high, Constant) and low.value > high.value:  # type: ignore[operator]
         raise Mismatch(f"BETWEEN {low.value} AND {high.value}: the first must not be the larger")
@@ -272,13 +275,14 @@ def between(value: Operand, low: Operand, high: Operand) -> Condition:
 
 
 def not_between(value: Operand, low: Operand, high: Operand) -> Condition:
-    """value NOT BETWEEN low AND high; raises Mismatch."""
+    """Return value NOT BETWEEN low AND high; raises Mismatch."""
     return Some((ordered("<", value, low), ordered(">", value, high)))
 
 
 def has_text(how: str, left: Property, search: str, *, negated: bool) -> Condition:
-    """left [NOT] CONTAINS search and its like."""
+    """Return left [NOT] CONTAINS search and its like."""
     if not search:
+        # Neither it nor its contrary is ever true, so `negated` makes no difference.
         return HasNoText(left.name)
     found = HasText(left.name, how, search)
     return Not(found) if negated else found
@@ -291,6 +295,7 @@ def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
         if decimal:
             sides = [float(side) for side in sides]  # type: ignore[arg-type]
         return Always(TRUE if ORDERS[sign](*sides) else FALSE)
+    # Two properties: neither says how to read the other, and a double reads integers too.
     decimal = decimal or (isinstance(left, Property) and isinstance(right, Property))
     return Ordered(sign, sides[0], sides[1], decimal)  # type: ignore[arg-type]
 
@@ -320,8 +325,8 @@ def _shown(value: object) -> str:
 
 
 def _of_arrow(mask: pa.Array) -> TruthArray:
-    """The outcome of an Arrow comparison, whose nulls are NULL."""
-    outcome = sql_truth.of_bools(mask.fill_null(False).to_numpy(zero_copy_only=False))
+    """Return the outcome of an Arrow comparison, whose nulls are NULL."""
+    outcome = sql_values.of_bools(mask.fill_null(False).to_numpy(zero_copy_only=False))
     if mask.null_count:
         outcome[np.asarray(mask.is_null())] = NULL
     return outcome

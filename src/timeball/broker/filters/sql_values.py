@@ -1,4 +1,4 @@
-"""Values for SQL: the properties an expression names, as columns, and what their text means as a number.
+"""Values and outcomes for SQL: the properties an expression names, as columns, and what their text means as a number.
 
 A message's properties are one text (message.py). It is split once for all names, by Arrow, for many messages at a
 time; when a name stands there twice the last one counts, as in RocketMQ. TAGS, KEYS and UNIQ_KEY have columns of
@@ -6,6 +6,11 @@ their own, which a producer may fill without the text.
 
 Properties are text and nothing else. What a number looks like is what Java's Long.valueOf and Double.valueOf accept,
 without their rarities (NaN, Infinity, hexadecimal); all else is an error and never zero.
+
+A condition has four outcomes, one byte a message. SQL has three: a comparison with a property that the message does not
+have is NULL. The fourth is ERROR, a property that is no number where one is asked for. As in RocketMQ an error ends the
+evaluation, and the message is not delivered, unless what stands to the left has settled the matter already (FALSE AND
+…, TRUE OR …).
 """
 
 from __future__ import annotations
@@ -18,9 +23,46 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.filters.sql_truth import ERROR, NULL, TRUE, TruthArray
 from timeball.broker.filters.tags import JAVA_BLANKS
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths
+
+TruthArray = npt.NDArray[np.uint8]
+
+FALSE, TRUE, NULL, ERROR = range(4)
+
+#                         right: FALSE  TRUE   NULL   ERROR
+AND = np.array([
+    [FALSE, FALSE, FALSE, FALSE],  # left FALSE
+    [FALSE, TRUE, NULL, ERROR],  # left TRUE
+    [FALSE, NULL, NULL, ERROR],  # left NULL
+    [ERROR, ERROR, ERROR, ERROR],  # left ERROR
+], dtype=np.uint8)  # fmt: skip
+OR = np.array([
+    [FALSE, TRUE, NULL, ERROR],
+    [TRUE, TRUE, TRUE, TRUE],
+    [NULL, TRUE, NULL, ERROR],
+    [ERROR, ERROR, ERROR, ERROR],
+], dtype=np.uint8)  # fmt: skip
+EQUAL = np.array([
+    [TRUE, FALSE, NULL, ERROR],
+    [FALSE, TRUE, NULL, ERROR],
+    [NULL, NULL, NULL, ERROR],
+    [ERROR, ERROR, ERROR, ERROR],
+], dtype=np.uint8)  # fmt: skip
+# Tables, indexed by columns of outcomes: a condition costs one look-up a message, without branches.
+NOT = np.array([TRUE, FALSE, NULL, ERROR], dtype=np.uint8)
+IS_NULL = np.array([FALSE, FALSE, TRUE, ERROR], dtype=np.uint8)
+
+
+def of_bools(values: npt.NDArray[np.bool_]) -> TruthArray:
+    """Return TRUE and FALSE of a mask."""
+    return values.astype(np.uint8)
+
+
+def constant(outcome: int, count: int) -> TruthArray:
+    """Return one outcome for `count` messages."""
+    return np.full(count, outcome, dtype=np.uint8)
+
 
 LONG_MIN, LONG_MAX = -(1 << 63), (1 << 63) - 1
 LONG_DIGITS = 19
@@ -33,7 +75,8 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def as_long(text: str) -> int | None:
-    """The 64-bit integer that the text is, or None."""
+    """Return the 64-bit integer that the text is, or None."""
+    # Java's Long.parseLong: an optional sign and ASCII digits; Python's int would take underscores and blanks.
     digits = text[1:] if text[:1] in ("+", "-") else text
     significant = digits.lstrip("0")
     if not (digits.isascii() and digits.isdigit()) or len(significant) > LONG_DIGITS:
@@ -43,7 +86,7 @@ def as_long(text: str) -> int | None:
 
 
 def as_double(text: str) -> float | None:
-    """The decimal number that the text is, blanks around it allowed, or None."""
+    """Return the decimal number that the text is, blanks around it allowed, or None."""
     text = text.strip(JAVA_BLANKS)
     if text[-1:] in ("f", "F", "d", "D"):  # Java's 1.5f
         text = text[:-1]
@@ -66,17 +109,17 @@ class Values:
         self._doubles: dict[str, tuple[Float64Array, TruthArray]] = {}
 
     def text(self, name: str) -> pa.Array:
-        """The property as strings; null where a message has none."""
+        """Return the property as strings; null where a message has none."""
         return self._texts[name]
 
     def longs(self, name: str) -> tuple[Int64Array, TruthArray]:
-        """The property as integers, and for each message whether it is one: TRUE, NULL or ERROR."""
+        """Return the property as integers, and for each message whether it is one: TRUE, NULL or ERROR."""
         if name not in self._longs:
             self._longs[name] = _numbers(self._texts[name], as_long, np.dtype(np.int64))
         return self._longs[name]
 
     def doubles(self, name: str) -> tuple[Float64Array, TruthArray]:
-        """The same as decimal numbers."""
+        """Return the same as decimal numbers."""
         if name not in self._doubles:
             self._doubles[name] = _numbers(self._texts[name], as_double, np.dtype(np.float64))
         return self._doubles[name]
@@ -85,9 +128,10 @@ class Values:
 def _numbers(
     column: pa.Array, convert: Callable[[str], float | None], kind: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], TruthArray]:
-    """Each distinct text is converted once."""
+    """Return numbers and states of a column of texts; each distinct text is converted once."""
     encoded = column.dictionary_encode()
     found = [convert(text) for text in encoded.dictionary.to_pylist()]
+    # One place more at the end, for messages without the property: nulls get its number below.
     values = np.array([0 if value is None else value for value in found] + [0], dtype=kind)
     state = np.array([ERROR if value is None else TRUE for value in found] + [NULL], dtype=np.uint8)
     codes = encoded.indices.fill_null(len(found)).to_numpy()
@@ -104,9 +148,10 @@ def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
 
 
 def _properties(texts: pa.Array, names: list[str]) -> list[pa.Array]:
-    """A column of strings for each name."""
+    """Return a column of strings for each name."""
     if not names or texts.null_count == len(texts):
         return [pa.nulls(len(texts), pa.string()) for _ in names]
+    # By the longest: a split makes an entry of each separator, and the slices must stay within SPLIT_BYTES.
     longest = int(byte_lengths(texts).max())
     step = max(1, SPLIT_BYTES // max(1, longest))
     parts = [_split(texts.slice(at, step), names) for at in range(0, len(texts), step)]
@@ -122,6 +167,7 @@ def _split(texts: pa.Array, names: list[str]) -> list[pa.Array]:
         hits = np.flatnonzero(np.asarray(pc.starts_with(flat, head)))
         entry_of = np.full(len(texts), -1, dtype=np.int64)
         entry_of[row_of[hits]] = hits  # the last of several stays
+        # A null index gives a null: messages without the property.
         values = flat.take(pa.array(entry_of, mask=entry_of < 0))
         columns.append(pc.utf8_slice_codeunits(values, len(head)))
     return columns

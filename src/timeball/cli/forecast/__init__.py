@@ -1,8 +1,8 @@
 """`timeball forecast`: when how much falls due, and what would be late.
 
-command    the command itself: count, add what is not there yet, answer
-wishes     what the options ask for: a window, consumers, an extra load
-lines      the answer for people
+command    the command itself: count, add an extra load, answer
+options    the request: a window, consumers, an extra load
+report     counting, and the answer as a document and for people
 picture    the answer as PNG
 """
 

@@ -1,7 +1,7 @@
 """`timeball forecast`: when how much of what waits falls due, its peaks, and what would be late then.
 
-Counting is in this process, with Arrow; with --master it is Spark's, for a table that is out of reach from here, or too
-large (counting.py). What follows is the same: both give a load.
+DuckDB counts in this process; with --master Spark does, for a table that is out of reach from here, or too large. What
+follows is the same: both give a load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from timeball.cli.forecast.wishes import (
+from timeball.cli.forecast.options import (
     THE_OTHERS,
     Asked,
     Bars,
@@ -22,8 +22,8 @@ from timeball.cli.forecast.wishes import (
     parse_rates,
 )
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
-from timeball.cli.output import note, print_json, print_line
-from timeball.cli.quantities import parse_duration_ms, parse_instant_ms
+from timeball.cli.output import print_note, show
+from timeball.cli.units import parse_duration_ms, parse_instant_ms
 from timeball.errors import RequestError
 
 _MOMENT = {"metavar": "INSTANT|DURATION", "parser": as_parameter(parse_moment)}
@@ -148,11 +148,9 @@ def answer_to(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Check, count, answer, print, draw."""
-    from timeball.cli.forecast.answer import answer
-    from timeball.cli.forecast.counting import count
-    from timeball.cli.forecast.lines import describe
+    """Return check, count, answer, print, draw."""
     from timeball.cli.forecast.picture import check_picture, draw
+    from timeball.cli.forecast.report import answer, count, describe
 
     window.check()
     extra.check()
@@ -160,11 +158,7 @@ def answer_to(
         check_picture(picture)  # minutes of counting should not end with a missing library
     apart = asked.by_topic or bool(asked.topics) or any(name != THE_OTHERS for name in asked.rates)
     found = answer(count(endpoint, master, window, by_topic=apart, quiet=as_json), asked, extra)
-    if as_json:
-        print_json(found.document)
-    else:
-        for line in describe(found.document):
-            print_line(line)
+    show(found.document, describe(found.document), as_json=as_json)
     if picture is not None:
         draw(found, picture)
-        note(f"drawn: {picture}")
+        print_note(f"drawn: {picture}")

@@ -1,4 +1,4 @@
-"""A forecast as a picture: what is due when, and below it what consumers would not have taken yet.
+"""A forecast as a picture: messages due over time, and below it those that consumers would not have taken yet.
 
 Drawn without a display. Colours can be told apart by the colour-blind and in grey.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from timeball.cli.forecast.answer import Answer
-from timeball.cli.forecast.wishes import THE_OTHERS
+from timeball.cli.forecast.options import THE_OTHERS
+from timeball.cli.forecast.report import Answer
 from timeball.errors import RequestError, SetupError
-from timeball.pipeline.due_load import UNIT_S, Load, Unit, merge
-from timeball.pipeline.what_if import FloatArray
+from timeball.pipeline.views.consumer_model import FloatArray
+from timeball.pipeline.views.due_histogram import UNIT_S, Load, Unit, merge
 
 KINDS = (".png", ".svg", ".pdf")
 TOPICS_SHOWN = 5
@@ -27,7 +27,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def check_picture(file: Path) -> None:
-    """Refuse a file that nobody could write in the end."""
+    """Refuse a file that cannot be written in the end."""
     if file.suffix.lower() not in KINDS:
         raise RequestError(f"--picture {file}: its name should end in {', '.join(KINDS)}")
     if not file.absolute().parent.is_dir():
@@ -36,7 +36,7 @@ def check_picture(file: Path) -> None:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise SetupError(
-            "no matplotlib for the picture: install the extra, pip install 'timeball[demo]'"
+            "no matplotlib for the picture: install the extra, pip install 'timeball[picture]'"
         ) from error
 
 
@@ -93,7 +93,7 @@ def _draw_load(found: Answer, axes: Any) -> None:
 
 
 def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
-    """What came, as an outline over the bars; returns its height."""
+    """Draw what came as an outline over the bars, and return its height."""
     curve = came.curve(unit)
     if not len(curve.rows):
         return 0
@@ -106,14 +106,14 @@ def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
 
 
 def _unit(found: Answer) -> Unit:
-    """That of the bars, but for more of them than a picture has room for."""
+    """Return the unit of the bars, coarser where a picture has no room for so many."""
     both = merge([found.load, *([] if found.extra is None else [found.extra])])
     unit = Unit(found.document.load.by)
     return unit if len(found.document.load.curve) <= BARS_MAX else both.curve(bars_max=BARS_MAX).unit
 
 
 def _parts(load: Load) -> dict[str, Load]:
-    """The largest topics, and all others as one."""
+    """Return the largest topics, and all others as one."""
     topics = load.by_topic()
     shown = dict(list(topics.items())[:TOPICS_SHOWN])
     if len(topics) > len(shown):
@@ -144,7 +144,7 @@ def _whose(name: str, found: Answer) -> str:
 
 
 def _thinned(seconds: FloatArray, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """At most CORNERS_MAX corners: of neighbours the highest one, so that no peak is lost."""
+    """Return at most CORNERS_MAX corners: of neighbours the highest one, so that no peak is lost."""
     step = -(-len(rows) // CORNERS_MAX)
     if step <= 1:
         return seconds, rows

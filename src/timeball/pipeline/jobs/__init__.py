@@ -1,1 +1,1 @@
-"""The pipeline's jobs, one file each: compact, ledger, audit; and the runner that keeps the streaming ones alive."""
+"""The pipeline's jobs: compact, ledger, archive, replay, bulk with its campaigns, and audit."""

@@ -1,14 +1,14 @@
-"""`archive`: everything that passed, in a Delta table beside the pending table, after the log has let go of it.
+"""`archive`: keep every message that passed in a Delta table beside the pending table, beyond the log's retention.
 
-One row for every message that became visible in a queue: MESSAGE and RELEASE rows, with all columns the log has for
-them (`store_ms` is the instant at which it became visible). What was cancelled never passed: the ledger knows it.
+The archive has one row for each message that became visible in a queue: MESSAGE and RELEASE rows with all columns of
+the log (`store_ms` is the instant at which it became visible). A cancelled promise never passed; the ledger has it.
 
-The stream carries only ranges of the log; each epoch is a batch from the archive's own mark to the end of the range
-(see pipeline/archiving.py). So the table alone says what is in it: a repeated epoch adds nothing, and neither a lost
-checkpoint nor retention leaves a hole that nobody notices.
+The stream carries only ranges of the log; each micro-batch is a batch query from the archive's own mark to the end of
+the range (archive_writer.py). So the table alone tells its contents: a repeated micro-batch adds nothing, and neither a
+lost checkpoint nor retention leaves a hole without an error.
 
-Small files are joined every TIDY_EVERY epochs, neighbours of one day into one sorted file again; what was replaced, and
-what a dead task left behind, is removed a week later, so that nobody loses a file while reading it.
+Every TIDY_EVERY versions the job joins small files, neighbours of one day into one sorted file. It removes what was
+replaced, and what a dead task left behind, a week later, so that no reader loses a file while reading it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ from deltalake.exceptions import DeltaError
 from deltalake.transaction import RemoveAction
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql import types as t
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.clock import SystemClock
 from timeball.errors import NotFound, StorageError
-from timeball.pipeline import archiving
-from timeball.pipeline.archiving import APP_ID, FILE_SCHEMA, PARTITION, ArchiveDataSource
-from timeball.pipeline.delta_sink import app_version
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import marked
-from timeball.pipeline.narrow import Bounds
-from timeball.pipeline.schema import spark_schema
-from timeball.pipeline.store import Store, open_table, sibling
+from timeball.pipeline.jobs import archive_writer, marked
+from timeball.pipeline.jobs.archive_writer import APP_ID, PARTITION, ArchiveDataSource
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA
+from timeball.pipeline.source.delta_writer import app_version
+from timeball.pipeline.source.pushdown import Bounds
+from timeball.pipeline.source.spark_api import spark_schema
+from timeball.pipeline.source.table_reader import read_delta
+from timeball.pipeline.table_store import Store, open_table, sibling
 
 LOG = logging.getLogger("timeball.pipeline")
 
 NAME = "archive"
 SINCE = "timeball.since"  # table property: the first row of the log that the archive has seen
 SINCE_MS = "timeball.since_ms"  # and the instant of that row: what passed before it is not here
-TRIGGER = "5 seconds"
 EPOCH_ROWS = 1_000_000
 PIECE_ROWS = 500_000  # of the log, for one task: a file
-# Nobody waits for the archive, and every epoch is a file or two: one a minute, or half a million rows.
+# An archive is not urgent, and each micro-batch is a file or two: one a minute, or half a million rows.
 OPTIONS = {
     "max_rows_per_batch": str(EPOCH_ROWS),
     "rows_per_partition": str(EPOCH_ROWS),
@@ -68,12 +67,12 @@ ALWAYS = Bounds()
 
 
 def archive_uri(table_uri: str) -> str:
-    """Where the archive of a broker with this pending table lies unless it is said otherwise."""
+    """Return where the archive of a broker with this pending table lies unless it is said otherwise."""
     return sibling(table_uri, NAME)
 
 
 def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
-    """The archive at `uri`; created empty, for what passes from the log's first row on, when there is none."""
+    """Open the archive at `uri`; create it, for what passes from the log's first row on, when there is none."""
     try:
         return open_table(uri)
     except NotFound:
@@ -81,7 +80,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
         LOG.info("new archive job=archive uri=%s since_seq=%d", uri, since)
         return DeltaTable.create(
             uri,
-            archiving.TABLE_SCHEMA,
+            ARCHIVE_SCHEMA,
             partition_by=[PARTITION],
             name=NAME,
             description="Messages that became visible; one row each",
@@ -92,7 +91,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
 
 
 def beginning(endpoint: Endpoint) -> tuple[int, int]:
-    """(first row that the log has, its instant); the instant is 0 when nothing was ever removed."""
+    """Return (first row of the log, its instant); the instant is 0 when nothing was ever removed."""
     status = endpoint.status()
     if status.log.first_seq <= 1:
         return status.log.first_seq, 0
@@ -113,7 +112,7 @@ class Reach:
 
 
 def reach(table: DeltaTable) -> Reach:
-    """How far an archive goes back and forward; StorageError for another table."""
+    """Return how far an archive goes back and forward; StorageError for another table."""
     known = table.metadata().configuration
     mark = app_version(table, APP_ID)
     if SINCE not in known or SINCE_MS not in known or mark is None:
@@ -126,7 +125,7 @@ def reach(table: DeltaTable) -> Reach:
 def files(
     table: DeltaTable, passed_ms: Bounds = ALWAYS, due_ms: Bounds = ALWAYS, topics: Sequence[str] = ()
 ) -> list[str]:
-    """URIs of the files that can hold rows of these topics (none: of all) which passed, or were due, within bounds."""
+    """Return URIs of files that can hold rows of these topics (none: all) that passed, or were due, within bounds."""
 
     def may_hold(action: dict[str, Any]) -> bool:
         low, high = action.get("min.topic"), action.get("max.topic")
@@ -139,12 +138,8 @@ def files(
 
 
 def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | None = None) -> DataFrame:
-    """All of one version of the archive, or some of its files: the log's columns, and `day`."""
-    chosen = files(table) if uris is None else list(uris)
-    schema = spark_schema(FILE_SCHEMA).add(PARTITION, t.DateType())
-    if not chosen:
-        return spark.createDataFrame([], schema)
-    return spark.read.schema(schema).option("basePath", table.table_uri.rstrip("/")).parquet(*chosen)
+    """Return all of one version of the archive, or some of its files: the log's columns, and `day`."""
+    return read_delta(spark, table, spark_schema(ARCHIVE_SCHEMA), uris)
 
 
 def messages(
@@ -156,7 +151,7 @@ def messages(
     until_ms: int | None = None,
     topics: Sequence[str] = (),
 ) -> DataFrame:
-    """The archive's messages that became visible at from_ms <= store_ms < until_ms, of these topics (none: of all).
+    """Read messages that became visible at from_ms <= store_ms < until_ms, of these topics (none: of all).
 
     Only files that can hold some of them are read.
     """
@@ -203,19 +198,13 @@ def start(
     once: bool = False,
     options: dict[str, str] | None = None,
 ) -> StreamingQuery:
-    """Start the query; with `once` it stops when what is durable now is in the archive.
+    """Start the query; with `once` it stops when all rows that are durable now are in the archive.
 
     `uri`, or `uri` among the options, is where the archive lies if not beside the pending table.
     """
-    options = dict(options or {})
-    uri = options.pop("uri", uri)
-    if uri is None:
-        with Endpoint(endpoint) as broker:
-            uri = archive_uri(broker.status().table.uri)
-    ranges = spark.readStream.format("timeball").options(**{**OPTIONS, **options})
-    ranges = ranges.option("endpoint", endpoint).option("read", "ranges")
-    write = marked.epoch_writer(NAME, extend, endpoint, uri)
-    return marked.start(ranges.load(), write, NAME, checkpoint, None if once else TRIGGER)
+    chosen = {**OPTIONS, **(options or {})}
+    uri = chosen.pop("uri", uri)
+    return marked.start(spark, endpoint, checkpoint, NAME, extend, uri=uri, once=once, options=chosen)
 
 
 # ---- few files --------------------------------------------------------------------------------------------
@@ -233,7 +222,7 @@ class Small:
 
 
 def tidy(uri: str, every: int = TIDY_EVERY) -> None:
-    """Every so many versions: join small files, remove what nobody has named for a week. Nothing waits for it."""
+    """Every TIDY_EVERY versions, join small files and remove those that no version has named for a week."""
     table = open_table(uri)
     if table.version() % every != every - 1:
         return
@@ -241,31 +230,31 @@ def tidy(uri: str, every: int = TIDY_EVERY) -> None:
         join(table)
         table.vacuum(dry_run=False, full=True)
         table.create_checkpoint()
-    except DeltaError as error:  # somebody else has committed; the next time will do
+    except DeltaError as error:  # another process has committed; the next time will do
         LOG.warning("archive not tidied job=archive reason=%s", error)
 
 
 def join(table: DeltaTable) -> int:
-    """Join neighbouring small files; returns how many have gone. Readers of older versions keep theirs."""
+    """Return join neighbouring small files; returns how many have gone. Readers of older versions keep theirs."""
     store = Store(table.table_uri)
     gone = 0
     for group in neighbours(small_files(table)):
         read = [_rows(f"{table.table_uri.rstrip('/')}/{small.path}") for small in group]
         now_ms = SystemClock().wall_ms()
-        written = archiving.write_files(store, pa.concat_tables(read))
+        written = archive_writer.write_files(store, pa.concat_tables(read))
         joined = [entry.add(now_ms, data_change=False) for entry in written]
         removed = [
             RemoveAction(small.path, False, now_ms, small.size_bytes, {PARTITION: small.day})
             for small in group
         ]
-        archiving.commit(table, [*joined, *removed])
+        archive_writer.commit(table, [*joined, *removed])
         table.update_incremental()
         gone += len(group)
     return gone
 
 
 def small_files(table: DeltaTable) -> list[Small]:
-    """Files less than half of what a joined one may be, by day and by their place in the log."""
+    """Return files less than half of what a joined one may be, by day and by their place in the log."""
     found = [
         Small(a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"])
         for a in pa.table(table.get_add_actions(flatten=True)).to_pylist()
@@ -275,7 +264,7 @@ def small_files(table: DeltaTable) -> list[Small]:
 
 
 def neighbours(small: Sequence[Small]) -> Iterator[list[Small]]:
-    """Groups of at least two files of one day that together stay within JOINED_ROWS and JOINED_BYTES."""
+    """Group at least two files of one day that together stay within JOINED_ROWS and JOINED_BYTES."""
     group: list[Small] = []
     for each in small:
         rows, size = (

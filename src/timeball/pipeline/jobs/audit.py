@@ -14,7 +14,7 @@ since <= seq < E, with E the end of the log.
     queue_gaps  positions of a queue that are missing or taken twice, in the part of the log that is kept
     overdue     not settled although due more than `overdue_ms` ago: reported, since a broker may have been down
 
-Order of looking matters on a broker that works: first the table's version, then E. Whatever has left the table by
+Order of looking matters on a broker that works: first the table's version, then E. A promise that has left the table by
 that version was settled before, so its settlement is below E. Rows in several places (the table and the tail; a
 promise and the rows that moved it) are the same promise once. A promise may be written again behind E and its older row
 be let go by retention meanwhile: then the audit looks again, because it could take that for a loss.
@@ -31,12 +31,13 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from timeball.errors import NotFound, OutOfRange
-from timeball.message import Kind
+from timeball.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.failures import spark_errors
 from timeball.pipeline.jobs import ledger
-from timeball.pipeline.store import open_table
-from timeball.pipeline.table_version import settled_status
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import open_table
+from timeball.pipeline.views.snapshot import settled_status
+from timeball.pipeline.views.spark_views import read_events
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -47,7 +48,7 @@ LOOKS_MAX = 3  # retention takes seconds or minutes from one segment to the next
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit looks at: events of rows since..end, the table at `version`, the tail from `watermark` on.
+    """The bounds of an audit: events of rows since..end, the table at `version`, the tail from `watermark` on.
 
     `first`: where the log began when it ended at `end`.
     """
@@ -87,7 +88,7 @@ def run(
     for tries_left in reversed(range(LOOKS_MAX)):
         try:
             with spark_errors():
-                report = _look_and_judge(spark, endpoint, ledger_uri, overdue_ms)
+                report = _audit_once(spark, endpoint, ledger_uri, overdue_ms)
         except OutOfRange as error:
             if not tries_left:
                 raise
@@ -99,8 +100,8 @@ def run(
     return report
 
 
-def _look_and_judge(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms: int) -> AuditReport:
-    scope, history = look(spark, endpoint, uri)
+def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms: int) -> AuditReport:
+    scope, history = gather_witnesses(spark, endpoint, uri)
     witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
     judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
     judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
@@ -111,7 +112,7 @@ def _look_and_judge(spark: SparkSession, endpoint: str, uri: str | None, overdue
 
 
 def _has_let_go(endpoint: str, scope: Scope) -> bool:
-    """Whether the log begins later than it did when the audit looked."""
+    """Return whether the log begins later than it did when the audit looked."""
     with Endpoint(endpoint) as broker:
         return broker.status().log.first_seq > scope.first
 
@@ -119,8 +120,8 @@ def _has_let_go(endpoint: str, scope: Scope) -> bool:
 # ---- the witnesses ----------------------------------------------------------------------------------------
 
 
-def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
-    """What to look at, and all events in it with a column `seq`, one row a promise and event."""
+def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
+    """Return the scope, and all events in it with a column `seq`, one row a promise and event."""
     with Endpoint(endpoint) as broker:
         status = settled_status(broker)
         end = broker.status()
@@ -145,44 +146,52 @@ def look(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, Da
         raise OutOfRange(
             f"the ledger ends at row {scope.ledger_end}, the log begins at {end.log.first_seq}: events are lost"
         )
-    fresh = ledger.read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
+    fresh = read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
     history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
-    history = history.where("rows > 0")  # a start of the broker is nobody's event
+    history = history.where("rows > 0")  # a start of the broker is no promise's event
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
-    return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms")
+    return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms", "event_seq")
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Promises at rest, as the event 'waiting', more than once where they lie in several places.
+    """Return promises at rest, as the event 'waiting', more than once where they lie in several places.
 
-    Rows of the table, PROMISE rows of the tail, and its MOVED rows under the number of the promise they hold, whose
-    own row may be gone. LEVEL_PROMISE rows of the whole log: retention leaves them there until they are settled.
+    Rows of the table, PROMISE rows of the tail, and its MOVED rows, under the number of the promise they hold.
+    Promises of delay levels have a place in a queue; retention leaves their rows in the log until they are settled.
     """
     columns = "seq,due_ms,topic,unique_key"
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-    table = source.option("read", "pending").option("version", str(scope.version)).load()
+    source = source.option("read", "pending").option("version", str(scope.version))
+    table = source.option("columns", f"{columns},number").load().withColumn("event_seq", f.col("seq"))
+    table = table.withColumn("seq", f.coalesce("number", "seq")).drop("number")
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
-    # Where nobody compacts, the tail is the whole log, whatever retention has let go of it since.
+    # Where nothing compacts, the tail is the whole log, less what retention has removed since.
     begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
-    source = source.option("kinds", "promise,moved").option("from_seq", str(begin))
-    tail = source.option("columns", f"kind,source_seq,{columns}").load()
-    number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
-    tail = tail.withColumn("seq", number).drop("kind", "source_seq")
-    source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
-    levels = source.option("kinds", "level_promise").option("to_seq", str(scope.end)).load()
+    source = source.option("kinds", "promise,moved").option("placed", "false").option("from_seq", str(begin))
+    tail = _by_number(source.option("columns", f"kind,source_seq,{columns}").load())
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
+    source = source.option("kinds", "promise,moved").option("placed", "true")
+    levels = _by_number(source.option("columns", f"kind,source_seq,{columns}").load())
     return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
 
 
+def _by_number(rows: DataFrame) -> DataFrame:
+    """Return PROMISE and MOVED rows under the numbers of their promises, without half messages."""
+    number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
+    rows = rows.withColumn("event_seq", f.col("seq")).withColumn("seq", number)
+    return rows.drop("kind", "source_seq").where("due_ms is not null")
+
+
 def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
+    """Return queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
     source = spark.read.format("timeball").option("endpoint", endpoint)
-    source = source.option("kinds", "message,release,level_promise")
+    source = source.option("placed", "true")
     source = source.option("columns", "topic,queue_id,queue_offset").option("to_seq", str(scope.end))
     return gaps(source.load())
 
 
 def gaps(visible: DataFrame) -> DataFrame:
-    """`visible` (topic, queue_id, queue_offset) reduced to the queues that are not dense."""
+    """Reduce `visible` (topic, queue_id, queue_offset) to the queues that are not dense."""
     taken = visible.groupBy("topic", "queue_id", "queue_offset").agg(f.count("*").alias("times"))
     queues = taken.groupBy("topic", "queue_id").agg(
         f.min("queue_offset").alias("first"),
@@ -198,22 +207,34 @@ def gaps(visible: DataFrame) -> DataFrame:
 
 
 def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
-    """One row a promise: what happened to it, and a flag for each breach.
+    """Fold events into one row a promise: what happened to it, and a flag for each breach.
 
-    `witnessed`: seq, event (accepted, released, cancelled, waiting), topic, unique_key, due_ms, at_ms.
+    `witnessed`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms, and
+    event_seq, the row that says so. What waits at an instant from before the last move does not count.
     """
 
     def times(event: str) -> Column:
         return f.count(f.when(f.col("event") == event, 1)).alias(event)
 
-    # The instant promised at acceptance counts, not the one the release claims for itself.
-    promised = f.max(f.when(f.col("event") != "released", f.col("due_ms")))
+    def newest(event: str) -> Column:
+        return f.max(f.when(f.col("event") == event, f.col("event_seq")))
+
+    # The instant promised last counts, not the one the release claims for itself.
+    moved_to = f.max_by("due_ms", f.when(f.col("event") == "moved", f.col("event_seq")))
+    promised = f.coalesce(
+        f.when(newest("moved").isNotNull(), moved_to),
+        f.max(f.when(f.col("event") != "released", f.col("due_ms"))),
+    )
+    waits = f.coalesce(newest("waiting") >= f.coalesce(newest("moved"), f.lit(0)), f.lit(False))
     folded = witnessed.groupBy("seq").agg(
         times("accepted"),
         times("released"),
         times("cancelled"),
-        times("waiting"),
-        ledger.real_topic().alias("topic"),
+        waits.cast("int").alias("waiting"),
+        # While it waits for a level a promise stands in another topic, until it is settled.
+        f.coalesce(f.max(f.when(f.col("topic") != SCHEDULE_TOPIC, f.col("topic"))), f.max("topic")).alias(
+            "topic"
+        ),
         f.max("unique_key").alias("unique_key"),
         f.coalesce(promised, f.max("due_ms")).alias("due_ms"),
         f.min(f.when(f.col("event") == "released", f.col("at_ms"))).alias("released_ms"),
@@ -236,7 +257,7 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
 
 
 def balance(judged: DataFrame, uneven_queues: DataFrame, scope: Scope) -> AuditReport:
-    """Count, and fetch some rows of every breach there is."""
+    """Return count, and fetch some rows of every breach there is."""
 
     def count(condition: Column) -> Column:
         return f.count(f.when(condition, 1))

@@ -1,20 +1,18 @@
 """`bulk`: any DataFrame with an instant column becomes promises, all in one attach, as one campaign.
 
-    survey    count the rows by what is wrong with them, and the valid ones by the minute they are due: one pass
-    plan      the event 'planned' in the table of campaigns; its instant is the "now" of every later try
-    reject    rows that break a rule go to a Delta table of their own, with the rule and the row as JSON
-    write     rows dealt out by due instant, sorted and written to files by the tasks (pipeline/sink.py)
+    survey    count the rows by the rule they break, and the valid ones by the minute they are due: one pass
+    plan      make the campaign at the broker; the instant of its plan is the "now" of every later try
+    reject    write rows that break a rule to a Delta table of their own, with the rule and the row as JSON
+    write     deal the rows out by due instant; the tasks sort and write files (source/promise_writer.py)
     attach    one record in the broker's log, by the campaign's id: all rows are promises, or none
-    note      the event 'attached', with the numbers and sizes that the log's own record has
 
-Killed at any step and run again under the same id it goes on: the rejects are there once (the campaign is their
-version in the Delta table), the promises are there once (the attach carries the campaign's id), and what is attached
-already is not even written again. The source must hold still meanwhile: it is read once for the survey and once for
-the write, and the write checks each row again.
+A job that is killed at any step goes on when it is run again under the same id: the rejects are there once (the
+campaign is their version in the Delta table), the promises are there once (the attach carries the campaign's id), and
+attached rows are not written again. The source must not change meanwhile: the survey reads it once and the write
+once, and the write checks each row again.
 
-Rows are dealt out by contiguous spans of time, so that each task writes few files, sorted by Arrow in the task; what
-the rows of one minute are too many for is dealt out by hash besides. A sort or a sample in Spark would cost more than
-all the rest, and the survey has counted anyway.
+A task gets a contiguous span of time, so that it writes few files, which Arrow sorts. A minute with too many rows is
+split by hash. A sort or a sample in Spark would cost more than all the rest, and the survey has counted anyway.
 """
 
 from __future__ import annotations
@@ -34,30 +32,30 @@ from timeball.clock import Clock, SystemClock
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.limits import MINUTE_MS
 from timeball.message import Int64Array
-from timeball.pipeline.campaign import Campaign, find_attach
-from timeball.pipeline.campaigns import Campaigns, Event, check_id, last
-from timeball.pipeline.due_load import Load
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.failures import spark_errors
-from timeball.pipeline.runs import RUN_BYTES, RUN_ROWS
-from timeball.pipeline.screening import REASON, ROW, Columns, screen
-from timeball.pipeline.store import sibling
+from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
+from timeball.pipeline.jobs.campaign import Campaign, find_attach
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import CHUNK_BYTES, CHUNK_ROWS, sibling
+from timeball.pipeline.views.due_histogram import Load
+from timeball.rules import check_campaign
 from timeball.table.attachment import Attachment
+from timeball.wire import Campaign as Decided
 
 LOG = logging.getLogger("timeball.pipeline")
 
 REJECTS = "rejects"
 REJECT_SCHEMA = pa.schema([("campaign", pa.string()), ("reason", pa.string()), ("row", pa.string())])
 TASK_ROWS, TASK_BYTES = (
-    RUN_ROWS // 2,
-    RUN_BYTES // 2,
+    CHUNK_ROWS // 2,
+    CHUNK_BYTES // 2,
 )  # of one task: one run, and two tasks for a million rows
 TASKS_MAX = 2_000  # each writes a file or more, and an attach takes 10,000
 _PAYLOAD = ("body", "keys", "tag", "unique_key", "properties")
 
 
 class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bulk write did, or in a dry run would do.
+    """The result of a bulk write, or of its dry run.
 
     `payload_bytes`: of bodies, keys, tags, ids and properties as they were given; `written_bytes`: of the files
     attached. `repeated`: the campaign was attached before, and this call has written nothing.
@@ -78,17 +76,17 @@ class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows_per_s(self) -> int:
-        """Of the whole call, survey included."""
+        """Return rows a second of the whole call, survey included."""
         return int(self.rows / self.seconds) if self.seconds else 0
 
     @property
     def amplification(self) -> float | None:
-        """Bytes written for a byte of payload."""
+        """Return the bytes written for a byte of payload."""
         return self.written_bytes / self.payload_bytes if self.payload_bytes and self.files else None
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """What is in a DataFrame: valid rows and their payload by the minute they are due, the others by reason."""
+    """Counts of a DataFrame: valid rows and their payload by the minute they are due, the others by reason."""
 
     minute: Int64Array  # since 1970, in order
     rows: Int64Array
@@ -97,7 +95,7 @@ class Survey(msgspec.Struct, frozen=True):
 
     @property
     def load(self) -> Load:
-        """The due load of the valid rows, a cell a minute."""
+        """Return the due load of the valid rows, a cell a minute."""
         return Load(topic=np.zeros_like(self.minute), second=self.minute * 60, rows=self.rows, width_s=60)
 
 
@@ -122,7 +120,7 @@ def run(
     """
     clock = clock or SystemClock()
     begin_ns = clock.monotonic_ns()
-    name = check_id(campaign or f"bulk-{uuid.uuid4().hex}")
+    name = check_campaign(campaign or f"bulk-{uuid.uuid4().hex}")
     with spark_errors(), Endpoint(endpoint) as broker:
         job = Job(spark, broker, Campaign(broker, name, table_uri), rejects_uri, tell)
         repeated = job.attached_before()
@@ -131,7 +129,7 @@ def run(
             survey = job.survey(screen(frame, columns, job.now_ms))
             if not dry_run:
                 job.write(frame, columns, survey)
-        attachment = None if dry_run and repeated is None else job.find()
+        attachment = None if dry_run and repeated is None else job.find_attachment()
     files = attachment.files if attachment else []
     done = repeated is not None
     return BulkReport(
@@ -151,7 +149,7 @@ def run(
 
 
 class Job:
-    """The steps of one bulk write; see the module."""
+    """The steps of one bulk write."""
 
     def __init__(
         self,
@@ -166,34 +164,29 @@ class Job:
         self._campaign = campaign
         self._tell = tell
         self.rejects_uri = rejects_uri or sibling(campaign.table_uri, REJECTS)
-        known = Campaigns(campaign.table_uri).events(campaign.id)
+        self._known = campaign.find_decided()
         # What was valid at the first try is valid at the next one: else a row could be both, or neither.
-        self.now_ms = known[0].at_ms if known else broker.status().now_ms
-        self._planned = bool(known)
+        self.now_ms = broker.status().now_ms if self._known is None else self._known.planned_ms
 
-    def attached_before(self) -> Event | None:
-        """The campaign's event 'attached' of an earlier call; InvalidMessage when it was cancelled."""
-        events = self._campaign.events() if self._planned else []
-        if last(events, "cancelled"):
+    def attached_before(self) -> Decided | None:
+        """Return the campaign that an earlier call has attached; InvalidMessage when it was cancelled."""
+        known = self._known
+        if known is not None and known.state == "cancelled":
             raise InvalidMessage(
                 f"campaign {self._campaign.id} was cancelled: schedule these rows under another id"
             )
-        return last(events, "attached")
+        return None if known is None or known.state == "planned" else known
 
     def survey(self, screened: DataFrame) -> Survey:
-        """One pass over the rows."""
+        """Count the rows in one pass."""
         self._tell("survey")
-        return take_survey(screened)
+        return count_survey(screened)
 
     def write(self, frame: DataFrame, columns: Columns, survey: Survey) -> None:
-        """Everything that leaves a trace, in an order that can be cut anywhere."""
+        """Do the steps that leave a trace, in an order that can be cut anywhere."""
         rows = int(survey.rows.sum())
-        detail: dict[str, object] = {
-            "rejected": sum(survey.reasons.values()),
-            "payload_bytes": int(survey.payload_bytes.sum()),
-        }
-        planned = self._campaign.begin(rows, self.now_ms, detail)
-        screened = screen(frame, columns, planned.at_ms)
+        planned = self._campaign.plan(rows, self.now_ms)
+        screened = screen(frame, columns, planned.planned_ms)
         if survey.reasons:
             self._tell("rejects")
             self._put_rejects(screened.where(f.col(REASON).isNotNull()))
@@ -203,17 +196,10 @@ class Job:
             writer = deal_out(valid, survey).write.format("timeball").option("endpoint", self._broker.uri)
             writer = writer.option("job_id", self._campaign.id).option("table_uri", self._campaign.table_uri)
             writer.mode("append").save()
-        self._note(planned, rows)
-
-    def _note(self, planned: Event, rows: int) -> None:
-        if not rows:
-            self._campaign.record("attached")
-        elif self._campaign.note_attached(planned, "attached") is None:
+        if self._campaign.decided().state == "planned":
             raise OutOfRange(
-                f"campaign {self._campaign.id}: the log no longer has the record of its attach; its numbers are lost"
+                f"campaign {self._campaign.id} was attached so long ago that it is forgotten: use another id"
             )
-        if self._campaign.is_cancelled():  # while it was being written
-            self._campaign.cancel_attached()
 
     def _put_rejects(self, rejected: DataFrame) -> None:
         DeltaTable.create(
@@ -221,7 +207,7 @@ class Job:
             REJECT_SCHEMA,
             mode="ignore",
             name=REJECTS,
-            description="Rows that could not be promises",
+            description="Rows that could not be scheduled",
         )
         rows = rejected.select(
             f.lit(self._campaign.id).alias("campaign"), f.col(REASON), f.to_json(f.col(ROW)).alias("row")
@@ -230,10 +216,10 @@ class Job:
         writer = writer.option("app_id", f"bulk {self._campaign.id}").option("app_version", "1")
         writer.mode("append").save()
 
-    def find(self) -> Attachment | None:
-        """The campaign's attach in the log."""
-        events = Campaigns(self._campaign.table_uri).events(self._campaign.id)
-        return find_attach(self._broker, self._campaign.id, events[0].log_seq) if events else None
+    def find_attachment(self) -> Attachment | None:
+        """Return the campaign's attach in the log."""
+        known = self._campaign.find_decided()
+        return find_attach(self._broker, self._campaign.id, known.planned_seq) if known else None
 
 
 # ---- the survey -------------------------------------------------------------------------------------------
@@ -246,7 +232,7 @@ def _no_numbers() -> Int64Array:
 NOTHING = Survey(_no_numbers(), _no_numbers(), _no_numbers(), {})
 
 
-def take_survey(screened: DataFrame) -> Survey:
+def count_survey(screened: DataFrame) -> Survey:
     """Count the rows of `screen`."""
     given = [f.coalesce(f.octet_length(name), f.lit(0)) for name in _PAYLOAD if name in screened.columns]
     size = sum(given[1:], given[0]).cast("bigint")
@@ -274,12 +260,12 @@ class Deal(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """Tasks in all."""
+        """Return the number of tasks."""
         return int(self.tasks.sum())
 
 
 def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
-    """Spans of about a task's worth each; a minute that is worth more has several tasks to itself."""
+    """Cut the time into spans of about a task's worth; a minute that is worth more has several tasks to itself."""
     worth = np.maximum(survey.rows / task_rows, survey.payload_bytes / task_bytes)
     worth = worth / max(1.0, worth.sum() / TASKS_MAX)
     total = np.cumsum(worth)
@@ -295,7 +281,7 @@ def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
 
 
 def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
-    """The rows, a partition a task; without a shuffle when one task does."""
+    """Partition the rows by task; without a shuffle when one task does."""
     deal = plan_deal(survey, TASK_ROWS, TASK_BYTES)
     if deal.total == 1:
         return valid.coalesce(1)
@@ -303,7 +289,7 @@ def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
     names = [f.col(name) for name in valid.columns]
 
     def task(low: int, high: int) -> Column:
-        """Of a row that lies in the spans low <= i < high."""
+        """Return the task of a row that lies in the spans low <= i < high."""
         if high - low == 1:
             first = f.lit(int(deal.first[low]))
             if deal.tasks[low] == 1:

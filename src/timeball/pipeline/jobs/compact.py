@@ -1,28 +1,24 @@
-"""`compact`: a stream that moves waiting promises from the log's tail to the pending table.
+"""`compact`: a streaming query that moves waiting promises from the log's tail to the pending table.
 
-The broker does the same by itself when nobody else does; a lease, renewed while the query lives, keeps it from doing
-so at the same time. Should both do it after all, the watermark settles it (see pipeline/compaction.py).
+Without it the broker compacts by itself. A lease, renewed while the query runs, keeps the broker from doing so at the
+same time; if both do, the watermark decides (source/compact_writer.py).
 
-Only promises that an `hour_log` keeps are compacted. What a `timer_wheel` or a `level_cascade` keeps waits in the log;
-then there is no such stream to run, whatever a caller asks for.
+Only promises of the strategy `hour_log` are compacted. Those of a `timer_wheel` or a `level_cascade` wait in the log,
+and there is no query to run.
 
-Compaction costs one table version and some files each time, and itself appends a row to the log. So an epoch waits for
+Each compaction costs one table version and some files, and appends a row to the log. So a micro-batch waits for
 `compact_rows` new rows, or for `compact_interval_ms` with at least `compact_rows_min`: the broker's own settings.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable
 
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from timeball.errors import TimeballError
-from timeball.pipeline.endpoint import COMPACTED, Endpoint
-
-LOG = logging.getLogger("timeball.pipeline")
+from timeball.pipeline.endpoint import COMPACTED, Endpoint, Lease
+from timeball.pipeline.source.spark_api import start_query
 
 NAME = "compact"
 LEASE_MS = 30_000
@@ -46,53 +42,25 @@ def start(
     once: bool = False,
     options: dict[str, str] | None = None,
 ) -> StreamingQuery:
-    """Start the query; with `once` it stops when what is durable now has been compacted."""
+    """Start the query; with `once` it stops when all rows that are durable now have been compacted."""
     ranges = spark.readStream.format("timeball").options(**{**OPTIONS, **(options or {})})
     ranges = ranges.option("endpoint", endpoint).option("read", "ranges").option("from_seq", "watermark")
-    writer = ranges.load().writeStream.format("timeball").queryName(NAME).option("endpoint", endpoint)
-    writer = writer.option("checkpointLocation", checkpoint)
-    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=TRIGGER)
-    return writer.start()
+    writer = ranges.load().writeStream.format("timeball").option("endpoint", endpoint)
+    return start_query(writer, NAME, checkpoint, None if once else TRIGGER)
 
 
 def superfluous(endpoint: str) -> str | None:
-    """Why there is nothing to compact for this broker; None when there is."""
+    """Return why there is nothing to compact for this broker; None when there is."""
     with Endpoint(endpoint) as broker:
         strategy = broker.status().strategy
     return None if strategy == COMPACTED else nothing_to_compact(strategy)
 
 
 def nothing_to_compact(strategy: str) -> str:
-    """The sentence for people."""
-    return f"nothing to compact: with the schedule {strategy} promises wait in the log"
+    """Return the sentence for people."""
+    return f"nothing to compact: with the strategy {strategy} messages wait in the log"
 
 
-class Lease:
-    """Tells the broker every few seconds that an outside compactor is at work, for as long as `needed` says so."""
-
-    def __init__(self, endpoint: str, needed: Callable[[], bool], lease_ms: int = LEASE_MS) -> None:
-        self._endpoint = endpoint
-        self._needed = needed
-        self._lease_ms = lease_ms
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="compactor-lease", daemon=True)
-
-    def __enter__(self) -> Lease:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _renew(self) -> None:
-        while True:
-            if self._needed():
-                try:
-                    with Endpoint(self._endpoint, patience_s=0) as broker:
-                        broker.lease_compactor(self._lease_ms)
-                except TimeballError as error:
-                    # Harmless: the broker compacts by itself once the lease has run out.
-                    LOG.warning("lease not renewed job=compact reason=%s", error)
-            if self._stopped.wait(RENEW_EVERY_S):
-                return
+def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
+    """Return the lease of a compactor. Not returned: a query that has failed is started again within it."""
+    return Lease(endpoint, NAME, Endpoint.lease_compactor, needed, lease_ms=LEASE_MS, renew_s=RENEW_EVERY_S)

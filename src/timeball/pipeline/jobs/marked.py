@@ -1,39 +1,50 @@
-"""A stream whose sink knows its own mark: each epoch says only how far, the sink where it begins.
+"""A streaming query whose sink knows its own mark: Spark's offset says only how far a micro-batch goes.
 
-Spark's offsets are asked for one thing, the end of an epoch. `extend` brings the sink's table from its own mark up to
-that row, in a batch query of its own. So a repeated epoch adds nothing, and a checkpoint that was lost, or is older
-than the table, opens no hole. A table whose mark lies behind the log's end has the rows of another log, and would let
-this log's rows pass until they reach that mark; it is refused.
+`extend` brings the sink's table from its own mark up to that row, in a batch query of its own. So a repeated
+micro-batch adds nothing, and a checkpoint that was lost, or is older than the table, opens no hole. A mark behind the
+log's end belongs to another log: such a table is refused, or this log's rows would be skipped up to the mark.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.errors import OutOfRange, SetupError, TimeballError
-from timeball.pipeline.endpoint import LogStatus
-from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.source.spark_api import start_query
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import sibling
+from timeball.wire import LogStatus
 
 LOG = logging.getLogger("timeball.pipeline")
+TRIGGER = "5 seconds"
 
 Extend = Callable[[SparkSession, str, str, int], int]  # (session, endpoint, uri, to_seq) -> rows of the log
 
 
 def start(
-    ranges: DataFrame,
-    write: Callable[[DataFrame, int], None],
-    name: str,
+    spark: SparkSession,
+    endpoint: str,
     checkpoint: str,
-    trigger: str | None,
+    name: str,
+    extend: Extend,
+    *,
+    uri: str | None,
+    once: bool,
+    options: Mapping[str, str],
 ) -> StreamingQuery:
-    """Start the query over a stream of `read=ranges`; without a trigger it stops when it has caught up."""
-    writer = ranges.writeStream.foreachBatch(write).queryName(name).option("checkpointLocation", checkpoint)
-    writer = writer.trigger(availableNow=True) if trigger is None else writer.trigger(processingTime=trigger)
-    return writer.start()
+    """Start the query that keeps the table `name` up; `uri`: where it lies if not beside the pending table."""
+    if uri is None:
+        with Endpoint(endpoint) as broker:
+            uri = sibling(broker.status().table.uri, name)
+    ranges = spark.readStream.format("timeball").options(**options)
+    ranges = ranges.option("endpoint", endpoint).option("read", "ranges")
+    writer = ranges.load().writeStream.foreachBatch(epoch_writer(name, extend, endpoint, uri))
+    return start_query(writer, name, checkpoint, None if once else TRIGGER)
 
 
 def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> None:
@@ -51,7 +62,7 @@ def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> N
 
 
 def epoch_writer(name: str, extend: Extend, endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
-    """What an epoch does."""
+    """Return the function that Spark calls for each micro-batch."""
 
     def write(ranges: DataFrame, batch_id: int) -> None:
         ends = [row["to_seq"] for row in ranges.collect()]

@@ -7,7 +7,7 @@ reaches and from the log behind its mark, so a replay is complete whether or not
 window that begins before either of them, or is not over yet, is refused: half of a window would look like all of it.
 
 All of it is written in one attach under a name that follows from the arguments, so a second run with the same
-arguments changes nothing: the broker takes one attach of a name, ever. A replay is a campaign (pipeline/campaign.py) of
+arguments changes nothing: the broker takes one attach of a name, ever. A replay is a campaign (jobs/campaign.py) of
 that name: what waits of it can be counted, paused and cancelled as one, and a run that died is completed by the next.
 
 A replayed message is a new one: it has an id of its own, and names the old one in its property REPLAY_OF. Queue, tag,
@@ -31,14 +31,16 @@ from pyspark.sql import functions as f
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END
-from timeball.pipeline.archiving import PASSED
-from timeball.pipeline.campaign import Campaign
-from timeball.pipeline.campaigns import Event, check_id, last
-from timeball.pipeline.endpoint import Endpoint, Status
-from timeball.pipeline.failures import spark_errors
+from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
-from timeball.pipeline.narrow import Bounds
-from timeball.pipeline.store import open_table
+from timeball.pipeline.jobs.archive_writer import PASSED
+from timeball.pipeline.jobs.campaign import Campaign
+from timeball.pipeline.source.pushdown import Bounds
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import open_table
+from timeball.rules import check_campaign
+from timeball.wire import Campaign as Decided
+from timeball.wire import Status
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -62,7 +64,7 @@ By = Literal["visible", "due"]
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """What to replay, and to when. Instants in milliseconds since 1970; `start_ms` is where `from_ms` falls."""
+    """A choice of what passed, and its new start: `start_ms` is where `from_ms` falls. Milliseconds since 1970."""
 
     from_ms: int
     until_ms: int
@@ -83,17 +85,17 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job_id(self) -> str:
-        """The same for the same arguments."""
+        """Return the job's name, the same for the same arguments."""
         return "replay-" + hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:24]
 
     @property
     def end_ms(self) -> int:
-        """Where the end of the window falls."""
+        """Return where the end of the window falls."""
         return self.start_ms + int(-(-(self.until_ms - self.from_ms) * self.stretch // 1))
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay would schedule. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names."""
+    """The plan of a replay. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names."""
 
     job_id: str
     rows: int
@@ -108,7 +110,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay has scheduled: `ranges` are (first_seq, rows). `repeated`: it had been done before."""
+    """The result of a replay: `ranges` are (first_seq, rows). `repeated`: it had been done before."""
 
     job_id: str
     rows: int
@@ -132,8 +134,8 @@ class Sources:
     settled_before_ms: int
 
 
-def look(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
-    """Where the archive and the log stand: everything stamped before `now_ms` lies below `end`."""
+def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
+    """Return where archive and log stand: everything stamped before `now_ms` lies below `end`."""
     with Endpoint(endpoint) as broker:
         status = _all_durable(broker)
         first = status.log.first_seq
@@ -154,7 +156,7 @@ def look(endpoint: str, archive_uri: str | None = None, table_uri: str | None = 
 
 
 def _all_durable(broker: Endpoint) -> Status:
-    """A status whose `durable_seq` has reached every row that was numbered when its `now_ms` was."""
+    """Return A status whose `durable_seq` has reached every row that was numbered when its `now_ms` was."""
     asked = broker.status()
     for _ in range(_DURABLE_TRIES):
         status = broker.status()
@@ -184,12 +186,12 @@ def check_covered(window: Window, sources: Sources) -> None:
 
 
 def moment(by: By) -> Column:
-    """The instant of a message that passed. One without a due instant was sent to be visible at once."""
+    """Return the instant of a message that passed. One without a due instant was sent to be visible at once."""
     return f.coalesce(f.col("due_ms"), f.col("store_ms")) if by == "due" else f.col("store_ms")
 
 
 def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
-    """The messages of a window, in the columns that a replay needs, with `at_ms`, the instant of each."""
+    """Read the messages of a window, in the columns that a replay needs, with `at_ms`, the instant of each."""
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_READ))
     source = source.option("kinds", ",".join(str(int(kind)) for kind in PASSED))
     source = source.option("from_seq", str(sources.mark)).option("to_seq", str(sources.end))
@@ -203,7 +205,7 @@ def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources)
 
 
 def within(rows: DataFrame, window: Window) -> DataFrame:
-    """Rows of the log or the archive, reduced to those of the window, with `at_ms`."""
+    """Reduce rows of the log or the archive to those of the window, with `at_ms`."""
     at = moment(window.by)
     topic = f.col("topic")
     wanted = topic.isin(*window.topics) if window.topics else ~topic.rlike(SECOND_TRIES)
@@ -215,14 +217,14 @@ def within(rows: DataFrame, window: Window) -> DataFrame:
 
 
 def due(window: Window) -> Column:
-    """The new instant. Rounded up: a promise may be late by part of a millisecond, but never early."""
+    """Return the new instant, rounded up: a promise may be late by part of a millisecond, but never early."""
     return f.lit(window.start_ms) + f.ceil((f.col("at_ms") - window.from_ms) * f.lit(window.stretch)).cast(
         "bigint"
     )
 
 
 def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
-    """What passed as rows for the data source's writer; with `count` rows known, in parts that a task can hold.
+    """Turn what passed into rows for the data source's writer; with `count` rows known, in parts that a task can hold.
 
     What passes again in one instant lies in one part, in the order in which it passed.
     """
@@ -254,7 +256,7 @@ def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataF
 
 
 def width_ms(span_ms: int) -> int:
-    """The finest step that shows a span in at most BARS_MAX bars."""
+    """Return the finest step that shows a span in at most BARS_MAX bars."""
     return next((width for width in _WIDTHS_MS if span_ms <= width * BARS_MAX), _WIDTHS_MS[-1])
 
 
@@ -269,9 +271,9 @@ def plan(
     archive_uri: str | None = None,
     table_uri: str | None = None,
 ) -> ReplayPlan:
-    """What `run` would schedule. Reads, and writes nothing."""
+    """Count what `run` would schedule; write nothing."""
     window.check()
-    sources = look(endpoint, archive_uri, table_uri)
+    sources = open_sources(endpoint, archive_uri, table_uri)
     check_covered(window, sources)
     width = width_ms(window.end_ms - window.start_ms)
     again = due(window)
@@ -325,48 +327,46 @@ def run(
     reach the pending table, if not where the broker says.
     """
     window.check()
-    name = check_id(job_id or window.job_id)
+    name = check_campaign(job_id or window.job_id)
     done = done_before(endpoint, name, table_uri)
     if done is not None:
         return done
     places = {"archive_uri": archive_uri, "table_uri": table_uri}
     planned = planned or plan(spark, endpoint, window, **places)
-    sources = look(endpoint, **places)
+    sources = open_sources(endpoint, **places)
     if not planned.rows:
         return ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=False, ranges=[])
     with spark_errors(), Endpoint(endpoint) as broker:
         campaign = Campaign(broker, name, table_uri)
-        begun = campaign.begin(planned.rows, sources.now_ms, {"replay": msgspec.to_builtins(window)})
+        campaign.plan(planned.rows, sources.now_ms)
         again = promises(passed(spark, endpoint, window, sources), window, planned.rows)
         writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
         writer.option("table_uri", campaign.table_uri).mode("append").save()
-        attached = campaign.note_attached(begun, "attached")
-        if attached is None:
-            raise OutOfRange(f"replay {name}: the log no longer has the record of its attach")
-        if campaign.is_cancelled():  # while it was being written
-            campaign.cancel_attached()
+        attached = campaign.decided()
+        if attached.state == "planned":
+            raise OutOfRange(f"replay {name} was done so long ago that it is forgotten: name it anew")
     LOG.info("window scheduled again job=replay id=%s rows=%d", name, attached.rows)
     return _report(attached)
 
 
 def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
-    """What the replay of this name has scheduled; None while it has not. InvalidMessage when it was cancelled."""
+    """Return what the replay of this name has scheduled, or None; InvalidMessage when it was cancelled."""
     with Endpoint(endpoint) as broker:
-        campaign = Campaign(broker, job_id, table_uri)
-        events = campaign.events() if campaign.table.events(job_id) else []
-    if last(events, "cancelled"):
+        known = Campaign(broker, job_id, table_uri).find_decided()
+    if known is None or known.state == "planned":
+        return None
+    if known.state == "cancelled":
         raise InvalidMessage(
             f"replay {job_id} was cancelled: to do it all the same, name it anew with --job-id"
         )
-    attached = last(events, "attached")
-    return None if attached is None else _report(attached, repeated=True)
+    return _report(known, repeated=True)
 
 
-def _report(attached: Event, *, repeated: bool = False) -> ReplayReport:
+def _report(attached: Decided, *, repeated: bool = False) -> ReplayReport:
     return ReplayReport(
         job_id=attached.campaign,
         rows=attached.rows,
-        at_ms=attached.at_ms,
+        at_ms=attached.planned_ms,
         repeated=repeated,
         ranges=attached.ranges,
     )

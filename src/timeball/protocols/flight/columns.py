@@ -1,10 +1,12 @@
-"""Which columns a send may have: an Arrow schema is checked once per stream, each batch in full. Does no I/O.
+"""Which columns a stream may have: an Arrow schema is checked once per stream, each batch in full. Does no I/O.
 
-Columns are found by name, in any order, and only `topic` and `body` must be there. A column we do not know is
+A send's columns are found by name, in any order, and only `topic` and `body` must be there. A column we do not know is
 refused by its name: a producer that writes `delay` for `delay_ms` must not see its messages delivered at once.
 Types that mean the same (large strings, views, wider or narrower integers) are converted, and a value that does not
 fit refuses its batch. Dictionaries are refused, and so is a batch whose values take more room than a message may have:
 with views and shared buffers a few kilobytes can name one value a hundred thousand times.
+
+A release's rows are TABLE_SCHEMA, all columns, in any order: who brings them has read them from a file of ours.
 
 A batch from a socket is only a claim about buffers: `validate(full=True)` proves offsets, lengths and UTF-8
 before anything reads through them.
@@ -16,31 +18,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
+from timeball import limits, rules
 from timeball.errors import InvalidMessage, OverLimit
+from timeball.message import SEND_COLUMNS, TABLE_SCHEMA
 
+# Without RocketMQ's delay levels, and without a host, which admission fills in.
 SEND_SCHEMA = pa.schema(
-    [
-        ("topic", pa.string()),
-        ("body", pa.binary()),
-        ("tag", pa.string()),
-        ("keys", pa.string()),
-        ("unique_key", pa.string()),
-        ("properties", pa.string()),
-        ("queue_id", pa.int32()),
-        ("born_ms", pa.int64()),
-        ("flag", pa.int32()),
-        ("sys_flag", pa.int32()),
-        ("reconsume_times", pa.int32()),
-        ("due_ms", pa.int64()),  # absolute, milliseconds since 1970 UTC
-        ("delay_ms", pa.int64()),  # relative; becomes absolute at admission
-    ]
+    [(name, kind) for name, kind in SEND_COLUMNS.items() if name not in ("born_host", "delay_level")]
 )
 REQUIRED = ("topic", "body")
+RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 
 
 class SendColumns:
-    """The columns of one stream, with the conversion each needs."""
+    """The columns of one send stream, with the conversion each needs."""
 
     def __init__(self, schema: pa.Schema) -> None:
         """Check names and types; raises InvalidMessage naming the column."""
@@ -78,6 +69,39 @@ class SendColumns:
             if batch.column(index).null_count:
                 raise InvalidMessage(f"column {self._target.names[index]!r} has rows without a value")
         return batch
+
+
+class ReleaseColumns:
+    """The columns of one release stream."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        """Check names and types; raises InvalidMessage naming the column."""
+        for field in TABLE_SCHEMA:
+            if schema.names.count(field.name) != 1 or schema.field(field.name).type != field.type:
+                raise InvalidMessage(
+                    f"column {field.name!r} must be there once, as {field.type}: bring rows as they are in the table"
+                )
+        unknown = [name for name in schema.names if name not in TABLE_SCHEMA.names]
+        if unknown:
+            raise InvalidMessage(f"unknown column {unknown[0][:80]!r}; the table has {TABLE_SCHEMA.names}")
+
+    def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The batch in TABLE_SCHEMA, proven sound; raises InvalidMessage, OverLimit."""
+        if not 0 < batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
+            raise OverLimit(
+                f"{batch.num_rows} rows: between 1 and {limits.ROWS_PER_REQUEST_MAX} in one batch"
+            )
+        try:
+            batch.validate(full=True)
+            check_bytes(batch.nbytes)
+        except (pa.ArrowException, ValueError) as error:
+            raise InvalidMessage(f"not a sound record batch: {error}") from error
+        batch = batch.select(TABLE_SCHEMA.names)
+        for name in RELEASE_REQUIRED:
+            if batch.column(name).null_count:
+                raise InvalidMessage(f"column {name!r} has rows without a value")
+        rules.check_columns({"body": batch.column("body")})
+        return pa.RecordBatch.from_arrays(batch.columns, schema=TABLE_SCHEMA)
 
 
 def _refuse_rows(rows: int) -> None:

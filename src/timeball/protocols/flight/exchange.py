@@ -1,12 +1,12 @@
 """One stream of an exchange: batches in without waiting, acknowledgements out in the same order.
 
-    reading thread    message -> decode and check -> window.enter -> inbox
-    broker's loop     inbox -> slot.settle                                                   (inbox)
-    RPC thread        window.take -> acknowledgements
+    reading thread    message -> decode and check -> window.enter -> taker
+    broker's loop     taker -> slot.settle                                                   (sends)
+    RPC thread        window.pop_answers -> acknowledgements
 
 The reading thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
 batch is answered and the stream goes on. When the client goes away, what it sent is still decided by the
-broker, and nobody waits for it: nothing is cancelled from here, because the commit that one batch waits for is
+broker, and no client waits for it: nothing is cancelled from here, because the commit that one batch waits for is
 the commit of others too.
 
 A stream holds one message: the one it receives, or the one it has and waits with. Streams decode one after the other
@@ -17,31 +17,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import pyarrow as pa
 
-from timeball.errors import InvalidMessage, TimeballError, Unavailable
+from timeball.access import Caller
+from timeball.errors import InvalidMessage, Unavailable
 from timeball.protocols.flight import ipc
-from timeball.protocols.flight.columns import check_bytes
-from timeball.protocols.flight.failures import internal
-from timeball.protocols.flight.inbox import STOPPING, refusal
-from timeball.protocols.flight.window import Budget, Slot, Window
-from timeball.protocols.flight.wire import Data
-
-
-class Columns(Protocol):
-    """What batches of one stream must look like."""
-
-    def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch in our types, proven sound; raises InvalidMessage, OverLimit."""
-
-
-class Taker(Protocol):
-    """Where batches go."""
-
-    def put(self, batch: pa.RecordBatch, slot: Slot) -> None:
-        """Hand over a sound batch; its slot will be settled, once, whatever happens. Does not block."""
+from timeball.protocols.flight.columns import ReleaseColumns, SendColumns, check_bytes
+from timeball.protocols.flight.protobuf import Data
+from timeball.protocols.flight.sends import STOPPING, Releases, Sends, refusal
+from timeball.protocols.flight.window import Budget, Window
 
 
 class Stream:
@@ -49,16 +34,17 @@ class Stream:
 
     def __init__(
         self,
-        inbox: Taker,
+        taker: Sends | Releases,
+        caller: Caller,
         budget: Budget,
-        columns: Callable[[pa.Schema], Columns],
+        columns: Callable[[pa.Schema], SendColumns | ReleaseColumns],
         decoding: threading.Lock,
     ) -> None:
-        """`columns` checks the schema once, and then each batch; `inbox` takes what has passed."""
-        self._inbox, self._columns, self._decoding = inbox, columns, decoding
+        """`columns` checks the schema once, and then each batch; `taker` takes what has passed."""
+        self._taker, self._caller, self._columns, self._decoding = taker, caller, columns, decoding
         self.window = Window(budget)
         self._stopping = False
-        self._failure: TimeballError | None = None
+        self._failure: Exception | None = None
 
     def stop(self) -> None:
         """Refuse further batches; those under way are still answered."""
@@ -67,12 +53,12 @@ class Stream:
     def answers(self, messages: Iterator[Data]) -> Iterator[bytes]:
         """Yield the answer to each batch until the client ends or breaks the stream.
 
-        `messages` raises TimeballError for what is no message. Raises what ended the stream, after the last answer.
+        `messages` raises TimeballError for bytes that are no message. Raises the stream's error after the last answer.
         """
         reading = threading.Thread(target=self._run, args=(messages,), name="flight-reads", daemon=True)
         reading.start()
         try:
-            while answers := self.window.take():
+            while answers := self.window.pop_answers():
                 yield from answers
         finally:
             self.window.abort()  # also when the client does not read the rest of the answers
@@ -82,10 +68,8 @@ class Stream:
     def _run(self, messages: Iterator[Data]) -> None:
         try:
             self._read(messages)
-        except TimeballError as error:
+        except Exception as error:  # of any kind: a fault of ours must not leave the client waiting
             self._failure = error
-        except Exception as error:  # a fault of ours must not leave the client waiting
-            self._failure = internal(error, "do_exchange")
         finally:
             self.window.finish()  # what was accepted is answered, also when the stream ended badly
 
@@ -107,7 +91,7 @@ class Stream:
             raise InvalidMessage("the stream does not begin with an Arrow schema")
 
     def _decoded(
-        self, message: Data, schema: pa.Schema, columns: Columns
+        self, message: Data, schema: pa.Schema, columns: SendColumns | ReleaseColumns
     ) -> tuple[pa.RecordBatch | bytes, int]:
         """Return a sound batch and its bytes, or the refusal that answers it."""
         try:
@@ -116,7 +100,7 @@ class Stream:
             with self._decoding:
                 batch = columns.adopt(ipc.batch(message.header, message.body, schema))
                 check_bytes(batch.nbytes)
-        except Exception as error:  # whatever it is, this batch gets an answer and the next one its turn
+        except Exception as error:  # of any kind: this batch gets an answer and the next one its turn
             return refusal(error), 0
         return batch, max(message.size_bytes, batch.nbytes)
 
@@ -128,5 +112,5 @@ class Stream:
         if isinstance(entry, bytes):
             slot.settle(entry)
         else:
-            self._inbox.put(entry, slot)
+            self._taker.put(entry, slot, self._caller)
         return True

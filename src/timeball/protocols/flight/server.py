@@ -1,8 +1,8 @@
 """FlightEdge: the broker's verbs over Arrow Flight, carried by grpcio.
 
 pyarrow's own server takes a request of any length into memory, decompresses it and resolves its dictionaries before
-it says who calls. So grpcio carries the calls (as those of the edge `grpc`), `wire` reads Flight's few messages, and
-`ipc` the batches. Each call is a handler that reads when it wants to, so that the order is: who calls, how many are
+it says who calls. So grpcio carries the calls (as those of the edge `grpc`), `protobuf` reads Flight's few messages,
+and `ipc` the batches. Each call is a handler that reads when it wants to, so that the order is: who calls, how many are
 inside, then one message of bounded length, then what it says.
 
 A handler runs in a thread of its own; the broker lives on one asyncio loop. It decodes its request (codec), hands it
@@ -15,31 +15,31 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import Principal
+from timeball import limits, wire
+from timeball.access import Caller, Verb
+from timeball.broker.service import Broker
 from timeball.errors import NotFound, OverLimit, RequestError, SetupError, TimeballError, Unavailable
-from timeball.guard import OPEN, Guard
 from timeball.message import READ_SCHEMA
-from timeball.protocols.flight import codec, failures, ipc, permissions, verbs, wire
-from timeball.protocols.flight.columns import SendColumns
+from timeball.protocols.error_codes import log_failure
+from timeball.protocols.flight import codec, ipc, protobuf, verbs
+from timeball.protocols.flight.columns import ReleaseColumns, SendColumns
 from timeball.protocols.flight.exchange import Stream
-from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
-from timeball.protocols.flight.inbox import STOPPING, Inbox
-from timeball.protocols.flight.reading import RequestReads
-from timeball.protocols.flight.releasing import ReleaseColumns, Releases
+from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate, RequestReads
+from timeball.protocols.flight.sends import STOPPING, Releases, Sends
 from timeball.protocols.flight.window import Budget
+from timeball.security import OPEN, Security
 
-if TYPE_CHECKING:
-    from timeball.broker.service import Broker
+logger = logging.getLogger(__name__)
 
 SERVICE = "/arrow.flight.protocol.FlightService/"
 MESSAGE_BYTES_MAX = limits.BATCH_BYTES_MAX + 64 * 1024  # a batch with its header
@@ -67,7 +67,7 @@ OPTIONS = [
 
 T = TypeVar("T")
 Requests = Iterator[bytes]
-Handler = Callable[["Principal | None", Requests, Any], Iterator[bytes]]
+Handler = Callable[[Caller, Requests, Any], Iterator[bytes]]
 
 
 class FlightEdge:
@@ -79,24 +79,24 @@ class FlightEdge:
         loop: asyncio.AbstractEventLoop,
         host: str,
         port: int,
-        status: Callable[[], dict[str, object]] | None = None,
-        guard: Guard = OPEN,
+        status: verbs.Status | None = None,
+        security: Security = OPEN,
     ) -> None:
         """Bind and serve; port 0 takes a free one. Raises SetupError when the address cannot be used.
 
-        `status` answers the action of that name, where the process has more to say than the broker. `guard`: who
+        `status` answers the action of that name, where the process has more to say than the broker. `security`: who
         may come in, and by which certificate.
         """
         self._broker = broker
         self._status = status or broker.status
         self._loop = loop
-        self._inbox, self._releases = Inbox(broker, loop), Releases(broker, loop)
+        self._sends, self._releases = Sends(broker.sends, loop), Releases(broker, loop)
         self._budget, self._answers = Budget(), Budget(ANSWERS_BYTES_MAX)
         self._calls = Gate("calls", CALLS_MAX)
         self._streams_gate = Gate("send streams", STREAMS_MAX)
         self._streams: set[Stream] = set()
         self._decoding = threading.Lock()
-        self._permissions = permissions.Permissions(guard.access, broker.parts.clock.clock)
+        self._security, self._clock = security, broker.parts.clock.clock
         self._closing = threading.Event()
         self._reads = RequestReads(broker.parts.clock.clock, self._closing)
         self._close_once = threading.Lock()
@@ -110,10 +110,10 @@ class FlightEdge:
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            if guard.tls is None:
+            if security.tls is None:
                 self.port = int(self._server.add_insecure_port(address))
             else:
-                pair = (guard.tls.key, guard.tls.certificate)
+                pair = (security.tls.key, security.tls.certificate)
                 self.port = int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
         except RuntimeError as error:
             raise SetupError(f"--port {port} on {host} cannot be used: {error}") from error
@@ -136,15 +136,15 @@ class FlightEdge:
             "Handshake": self._refuse,
         }.get(method)
 
-    def caller(self, metadata: Any) -> Principal | None:
+    def caller(self, metadata: Any) -> Caller:
         """Return who makes a call with these headers; raises Unauthorized."""
-        return self._permissions.caller(metadata)
+        return self._security.caller(headers_of(metadata), self._clock.wall_ms())
 
-    def _do_exchange(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _do_exchange(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """`send` and `release`: record batches in, one acknowledgement each out."""
         self._check_open()
         with self._streams_gate.enter():
-            messages = map(wire.data, requests)
+            messages = map(protobuf.data, requests)
             first = next(messages, None)
             stream = self._stream(caller, first.path if first else None)
             # When the call ends, however it does, who waits for the stream is woken.
@@ -158,62 +158,62 @@ class FlightEdge:
                 started = chain((first,), messages)
                 del first
                 for answer in stream.answers(started):
-                    yield wire.data_message(metadata=answer)
+                    yield protobuf.data_message(metadata=answer)
             finally:
                 self._streams.discard(stream)
 
-    def _stream(self, caller: Principal | None, path: list[bytes] | None) -> Stream:
-        if path == codec.SEND_PATH:
-            columns = SendColumns if caller is None else partial(_permitted, caller)
-            return Stream(self._inbox, self._budget, columns, self._decoding)
-        if path == codec.RELEASE_PATH:
-            permissions.check_release(caller)
-            return Stream(self._releases, self._budget, ReleaseColumns, self._decoding)
+    def _stream(self, caller: Caller, path: list[bytes] | None) -> Stream:
+        if path == wire.SEND_PATH:
+            return Stream(self._sends, caller, self._budget, SendColumns, self._decoding)
+        if path == wire.RELEASE_PATH:
+            self._broker.policy.allow(caller, Verb.ADMIN)  # before a batch is received; `release` asks again
+            return Stream(self._releases, caller, self._budget, ReleaseColumns, self._decoding)
         raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
 
-    def _do_action(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _do_action(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """Everything small: a JSON body in, one JSON body out."""
         self._check_open()
         with self._calls.enter():
             verb, request = self._reads.read(requests, context, _action)
-            permissions.check_action(caller, verb, request)
-            may, broker = permissions.cancellable(caller), self._broker
-            answer = self._on_loop(context, lambda: verbs.perform(broker, verb, request, self._status, may))
-            yield wire.result(codec.encode(permissions.shown(caller, verb, answer)))
+            broker, status = self._broker, self._status
+            answer = self._on_loop(context, lambda: verbs.perform(broker, verb, request, status, caller))
+            yield protobuf.result(codec.encode(answer))
 
-    def _do_get(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
-        """Rows in READ_SCHEMA: of the log, of a queue, or of a long poll."""
+    def _do_get(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
+        """Rows in READ_SCHEMA: of the log, of a queue, of a long poll; or leased to a group, with receipts."""
         self._check_open()
         with self._calls.enter():
             request = self._reads.read(requests, context, _ticket)
-            permissions.check_ticket(caller, request)
             schema = READ_SCHEMA
-            if isinstance(request, codec.ReadLog):
+            if isinstance(request, wire.ReadLog):
                 schema = pa.schema([READ_SCHEMA.field(name) for name in request.columns or READ_SCHEMA.names])
-                batches = self._log_rows(request)
+                batches = self._log_rows(request, caller)
+            elif isinstance(request, wire.Receive):
+                schema = wire.RECEIVED_SCHEMA
+                batches = self._received(request, context, caller)
             else:
-                batches = self._queue_rows(request, context)
-            yield wire.data_message(ipc.schema_header(schema))
+                batches = self._queue_rows(request, context, caller)
+            yield protobuf.data_message(ipc.schema_header(schema))
             for batch in batches:
                 yield from self._parts(batch)
                 del batch  # not held while the next one is read
 
-    def _list_actions(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _list_actions(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """The verbs of DoAction."""
         for verb, (_, _, text) in codec.ACTIONS.items():
-            yield wire.action_type(verb, text)
+            yield protobuf.action_type(verb, text)
 
-    def _get_schema(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _get_schema(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         """Every DoGet has message.READ_SCHEMA."""
-        yield wire.result(READ_SCHEMA.serialize().to_pybytes())
+        yield protobuf.result(READ_SCHEMA.serialize().to_pybytes())
 
-    def _refuse(self, caller: Principal | None, requests: Requests, context: Any) -> Iterator[bytes]:
+    def _refuse(self, caller: Caller, requests: Requests, context: Any) -> Iterator[bytes]:
         raise RequestError("this method is not offered; use DoExchange, DoAction or DoGet")
 
     # ---- stopping ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Refuse what is new, answer what is under way, cut who stays. Blocks some seconds at most.
+        """Refuse new calls, answer those under way, cut the rest. Blocks some seconds at most.
 
         Needs the loop to be running, and so must not be called on it (use `asyncio.to_thread`).
         """
@@ -226,7 +226,7 @@ class FlightEdge:
             stream.stop()
         for stream in streams:
             if not stream.window.wait_empty(DRAIN_S):
-                failures.log.warning("stream cut unanswered_batches=%d", len(stream.window))
+                logger.warning("stream cut unanswered_batches=%d", len(stream.window))
         self._server.stop(CUT_S).wait()
         self._threads.shutdown(wait=False)
 
@@ -246,26 +246,48 @@ class FlightEdge:
         except RuntimeError:  # the loop is closed
             coroutine.close()
             raise Unavailable(STOPPING) from None
-        while True:
-            try:
-                return future.result(LOOK_AGAIN_S)
-            except concurrent.futures.CancelledError:
-                raise Unavailable(STOPPING) from None
-            except TimeoutError:
-                if future.done():  # between the two lines, or the verb's own TimeoutError
-                    return future.result()
-            if not context.is_active() or (self._closing.is_set() and (cancel or self._loop.is_closed())):
-                if cancel:
-                    future.cancel()
-                raise Unavailable(STOPPING)
+        try:
+            while True:
+                try:
+                    return future.result(LOOK_AGAIN_S)
+                except concurrent.futures.CancelledError:
+                    raise Unavailable(STOPPING) from None
+                except TimeoutError:
+                    if future.done():  # between the two lines, or the verb's own TimeoutError
+                        return future.result()
+                if not context.is_active() or (self._closing.is_set() and (cancel or self._loop.is_closed())):
+                    if cancel:
+                        future.cancel()
+                    raise Unavailable(STOPPING)
+        finally:
+            del future  # its error's traceback holds this frame, which would hold the request's rows for ever
 
-    def _queue_rows(self, request: codec.ReadQueue | codec.Pull, context: Any) -> Iterator[pa.RecordBatch]:
-        cancel = isinstance(request, codec.Pull)
-        yield self._on_loop(context, lambda: verbs.rows(self._broker, request), cancel=cancel)
+    def _queue_rows(
+        self, request: wire.ReadQueue | wire.Pull, context: Any, caller: Caller
+    ) -> Iterator[pa.RecordBatch]:
+        cancel = isinstance(request, wire.Pull)
+        yield self._on_loop(context, lambda: verbs.rows(self._broker, request, caller), cancel=cancel)
 
-    def _log_rows(self, request: codec.ReadLog) -> Iterator[pa.RecordBatch]:
+    def _received(self, request: wire.Receive, context: Any, caller: Caller) -> Iterator[pa.RecordBatch]:
+        """Yield what a member of a group gets; give it back when its client goes before it is sent."""
+        handed_out = self._on_loop(context, lambda: verbs.receive(self._broker, request, caller), cancel=True)
+        is_sent = False
+        try:
+            yield handed_out.rows
+            is_sent = True
+        finally:
+            if not is_sent and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._broker.consuming.not_seen, handed_out.receipts)
+
+    def _log_rows(self, request: wire.ReadLog, caller: Caller) -> Iterator[pa.RecordBatch]:
         rows = self._broker.read_log(
-            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns
+            request.from_seq,
+            request.to_seq,
+            request.kinds,
+            request.coalesce_rows,
+            request.columns,
+            caller,
+            placed=request.placed,
         )
         for batch in rows:
             self._check_open()
@@ -274,19 +296,19 @@ class FlightEdge:
     def _parts(self, batch: pa.RecordBatch) -> Iterator[bytes]:
         """Yield the messages of a batch; its bytes count among the answers until the last has been sent."""
         size_bytes = batch.nbytes
-        if not self._answers.take(size_bytes, ANSWER_WAIT_S):
+        if not self._answers.reserve(size_bytes, ANSWER_WAIT_S):
             raise OverLimit(
                 f"{ANSWERS_BYTES_MAX} bytes of answers wait to be taken by those who asked; try again later"
             )
         try:
             for header, body in ipc.parts(batch, ANSWER_PART_BYTES):
-                yield wire.data_message(header, body)
+                yield protobuf.data_message(header, body)
         finally:
             self._answers.give(size_bytes)
 
 
 class _Methods(grpc.GenericRpcHandler):
-    """What grpcio asks when the headers of a call are there. Every method is a stream, so that nothing is read."""
+    """The handlers grpcio asks for when a call's headers are there. Every method is a stream: nothing is read yet."""
 
     def __init__(self, edge: FlightEdge) -> None:
         self._edge = edge
@@ -313,14 +335,11 @@ def _answered(method: str, handler: Any, requests: Requests, context: Any) -> It
     """Yield what a handler yields, and end the call as it ended."""
     try:
         yield from handler(_until_gone(requests), context)
-        return
-    except TimeballError as caught:
-        error = caught
-    except Exception as caught:  # its text is for the log and not for the client
-        error = failures.internal(caught, method)
-    context.set_code(grpc.StatusCode.UNKNOWN)
-    context.set_details(failures.details(error))
-    context.set_trailing_metadata(failures.trailers(error))
+    except Exception as error:  # of any kind: the client gets an answer
+        log_failure(logger, method, error)
+        context.set_code(grpc.StatusCode.UNKNOWN)
+        context.set_details(codec.details(error))
+        context.set_trailing_metadata(codec.trailers(error))
 
 
 def _until_gone(requests: Requests) -> Iterator[bytes]:
@@ -332,14 +351,19 @@ def _until_gone(requests: Requests) -> Iterator[bytes]:
 
 
 def _action(message: bytes) -> tuple[str, codec.ActionRequest]:
-    verb, body = wire.action(message)
+    verb, body = protobuf.action(message)
     codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
     return verb, codec.decode_action(verb, bytes(body))
 
 
-def _ticket(message: bytes) -> codec.Ticket:
-    return codec.decode_ticket(wire.ticket(message))
+def _ticket(message: bytes) -> wire.Ticket:
+    return codec.decode_ticket(protobuf.ticket(message))
 
 
-def _permitted(caller: Principal, schema: pa.Schema) -> permissions.PermittedColumns:
-    return permissions.PermittedColumns(SendColumns(schema), caller)
+def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """Return the headers that are text; a name that is there twice has the first value."""
+    headers: dict[str, str] = {}
+    for name, value in metadata:
+        if isinstance(value, str):
+            headers.setdefault(name.lower(), value)
+    return headers

@@ -1,88 +1,202 @@
 """From a decoded request to the broker's verb, and from its result to the answer's JSON. Runs on the loop.
 
-One function a verb would be one line each; the tables below are those lines. Whatever raises here is one of
-our errors, or a bug that `failures` hides from the client and shows to the operator.
+One function a verb would be one line each; the table below is those lines. What raises here is one of our errors, or a
+bug that the client is told the name of and the operator sees whole.
+
+Members of one group share messages out, each for a time, and answer with receipts. A receipt travels as a sealed text
+(receipt_handles.py) in a column beside the columns of the log. What comes from the group's retry topic is shown under
+the topic that was asked for, since the receipt is made for that one.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from timeball import wire
+from timeball.access import ANONYMOUS, Caller, Verb
+from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.service import Broker
+from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec
+from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.table.attachment import Attachment
 
-if TYPE_CHECKING:
-    from timeball.broker.service import Broker
+Status = Callable[[Caller], dict[str, object]]
+
+_TOPIC = READ_SCHEMA.get_field_index("topic")
 
 
-Status = Callable[[], dict[str, object]]
-May = Callable[[str], bool]
+class HandedOut(NamedTuple):
+    """Rows in wire.RECEIVED_SCHEMA, and the receipts whose texts they bear."""
+
+    rows: pa.RecordBatch
+    receipts: list[AnyReceipt]
 
 
 async def perform(
-    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, may: May | None = None
+    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, caller: Caller = ANONYMOUS
 ) -> Any:
-    """Do an action; returns what becomes the JSON of its answer. `may`: the topics whose promises may be touched."""
+    """Do an action for a caller; returns what becomes the JSON of its answer."""
     match request:
-        case codec.Nothing():
-            return await _plain(broker, verb, status)
-        case codec.CreateTopic():
-            await broker.create_topic(request.topic, request.queues)
+        case wire.Nothing():
+            return await _plain(broker, verb, status, caller)
+        case wire.CreateTopic():
+            await broker.create_topic(request.topic, request.queues, caller)
             return {}
-        case codec.Queues():
-            ranges = broker.queues(request.topic)
+        case wire.Queues():
+            ranges = broker.queues(request.topic, caller)
             return {"queues": {str(q): {"min": low, "max": high} for q, (low, high) in ranges.items()}}
-        case codec.GetOffsets():
-            offsets = broker.offsets(request.group, request.topic)
+        case wire.GetOffsets():
+            offsets = broker.offsets(request.group, request.topic, caller)
             return {"offsets": {str(queue): offset for queue, offset in offsets.items()}}
-        case codec.Commit():
-            await broker.commit_offsets(request.group, request.topic, dict(request.offsets))
+        case wire.Commit():
+            await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
-        case codec.Cancel():
+        case wire.Acknowledge():
+            return {"valid": await acknowledge(broker, request, caller)}
+        case wire.ChangeInvisibleTime():
+            return {"receipts": await change_invisible_time(broker, request, caller)}
+        case wire.DeadLetter():
+            return {"valid": await dead_letter(broker, request, caller)}
+        case wire.Cancel():
             return {
                 "verdicts": await broker.cancel(
-                    ids=request.ids, keys=request.keys, seqs=request.seqs, may=may
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller
                 )
             }
-        case codec.Reschedule():
+        case wire.Reschedule():
             return {
                 "verdicts": await broker.reschedule(
-                    ids=request.ids, keys=request.keys, seqs=request.seqs, may=may,
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller,
                     due_ms=request.due_ms, delay_ms=request.delay_ms,
                 )
             }  # fmt: skip
-        case codec.CancelRange():
-            return await broker.cancel_ranges(request.ranges, request.reason)
-        case codec.Starts():
-            return {"starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq)}
-        case codec.Reserve():
-            return {"first_seq": await broker.reserve(request.rows)}
-        case codec.Lease():
-            broker.compactor_lease(request.lease_ms)
+        case wire.CancelRange() | wire.Campaigns() | wire.ChangeCampaign():
+            return await _bulk(broker, request, caller)
+        case wire.Starts():
+            return {
+                "starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq, caller)
+            }
+        case wire.Reserve():
+            return {"first_seq": await broker.reserve(request.rows, caller)}
+        case wire.Lease():
+            broker.compactor_lease(request.lease_ms, caller)
             return {}
-        case codec.DispatcherLease():
-            broker.dispatching.lease(request.lease_ms)
+        case wire.DispatcherLease():
+            broker.dispatcher_lease(request.lease_ms, caller)
             return {}
         case Attachment():
-            return await broker.attach(request)
+            return await broker.attach(request, caller)
     raise AssertionError(f"no verb for {request!r}")
 
 
-async def _plain(broker: Broker, verb: str, status: Status) -> Any:
+async def _bulk(
+    broker: Broker, request: wire.CancelRange | wire.Campaigns | wire.ChangeCampaign, caller: Caller
+) -> Any:
+    if isinstance(request, wire.CancelRange):
+        return await broker.cancel_ranges(request.ranges, request.reason, caller)
+    if isinstance(request, wire.Campaigns):
+        return {"campaigns": broker.campaigns(request.campaign, caller)}
+    return await broker.change_campaign(
+        request.campaign, request.change,
+        rows=request.rows, at_ms=request.at_ms, shift=request.shift, caller=caller,
+    )  # fmt: skip
+
+
+async def _plain(broker: Broker, verb: str, status: Status, caller: Caller) -> Any:
     if verb == "status":
-        return status()
+        return status(caller)
     if verb == "topics":
-        return {"topics": broker.topics()}
+        return {"topics": broker.topics(caller)}
     assert verb == "compact", verb
-    return await broker.compact() or {}
+    return await broker.compact(caller) or {}
 
 
-async def rows(broker: Broker, request: codec.ReadQueue | codec.Pull) -> pa.RecordBatch:
+async def rows(
+    broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller = ANONYMOUS
+) -> pa.RecordBatch:
     """The rows a queue read or a pull asks for, in READ_SCHEMA."""
-    if isinstance(request, codec.Pull):
-        return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms)
-    return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows)
+    if isinstance(request, wire.Pull):
+        return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
+    return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)
+
+
+async def receive(broker: Broker, request: wire.Receive, caller: Caller) -> HandedOut:
+    """Lease messages to a member; a topic that is missing is waited for where its first message may make it."""
+    policy, parts = broker.policy, broker.parts
+    policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
+    group = policy.joined(request.group, caller)
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + request.wait_ms / 1000
+    if (
+        parts.topics.find_topic(request.topic) is None
+        and request.wait_ms
+        and policy.may_be_made(request.topic)
+    ):
+        if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
+            return _handed_out(broker, request, Received(NO_ROWS, []))
+    elif request.latest and not parts.offsets.get(request.group, request.topic):
+        ends = {queue: end for queue, (_, end) in broker.queues(request.topic).items()}
+        await broker.commit_offsets(request.group, request.topic, ends, caller)
+    received = await broker.consuming.receive(
+        ReceiveRequest(
+            request.group,
+            request.topic,
+            rows=request.rows,
+            invisible_ms=request.invisible_ms,
+            in_order=group.consume_message_orderly,
+            in_log=True,
+        ),
+        max(0, round(1000 * (deadline_s - loop.time()))),
+    )
+    return _handed_out(broker, request, received)
+
+
+async def acknowledge(broker: Broker, request: wire.Acknowledge, caller: Caller) -> list[bool]:
+    """End leases for good; false for one that has ended before."""
+    return await broker.consuming.acknowledge(_receipts(broker, request, caller))
+
+
+async def change_invisible_time(
+    broker: Broker, request: wire.ChangeInvisibleTime, caller: Caller
+) -> list[str | None]:
+    """Change the times of leases; return their receipts, None for a lease that has ended before."""
+    receipts, handles = _receipts(broker, request, caller), _handles(broker)
+    changes = (
+        broker.consuming.change_invisible_time(receipt, request.invisible_ms, counts=request.counts)
+        for receipt in receipts
+    )
+    changed = await asyncio.gather(*changes)
+    return [None if receipt is None else handles.encode(receipt) for receipt in changed]
+
+
+async def dead_letter(broker: Broker, request: wire.DeadLetter, caller: Caller) -> list[bool]:
+    """Put messages into the group's dead letters; false for a lease that has ended before."""
+    receipts = _receipts(broker, request, caller)
+    return list(await asyncio.gather(*map(broker.consuming.dead_letter, receipts)))
+
+
+def _receipts(
+    broker: Broker, request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter, caller: Caller
+) -> list[AnyReceipt]:
+    """Return the receipts of a request; raise Forbidden, InvalidReceipt."""
+    broker.policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
+    broker.policy.check_group(request.group)
+    handles = _handles(broker)
+    return [handles.decode(text, request.group, request.topic) for text in request.receipts]
+
+
+def _handles(broker: Broker) -> ReceiptHandles:
+    return ReceiptHandles(broker.parts.receipt_secret.get)
+
+
+def _handed_out(broker: Broker, request: wire.Receive, received: Received) -> HandedOut:
+    columns, handles = received.rows.columns, _handles(broker)
+    columns[_TOPIC] = pa.array([request.topic] * received.rows.num_rows, READ_SCHEMA.field(_TOPIC).type)
+    texts = pa.array([handles.encode(receipt) for receipt in received.receipts], pa.string())
+    batch = pa.RecordBatch.from_arrays([*columns, texts], schema=wire.RECEIVED_SCHEMA)
+    return HandedOut(batch, received.receipts)

@@ -1,7 +1,7 @@
 """The unanswered batches of one send stream, in order, and never more than fit.
 
     reading thread   enter(bytes) … waits while the window is full: that is the back-pressure, because gRPC
-                     stops the sender when nobody reads
+                     stops the sender when no thread reads
     broker's loop    slot.settle(answer) … in any order, never blocks
     answering thread take() … the settled answers at the front, in the order in which their batches came
 
@@ -25,7 +25,7 @@ _LOOK_AGAIN_S = 0.5  # how often a thread that waits for other streams looks whe
 
 
 class Budget:
-    """Bytes that all streams together may have on their way. One batch always fits, whatever its size."""
+    """Bytes that all streams together may have on their way. A lone batch of any size fits."""
 
     def __init__(self, bytes_max: int = BYTES_ALL_STREAMS_MAX) -> None:
         self._bytes_max = bytes_max
@@ -37,8 +37,8 @@ class Budget:
         """Bytes taken now."""
         return self._bytes
 
-    def take(self, size_bytes: int, wait_s: float) -> bool:
-        """Take this much, waiting a while for room; False if there was none."""
+    def reserve(self, size_bytes: int, wait_s: float) -> bool:
+        """Reserve this much, waiting a while for room; return False if there was none."""
         with self._room:
             if not self._room.wait_for(lambda: self._fits(size_bytes), wait_s):
                 return False
@@ -72,7 +72,7 @@ class Slot:
 
 
 class Window:
-    """See the module. One reading thread, one answering thread, any number of settling ones."""
+    """Holds the slots of one stream, for one reading thread, one answering thread, any number of settling ones."""
 
     def __init__(self, budget: Budget, batches_max: int = BATCHES_MAX, bytes_max: int = BYTES_MAX) -> None:
         self._budget = budget
@@ -93,12 +93,12 @@ class Window:
 
     @property
     def aborted(self) -> bool:
-        """Whether the stream was given up."""
+        """Return whether the stream was given up."""
         return self._aborted
 
     def enter(self, size_bytes: int) -> Slot | None:
         """A place for a batch of this size, waiting for room; None when the stream was given up."""
-        while not self._budget.take(size_bytes, _LOOK_AGAIN_S):
+        while not self._budget.reserve(size_bytes, _LOOK_AGAIN_S):
             if self._aborted:
                 return None
         slot = Slot(self, size_bytes)
@@ -111,10 +111,10 @@ class Window:
         self._budget.give(size_bytes)
         return None
 
-    def take(self) -> list[bytes]:
-        """The answers at the front, waiting for the first; empty when there will be no more."""
+    def pop_answers(self) -> list[bytes]:
+        """Return the answers at the front, waiting for the first; none when there will be no more."""
         with self._front:
-            self._front.wait_for(self._takeable)
+            self._front.wait_for(self._can_pop)
             answers: list[bytes] = []
             if self._aborted:
                 return answers
@@ -126,7 +126,7 @@ class Window:
             return answers
 
     def finish(self) -> None:
-        """Nothing will enter any more; `take` ends after the last answer."""
+        """Nothing will enter any more; `pop_answers` ends after the last answer."""
         with self._front:
             self._finished = True
             self._front.notify_all()
@@ -159,7 +159,7 @@ class Window:
             return False
         return self._bytes == 0 or self._bytes + size_bytes <= self._bytes_max
 
-    def _takeable(self) -> bool:
+    def _can_pop(self) -> bool:
         if self._aborted or (self._slots and self._slots[0].answer is not None):
             return True
         return self._finished and not self._slots

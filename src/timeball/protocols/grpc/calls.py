@@ -1,25 +1,61 @@
-"""One call of a client, whatever carries it: the vocabulary that all rooms of this edge share.
+"""What a call says, for all handlers of this edge: who calls, which topic and group, and how long it waits.
 
     unary          async (call, request) -> response
     server stream  async generator (call, request) -> responses
     Telemetry      async generator (call, requests) -> responses
 
-Nothing here, and nothing in the rooms, knows grpcio: `server.py` is the one module that does, and another carrier of
-HTTP/2 can take its place. What a handler raises becomes the response's status (dispatch.py).
+Nothing here, and nothing in the handlers, knows grpcio: `server.py` is the one module that does, and another carrier of
+HTTP/2 can take its place. What a handler raises becomes the response's status: its code, and a sentence that says what
+to do (error_codes.py).
+
+A topic or group of a namespace is `<namespace>%<name>` in the broker, as RocketMQ's proxy has it. Names are checked
+here as well, because each kind has a code of its own, by which clients make an exception that says whose name was bad.
+
+The answer to a call that waits comes a little before the client's deadline: one that comes behind it is lost, with all
+the messages in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from timeball import limits
-from timeball.access import Principal
-from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.codec.statuses import Refused
+from timeball.access import ANONYMOUS, Caller
+from timeball.broker.filters import EVERYTHING, TAG, Filter
+from timeball.broker.filters.compiler import SQL92, FiltersKept
+from timeball.broker.filters.tags import ALL
+from timeball.broker.registry.topics import Topic
+from timeball.message import RETRY_PREFIX
+from timeball.protocols.error_codes import Refused, codes_of, sentence, shorten
+from timeball.protocols.grpc._generated.definition_pb2 import (
+    Code,
+    FilterExpression,
+    FilterType,
+    Resource,
+    Status,
+)
 
 CLIENT_ID = "x-mq-client-id"
+BETWEEN = "%"
+WAIT_MS_MAX = 20 * limits.SECOND_MS
+MARGIN_MS, MARGIN_SHARE = (
+    500,
+    4,
+)  # before the deadline: this much, or a quarter of what is left when that is less
+REMAINING_S_MAX = 3_600.0  # more is as good as that
+WAITS_PER_ADDRESS_MAX = (
+    limits.PULLS_WAITING_MAX // 2
+)  # no one address has all the places there are for waiting
+MULTI_TAG = "MULTI_TAG"
+_KINDS = {FilterType.FILTER_TYPE_UNSPECIFIED: TAG, FilterType.TAG: TAG, FilterType.SQL: SQL92}
+# The ends of what protobuf's durations may say.
+DURATION_SECONDS_MAX, NANOS_MAX = 315_576_000_000, 999_999_999
 
 
 @dataclass(slots=True)
@@ -29,20 +65,132 @@ class Call:
     headers: Mapping[str, str]
     peer: str = ""
     remaining_s: float | None = None  # until the client's deadline; None: it has none
-    principal: Principal | None = None  # who they are, when access is controlled
+    caller: Caller = ANONYMOUS
 
     @property
     def client_id(self) -> str:
-        """What the client calls itself; raises Refused when it does not say. Nobody takes another account's name."""
+        """Return the client's name, below its account's so that none takes another's; raises Refused without one."""
         found = self.headers.get(CLIENT_ID, "")
         if not found or len(found) > limits.CLIENT_ID_CHARACTERS_MAX:
             raise Refused(
                 Code.CLIENT_ID_REQUIRED,
                 f"header {CLIENT_ID}: 1 to {limits.CLIENT_ID_CHARACTERS_MAX} characters, one name a client",
             )
-        return found if self.principal is None else f"{self.principal.name}/{found}"
+        return found if self.caller is ANONYMOUS else f"{self.caller.name}/{found}"
 
 
 Unary = Callable[[Call, Any], Awaitable[Any]]
 Stream = Callable[[Call, Any], AsyncIterator[Any]]
 Handlers = dict[str, Unary | Stream]  # by the name of the call in the service's definition
+
+
+def topic_name(resource: Resource) -> str:
+    """Return the topic's name in the broker; raise Refused."""
+    name = _name(resource)
+    is_own = name.startswith(RETRY_PREFIX)  # it may be longer: what is sent to it is checked by the broker
+    most = limits.OWN_TOPIC_BYTES_MAX if is_own else limits.TOPIC_BYTES_MAX
+    return _checked(resource, name, "topic", most, Code.ILLEGAL_TOPIC)
+
+
+def group_name(resource: Resource) -> str:
+    """Return the consumer group's name in the broker; raise Refused."""
+    return _checked(
+        resource, _name(resource), "consumer group", limits.GROUP_BYTES_MAX, Code.ILLEGAL_CONSUMER_GROUP
+    )
+
+
+def resource(name: str, namespace: str = "") -> Resource:
+    """Return what a client of this namespace knows the name as."""
+    return Resource(
+        resource_namespace=namespace, name=name.removeprefix(namespace + BETWEEN) if namespace else name
+    )
+
+
+def _name(resource: Resource) -> str:
+    space = resource.resource_namespace
+    return f"{space}{BETWEEN}{resource.name}" if space else resource.name
+
+
+def _checked(resource: Resource, name: str, what: str, most: int, code: Code) -> str:
+    if not resource.name or len(name) > most or not limits.NAME.fullmatch(name):
+        raise Refused(code, f"{what} {name[:80]!r}: 1 to {most} of the characters % | a-z A-Z 0-9 _ -")
+    return name
+
+
+class Consuming:
+    """Filters that consumers have asked with, and how many calls of each address wait. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._filters = FiltersKept()
+        self._waits: Counter[str] = Counter()  # by address
+
+    def wanted(self, expression: FilterExpression, topic: Topic) -> Filter:
+        """Return the filter; raise Refused, InvalidFilter."""
+        if topic.name.startswith(RETRY_PREFIX):
+            return EVERYTHING  # what is there has been wanted once
+        kind = _KINDS.get(expression.type)
+        if kind is None:
+            raise Refused(
+                Code.ILLEGAL_FILTER_EXPRESSION,
+                f"filter type {expression.type}: TAG ({FilterType.TAG}) or SQL",
+            )
+        if kind == TAG and expression.expression in ("", ALL):
+            return EVERYTHING  # as most consumers ask: nothing to look up
+        return self._filters.get(expression.expression, kind, bit_mask=topic.filter_type == MULTI_TAG)
+
+    @contextmanager
+    def waiting(self, call: Call) -> Iterator[None]:
+        """Let the call wait within; raise Refused."""
+        if self._waits[call.peer] >= WAITS_PER_ADDRESS_MAX:
+            raise Refused(
+                Code.TOO_MANY_REQUESTS,
+                f"{self._waits[call.peer]} calls from {call.peer} wait already; let some of them end",
+            )
+        self._waits[call.peer] += 1
+        try:
+            yield
+        finally:
+            self._waits[call.peer] -= 1
+            if not self._waits[call.peer]:
+                del self._waits[call.peer]
+
+
+def wait_ms(call: Call, asked: Duration | None) -> int:
+    """Return how long a call waits for its first message; None: as long as it may. Raise Refused."""
+    waits = WAIT_MS_MAX
+    if asked is not None:
+        waits = min(waits, duration_ms(asked, Code.ILLEGAL_POLLING_TIME, "long_polling_timeout"))
+    if waits < 0:
+        raise Refused(
+            Code.ILLEGAL_POLLING_TIME,
+            f"long_polling_timeout of {waits} ms: 0 to {WAIT_MS_MAX}; more is as good as that",
+        )
+    if call.remaining_s is None:
+        return waits
+    left = int(1_000 * max(0.0, min(call.remaining_s, REMAINING_S_MAX)))
+    return min(waits, left - min(MARGIN_MS, left // MARGIN_SHARE))
+
+
+def duration_ms(duration: Duration, code: Code, what: str) -> int:
+    """Return a duration that a client has sent, rounded down; raise Refused with this code when it is none."""
+    seconds, nanos = duration.seconds, duration.nanos
+    if abs(seconds) > DURATION_SECONDS_MAX or abs(nanos) > NANOS_MAX or seconds * nanos < 0:
+        raise Refused(code, f"{what} of {seconds} s and {nanos} ns: no duration")
+    return int(seconds * 1_000 + nanos // 1_000_000)
+
+
+OK = Status(code=Code.OK, message=Code.Name(Code.OK))  # done as asked; what it is put into holds a copy
+
+
+def status(code: Code, text: str) -> Status:
+    """A status with a sentence of bounded length."""
+    return Status(code=code, message=shorten(text))
+
+
+def status_of(error: BaseException) -> Status:
+    """The status for what a handler has raised."""
+    if isinstance(error, Refused):
+        name = Code.Name(error.protocol_code)
+    else:
+        name = codes_of(error).grpc
+    return Status(code=name, message=sentence(error))

@@ -3,80 +3,88 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from timeball.broker.service import Broker
-from timeball.guard import OPEN, Guard
-from timeball.protocols.grpc.clients import Clients
-from timeball.protocols.grpc.codec.receipt_handles import ReceiptHandles
-from timeball.protocols.grpc.consuming import Consuming
-from timeball.protocols.grpc.dispatch import Dispatch
-from timeball.protocols.grpc.permissions import Permissions
-from timeball.protocols.grpc.pulls import Pulls
-from timeball.protocols.grpc.recalls import Recalls
-from timeball.protocols.grpc.receipts import Receipts
-from timeball.protocols.grpc.receives import Receives
-from timeball.protocols.grpc.renewals import Renewals
-from timeball.protocols.grpc.routes import Routes
-from timeball.protocols.grpc.sends import Sends
-from timeball.protocols.grpc.server import Server
-from timeball.protocols.grpc.site import Site
-from timeball.protocols.grpc.telemetry import Telemetry
-from timeball.protocols.grpc.transactions import Transactions
-from timeball.protocols.grpc.unread import Unread
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.grpc import needs
+from timeball.protocols.grpc.calls import Call, Consuming
+from timeball.protocols.grpc.handlers.pulls import Pulls
+from timeball.protocols.grpc.handlers.receipts import Receipts
+from timeball.protocols.grpc.handlers.receives import Receives
+from timeball.protocols.grpc.handlers.renewals import Renewals
+from timeball.protocols.grpc.handlers.routes import Routes
+from timeball.protocols.grpc.handlers.sends import Sends
+from timeball.protocols.grpc.handlers.telemetry import Telemetry
+from timeball.protocols.grpc.handlers.transactions import Transactions
+from timeball.protocols.grpc.server import Dispatch, Server
+from timeball.protocols.grpc.session import EXPIRY_MS, Client
+from timeball.protocols.receipt_handles import ReceiptHandles
+from timeball.protocols.sessions import EdgeContext, Sessions
+from timeball.security import OPEN, Security
 
 EXPIRE_LOOK_S = 5.0
+UNREAD_BYTES_MAX = 256 * 1024 * 1024  # of answers that clients have not taken
 
 
 class GrpcEdge:
-    """See the module. Belongs to the broker's event loop."""
+    """Builds the handlers, starts and stops the server. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker, guard: Guard = OPEN) -> None:
-        self._settings, self._tls = broker.parts.settings, guard.tls
-        self.site = site = Site(broker, Clients())
-        consuming, handles, unread = Consuming(site), ReceiptHandles(broker.receiving.seal), Unread()
-        self._renewals = Renewals(broker.receiving, site.clients, broker.parts.clock.now_ms)
+    def __init__(self, broker: Broker, security: Security = OPEN) -> None:
+        self._settings, self._tls = broker.parts.settings, security.tls
+        sessions: Sessions[str, Client] = Sessions(EXPIRY_MS)
+        self.context = context = EdgeContext(broker.parts.settings, broker, sessions)
+        consuming, handles, response_buffer = (
+            Consuming(),
+            ReceiptHandles(broker.parts.receipt_secret.get),
+            ByteShares(UNREAD_BYTES_MAX),
+        )
+        self._renewals = Renewals(broker.consuming, context.sessions, broker.parts.clock.now_ms)
         rooms = [
-            Routes(site).handlers(),
-            Sends(site).handlers(),
-            Transactions(site).handlers(),
-            Recalls(site).handlers(),
-            Telemetry(site).handlers(),
-            Receives(site, consuming, handles, self._renewals, unread).handlers(),
-            Receipts(site, handles, self._renewals).handlers(),
-            Pulls(site, consuming, unread).handlers(),
+            Routes(context).handlers,
+            Sends(context).handlers,
+            Transactions(context).handlers,
+            Telemetry(context).handlers,
+            Receives(context, consuming, handles, self._renewals, response_buffer).handlers,
+            Receipts(context, handles, self._renewals).handlers,
+            Pulls(context, consuming, response_buffer).handlers,
         ]
-        self.dispatch = Dispatch(rooms, Permissions(guard.access, broker.parts.clock.clock).check)
+        clock, policy = broker.parts.clock.clock, broker.policy
+
+        def check(call: Call, name: str, request: Any) -> None:
+            call.caller = security.caller(call.headers, clock.wall_ms())
+            needs.check(policy, call, name, request)
+
+        self.dispatch = Dispatch(rooms, None if security.access is None else check)
         self._server = Server(self.dispatch)
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
         """The port that is listened on; -1 when there is none."""
-        return self.site.port
+        return self.context.port
 
     async def start(self) -> None:
         """Listen; raises SetupError when the port is taken."""
-        self.site.port = self._settings.grpc_port
-        if self.site.port >= 0:
-            self.site.port = await self._server.start(self._settings, self._tls)
-        self._watch = asyncio.create_task(self._expire())
-        self._watch.add_done_callback(self._ended)
+        self.context.port = self._settings.grpc_port
+        if self.context.port >= 0:
+            self.context.port = await self._server.start(self._settings, self._tls)
+        self._watch = self.context.start_watch(self._expire())
 
     async def close(self) -> None:
         """Stop listening, and end the calls that wait."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        self.site.clients.close()
+        for client in self.context.sessions.all():
+            for stream in client.streams:
+                stream.end()
         await self._server.close()
         await self._renewals.close()
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRE_LOOK_S)
-            self.site.clients.expire(self.site.monotonic_ms())
-
-    def _ended(self, watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled() and (error := watch.exception()) is not None:
-            # Silent clients would keep what they had in hand from now on, and nobody would hear why.
-            self.site.broker.parts.on_failure(error)
+            for client in self.context.sessions.expired(self.context.monotonic_ms()):
+                if not client.streams:
+                    self.context.sessions.remove(client.key)

@@ -1,33 +1,52 @@
 """HTTP/2 by grpcio: the one module of this edge that knows it. Bytes of calls in, bytes of responses out.
 
+A call goes by its name to its handler, and back with exactly one status. The definitions of the
+service say what there is; a call without a handler is NOT_IMPLEMENTED, with its name in the sentence. Errors are told
+in the response's own `status`, as RocketMQ's clients expect, and never as an error of gRPC: those are for what no
+handler has seen. Who may do what is asked before a handler runs (needs.py).
+
 Bounds are set here, where a hostile client meets them first: the size of a request before it is decoded, of its
 headers, how many calls of one connection and of all may be under way, how often it may ping, how long a connection may
 be idle and how old it may become (it is asked to come again, and has `AGE_GRACE_MS` for what it is at). A client that
 does not take its responses waits for itself: each call is a task of its own, held up by its own stream's window, and
-ended after a while. A request is read when there is room for it (received.py).
+ended after a while. A request is read when there is room for it: how large it is shows only when it has been read, so
+each waits for room for the largest and keeps what it has turned out to take. Meanwhile HTTP/2 holds its client back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc.aio import ServicerContext
 
 from timeball import limits
 from timeball.config import Settings
 from timeball.errors import SetupError
-from timeball.protocols.grpc.calls import Call
-from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch, Method
-from timeball.protocols.grpc.received import REQUEST_BYTES_MAX, Received
-from timeball.tls import Tls
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.error_codes import Refused, log_failure
+from timeball.protocols.grpc._generated import service_pb2
+from timeball.protocols.grpc._generated.definition_pb2 import Code
+from timeball.protocols.grpc.calls import Call, Handlers, status_of
+from timeball.security import Tls
 
-MESSAGE_BYTES_MAX = REQUEST_BYTES_MAX
+logger = logging.getLogger(__name__)
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
+SERVICE_NAME = _SERVICE.full_name
+
+REQUEST_BYTES_MAX = limits.BODY_BYTES_MAX + 64 * 1024
+RECEIVED_BYTES_MAX = (
+    64 * 1024 * 1024
+)  # of requests on their way: each byte is eight of them on its way to the log
 HEADERS_BYTES, HEADERS_BYTES_MAX = 8 * 1024, 16 * 1024  # where refusals begin, and where all are refused
 CALLS_PER_CONNECTION_MAX = 1_024  # each long poll is one
 CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
@@ -41,7 +60,7 @@ WINDOW_BYTES = 16 * 1024  # of a call that waits for room: what its client may s
 LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
 
 OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
     ("grpc.max_send_message_length", -1),  # a pull's bytes are bounded where they are read
     ("grpc.max_metadata_size", HEADERS_BYTES),
     ("grpc.absolute_max_metadata_size", HEADERS_BYTES_MAX),
@@ -60,12 +79,88 @@ OPTIONS = [
 ]
 
 
+Check = Callable[[Call, str, Any], None]  # raises when this caller may not make this call
+
+
+class Method(NamedTuple):
+    """A call as the definitions have it."""
+
+    name: str
+    request: type[Message]
+    response: type[Message]
+    takes_stream: bool
+    gives_stream: bool
+
+
+def _method(found: MethodDescriptor) -> Method:
+    return Method(
+        found.name,
+        GetMessageClass(found.input_type),
+        GetMessageClass(found.output_type),
+        bool(found.client_streaming),
+        bool(found.server_streaming),
+    )
+
+
+METHODS = {method.name: _method(method) for method in _SERVICE.methods}
+
+
+class Dispatch:
+    """The handlers by the names of their calls. `check` is asked before each call; None: all may be made."""
+
+    def __init__(self, rooms: Iterable[Handlers], check: Check | None) -> None:
+        self._handlers: dict[str, Any] = {}
+        self._check = check
+        for handlers in rooms:
+            unknown = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
+            assert not unknown, f"no such call, or two rooms answer it: {sorted(unknown)}"
+            self._handlers.update(handlers)
+
+    async def unary(self, name: str, call: Call, request: Any) -> Any:
+        """The response, of the call's own kind; never raises but when cancelled."""
+        try:
+            if self._check is not None:
+                self._check(call, name, request)
+            return await self._handler(name)(call, request)
+        except Exception as error:  # of any kind: the client gets an answer
+            return self._failed(name, error)
+
+    async def stream(self, name: str, call: Call, request: Any) -> AsyncIterator[Any]:
+        """The responses; a failure is the last of them. `request` is a stream itself where the call takes one."""
+        responses: Any = None
+        try:
+            if self._check is not None:
+                self._check(call, name, request)
+            responses = self._handler(name)(call, request)
+            async for response in responses:
+                yield response
+        except Exception as error:  # as above: the client gets an answer
+            yield self._failed(name, error)
+        finally:
+            if responses is not None:
+                # At once, and not when it is collected: what it holds for a client that has gone is to come back.
+                await responses.aclose()
+
+    def _handler(self, name: str) -> Any:
+        handler = self._handlers.get(name)
+        if handler is None:
+            raise Refused(
+                Code.NOT_IMPLEMENTED,
+                f"{name} is not implemented by Timeball; docs/protocols/grpc.md has what is",
+            )
+        return handler
+
+    def _failed(self, name: str, error: Exception) -> Any:
+        log_failure(logger, name, error)
+        return METHODS[name].response(status=status_of(error))
+
+
 class Server:
-    """See the module. Belongs to the broker's event loop."""
+    """The grpcio server of this edge. Belongs to the broker's event loop."""
 
     def __init__(self, dispatch: Dispatch, options: Sequence[tuple[str, int]] = OPTIONS) -> None:
         self._dispatch, self._options = dispatch, options
-        self._received = Received()
+        self._received = ByteShares(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX)
         self._server: grpc.aio.Server | None = None
 
     async def start(self, settings: Settings, tls: Tls | None) -> int:
@@ -129,13 +224,14 @@ class Server:
     ) -> AsyncIterator[Any]:
         """The request of a call, which counts while it is handled."""
         address = call.peer
-        await self._received.room(address)
+        await self._received.room(address, REQUEST_BYTES_MAX)
         size_bytes = REQUEST_BYTES_MAX
         try:
             data = await _in_time(READ_S, "send its request", context, context.read())
             if data is grpc.aio.EOF:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
-            size_bytes = self._received.shrink(address, len(data))
+            size_bytes = len(data)
+            self._received.remove(address, REQUEST_BYTES_MAX - size_bytes)
             try:
                 request = method.request.FromString(data)
             except DecodeError:
@@ -145,7 +241,7 @@ class Server:
             del data
             yield request
         finally:
-            self._received.gone(address, size_bytes)
+            self._received.remove(address, size_bytes)
 
 
 async def _in_time(

@@ -1,70 +1,61 @@
-"""One request of a client and what may be answered: the vocabulary that all rooms of this edge share.
+"""One request of a client, what may be answered, and what all rooms of this edge know: the vocabulary they share.
 
 A handler takes a `Call` and returns its answer, now or as a coroutine; None means that no answer is due, or that
-it has been sent already. What it raises becomes an answer too: `Refused` says which of RocketMQ's codes, and
-the broker's own errors have one each, so no handler translates errors itself.
+it has been sent already. What it raises becomes an answer too (error_codes.py), so no handler translates errors
+itself.
+
+Clients are told addresses to dial, in routes and in message ids. Without `--advertise` that is the address that their
+connection came in by: over that one the client reached the broker, so it can reach it again.
+
+Tables by queue have keys that are objects, which is what fastjson makes of a Java map, and no JSON; no other reader
+takes it, but all of RocketMQ's tools expect it:
+
+    {{"brokerName":"b0","queueId":0,"topic":"t"}:{"maxOffset":7,"minOffset":0},…}
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import lru_cache
+from ipaddress import ip_address
+from typing import Any, TypeVar
 
 import msgspec
 
-from timeball.access import Principal, Verb
-from timeball.errors import (
-    Forbidden,
-    GroupNotFound,
-    InvalidDelay,
-    InvalidFilter,
-    InvalidMessage,
-    InvalidName,
-    NotFound,
-    OutOfRange,
-    OverLimit,
-    RequestError,
-    TimeballError,
-    Unauthorized,
-    Unavailable,
-)
+from timeball.access import Caller
+from timeball.broker.filters import Filter
+from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.registry.topics import Topic
+from timeball.errors import InvalidFilter, SetupError
+from timeball.protocols.error_codes import Refused, codes_of
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
 from timeball.protocols.remoting.codec.frame import BadHeader, Command
-
-if TYPE_CHECKING:
-    from timeball.protocols.remoting.connection import Connection
+from timeball.protocols.remoting.codec.records import Host
+from timeball.protocols.remoting.connection import Connection, Member
+from timeball.protocols.sessions import EdgeContext, advertised
 
 T = TypeVar("T")
+
+MULTI_TAG = "MULTI_TAG"
+
+_ENTRY = re.compile(rb"\s*(\{[^{}]*\})\s*:\s*(-?[0-9]{1,19})\s*,?")
 
 Reply = Command | None
 
 
-class Refused(RequestError):
-    """The request is answered with this code and sentence; nothing is logged, since nothing of ours is wrong."""
-
-    code = "refused"
-
-    def __init__(self, response_code: int, remark: str) -> None:
-        super().__init__(remark)
-        self.response_code = response_code
-
-
 class Call:
-    """A request, the connection it came by, and typed access to what is in it.
+    """A request, the connection it came by, and typed access to its fields."""
 
-    `principal` has signed it; None where there is no access control.
-    """
+    __slots__ = ("caller", "command", "connection", "counted_bytes")
 
-    __slots__ = ("command", "connection", "counted_bytes", "principal")
-
-    def __init__(self, connection: Connection, command: Command, principal: Principal | None = None) -> None:
-        self.connection, self.command, self.principal = connection, command, principal
-        self.counted_bytes = 0  # of a large body: see flow.py
-
-    def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
-        """Raise Forbidden unless who asks may do this; for what only the body or a row of the log can say."""
-        if self.principal is not None:
-            self.principal.check(verb, topic=topic, group=group)
+    def __init__(self, connection: Connection, command: Command) -> None:
+        self.connection, self.command = connection, command
+        self.caller: Caller = (
+            connection.caller
+        )  # who has signed it: the connection's next request may be another's
+        self.counted_bytes = 0  # of a large body: see connection.py
 
     def fields(self, kind: type[T]) -> T:
         """The extFields as a msgspec Struct; unknown ones are ignored. Raises Refused."""
@@ -112,23 +103,102 @@ class Call:
 Handler = Callable[[Call], Reply | Awaitable[Reply]]
 Handlers = dict[int, Handler]
 
-_CODES: list[tuple[type[TimeballError], ResponseCode]] = [
-    (Unauthorized, ResponseCode.NO_PERMISSION),
-    (Forbidden, ResponseCode.NO_PERMISSION),
-    (InvalidName, ResponseCode.INVALID_PARAMETER),
-    (InvalidMessage, ResponseCode.MESSAGE_ILLEGAL),
-    (InvalidDelay, ResponseCode.MESSAGE_ILLEGAL),
-    (InvalidFilter, ResponseCode.SUBSCRIPTION_PARSE_FAILED),
-    (GroupNotFound, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST),
-    (NotFound, ResponseCode.TOPIC_NOT_EXIST),
-    (OutOfRange, ResponseCode.INVALID_PARAMETER),
-    (OverLimit, ResponseCode.SYSTEM_BUSY),
-    (Unavailable, ResponseCode.SERVICE_NOT_AVAILABLE),
-]
-
 
 def response_code(error: BaseException) -> int:
-    """RocketMQ's code for an error of ours; SYSTEM_ERROR for what it has no word for."""
-    if isinstance(error, Refused | BadHeader):
+    """RocketMQ's code for an error; SYSTEM_ERROR for what it has no word for."""
+    if isinstance(error, Refused):
+        return error.protocol_code
+    if isinstance(error, BadHeader):
         return error.response_code
-    return next((code for kind, code in _CODES if isinstance(error, kind)), ResponseCode.SYSTEM_ERROR)
+    return ResponseCode[codes_of(error).remoting]
+
+
+# What the handlers of this edge are given.
+RemotingContext = EdgeContext[Connection, Member]
+
+
+def address(context: RemotingContext, connection: Connection) -> str:
+    """Return host:port at which the client of this connection reaches the broker."""
+    host, port = _host_port(context, connection)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def store_host(context: RemotingContext, connection: Connection) -> Host:
+    """Return the same as bytes, as it stands in stored messages and message ids."""
+    return _as_bytes(*_host_port(context, connection))
+
+
+def check_advertised(advertise: str) -> None:
+    """Raise SetupError when the name that clients are to dial is none: every answer to a send has it as bytes."""
+    host, _ = advertised(advertise)
+    if host:
+        try:
+            _packed(host)
+        except OSError as error:
+            raise SetupError(f"--advertise {advertise}: {host!r} cannot be resolved: {error}") from error
+
+
+def _host_port(context: RemotingContext, connection: Connection) -> tuple[str, int]:
+    host, port = advertised(context.settings.advertise)
+    if port is None:
+        # Either port answers everything, so the one there is will do.
+        port = context.port if context.port >= 0 else context.name_server_port
+    return host or str(connection.local[0]), port
+
+
+@lru_cache(1_024)
+def _as_bytes(host: str, port: int) -> Host:
+    return Host(_packed(host), port)
+
+
+@lru_cache(1_024)
+def _packed(host: str) -> bytes:
+    try:
+        return ip_address(host.partition("%")[0]).packed
+    except ValueError:
+        # A name: once per name and process, at the start.
+        return ip_address(socket.gethostbyname(host)).packed
+
+
+def compiled(filters: FiltersKept, expression: str, kind: str, topic: Topic) -> Filter:
+    """Return the filter of a subscription to this topic; raise Refused."""
+    try:
+        return filters.get(expression, kind, bit_mask=topic.filter_type == MULTI_TAG)
+    except InvalidFilter as error:
+        remark = f"parse the consumer's subscription failed: {error}"
+        raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, remark) from error
+
+
+def illegal_queue(code: ResponseCode, queue_id: int, topic: Topic) -> Refused:
+    """Return the refusal of a queue that a consumer names and the topic has not."""
+    return Refused(
+        code,
+        f"queueId[{queue_id}] is illegal, topic:[{topic.name}] topicConfig.readQueueNums:[{topic.read_queues}]",
+    )
+
+
+def by_object(entries: Iterable[tuple[Any, Any]]) -> msgspec.Raw:
+    """The entries as one value, to stand inside a structure that is encoded as JSON."""
+    encode = msgspec.json.encode
+    return msgspec.Raw(b"{" + b",".join(encode(key) + b":" + encode(value) for key, value in entries) + b"}")
+
+
+def entries_by_object(body: bytes, name: str) -> Iterator[tuple[Any, int]]:
+    """Yield key and number of a table with objects as keys, `name` in a structure; nothing where there is none.
+
+    Clients answer with such tables. What stands behind an entry of another shape is not read.
+    """
+    begin = re.search(rb'"%s"\s*:\s*\{' % re.escape(name.encode()), body)
+    at = begin.end() if begin else len(body)
+    while (entry := _ENTRY.match(body, at)) is not None:
+        try:
+            key = msgspec.json.decode(entry[1])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        yield key, int(entry[2])
+        at = entry.end()
+
+
+def data_version(counter: int, since_ms: int) -> dict[str, int]:
+    """RocketMQ's DataVersion: how often a table has changed since an instant."""
+    return {"stateVersion": 0, "timestamp": since_ms, "counter": counter}

@@ -1,8 +1,17 @@
-"""One client's connection: bytes to frames, answers to bytes, and an end for whoever does not keep the rules.
+"""One client's connection: bytes to frames, answers to bytes, and an end for a client that breaks the rules.
 
 A client that sends half a frame, nothing at all, or takes no answers costs memory: each has a deadline or a
 bound (`limits` below, after reliability's table of attacks), and past it the connection is closed. Answers
 may leave in any order; clients match them by `opaque`.
+
+Of the memory that all connections of the edge share, each may hold a part:
+
+    received   a frame that has begun counts whole from the moment its length is known, so that what was begun can
+               end; a large request counts until it is answered. Without room the socket is not read.
+    unread     answers that the client has not taken. With many of its own it is not read from until it has taken
+               them; when its address has used up its share, it is told to come later, and at last cut off.
+
+Small requests under way are not counted one by one: they are bounded where they are gathered and written.
 """
 
 from __future__ import annotations
@@ -12,13 +21,22 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import cast
 
-from timeball.access import Principal
+from timeball.access import ANONYMOUS, Caller
 from timeball.errors import Unavailable
-from timeball.protocols.remoting.codec.codes import CommandFlag
-from timeball.protocols.remoting.codec.frame import BadFrame, Command, Frame, Splitter, encode
-from timeball.protocols.remoting.flow import Flow, Room
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag
+from timeball.protocols.remoting.codec.frame import (
+    FRAME_BYTES_MAX,
+    BadFrame,
+    Command,
+    Frame,
+    Splitter,
+    encode,
+)
+from timeball.protocols.sessions import Session
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +45,126 @@ UNSIGNED_S = 10.0  # where requests are signed: from the connection to the first
 IDLE_S = 240.0  # clients beat every 30 s; RocketMQ closes after 120 s, we after two of those
 OUTBOUND_BYTES_MAX = 64 * 1024 * 1024  # answers a client has not taken
 CONNECTIONS_MAX = 4_096
+EXPIRY_MS = 120_000  # RocketMQ's CHANNEL_EXPIRED_TIMEOUT; clients beat every 30 s
 GOODBYE_S = 5.0  # to take the answers written before a close; who takes nothing would never be gone
 CALLS_MAX = 8_192  # requests of one connection that wait for their answer; a pull per queue is usual
+
+RECEIVED_BYTES_MAX = 128 * 1024 * 1024  # each byte is several while it is on its way to the log
+UNREAD_BYTES_MAX = 256 * 1024 * 1024
+LARGE_BYTES = 64 * 1024  # a body from this size on counts while its request is under way
+WAITING_MAX = 1_024  # connections without room; each holds what one read of its socket has brought, 256 KiB
+UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = 8 * 1024 * 1024, 1024 * 1024  # of one connection: two answers of a pull
+UNREAD_LEFT_BYTES = (
+    64 * 1024
+)  # a connection with less than this of its own is not cut off for others of its address
 
 Receiver = Callable[["Connection", list[Frame]], None]
 
 
+@dataclass
+class Room:
+    """The bounds that all connections of an edge share."""
+
+    received: ByteShares = field(default_factory=lambda: ByteShares(RECEIVED_BYTES_MAX, 2 * FRAME_BYTES_MAX))
+    unread: ByteShares = field(default_factory=lambda: ByteShares(UNREAD_BYTES_MAX))
+
+
+class Flow:
+    """One connection's part. Belongs to the event loop."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._transport: asyncio.Transport | None = None
+        self._address = ""
+        self._frame_bytes = 0  # counted for the frame that has begun
+        self._asked_bytes = 0  # more of it, that is waited for
+        self._unread_bytes = 0
+        self.waits = False  # for room, through no fault of the client's
+        self._is_slow = False  # the client has many answers to take
+
+    def opened(self, transport: asyncio.Transport, address: str) -> None:
+        """Begin; `address` is what has a share."""
+        self._transport, self._address = transport, address
+        transport.set_write_buffer_limits(UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES)
+
+    def lost(self) -> None:
+        """Give back all but requests under way, which are given back when they end."""
+        if self.waits:
+            self._room.received.withdraw(self._address, self._granted)
+        self._room.received.remove(self._address, self._frame_bytes)
+        self._room.unread.remove(self._address, self._unread_bytes)
+        self._transport, self.waits, self._frame_bytes, self._unread_bytes = None, False, 0, 0
+
+    # -- what has come ---------------------------------------------------------------------------------------
+
+    def has_read(self, awaited_bytes: int) -> bool:
+        """Count the frame that has begun, of this size; false when the connection is one too many without room."""
+        received, more = self._room.received, awaited_bytes - self._frame_bytes
+        if more <= 0:
+            if more:
+                self._frame_bytes = awaited_bytes
+                received.remove(self._address, -more)
+            if not received.held_bytes or received.fits(self._address, 0):
+                return True
+            more = 0
+        if received.reserve(self._address, more, self._granted):
+            self._frame_bytes += more
+            return True
+        self._asked_bytes, self.waits = more, True
+        self._read_or_not()
+        return received.waiting <= WAITING_MAX
+
+    def begins(self, size_bytes: int) -> int:
+        """Count a request with a body of this size as under way; return the argument for `ends`."""
+        if size_bytes < LARGE_BYTES:
+            return 0
+        self._room.received.add(self._address, size_bytes)
+        return size_bytes
+
+    def ends(self, counted_bytes: int) -> None:
+        """It has been answered."""
+        self._room.received.remove(self._address, counted_bytes)
+
+    def _granted(self) -> None:
+        self._frame_bytes += self._asked_bytes
+        self.waits = False
+        self._read_or_not()
+
+    # -- what is to leave --------------------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the client, or others at its address, have too many answers to take."""
+        return self._unread_bytes > 0 and not self._room.unread.fits(self._address, 0)
+
+    def has_written(self) -> bool:
+        """Count bytes that the client has not taken yet; false when there is no room for them."""
+        if self._transport is None:
+            return True
+        now_bytes, unread = self._transport.get_write_buffer_size(), self._room.unread
+        if now_bytes != self._unread_bytes:
+            unread.remove(self._address, self._unread_bytes)
+            unread.add(self._address, now_bytes)
+            self._unread_bytes = now_bytes
+        return now_bytes <= UNREAD_LEFT_BYTES or unread.fits(self._address, 0)
+
+    def slow(self, is_slow: bool) -> None:
+        """The client has many answers to take, or has taken them."""
+        self._is_slow = is_slow
+        self.has_written()
+        self._read_or_not()
+
+    def _read_or_not(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.waits or self._is_slow:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+
 class Connection(asyncio.Protocol):
-    """See the module. `receiver` gets whatever frames one read of the socket has completed."""
+    """The asyncio protocol of one client. `receiver` gets the frames that one read of the socket has completed."""
 
     def __init__(
         self,
@@ -57,11 +187,12 @@ class Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = loop.create_future()
         self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
-        self.principal: Principal | None = (
-            None  # who has signed the last request; None without access control
-        )
+        self.caller: Caller = ANONYMOUS  # who has signed the last request
         self.peer = self.local = ("", 0)
         self.name = ":0"  # the far side, for people and as a message's born host
+        self.id_prefix = (
+            ""  # of the ids of messages sent over it: where it reaches us; made for its first answer
+        )
 
     # -- asyncio's side --------------------------------------------------------------------------------------
 
@@ -105,11 +236,12 @@ class Connection(asyncio.Protocol):
             logger.warning("connection closed peer=%s reason=%s", self.name, error)
             self.close()
             return
-        if not self.flow.has_read(self._splitter.awaited_bytes):
+        awaited_bytes, held_bytes = self._splitter.awaited_bytes, self._splitter.held_bytes
+        if not self.flow.has_read(awaited_bytes):
             logger.warning("connection closed, too many bytes of requests are under way peer=%s", self.name)
             self.abort()
             return
-        if not self._splitter.held_bytes:
+        if not held_bytes:
             self._frame_since_s = None
         elif frames or self._frame_since_s is None:
             self._frame_since_s = self.heard_s
@@ -126,7 +258,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether an answer could still arrive."""
+        """Return whether an answer could still arrive."""
         return self._transport is not None and not self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
@@ -146,18 +278,18 @@ class Connection(asyncio.Protocol):
             self.flow.has_written()  # nothing any more
 
     def send(self, command: Command) -> None:
-        """Send an answer, or a request nobody needs an answer to."""
+        """Send an answer, or a request that needs no answer."""
         self.write(encode(command))
 
     def push(self, command: Command) -> None:
         """Send a request of ours, one-way."""
-        command.opaque = next(self._opaques)
+        command.opaque, command.version = next(self._opaques), BROKER_VERSION
         command.flag |= CommandFlag.ONE_WAY
         self.send(command)
 
     async def request(self, command: Command, timeout_s: float) -> Command:
         """Send a request of ours and wait for its answer; raises Unavailable."""
-        command.opaque = next(self._opaques)
+        command.opaque, command.version = next(self._opaques), BROKER_VERSION
         future: asyncio.Future[Command] = self._loop.create_future()
         self._asked[command.opaque] = future
         try:
@@ -180,7 +312,7 @@ class Connection(asyncio.Protocol):
             self._waiting.discard(task)
 
     def answered(self, command: Command) -> None:
-        """An answer to a request of ours has come; one that nobody waits for is ignored."""
+        """Hand an answer to the request of ours that waits for it; ignore one without a request."""
         future = self._asked.get(command.opaque)
         if future is not None and not future.done():
             future.set_result(command)
@@ -202,7 +334,7 @@ class Connection(asyncio.Protocol):
                 "connection closed, its frame does not end peer=%s waited_s=%s", self.name, HALF_FRAME_S
             )
             self.close()
-        elif must_sign and self.principal is None and now_s - self._since_s > UNSIGNED_S:
+        elif must_sign and self.caller is ANONYMOUS and now_s - self._since_s > UNSIGNED_S:
             logger.warning("connection closed, nothing was signed peer=%s waited_s=%s", self.name, UNSIGNED_S)
             self.close()
         elif now_s - self.heard_s > IDLE_S and not self.calls:
@@ -216,6 +348,19 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection at once, whatever has not left."""
+        """End the connection at once; bytes that have not left are lost."""
         if self._transport is not None:
             self._transport.abort()
+
+
+@dataclass(eq=False)
+class Member(Session[Connection]):
+    """The client of a connection, as its last heartbeat has it."""
+
+    language: int = 0
+    version: int = 0
+
+    @property
+    def connection(self) -> Connection:
+        """Return the connection that the client beats by."""
+        return self.key

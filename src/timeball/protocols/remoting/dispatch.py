@@ -1,6 +1,6 @@
 """From a frame to its handler and from what comes of it to an answer.
 
-The table of handlers is made of what each room offers; a code nobody offers is answered with
+The table of handlers is made of those of each room; a code without a handler is answered with
 REQUEST_CODE_NOT_SUPPORTED, which every client survives. An answer is always given, once, unless the request
 was one-way: a handler that fails for a reason of ours says SYSTEM_ERROR to the client and the reason to the log.
 """
@@ -11,8 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
 
-from timeball.access import Principal
-from timeball.errors import RequestError, TimeballError
+from timeball.protocols.error_codes import log_failure, sentence
 from timeball.protocols.remoting.calls import Call, Handler, Handlers, Reply, response_code
 from timeball.protocols.remoting.codec import frame as codec
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """See the module."""
+    """Calls the handler of each request, and sends its answer."""
 
     def __init__(self, rooms: Iterable[Handlers]) -> None:
         self._handlers: dict[int, Handler] = {}
@@ -42,7 +41,7 @@ class Dispatch:
             self.handle(connection, command)
 
     def offers(self, code: int) -> bool:
-        """Whether there is a handler for this code."""
+        """Return whether there is a handler for this code."""
         return code in self._handlers
 
     def refuse(self, connection: Connection, command: Command, error: Exception) -> None:
@@ -50,9 +49,9 @@ class Dispatch:
         call = Call(connection, command)
         self._reply(call, failure(call, error))
 
-    def handle(self, connection: Connection, command: Command, principal: Principal | None = None) -> None:
+    def handle(self, connection: Connection, command: Command) -> None:
         """Call the handler of a request and see that it is answered."""
-        call = Call(connection, command, principal)
+        call = Call(connection, command)
         handler = self._handlers.get(command.code)
         if handler is None:
             self._reply(call, _not_supported(call))
@@ -67,22 +66,22 @@ class Dispatch:
             return
         try:
             reply = handler(call)
-        except Exception as error:  # whatever a handler raises, the client gets an answer and we go on
+        except Exception as error:  # of any kind: the client gets an answer, and we go on
             self._reply(call, failure(call, error))
             return
-        if isinstance(reply, Awaitable):
-            connection.calls += 1
-            call.counted_bytes = connection.flow.begins(len(command.body))
-            task = asyncio.ensure_future(self._finish(call, reply))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        else:
+        if reply is None or isinstance(reply, Command):
             self._reply(call, reply)
+            return
+        connection.calls += 1
+        call.counted_bytes = connection.flow.begins(len(command.body))
+        task = asyncio.ensure_future(self._finish(call, reply))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _finish(self, call: Call, pending: Awaitable[Reply]) -> None:
         try:
             self._reply(call, await pending)
-        except Exception as error:  # whatever it raises: as in `handle`
+        except Exception as error:  # of any kind: as in `handle`
             self._reply(call, failure(call, error))
         finally:
             call.connection.calls -= 1
@@ -102,11 +101,8 @@ class Dispatch:
 
 def failure(call: Call, error: Exception) -> Command:
     """The answer to a request that could not be granted."""
-    if not isinstance(error, RequestError):
-        log = logger.warning if isinstance(error, TimeballError) else logger.exception
-        log("request failed code=%d peer=%s reason=%s", call.command.code, call.connection.name, error)
-    text = str(error) if isinstance(error, TimeballError) else f"internal error: {type(error).__name__}"
-    return call.answer(response_code(error), text)
+    log_failure(logger, str(call.command.code), error)
+    return call.answer(response_code(error), sentence(error))
 
 
 def _not_supported(call: Call) -> Command:

@@ -15,28 +15,30 @@ from functools import partial
 from timeball.access import Access
 from timeball.broker.service import Broker
 from timeball.errors import SetupError, TimeballError
-from timeball.guard import OPEN, Guard
-from timeball.protocols.remoting import permissions
-from timeball.protocols.remoting.admin import Admin
-from timeball.protocols.remoting.clients import Clients
+from timeball.protocols.remoting import needs
+from timeball.protocols.remoting.calls import check_advertised
 from timeball.protocols.remoting.codec.frame import BadHeader, Frame, decode
-from timeball.protocols.remoting.codec.send_header import from_command, read_send
-from timeball.protocols.remoting.connection import CONNECTIONS_MAX, Connection
+from timeball.protocols.remoting.codec.sends import from_command, read_send
+from timeball.protocols.remoting.connection import CONNECTIONS_MAX, EXPIRY_MS, Connection, Member, Room
 from timeball.protocols.remoting.dispatch import Dispatch
-from timeball.protocols.remoting.flow import Room
-from timeball.protocols.remoting.heartbeats import HeartBeats
-from timeball.protocols.remoting.locks import Locks
-from timeball.protocols.remoting.offsets import Offsets
-from timeball.protocols.remoting.pops import Pops
-from timeball.protocols.remoting.pulls import Pulls
-from timeball.protocols.remoting.queries import Queries
-from timeball.protocols.remoting.recalls import Recalls
-from timeball.protocols.remoting.replies import Replies
-from timeball.protocols.remoting.retries import Retries
-from timeball.protocols.remoting.routes import Routes
-from timeball.protocols.remoting.sends import Sends
-from timeball.protocols.remoting.site import Site
-from timeball.protocols.remoting.transactions import Transactions
+from timeball.protocols.remoting.handlers.admin.client_forwarding import ClientForwarding
+from timeball.protocols.remoting.handlers.admin.groups import GroupAdmin
+from timeball.protocols.remoting.handlers.admin.progress import Progress
+from timeball.protocols.remoting.handlers.admin.runtime import Runtime
+from timeball.protocols.remoting.handlers.admin.topics import TopicAdmin
+from timeball.protocols.remoting.handlers.heartbeats import HeartBeats
+from timeball.protocols.remoting.handlers.offsets import Offsets
+from timeball.protocols.remoting.handlers.pops import Pops
+from timeball.protocols.remoting.handlers.pulls import Pulls
+from timeball.protocols.remoting.handlers.queries import Queries
+from timeball.protocols.remoting.handlers.rebalance import Assignments, Locks
+from timeball.protocols.remoting.handlers.replies import Replies
+from timeball.protocols.remoting.handlers.retries import Retries
+from timeball.protocols.remoting.handlers.routes import Routes
+from timeball.protocols.remoting.handlers.sends import Sends
+from timeball.protocols.remoting.handlers.transactions import Transactions
+from timeball.protocols.sessions import EdgeContext, Sessions
+from timeball.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 
@@ -47,59 +49,56 @@ LAST_ANSWERS_S = 2.0  # at a stop, for clients that are slow to take them
 
 
 class RemotingEdge:
-    """See the module. Belongs to the broker's event loop."""
+    """Builds the handlers, listens on both ports. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker, guard: Guard = OPEN) -> None:
+    def __init__(self, broker: Broker, security: Security = OPEN) -> None:
         settings = broker.parts.settings
-        self._settings, self._guard = settings, guard
-        self.site = Site(
-            broker=broker,
-            clients=Clients(),
-            broker_name=settings.broker_name,
-            cluster_name=settings.cluster_name,
-            advertise=settings.advertise,
-        )
-        site = self.site
-        locks = Locks(site)
-        retries = Retries(site, locks.is_held)
-        self._sends = Sends(site, retries)
-        self._heartbeats = HeartBeats(site, locks)
-        self._admin = Admin(site)
+        self._settings, self._security = settings, security
+        sessions: Sessions[Connection, Member] = Sessions(EXPIRY_MS)
+        self.context = context = EdgeContext(settings, broker, sessions)
+        locks = Locks(context)
+        retries = Retries(context, locks.is_held)
+        self._sends = Sends(context, retries)
+        self._heartbeats = HeartBeats(context, locks)
+        self._runtime = Runtime(context)
         self._dispatch = Dispatch(
             [
-                Routes(site).handlers(),
-                Offsets(site).handlers(),
-                Pulls(site).handlers(),
-                Pops(site).handlers(),
-                Queries(site).handlers(),
-                Recalls(site).handlers(),
-                Replies(site).handlers(),
-                self._heartbeats.handlers(),
-                self._admin.handlers(),
-                locks.handlers(),
-                retries.handlers(),
-                Transactions(site).handlers(),
+                Routes(context).handlers,
+                Offsets(context).handlers,
+                Pulls(context).handlers,
+                Pops(context).handlers,
+                Queries(context).handlers,
+                self._sends.handlers,
+                Replies(context).handlers,
+                self._heartbeats.handlers,
+                locks.handlers,
+                retries.handlers,
+                Assignments(context).handlers,
+                Transactions(context).handlers,
+                TopicAdmin(context).handlers,
+                GroupAdmin(context).handlers,
+                Progress(context).handlers,
+                ClientForwarding(context).handlers,
+                self._runtime.handlers,
             ]
         )
         self._connections: set[Connection] = set()
         self._room = Room()
         self._servers: list[asyncio.Server] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen; raises SetupError when a port is taken, or the advertised name is none."""
         settings = self._settings
-        self.site.check_advertised()
-        self.site.name_server_port = await self._listen("--name-server-port", settings.name_server_port)
-        self.site.remoting_port = await self._listen("--remoting-port", settings.remoting_port)
-        self._tasks = [asyncio.create_task(self._watch_deadlines())]
-        for task in self._tasks:
-            task.add_done_callback(self._ended)
+        check_advertised(settings.advertise)
+        self.context.name_server_port = await self._listen("--name-server-port", settings.name_server_port)
+        self.context.port = await self._listen("--remoting-port", settings.remoting_port)
+        self._watch = self.context.start_watch(self._watch_deadlines())
 
     async def _listen(self, option: str, port: int) -> int:
         if port < 0:
             return port
-        loop, access, tls = asyncio.get_running_loop(), self._guard.access, self._guard.tls
+        loop, access, tls = asyncio.get_running_loop(), self._security.access, self._security.tls
         receive = self._receive if access is None else partial(self._receive_signed, access)
         try:
             server = await loop.create_server(
@@ -119,19 +118,19 @@ class RemotingEdge:
         return int(server.sockets[0].getsockname()[1])
 
     def _receive(self, connection: Connection, frames: list[Frame]) -> None:
-        now_ms = self.site.broker.parts.clock.now_ms()
+        now_ms = self.context.broker.parts.clock.now_ms()
         for frame in frames:
             try:
                 header = read_send(frame)
                 if header is not None:
-                    self._sends.take(connection, header, frame, now_ms)
+                    self._sends.put(connection, header, frame, now_ms)
                 else:
                     self._dispatch.receive(connection, frame)
             except BadHeader as error:
                 self._dispatch.refuse(connection, error.request, error)
 
     def _receive_signed(self, access: Access, connection: Connection, frames: list[Frame]) -> None:
-        now_ms = self.site.broker.parts.clock.now_ms()
+        now_ms = self.context.broker.parts.clock.now_ms()
         for frame in frames:
             try:
                 command = decode(frame)
@@ -142,26 +141,26 @@ class RemotingEdge:
                 connection.answered(command)
                 continue
             try:
-                principal = connection.principal = permissions.signer(access, command)
+                caller = connection.caller = needs.signer(access, command)
                 header = from_command(command)
                 if header is not None or self._dispatch.offers(command.code):
-                    permissions.check(principal, command)
+                    needs.check(caller, command)
             except TimeballError as error:
                 self._dispatch.refuse(connection, command, error)
                 continue
             if header is not None:
-                self._sends.take(connection, header, frame, now_ms)
+                self._sends.put(connection, header, frame, now_ms)
             else:
-                self._dispatch.handle(connection, command, principal)
+                self._dispatch.handle(connection, command)
 
     async def _watch_deadlines(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(DEADLINES_LOOK_S)
             self._heartbeats.expire()
-            self._admin.sample()
+            self._runtime.sample()
             for connection in list(self._connections):
-                connection.check_deadlines(loop.time(), must_sign=self._guard.access is not None)
+                connection.check_deadlines(loop.time(), must_sign=self._security.access is not None)
             self._make_room()
 
     def _make_room(self) -> None:
@@ -177,18 +176,13 @@ class RemotingEdge:
             for connection in idle[:crowd]:
                 connection.close()
 
-    def _ended(self, watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled() and (error := watch.exception()) is not None:
-            # Silent clients would stay for ever from now on, and nobody would hear why.
-            self.site.broker.parts.on_failure(error)
-
     async def close(self) -> None:
         """Stop listening, end the requests that wait, and let the connections go."""
         for server in self._servers:
             server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         await self._dispatch.close()
         for connection in list(self._connections):
             connection.close()

@@ -1,13 +1,10 @@
-"""The live files of the pending table, as the schedule sees them: which are near, and rows of a due range.
+"""The live files of the pending table, as the schedule sees them: which may hold the next promises, and their rows.
 
-Files are immutable, so the reader thread works on a list taken at the start of a gather while the event loop
-goes on replacing the set. A file is opened when a gather comes to it, closed when the horizon is more than two
-hours away, and forgotten when all it holds is behind the horizon and settled. One gather comes to few files, so that
-a broker that was down for a year does not open them all; only files over the same instant are read together,
+Files are immutable, so the reader thread works on a list taken when a backlog is opened, while the event loop goes on
+replacing the set. Each file has its own *next* instant: before it nothing is left in it that has not been opened. A
+file is opened when it comes to that, and closed when all it holds is two hours away. One opening comes to few files, so
+that a broker that was down for a year does not open them all; only files over the same instant are read together,
 however many they are, and rewriting sees to it that these are few.
-
-What a gather has found a file not to hold is remembered as its *next* instant: a month with a row a week is looked
-into once a week, and not at each half of the lead.
 """
 
 from __future__ import annotations
@@ -20,164 +17,178 @@ import pyarrow as pa
 from timeball import limits
 from timeball.files import Files
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, build_rows
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.outcomes import Settled
+from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import DataFile, Position
 
-WINDOW_ROWS_MAX = 8_000_000  # positions looked at in one gather: 16 bytes each
-WINDOW_FILES_MAX = 64  # files opened for one gather
-OPEN_MS = 2 * limits.HOUR_MS  # how far from the horizon a file may be and stay open
+WINDOW_ROWS_MAX = 8_000_000  # positions looked at in one opening: 16 bytes each
+WINDOW_FILES_MAX = 64  # files looked into in one opening
+OPEN_MS = 2 * limits.HOUR_MS  # how far from what is opened a file may be and stay open
 
 _NONE = np.empty(0, np.int64)
 
 
 class PendingFiles:
-    """The set of live files; replaced, never changed in place. Belongs to the event loop.
-
-    `from_ms`, where one is asked for, is the horizon.
-    """
+    """The set of live files; replaced, never changed in place. Belongs to the event loop."""
 
     def __init__(self, files: Files, entries: list[FileEntry]) -> None:
         self._files = files
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
-        self._next: dict[str, int] = {}  # of some files: before this instant there is nothing to gather
-        # The last answer of `next_due_ms`, which is asked at each admit: there may be thousands of files.
-        self._answered: tuple[int, int | None] | None = None
+        self._next_ms = {entry.path: entry.min_due_ms for entry in entries}
+        # A lower bound of the instants that have not been opened: kept, as there may be thousands of files.
+        self.first_due_ms = FAR_MS
+        self._keep_first()
 
     def __len__(self) -> int:
         return len(self._live)
 
     @property
     def rows(self) -> int:
-        """Rows in all live files, settled ones included."""
+        """Return how many rows all live files have, settled ones included."""
         return sum(file.entry.rows for file in self._live.values())
 
     @property
     def open_files(self) -> int:
-        """Live files whose footer is in memory."""
+        """Return how many live files have their footers in memory."""
         return sum(file.is_open for file in self._live.values())
 
-    def any_far(self, horizon_ms: int) -> bool:
-        """Whether a file is open that `close_far` would close."""
-        return any(file.is_open and is_far(file, horizon_ms) for file in self._live.values())
-
     def all(self) -> list[DataFile]:
-        """All live files."""
+        """Return all live files."""
         return list(self._live.values())
 
     def live_entries(self) -> list[FileEntry]:
-        """Entries of all live files."""
+        """Return the entries of all live files."""
         return [file.entry for file in self._live.values()]
 
     def entries(self, paths: list[str]) -> list[FileEntry]:
-        """Entries of the named files that are live."""
+        """Return the entries of the named files that are live."""
         return [self._live[path].entry for path in paths if path in self._live]
 
-    def apply(self, attachment: Attachment) -> list[DataFile]:
-        """Take files in and out; returns the new ones."""
-        fresh = [DataFile(self._files, entry) for entry in attachment.files]
-        gone = set(attachment.removes)
-        kept = {path: file for path, file in self._live.items() if path not in gone}
-        self._live = kept | {file.entry.path: file for file in fresh}
-        self._next = {path: due_ms for path, due_ms in self._next.items() if path in self._live}
-        self._answered = None
-        return fresh
-
-    def near(self, low: Position, high: Position) -> tuple[list[DataFile], Position]:
-        """The files that may hold rows of [low, high), and `high`: less when these would be too many."""
-        found = [(self._first_ms(file, low[0]), file) for file in self._live.values()]
-        touched = sorted(
-            ((first_ms, file) for first_ms, file in found if first_ms is not None and first_ms <= high[0]),
-            key=lambda one: one[0],
-        )
-        if len(touched) > WINDOW_FILES_MAX:
-            # Those due at the same instant cannot be told apart: the window holds them all.
-            begins = [first_ms for first_ms, _ in touched]
-            high = min(high, (max(begins[WINDOW_FILES_MAX], begins[0] + 1), 0))
-        return [file for first_ms, file in touched if (first_ms, 0) < high], high
-
     def over(self, low_ms: int, high_ms: int) -> list[DataFile]:
-        """The files that may hold rows due in [low_ms, high_ms], looked through or not."""
+        """Return the files that may hold rows due in [low_ms, high_ms], opened or not; any thread."""
         return [
             file
             for file in self._live.values()
             if file.entry.min_due_ms <= high_ms and file.entry.max_due_ms >= low_ms
         ]
 
-    def next_due_ms(self, from_ms: int) -> int | None:
-        """A lower bound of the first instant at or after `from_ms`."""
-        if self._answered is None or self._answered[0] != from_ms:
-            found = [self._first_ms(file, from_ms) for file in self._live.values()]
-            self._answered = from_ms, min((ms for ms in found if ms is not None), default=None)
-        return self._answered[1]
-
-    def learn(self, next_due_ms: dict[str, int]) -> None:
-        """There is nothing to gather in these files, by path, before these instants."""
-        self._next |= {path: due_ms for path, due_ms in next_due_ms.items() if path in self._live}
-        self._answered = None
-
-    def passed(self, due_ms: int) -> None:
-        """What these files hold before `due_ms` is settled, or somewhere else, wherever the horizon is."""
-        self.learn({path: max(due_ms, self._next.get(path, due_ms)) for path in self._live})
-
-    def _first_ms(self, file: DataFile, from_ms: int) -> int | None:
-        """A lower bound of its first instant at or after `from_ms`; None when there is none."""
-        first_ms = max(self._next.get(file.entry.path, file.entry.min_due_ms), from_ms)
-        return first_ms if first_ms <= file.entry.max_due_ms else None
-
     def behind(self, due_ms: int) -> list[FileEntry]:
-        """Files that hold nothing due at or after `due_ms`."""
+        """Return the entries of files that hold nothing due at or after `due_ms`."""
         return [file.entry for file in self._live.values() if file.entry.max_due_ms < due_ms]
+
+    # -- what has not been opened ----------------------------------------------------------------------------
+
+    def skip_settled(self, settled: Settled) -> None:
+        """Leave out what the mark covers of the files in which it covers all."""
+        self._next_ms = {
+            path: file.entry.min_due_ms
+            if settled.may_touch(file.entry.min_seq, file.entry.max_seq)
+            else max(file.entry.min_due_ms, settled.before_ms)
+            for path, file in self._live.items()
+        }
+        self._keep_first()
+
+    def has_unopened(self, paths: list[str], before_ms: int) -> bool:
+        """Return whether one of these files may hold something due before `before_ms` that has not been opened."""
+        return any(
+            self._next_ms[path] < before_ms and self._is_ahead(self._live[path])
+            for path in paths
+            if path in self._live
+        )
+
+    def attach(self, attachment: Attachment, opened_ms: int) -> None:
+        """Take files in and out. What moves there was opened up to `opened_ms`; of what is new or resumed nothing."""
+        gone = set(attachment.removes)
+        kept = {path: file for path, file in self._live.items() if path not in gone}
+        fresh = {entry.path: DataFile(self._files, entry) for entry in attachment.files}
+        # Replaced, not changed: `over` may iterate in the reader thread.
+        self._live = kept | fresh
+        self._next_ms = {path: due_ms for path, due_ms in self._next_ms.items() if path in kept}
+        # Compaction and rewriting move promises whose instants up to `opened_ms` were opened in their old place. Those
+        # of a bulk job, and of a campaign that is resumed, are new: even those due before that must be opened. A file
+        # with the number of a resumed promise holds no others.
+        is_new = within(np.array([entry.min_seq for entry in attachment.files], np.int64), attachment.ranges)
+        is_new |= attachment.job == "bulk"
+        for entry, new in zip(attachment.files, is_new.tolist(), strict=True):
+            self._next_ms[entry.path] = entry.min_due_ms if new else max(entry.min_due_ms, opened_ms)
+        self._keep_first()
+
+    def to_open(self, until_ms: int) -> tuple[list[tuple[DataFile, int]], int]:
+        """Return files with something due before `until_ms`, each with its next instant; and how far to open them.
+
+        That is less than `until_ms` when they would be too many.
+        """
+        ahead = ((self._next_ms[path], path) for path, file in self._live.items() if self._is_ahead(file))
+        # By next instant: when the window is cut, the files that stay out are those due last.
+        touched = sorted(one for one in ahead if one[0] < until_ms)
+        if len(touched) > WINDOW_FILES_MAX:
+            # Those due at the same instant cannot be told apart: the window holds them all.
+            until_ms = min(until_ms, max(touched[WINDOW_FILES_MAX][0], touched[0][0] + 1))
+        return [(self._live[path], next_ms) for next_ms, path in touched if next_ms < until_ms], until_ms
+
+    def opened(self, next_ms: dict[str, int]) -> None:
+        """Remember from which instants on these files, by path, have not been opened."""
+        self._next_ms |= {path: due_ms for path, due_ms in next_ms.items() if path in self._live}
+        self._keep_first()
+
+    def _is_ahead(self, file: DataFile) -> bool:
+        return self._next_ms[file.entry.path] <= file.entry.max_due_ms
+
+    def _keep_first(self) -> None:
+        ahead = (self._next_ms[path] for path, file in self._live.items() if self._is_ahead(file))
+        self.first_due_ms = min(ahead, default=FAR_MS)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a gather finds in its files: (due_ms, seq) of the rows before `high`, sorted."""
+    """The result of an opening: (due_ms, seq) of the rows before `until_ms`, and what comes next in each file."""
 
-    high: Position
+    until_ms: int
     due_ms: Int64Array
     seq: Int64Array
-    next_due_ms: dict[str, int]  # path -> first instant from `high` on, of files without such rows
+    next_ms: dict[str, int]
 
 
-def bounded_window(files: list[DataFile], low: Position, high: Position) -> Position:
-    """`high`, or less when the statistics say that too many rows may lie in between."""
-    while high[0] - low[0] > 1:
-        if sum(file.row_count_up_to(low[0], high[0]) for file in files) <= WINDOW_ROWS_MAX:
-            return high
-        middle = max(low[0] + 1, low[0] + (high[0] - low[0]) // 2)
-        if middle >= high[0]:
-            return high
-        high = (middle, 0)
-    return high
+def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
+    """Return what lies in these files from their next instants on, as far as one opening may look (reader thread)."""
+    until_ms = _bounded(files, until_ms)
+    pairs = [file.positions_between((low_ms, 0), (until_ms, 0)) for file, low_ms in files]
+    due = np.concatenate([_NONE, *(due for due, _ in pairs)])
+    seq = np.concatenate([_NONE, *(seq for _, seq in pairs)])
+    next_ms = {}
+    for (file, low_ms), (found, _) in zip(files, pairs, strict=True):
+        # A month with a row a week is looked into once a week, and not at each half of the lead.
+        ahead_ms = file.first_due_from(until_ms) if not len(found) else None
+        next_ms[file.entry.path] = max(low_ms, until_ms if ahead_ms is None else ahead_ms)
+    return Window(until_ms, due, seq, next_ms)
 
 
-def survey(files: list[DataFile], low: Position, high: Position) -> Window:
-    """What lies from `low` on, to `high` or as far as one gather may look (reader thread)."""
-    high = bounded_window(files, low, high)
-    pairs = [file.positions_between(low, high) for file in files]
-    due = np.concatenate([_NONE, *(d for d, _ in pairs)])
-    seq = np.concatenate([_NONE, *(s for _, s in pairs)])
-    order = np.lexsort((seq, due))
-    idle = [file for file, (found, _) in zip(files, pairs, strict=True) if len(found) == 0]
-    ahead = ((file.entry.path, file.first_due_from(high[0])) for file in idle)
-    return Window(high, due[order], seq[order], {path: ms for path, ms in ahead if ms is not None})
+def _bounded(files: list[tuple[DataFile, int]], until_ms: int) -> int:
+    """Return `until_ms`, or less when the statistics say that too many rows may lie before it."""
+    low_ms = min((low_ms for _, low_ms in files), default=until_ms)
+    while until_ms - low_ms > 1:
+        if (
+            sum(file.row_count_up_to(low, until_ms) for file, low in files if low < until_ms)
+            <= WINDOW_ROWS_MAX
+        ):
+            break
+        # Halved by time: statistics give counts for row groups, not for instants.
+        until_ms = low_ms + (until_ms - low_ms + 1) // 2
+    return until_ms
 
 
-def close_far(files: list[DataFile], horizon_ms: int) -> None:
-    """Close those that are not near the horizon (reader thread)."""
+def close_far(files: list[DataFile], now_ms: int) -> None:
+    """Close those that hold nothing within two hours of now (reader thread)."""
     for file in files:
-        if file.is_open and is_far(file, horizon_ms):
+        entry = file.entry
+        # Only at both ends: a file that lies over now is read every few seconds, and its footer costs milliseconds.
+        if file.is_open and (entry.max_due_ms < now_ms - OPEN_MS or entry.min_due_ms > now_ms + OPEN_MS):
             file.close()
 
 
-def is_far(file: DataFile, horizon_ms: int) -> bool:
-    """Whether all it holds is two hours from the horizon."""
-    entry = file.entry
-    return entry.max_due_ms < horizon_ms - OPEN_MS or entry.min_due_ms > horizon_ms + OPEN_MS
-
-
 def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch | None:
-    """Rows of these files in [low, high) as READ_SCHEMA promises, unsorted across files; None when none."""
+    """Return rows of these files in [low, high) as READ_SCHEMA promises, unsorted across files; None when none."""
     tables = [table for table in (file.rows_between(low, high) for file in files) if table.num_rows]
     if not tables:
         return None
@@ -185,12 +196,15 @@ def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch
 
 
 def as_promises(rows: pa.Table) -> pa.RecordBatch:
-    """TABLE_SCHEMA rows as the log would have shown them, in READ_SCHEMA."""
+    """Return TABLE_SCHEMA rows as reading the log gives them (schedule/locations.py), in READ_SCHEMA."""
     rows = rows.combine_chunks()
     shared = {name: rows.column(name).chunk(0) for name in LOG_SCHEMA.names if name in rows.schema.names}
+    number = rows.column("number").chunk(0)
+    has_none = number.null_count == len(number)
     batch = build_rows(
         rows.num_rows,
-        kind=int(Kind.PROMISE),
+        kind=int(Kind.PROMISE) if has_none else np.where(number.is_valid(), Kind.MOVED, Kind.PROMISE),
+        source_seq=None if has_none else number,
         store_ms=rows.column("accepted_ms").chunk(0),
         **{name: column for name, column in shared.items() if name != "accepted_ms"},
     )

@@ -2,10 +2,10 @@
 
     TIMING-LIST \x01 27,9,22 \x02        numbers of the table, in the order in which they are waited for
 
-Whoever reads the log or the table sees where a message stands on its way. Nobody reads it back: the queues know
-the lists, and the instant rules. So it is left out where it would make a text longer than RocketMQ's field, and a
-message is neither refused nor changed for it; what a client sent under the name is taken out, for the same reason.
-A list that is used up is no property, and a message that is due has none.
+A reader of the log or the table sees where a message stands on its way. The broker does not read it back: the queues
+know the lists, and the instant rules. So it is left out where it would make a text longer than RocketMQ's field; what a
+client sent under the name is taken out. A list that is used up is no property. A release takes it off
+(broker/delivery.py), also when the promise has gone to another strategy since.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, Kind, byte_lengths
-from timeball.schedule.level_cascade.levels import LEVELS, first, plan, rest
+from timeball.schedule.columns import with_column
+from timeball.schedule.level_cascade.placement import LEVELS, first, plan, rest
 
 NAME = "TIMING-LIST"
 
@@ -27,7 +28,7 @@ _BEHIND_OTHERS = f"{PROPERTY_END}{_ENTRY}"
 
 
 def texts(hops: Int64Array) -> pa.Array:
-    """The numbers of each list, "27,9,22"; empty for a list that is used up."""
+    """Return the numbers of each list, "27,9,22"; empty for a list that is used up."""
     columns = [_FIRST.take(pa.array(first(hops)))]
     while (hops := rest(hops)).any():
         columns.append(_NEXT.take(pa.array(first(hops))))
@@ -35,16 +36,15 @@ def texts(hops: Int64Array) -> pa.Array:
 
 
 def without_list(properties: pa.Array) -> pa.Array:
-    """Properties without any entry of that name; what has none stays as it was to the byte."""
+    """Return properties without any entry of that name; what has none stays as it was to the byte."""
     if not pc.any(pc.match_substring(properties, NAME)).as_py():
         return properties
-    if pc.any(pc.starts_with(properties, NAME)).as_py():
-        properties = pc.replace_substring_regex(properties, _AT_THE_START, "")
+    properties = pc.replace_substring_regex(properties, _AT_THE_START, "")
     return pc.replace_substring_regex(properties, _BEHIND_OTHERS, "")
 
 
 def with_list(properties: pa.Array, hops: Int64Array) -> pa.Array:
-    """Properties that say this of what is left, and nothing where nothing is left."""
+    """Return properties that name the levels left; those with no level left say nothing."""
     properties = without_list(properties)
     some = hops != 0
     if not some.any():
@@ -52,41 +52,26 @@ def with_list(properties: pa.Array, hops: Int64Array) -> pa.Array:
     before = properties.fill_null("")
     open_ = pc.and_(pc.not_equal(before, ""), pc.invert(pc.ends_with(before, PROPERTY_END)))
     end = pc.if_else(open_, PROPERTY_END, "")
-    text = pc.binary_join_element_wise(
-        before, end, NAME + PROPERTY_NAME_END, texts(hops), PROPERTY_END, ""
-    )  # fmt: skip
+    text = pc.binary_join_element_wise(before, end, NAME + PROPERTY_NAME_END, texts(hops), PROPERTY_END, "")
+    # A list is for readers only: where it does not fit, the message goes without one.
     some &= byte_lengths(text) <= limits.PROPERTIES_BYTES_MAX
     return pc.if_else(pa.array(some), text, properties)
 
 
-def dress(rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Rows in LOG_SCHEMA or READ_SCHEMA; the promises among them, accepted now, say what is before them."""
+def encode_waiting(rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    """Return the rows, of which the promises, accepted now, name the levels that are before them."""
     promised = rows.column("kind").to_numpy() == Kind.PROMISE
     if not promised.any():
         return rows
     left = rest(plan(rows.column("due_ms").fill_null(0).to_numpy() - now_ms))
     if promised.all():
-        return with_properties(rows, with_list(rows.column("properties"), left))
-    # A message that is for now is nobody's promise: whatever it says stays.
+        return with_column(rows, "properties", with_list(rows.column("properties"), left))
+    # A message to be delivered at once is no promise: its properties stay as they came.
     mask = pa.array(promised)
     said = with_list(rows.column("properties").filter(mask), left[promised])
-    return with_properties(rows, pc.replace_with_mask(rows.column("properties"), mask, said))
+    return with_column(rows, "properties", pc.replace_with_mask(rows.column("properties"), mask, said))
 
 
-def moved_on(rows: pa.RecordBatch, hops: Int64Array) -> pa.RecordBatch:
-    """Promises as they are written again when they go on to the first of these levels."""
-    return with_properties(rows, with_list(rows.column("properties"), rest(hops)))
-
-
-def undressed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Promises that are due, without a list."""
-    properties = rows.column("properties")
-    without = without_list(properties)
-    return rows if without is properties else with_properties(rows, without)
-
-
-def with_properties(rows: pa.RecordBatch, properties: pa.Array) -> pa.RecordBatch:
-    """The rows with another column of properties."""
-    return rows.set_column(
-        rows.schema.get_field_index("properties"), rows.schema.field("properties"), properties
-    )
+def encode_rewrite(rows: pa.RecordBatch, hops: Int64Array) -> pa.RecordBatch:
+    """Return promises as they are written again when they go on to the first of these levels."""
+    return with_column(rows, "properties", with_list(rows.column("properties"), rest(hops)))

@@ -1,13 +1,5 @@
-"""`timer_wheel`: RocketMQ 5's wheel. A ring of slots, and for each a chain in a log of who waits there.
+"""`timer_wheel`: RocketMQ 5's wheel. A ring of slots (`ring.py`), and for each a chain of promises (`timer_log.py`).
 
-    ring          a record a slot of `precision` milliseconds: where its chain ends
-    timer log     chains of batches: (instant, number, place in the commit log) of every promise
-    near          what is in slots that have been opened, some seconds ahead of their time
-
-A slot says only in which pile a promise lies: rows keep their milliseconds, and what has been opened is handed out to
-the millisecond, whatever the precision. What is due beyond the ring waits in a slot within it and is *rolled* when that
-is opened: written again, so that the commit log may let go of where it stood, and placed anew. The *low* slot, up
-to which all is delivered, passes a slot when all of it is durable: released, cancelled, or rolled (the latch).
-
-Memory: what is near, and two numbers for each settled promise that the mark does not cover. All else is on disk.
+A slot says only in which pile a promise lies: rows keep their milliseconds. A promise due beyond the ring waits in a
+slot within it and is *rolled* (written again and placed anew) when that slot is opened.
 """

@@ -1,23 +1,22 @@
-"""The timer log: who waits in which slot, as chains of batches. Two mapped logs, links and entries.
+"""The timer log: promises by slot, as chains of batches. Two mapped logs, links and entries.
 
     link     | prev      | slot      | first     | rows      | crc32c    |   40 bytes: a batch of one slot
              +-----------+-----------+-----------+-----------+-----------+
                the slot's              entries first … first + rows
                link before
 
-    entry    | due_ms    | seq       | at        | crc32c    |               32 bytes: a promise
+    entry    | due_ms    | seq       | row_seq   | crc32c    |               32 bytes: a promise
              +-----------+-----------+-----------+-----------+
                its instant, its identity, and the row of the log that holds it
 
 All little-endian int64; the checksum is mapped_log.py's, of the fields before it.
 
-As in RocketMQ the ring knows the end of each slot's chain, and the chain leads backwards; but
-a link stands for all promises of one batch that share a slot, so that a slot is walked in batches and written in
-batches. `prev` is -1 in the first link of a slot.
+As in RocketMQ the ring knows the end of each slot's chain, and the chain leads backwards; but a link stands for all of
+one batch that share a slot, so that a slot is walked and written in batches. A slot's first link has -1 as `prev`.
 
-Nothing is ever changed but `at`, which becomes negative, its
-complement, once the promise stands elsewhere, durably. That is true whenever a restart may read it: either it sees
-the mark, or the log behind the checkpoint names the new place.
+Nothing is ever changed but `row_seq`, which becomes negative, its complement, once the promise stands elsewhere,
+durably. That is true whenever a restart may read it: either it sees the mark, or the log behind the checkpoint names
+the new place.
 
 Space is given back by *spans*, stretches of the log that end after so many entries or so many slots: a span whose
 last slot is behind goes, and with it the claim on the rows of the commit log that it names.
@@ -29,19 +28,20 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from timeball.errors import Corrupt
-from timeball.files import File, Files
+from timeball.files import Files
 from timeball.message import Int64Array
-from timeball.schedule import mapped_log
-from timeball.schedule.mapped_log import MappedLog, RecordArray
+from timeball.schedule import generations
+from timeball.schedule.columns import Columns
+from timeball.schedule.generations import LogBounds
+from timeball.schedule.locations import Waiting
+from timeball.schedule.mapped_log import RecordArray, RecordType
 
 LINK = np.dtype([("prev", "<i8"), ("slot", "<i8"), ("first", "<i8"), ("rows", "<i8")])
-ENTRY = np.dtype([("due_ms", "<i8"), ("seq", "<i8"), ("at", "<i8")])
-MARKED = "at"
+ENTRY = np.dtype([("due_ms", "<i8"), ("seq", "<i8"), ("row_seq", "<i8")])
+LINKS, ENTRIES = RecordType(LINK), RecordType(ENTRY, marked="row_seq")
 
-SCAN = 1 << 18  # records looked at in one go, some megabytes
 SPAN_ENTRIES = 1 << 16
 SPANS_A_REACH = 64  # a span ends after this part of the ring has passed: an hour of three days
 
@@ -55,7 +55,7 @@ class Span(msgspec.Struct, array_like=True):
     first_entry: int
     begun_slot: int
     last_slot: int
-    first_at: int
+    first_row_seq: int
 
 
 class LogState(msgspec.Struct, frozen=True):
@@ -65,53 +65,48 @@ class LogState(msgspec.Struct, frozen=True):
     entries: tuple[int, int]
     spans: list[Span]
 
+    def logs(self) -> list[LogBounds]:
+        """Return both logs, and how far they go."""
+        return [("links", LINKS, *self.links), ("entries", ENTRIES, *self.entries)]
+
 
 @dataclass(frozen=True, slots=True)
-class Entries:
-    """Promises found, in columns: their index in the log, the slot they wait in, and what the entry says."""
+class Entries(Columns):
+    """Promises found: their index in the log, the slot they wait in, and what the entry says."""
 
     index: Int64Array
     slot: Int64Array
     due_ms: Int64Array
     seq: Int64Array
-    at: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.seq)
-
-    def part(self, chosen: npt.NDArray[np.bool_] | slice) -> Entries:
-        """Some of them."""
-        return Entries(
-            self.index[chosen], self.slot[chosen], self.due_ms[chosen], self.seq[chosen], self.at[chosen]
-        )
+    row_seq: Int64Array
 
 
 class TimerLog:
-    """See the module. `walk` is for the reader thread, the rest for the event loop."""
+    """Links and entries. `walk` runs in the reader thread, the rest on the event loop."""
 
     def __init__(self, files: Files, folder: str, reach: int, state: LogState | None) -> None:
-        """`reach` is that of the ring, in slots; None: an empty log."""
-        links, entries = ((0, 0), (0, 0)) if state is None else (state.links, state.entries)
-        self.links = MappedLog(files, f"{folder}/links", LINK, begin=links[0], end=links[1])
-        self.entries = MappedLog(
-            files, f"{folder}/entries", ENTRY, begin=entries[0], end=entries[1], marked=MARKED
-        )
-        self._spans: list[Span] = [] if state is None else [msgspec.structs.replace(s) for s in state.spans]
+        """Open the logs of a state, None for empty ones; `reach` is the ring's, in slots."""
+        state = state or LogState((0, 0), (0, 0), [])
+        self.links, self.entries = generations.open_logs(files, folder, state.logs())
+        self._spans = [msgspec.structs.replace(span) for span in state.spans]
         self._span_slots = max(1, reach // SPANS_A_REACH)
 
     @property
-    def first_at(self) -> int | None:
-        """The oldest row of the commit log that an entry may name."""
-        return min((span.first_at for span in self._spans), default=None)
+    def first_row_seq(self) -> int | None:
+        """Return the oldest row of the commit log that an entry may name."""
+        return min((span.first_row_seq for span in self._spans), default=None)
 
     def append(
-        self, slots: Int64Array, rows: Int64Array, prev: Int64Array, entries: RecordArray, bound: int
+        self, slots: Int64Array, rows: Int64Array, prev: Int64Array, waiting: Waiting, bound: int
     ) -> Int64Array:
-        """Add `entries`, of which the first rows[0] wait in slots[0] and so on; returns the index of each link.
+        """Add promises, of which the first rows[0] wait in slots[0] and so on; return the index of each link.
 
         `prev` is the end of each slot's chain so far; `bound` says how late it is, for the spans.
         """
-        self._extend_span(int(slots.max()), int(entries["at"].min()), bound)
+        entries = np.empty(len(waiting), ENTRY)
+        entries["due_ms"], entries["seq"], entries["row_seq"] = waiting.due_ms, waiting.seq, waiting.row_seq
+        self._extend_span(int(slots.max()), int(waiting.row_seq.min()), bound)
+        # Entries before links: on a full disk an entry without a link costs space; the other way round is a fault.
         first = self.entries.append(entries)
         links = np.empty(len(slots), LINK)
         links["prev"], links["slot"], links["rows"] = prev, slots, rows
@@ -119,127 +114,79 @@ class TimerLog:
         return self.links.append(links) + np.arange(len(slots), dtype=np.int64)
 
     def walk(self, slots: Int64Array, last: Int64Array) -> Entries:
-        """All that waits in these slots, whose chains end in these links (reader thread); raises Corrupt."""
+        """Return all that waits in these slots, whose chains end in these links (reader thread); raise Corrupt."""
         found = [np.empty(0, LINK)]
         while len(last):
             links = self.links.at(last)
+            # Checksums hold for each record alone; that a chain leads backwards, and so ends, is checked here.
             if not bool(((links["slot"] == slots) & (links["prev"] < last) & (links["rows"] > 0)).all()):
-                raise Corrupt(
-                    f"{self.links.folder}: the chain of a slot is broken; start the broker again, and the "
-                    "ring is made anew from the links"
-                )
+                fault = "the chain of a slot is broken; start the broker again, and the ring is made anew"
+                raise Corrupt(f"{self.links.folder}: {fault}")
             found.append(links)
             more = links["prev"] >= 0
             slots, last = slots[more], links["prev"][more]
-        return self._entries_of(np.concatenate(found))
+        return self.entries_of(np.concatenate(found))
 
     def gone(self, index: Int64Array) -> None:
-        """These entries' promises stand elsewhere now, durably."""
+        """Mark these entries: their promises stand elsewhere now, durably."""
         self.entries.mark(index)
 
     def forget(self, low: int) -> None:
-        """What waits in slots before `low` is settled, or gone."""
-        count = 0
-        while count < len(self._spans) and self._spans[count].last_slot < low:
-            count += 1
+        """Give up entries of slots before `low`: their promises are settled, or stand elsewhere."""
+        count = next((n for n, span in enumerate(self._spans) if span.last_slot >= low), len(self._spans))
         if not count:
             return
         del self._spans[:count]
-        following = self._spans[0] if self._spans else None
-        self.links.drop_below(self.links.end if following is None else following.first_link)
-        self.entries.drop_below(self.entries.end if following is None else following.first_entry)
+        self.links.drop_below(self._spans[0].first_link if self._spans else self.links.end)
+        self.entries.drop_below(self._spans[0].first_entry if self._spans else self.entries.end)
 
     # -- restarts --------------------------------------------------------------------------------------------------
 
     def state(self) -> LogState:
-        """For a checkpoint."""
+        """Return how far the logs go, for a checkpoint."""
         return LogState(
             (self.links.begin, self.links.end),
             (self.entries.begin, self.entries.end),
             [msgspec.structs.replace(span) for span in self._spans],
         )
 
-    def link_parts(self) -> list[tuple[int, int]]:
-        """[begin, end) of all links, in parts to be looked at one by one."""
-        begins = range(self.links.begin, self.links.end, SCAN)
-        return [(begin, min(begin + SCAN, self.links.end)) for begin in begins]
-
-    def in_slots(self, low: int, high: int) -> Entries:
-        """All that waits in slots [low, high), found without the ring: one pass over the links."""
-        found = [np.empty(0, LINK)]
-        for begin, end in self.link_parts():
-            links = self.links.read(begin, end)
-            found.append(links[(links["slot"] >= low) & (links["slot"] < high)])
-        return self._entries_of(np.concatenate(found))
-
     def gone_by_seq(self, seq: Int64Array) -> int:
-        """No entry names the place of these promises any more: one pass over the entries. Returns how many did."""
-        count, seq = 0, np.sort(seq)
+        """Mark all entries of these promises, in one pass over the entries; return how many they were."""
         if not len(seq):
             return 0
-        for begin in range(self.entries.begin, self.entries.end, SCAN):
-            seqs = self.entries.read(begin, min(begin + SCAN, self.entries.end))["seq"]
+        count, seq = 0, np.sort(seq)
+        for begin, entries in self.entries.parts():
+            seqs = entries["seq"]
             found = np.minimum(np.searchsorted(seq, seqs), len(seq) - 1)
             index = begin + np.flatnonzero(seq[found] == seqs)
             self.gone(index)
             count += len(index)
         return count
 
-    def take_dirty(self) -> list[tuple[str, list[File]]]:
-        """As of a MappedLog, for both."""
-        return [(log.folder, log.take_dirty()) for log in (self.links, self.entries)]
-
-    def unsynced(self) -> None:
-        """As of a MappedLog, for both."""
-        self.links.unsynced()
-        self.entries.unsynced()
-
-    def close(self) -> None:
-        """Let go of the files."""
-        self.links.close()
-        self.entries.close()
+    def entries_of(self, links: RecordArray) -> Entries:
+        """Return the promises of these links that do not stand elsewhere."""
+        rows = links["rows"]
+        ends = np.cumsum(rows)
+        total = int(ends[-1]) if len(ends) else 0
+        index = np.repeat(links["first"] - (ends - rows), rows) + np.arange(total, dtype=np.int64)
+        entries = self.entries.at(index)
+        columns = (np.ascontiguousarray(entries[name]) for name in ("due_ms", "seq", "row_seq"))
+        found = Entries(index, np.repeat(links["slot"], rows), *columns)
+        # A marked entry stands elsewhere: another entry has its promise.
+        here = found.row_seq >= 0
+        return found if here.all() else found.part(here)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _extend_span(self, last_slot: int, first_at: int, bound: int) -> None:
+    def _extend_span(self, last_slot: int, first_row_seq: int, bound: int) -> None:
         span = self._spans[-1] if self._spans else None
         if (
             span is None
             or self.entries.end - span.first_entry >= SPAN_ENTRIES
             or bound - span.begun_slot >= self._span_slots
         ):
-            self._spans.append(Span(self.links.end, self.entries.end, bound, last_slot, first_at))
+            self._spans.append(Span(self.links.end, self.entries.end, bound, last_slot, first_row_seq))
             return
-        span.last_slot, span.first_at = max(span.last_slot, last_slot), min(span.first_at, first_at)
-
-    def _entries_of(self, links: RecordArray) -> Entries:
-        rows = links["rows"]
-        ends = np.cumsum(rows)
-        total = int(ends[-1]) if len(ends) else 0
-        index = np.repeat(links["first"] - (ends - rows), rows) + np.arange(total, dtype=np.int64)
-        entries = self.entries.at(index)
-        found = Entries(
-            index,
-            np.repeat(links["slot"], rows),
-            np.ascontiguousarray(entries["due_ms"]),
-            np.ascontiguousarray(entries["seq"]),
-            np.ascontiguousarray(entries["at"]),
-        )
-        here = found.at >= 0
-        return found if here.all() else found.part(here)
-
-
-def check(files: Files, folder: str, state: LogState) -> None:
-    """Raise Corrupt with the file's name when a record of a log in this state is missing or damaged."""
-    for name, record, bounds, marked in (
-        ("links", LINK, state.links, None),
-        ("entries", ENTRY, state.entries, MARKED),
-    ):
-        mapped_log.check(files, f"{folder}/{name}", record, begin=bounds[0], end=bounds[1], marked=marked)
-
-
-def entries_of(due_ms: Int64Array, seq: Int64Array, at: Int64Array) -> RecordArray:
-    """Entries from columns."""
-    entries = np.empty(len(seq), ENTRY)
-    entries["due_ms"], entries["seq"], entries["at"] = due_ms, seq, at
-    return entries
+        # A span goes when its last slot is behind: one promise of next year keeps all of it, hence the bounds.
+        span.last_slot = max(span.last_slot, last_slot)
+        span.first_row_seq = min(span.first_row_seq, first_row_seq)

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.broker import admission
-from timeball.broker.send_rows import NAMES, batch_of
-from timeball.log.format import with_seq
-from timeball.message import decode_properties
+from timeball.broker.ingress import batch_of
+from timeball.message import SEND_NAMES, decode_properties, with_seq
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc.codec import messages_out
 from timeball.protocols.grpc.codec.messages_in import row_of, type_of
-from timeball.protocols.grpc.codec.property_names import RESERVED
-from timeball.protocols.grpc.codec.statuses import Refused
+from timeball.protocols.grpc.codec.messages_out import RESERVED
 from timeball.schedule.delay_levels.levels import LevelTable
 
 NOW_MS = 1_800_000_000_000
@@ -115,7 +114,7 @@ MESSAGE = st.one_of(WILD, LIKELY)
 def read(message: d.Message) -> dict[str, Any]:
     kind = type_of(message.system_properties)
     row = row_of(message, kind, "orders", QUEUES, NOW_MS, limits.DELAY_MS_MAX, "peer")
-    return {"kind": kind, **dict(zip(NAMES, row, strict=True))}
+    return {"kind": kind, **dict(zip(SEND_NAMES, row, strict=True))}
 
 
 def plain(**fields: Any) -> d.Message:
@@ -128,7 +127,7 @@ def test_any_message_is_a_row_or_refused(message: d.Message) -> None:
     try:
         row = read(message)
     except Refused as refused:
-        assert 40_000 <= refused.status_code < 60_000
+        assert 40_000 <= refused.protocol_code < 60_000
         assert str(refused)
         return
     kind, system = row.pop("kind"), message.system_properties
@@ -198,7 +197,7 @@ def test_and_so_is_whatever_came_over_the_wire(message: d.Message) -> None:
             row = read(each)
             outcomes.append({**row, "properties": decode_properties(row["properties"])})
         except Refused as refused:
-            outcomes.append({"refused": refused.status_code})
+            outcomes.append({"refused": refused.protocol_code})
     assert outcomes[0] == outcomes[1]
 
 
@@ -246,7 +245,7 @@ def test_what_is_no_instant(seconds: int, nanos: int) -> None:
     at.seconds, at.nanos = seconds, nanos
     with pytest.raises(Refused) as refused:
         read(message)
-    assert refused.value.status_code == d.Code.ILLEGAL_DELIVERY_TIME
+    assert refused.value.protocol_code == d.Code.ILLEGAL_DELIVERY_TIME
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
+from timeball.broker.consuming.retry import SPENT
 from timeball.message import READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.protocols.grpc._generated.definition_pb2 import (
     DigestType,
@@ -21,8 +22,8 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
     MessageType,
     Resource,
 )
-from timeball.protocols.grpc.codec import messages_out, property_names
-from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, timestamp
+from timeball.protocols.grpc.codec import messages_out
+from timeball.protocols.grpc.codec.messages_out import RESERVED, HandedOut, messages, timestamp
 
 ASKED = Resource(name="orders")
 NOW_MS = 1_700_000_000_123
@@ -87,7 +88,6 @@ def test_the_digest_is_the_one_that_all_clients_spell_alike() -> None:
         ({}, MessageType.NORMAL),
         ({"due_ms": NOW_MS}, MessageType.DELAY),
         ({"properties": encode_properties({"__SHARDINGKEY": "g1"})}, MessageType.FIFO),
-        ({"prepared_seq": 5}, MessageType.TRANSACTION),
         ({"sys_flag": 8}, MessageType.TRANSACTION),
         ({"sys_flag": 12}, MessageType.NORMAL),  # rolled back: nobody sees it
     ],
@@ -139,9 +139,9 @@ def test_group_and_trace_have_fields_of_their_own() -> None:
     )
 )
 def test_any_properties_that_are_not_rocketmqs_are_shown_as_they_are(properties: dict[str, str]) -> None:
-    mixed = {**properties, **dict.fromkeys(sorted(property_names.RESERVED)[:5], "x")}
+    mixed = {**properties, **dict.fromkeys(sorted(messages_out.RESERVED)[:5], "x")}
     shown = dict(message(properties=encode_properties(mixed)).user_properties)
-    assert shown == {n: v for n, v in properties.items() if n not in property_names.RESERVED}
+    assert shown == {n: v for n, v in properties.items() if n not in messages_out.RESERVED}
 
 
 # ---- bodies that a producer has compressed -----------------------------------------------------------------
@@ -191,3 +191,19 @@ def test_a_body_does_not_grow_without_end(compression: int) -> None:
 
 def test_instants_have_milliseconds() -> None:
     assert timestamp(NOW_MS).ToMilliseconds() == NOW_MS
+
+
+@pytest.mark.parametrize(
+    "name", ["TAGS", "KEYS", "UNIQ_KEY", "DELAY", "TIMER_DELIVER_MS", "TRAN_MSG", "PGROUP", "WAIT", "POP_CK"]
+)
+def test_what_rocketmq_keeps_for_itself_is_reserved(name: str) -> None:
+    assert name in RESERVED
+
+
+def test_whatever_has_delayed_a_message_is_reserved() -> None:
+    assert SPENT <= RESERVED
+
+
+@pytest.mark.parametrize("name", ["", "tags", "order", "REASON", "customer-id"])
+def test_other_names_are_the_users(name: str) -> None:
+    assert name not in RESERVED

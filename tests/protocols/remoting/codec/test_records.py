@@ -8,17 +8,19 @@ from zlib import crc32
 
 import pyarrow as pa
 import pytest
+from benchmarks.stored_message import decode_stored
 from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.errors import InvalidMessage
-from timeball.message import READ_SCHEMA
+from timeball.message import READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.protocols.remoting.codec.codes import MessageFlag
 from timeball.protocols.remoting.codec.records import (
     MAGIC_V1,
     MAGIC_V2,
     BatchRecord,
     Host,
+    UniqueKeys,
     decode_batch,
     encode_batch,
     encode_stored,
@@ -80,15 +82,27 @@ def test_a_stored_message_says_all_its_fields() -> None:
     batch = rows(
         seq=[17], topic=["orders"], queue_id=[3], queue_offset=[9], body=[b"close it"],
         properties=["KEYS\x0117\x02TAGS\x01A\x02"], born_ms=[1_000], born_host=["10.1.2.3:4567"],
-        store_ms=[2_000], flag=[5], sys_flag=[MessageFlag.COMPRESSED], reconsume_times=[2], prepared_seq=[4],
+        store_ms=[2_000], flag=[5], sys_flag=[MessageFlag.COMPRESSED], reconsume_times=[2], source_seq=[4],
     )  # fmt: skip
     [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert message == {
         "magic": MAGIC_V1, "queue_id": 3, "flag": 5, "queue_offset": 9, "seq": 17, "sys_flag": 1, "born_ms": 1_000,
         "born": (bytes([10, 1, 2, 3]), 4567), "store_ms": 2_000, "store": (V4.address, V4.port),
-        "reconsume_times": 2, "prepared_seq": 4, "body": b"close it", "topic": "orders",
+        "reconsume_times": 2, "prepared_seq": 0, "body": b"close it", "topic": "orders",
         "properties": "KEYS\x0117\x02TAGS\x01A\x02",
     }  # fmt: skip
+
+
+def test_a_commit_names_its_half_and_other_releases_name_none() -> None:
+    flags = [
+        MessageFlag.TRANSACTION_COMMIT,
+        MessageFlag.TRANSACTION_PREPARED,
+        MessageFlag.TRANSACTION_ROLLBACK,
+        0,
+    ]
+    batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, sys_flag=flags, source_seq=[7] * 4)
+    found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert [message["prepared_seq"] for message in found] == [7, 0, 0, 0]
 
 
 def test_what_a_row_leaves_out_is_zero_or_empty() -> None:
@@ -196,3 +210,55 @@ def test_an_offset_msg_id_names_host_and_number(host: Host) -> None:
 def test_what_is_no_offset_msg_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage, match="offsetMsgId"):
         parse_offset_msg_id(text)
+
+
+def encoded(bodies: list[bytes], topic: str = "orders", host: Host = V4) -> bytes:
+    rows = build_rows(
+        len(bodies), kind=int(Kind.MESSAGE), topic=topic, queue_id=3, queue_offset=list(range(len(bodies))),
+        body=bodies, properties=encode_properties({"a": "b"}), born_ms=1, born_host="1.2.3.4:5", store_ms=2, flag=4,
+        sys_flag=0, reconsume_times=5,
+    )  # fmt: skip
+    whole = pa.RecordBatch.from_arrays(
+        [pa.array(range(7, 7 + len(bodies)), pa.int64()), *rows.columns], schema=READ_SCHEMA
+    )
+    return encode_stored(whole, store_host=host, born_host=V4)
+
+
+@pytest.mark.parametrize("host", [V4, V6])
+@pytest.mark.parametrize("topic", ["orders", "x" * 127, "x" * 200])
+@given(bodies=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
+def test_back_again(host: Host, topic: str, bodies: list[bytes]) -> None:
+    found = decode_stored(encoded(bodies, topic, host))
+    assert [m.body for m in found] == bodies
+    assert [m.seq for m in found] == list(range(7, 7 + len(bodies)))
+    first = found[0]
+    assert (first.topic, first.queue_id, first.queue_offset, first.flag) == (topic, 3, 0, 4)
+    assert (first.born_ms, first.store_ms, first.reconsume_times, first.prepared_seq) == (1, 2, 5, 0)
+    assert (first.store_host, first.born_host, first.properties) == (
+        host,
+        Host(bytes([1, 2, 3, 4]), 5),
+        {"a": "b"},
+    )
+
+
+@given(at=st.integers(0, 200), value=st.integers(0, 255), cut=st.integers(0, 200))
+def test_damage_is_refused_or_elsewhere(at: int, value: int, cut: int) -> None:
+    whole = encoded([b"body"])
+    for data in (whole[:cut], whole[:at] + bytes([value]) + whole[at + 1 :]):
+        try:
+            messages = decode_stored(data)
+        except InvalidMessage:
+            continue
+        assert all(message.body == b"body" for message in messages)
+
+
+def test_ids_are_rocketmqs_32_digits_and_differ() -> None:
+    keys = UniqueKeys(bytes([127, 0, 0, 1]), 4242, 99)
+    made = [keys.next(1_761_000_000_000) for _ in range(10_000)]
+    assert len(set(made)) == len(made)
+    assert all(len(key) == 32 and key == key.upper() and int(key, 16) for key in made)
+    assert made[0].startswith("7F000001" + f"{4242:04X}")
+
+
+def test_two_runs_differ() -> None:
+    assert UniqueKeys(b"", 1, 1).next(5) != UniqueKeys(b"", 1, 2).next(5)

@@ -1,6 +1,6 @@
-"""A client's message as a row for the broker: checked field by field, with RocketMQ's code for what is wrong.
+"""A client's message as a row for the broker: checked field by field, with RocketMQ's code for each fault.
 
-    message_group          FIFO         one queue for a group, whoever sends: a hash of it
+    message_group          FIFO         one queue for a group, for all its senders: a hash of it
     delivery_timestamp     DELAY        to the millisecond; a fraction is rounded up, since nothing is early
     neither                NORMAL, TRANSACTION
 
@@ -17,8 +17,9 @@ import hashlib
 import re
 from zlib import crc32
 
-from timeball import limits
-from timeball.broker.send_rows import Row
+from timeball import limits, rules
+from timeball.message import SendRow
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,
     DigestType,
@@ -27,8 +28,19 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
     MessageType,
     SystemProperties,
 )
-from timeball.protocols.grpc.codec import property_names as names
-from timeball.protocols.grpc.codec.statuses import Refused
+from timeball.protocols.grpc.codec.messages_out import (
+    CHECK_IMMUNITY,
+    DELIVER_MS,
+    KEYS,
+    MESSAGE_GROUP,
+    PREPARED,
+    PRODUCER_GROUP,
+    RESERVED,
+    TAGS,
+    TRACE_CONTEXT,
+    TRANSACTION_ID,
+    UNIQ_KEY,
+)
 
 USER_PROPERTIES_MAX = 128  # RocketMQ's userPropertyMaxNum
 USER_PROPERTIES_BYTES_MAX = 16 * 1024  # its maxUserPropertySize: with tag and keys
@@ -55,7 +67,7 @@ _FIELDS = {
     TRANSACTION: (False, False),
 }
 # A property that a field of the message says, by its type.
-_OF_FIELD = {FIFO: names.MESSAGE_GROUP, TRANSACTION: names.TRANSACTION_ID}
+_OF_FIELD = {FIFO: MESSAGE_GROUP, TRANSACTION: TRANSACTION_ID}
 
 
 def type_of(system: SystemProperties) -> MessageType:
@@ -81,24 +93,24 @@ def type_of(system: SystemProperties) -> MessageType:
 
 def row_of(
     message: Message, kind: MessageType, topic: str, queues: int, now_ms: int, delay_ms_max: int, peer: str
-) -> Row:
-    """A row of send_rows.COLUMNS for a message of type `kind`; raises Refused.
+) -> SendRow:
+    """Return the values of SEND_NAMES for a message of type `kind`; raises Refused.
 
     `queues`: how many the topic has to write to. `peer`: where the message comes from if it does not say.
     """
     system, body = message.system_properties, message.body
     sys_flag = _check_body(body, system)
-    message_id = _checked(system.message_id, ILLEGAL_ID, "message_id", limits.UNIQUE_KEY_BYTES_MAX)
+    message_id = _checked(system.message_id, ILLEGAL_ID, "message_id", "unique_key")
     tag, keys = _tag(system.tag), _keys(system)
     properties, queue_id, due_ms = _user_properties(message, kind, tag, keys), -1, None
-    properties.append(f"{names.UNIQ_KEY}\x01{message_id}\x02")
+    properties.append(f"{UNIQ_KEY}\x01{message_id}\x02")
     if kind == FIFO:
         group = _message_group(system.message_group)
-        properties.append(f"{names.MESSAGE_GROUP}\x01{group}\x02")
+        properties.append(f"{MESSAGE_GROUP}\x01{group}\x02")
         queue_id = crc32(group.encode()) % queues
     elif kind == DELAY:
         instant_ms = _delivery_ms(system, now_ms, delay_ms_max)
-        properties.append(f"{names.DELIVER_MS}\x01{instant_ms}\x02")
+        properties.append(f"{DELIVER_MS}\x01{instant_ms}\x02")
         # One that has passed on its way is a delayed message all the same, and told of as one: due at once.
         due_ms = instant_ms if instant_ms > 0 else None
     elif kind == TRANSACTION:
@@ -109,15 +121,12 @@ def row_of(
             system.trace_context,
             Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
             "trace_context",
-            limits.PROPERTIES_BYTES_MAX,
+            "properties",
         )
-        properties.append(f"{names.TRACE_CONTEXT}\x01{context}\x02")
+        properties.append(f"{TRACE_CONTEXT}\x01{context}\x02")
     text = "".join(properties)
-    if len(text) > limits.PROPERTIES_BYTES_MAX // 4 and len(text.encode()) > limits.PROPERTIES_BYTES_MAX:
-        raise Refused(
-            Code.MESSAGE_PROPERTIES_TOO_LARGE,
-            f"the properties take more than {limits.PROPERTIES_BYTES_MAX} bytes",
-        )
+    if (wrong := rules.fault("properties", text)) is not None:
+        raise Refused(Code.MESSAGE_PROPERTIES_TOO_LARGE, wrong)
     born_host = system.born_host
     if not 0 < len(born_host) <= BORN_HOST_CHARACTERS_MAX:
         born_host = peer
@@ -131,11 +140,8 @@ def _check_body(body: bytes, system: SystemProperties) -> int:
     """The bits of sysFlag that the body's encoding has."""
     if not body:
         raise Refused(Code.MESSAGE_BODY_EMPTY, "the message has no body")
-    if len(body) > limits.BODY_BYTES_MAX:
-        raise Refused(
-            Code.MESSAGE_BODY_TOO_LARGE,
-            f"the body has {len(body)} bytes, at most {limits.BODY_BYTES_MAX}: send a reference to it instead",
-        )
+    if (wrong := rules.fault("body", body)) is not None:
+        raise Refused(Code.MESSAGE_BODY_TOO_LARGE, f"{wrong}: send a reference to it instead")
     bits = _ENCODING_BITS.get(system.body_encoding)
     if bits is None:
         raise Refused(Code.BAD_REQUEST, f"body_encoding {system.body_encoding}: IDENTITY or GZIP")
@@ -170,14 +176,12 @@ def _has_control(text: str) -> bool:
     return not text.isprintable() and _CONTROL.search(text) is not None
 
 
-def _size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
-def _checked(text: str, code: Code, what: str, bytes_max: int) -> str:
+def _checked(text: str, code: Code, what: str, column: str) -> str:
+    """Return a text that stands in this column; raises Refused when it is empty, blank, too long or not printable."""
+    bytes_max = rules.BYTES_MAX[column]
     if text and len(text) <= bytes_max and text.isascii() and text.isprintable() and not text.isspace():
         return text  # most are like this
-    if len(text) > bytes_max or _size(text) > bytes_max or not text.strip() or _has_control(text):
+    if rules.size_bytes(text) > bytes_max or not text.strip() or _has_control(text):
         raise Refused(code, f"{what} {text[:80]!r}: 1 to {bytes_max} bytes, not blank, no control characters")
     return text
 
@@ -185,23 +189,23 @@ def _checked(text: str, code: Code, what: str, bytes_max: int) -> str:
 def _tag(tag: str) -> str:
     if not tag:
         return tag
-    _checked(tag, ILLEGAL_TAG, "tag", limits.TAG_BYTES_MAX)
+    _checked(tag, ILLEGAL_TAG, "tag", "tag")
     if "|" in tag:
         raise Refused(ILLEGAL_TAG, f"tag {tag[:80]!r}: | stands between tags that a consumer wants")
     return tag
 
 
 def _keys(system: SystemProperties) -> str:
-    # Counted first: a request may have a million, which would hold up everybody while each is looked at.
+    # Counted first: a request may have a million, which would hold up all other calls while each is looked at.
     if len(system.keys) > limits.KEYS_PER_MESSAGE_MAX:
         raise _too_many_keys()
     given = [key for key in system.keys if key]
     if not given:
         return ""
     for key in given:
-        _checked(key, Code.ILLEGAL_MESSAGE_KEY, "key", limits.KEYS_BYTES_MAX)
+        _checked(key, Code.ILLEGAL_MESSAGE_KEY, "key", "keys")
     keys = " ".join(given)  # a blank within one makes it two, as in RocketMQ
-    if keys.count(" ") >= limits.KEYS_PER_MESSAGE_MAX or _size(keys) > limits.KEYS_BYTES_MAX:
+    if rules.fault("keys", keys) is not None:
         raise _too_many_keys()
     return keys
 
@@ -220,9 +224,9 @@ def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -
         raise Refused(
             Code.MESSAGE_PROPERTIES_TOO_LARGE, f"{len(given)} properties, at most {USER_PROPERTIES_MAX}"
         )
-    texts, size = [], _size(tag) + _size(keys)
+    texts, size = [], rules.size_bytes(tag) + rules.size_bytes(keys)
     for name, value in given.items():
-        if not name or name in names.RESERVED:
+        if not name or name in RESERVED:
             raise Refused(
                 Code.ILLEGAL_MESSAGE_PROPERTY_KEY, f"property {name!r}: RocketMQ's own; take another name"
             )
@@ -233,7 +237,7 @@ def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -
             )
         if name == _OF_FIELD.get(kind):
             continue  # a message that was received and is sent on has it from before
-        size += _size(name) + _size(value)
+        size += rules.size_bytes(name) + rules.size_bytes(value)
         texts.append(f"{name}\x01{value}\x02")
     if size > USER_PROPERTIES_BYTES_MAX:
         raise Refused(
@@ -241,9 +245,9 @@ def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -
             f"properties, tag and keys have {size} bytes, at most {USER_PROPERTIES_BYTES_MAX}",
         )
     if tag:
-        texts.append(f"{names.TAGS}\x01{tag}\x02")
+        texts.append(f"{TAGS}\x01{tag}\x02")
     if keys:
-        texts.append(f"{names.KEYS}\x01{keys}\x02")
+        texts.append(f"{KEYS}\x01{keys}\x02")
     return texts
 
 
@@ -263,7 +267,7 @@ def _delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> in
             Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant"
         )
     instant_ms = at.seconds * 1_000 - (-at.nanos // 1_000_000)
-    if instant_ms - now_ms > delay_ms_max:
+    if rules.is_too_far(instant_ms, now_ms, delay_ms_max):
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME,
             f"delivery_timestamp is {instant_ms - now_ms} ms ahead, at most {delay_ms_max} ms "
@@ -281,8 +285,8 @@ def _born_ms(system: SystemProperties, now_ms: int) -> int:
 
 def _transaction_properties(system: SystemProperties, topic: str, message_id: str) -> str:
     """The producers of the topic may be asked about it: over gRPC they have no group."""
-    text = f"{names.PREPARED}\x01true\x02{names.PRODUCER_GROUP}\x01{topic}\x02"
-    text += f"{names.TRANSACTION_ID}\x01{message_id}\x02"
+    text = f"{PREPARED}\x01true\x02{PRODUCER_GROUP}\x01{topic}\x02"
+    text += f"{TRANSACTION_ID}\x01{message_id}\x02"
     if system.HasField("orphaned_transaction_recovery_duration"):
         after = system.orphaned_transaction_recovery_duration
         if not 0 <= after.seconds * limits.SECOND_MS <= limits.DAY_MS:
@@ -291,5 +295,5 @@ def _transaction_properties(system: SystemProperties, topic: str, message_id: st
                 f"orphaned_transaction_recovery_duration of {after.seconds} s: a day at most",
             )
         if after.seconds:
-            text += f"{names.CHECK_IMMUNITY}\x01{after.seconds}\x02"
+            text += f"{CHECK_IMMUNITY}\x01{after.seconds}\x02"
     return text

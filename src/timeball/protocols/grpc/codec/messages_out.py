@@ -2,7 +2,8 @@
 
 What RocketMQ keeps among the properties stands in fields of its own, and what is a user's is shown as the user's:
 names that are RocketMQ's own are not. A message that comes again shows the topic it was sent to, not the retry topic it
-has come by.
+has come by. Those names are listed here, and refused where a message comes in (messages_in.py): a gRPC client says such
+things in fields of their own (a tag, keys, an instant), RocketMQ's other clients look for them among the properties.
 
 Bodies that a remoting producer has compressed are in zlib's form or another, while every client of this protocol reads
 gzip and only some read zlib: those are unpacked here, within what a body may be. The digest is MD5, in the one spelling
@@ -21,8 +22,9 @@ import pyarrow as pa
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from timeball import limits
-from timeball.broker import retry
-from timeball.message import decode_properties
+from timeball.broker.consuming import retry
+from timeball.broker.consuming.retry import SPENT
+from timeball.message import DLQ_PREFIX, decode_properties
 from timeball.protocols.grpc._generated.definition_pb2 import (
     DeadLetterQueue,
     DigestType,
@@ -32,7 +34,6 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
     Resource,
     SystemProperties,
 )
-from timeball.protocols.grpc.codec import property_names as names
 
 COMPRESSED_BIT, COMMITTED_BITS, ENDED_BITS = 1, 8, 12  # of RocketMQ's sysFlag
 COMPRESSION_BITS, COMPRESSION_SHIFT = 0x700, 8
@@ -46,6 +47,28 @@ MESSAGE_ID_DIGITS = 32
 MD5, IDENTITY = DigestType.MD5, Encoding.IDENTITY
 TRANSACTION, DELAY, FIFO, NORMAL = (
     MessageType.TRANSACTION, MessageType.DELAY, MessageType.FIFO, MessageType.NORMAL,
+)  # fmt: skip
+
+TAGS, KEYS, UNIQ_KEY = "TAGS", "KEYS", "UNIQ_KEY"
+MESSAGE_GROUP = "__SHARDINGKEY"  # shown among a user's too, as in RocketMQ; so is the transaction's
+DELIVER_MS = "TIMER_DELIVER_MS"
+TRACE_CONTEXT = "TRACE_CONTEXT"
+PREPARED, PRODUCER_GROUP = "TRAN_MSG", "PGROUP"
+CHECK_IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"
+TRANSACTION_ID = "__transactionId__"
+
+# RocketMQ's MessageConst.STRING_HASH_SET, what has delayed a message, and what a field of a message says.
+RESERVED = SPENT | frozenset(
+    {
+        TAGS, KEYS, UNIQ_KEY, DELIVER_MS, TRACE_CONTEXT, PREPARED, PRODUCER_GROUP, CHECK_IMMUNITY,
+        "1ST_POP_TIME", "ARRIVE_TIME", "BORN_TIMESTAMP", "BUYER_ID", "CLUSTER", "CONSUME_START_TIME",
+        "CORRECTION_FLAG", "CORRELATION_ID", "DLQ_ORIGIN_MESSAGE_ID", "DLQ_ORIGIN_TOPIC", "DUP_INFO",
+        "EXTEND_UNIQ_INFO", "INNER_MULTI_DISPATCH", "INNER_MULTI_QUEUE_OFFSET", "INSTANCE_ID", "MAX_OFFSET",
+        "MAX_RECONSUME_TIMES", "MIN_OFFSET", "MQ2_FLAG", "MSG_REGION", "MSG_TYPE", "ORIGIN_GROUP", "ORIGIN_MESSAGE_ID",
+        "POP_CK", "POP_CK_OFFSET", "PUSH_REPLY_TIME", "RECONSUME_TIME", "REPLY_TO_CLIENT", "RETRY_TOPIC",
+        "TIMER_DEL_MS", "TIMER_DEL_UNIQKEY", "TRACE_ON", "TRANSACTION_CHECK_TIMES", "TRANSFER_FLAG",
+        "TRAN_PREPARED_QUEUE_OFFSET", "TTL", "WAIT", "__BORNHOST", "__CRC32#",
+    }
 )  # fmt: skip
 
 
@@ -67,13 +90,12 @@ class _Row(NamedTuple):
     store_host: str | None
     sys_flag: int | None
     reconsume_times: int | None
-    prepared_seq: int | None
     due_ms: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
-    """What a receive adds to its messages: a handle for each, and how long they are invisible."""
+    """The fields that a receive adds: a handle for each message, and how long they are invisible."""
 
     handles: Sequence[str]
     invisible_ms: int
@@ -84,7 +106,7 @@ def messages(
 ) -> Iterator[Message]:
     """A message for each of these READ_SCHEMA rows, under the topic `asked`, which the broker knows as `topic`.
 
-    One at a time, so that whoever sends them need not have all of them before others get their turn.
+    One at a time, so that the sender need not have all of them before other calls get their turn.
     """
     columns = [rows.column(name).to_pylist() for name in _Row._fields]
     for at, row in enumerate(map(_Row._make, zip(*columns, strict=True))):
@@ -98,7 +120,7 @@ def messages(
         if handed_out is not None:
             system.receipt_handle = handed_out.handles[at]
             system.invisible_duration.FromMilliseconds(handed_out.invisible_ms)
-        users = {name: value for name, value in properties.items() if name not in names.RESERVED}
+        users = {name: value for name, value in properties.items() if name not in RESERVED}
         yield Message(topic=asked, user_properties=users, system_properties=system, body=body)
 
 
@@ -113,16 +135,16 @@ def stored_id(seq: int) -> str:
 
 
 def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> SystemProperties:
-    """What is read off columns and properties, the body and the handing out aside."""
-    group = properties.get(names.MESSAGE_GROUP)
-    # What a retry topic's rows have waited for was the end of an invisible time: nobody's wish.
+    """Return the system properties from columns and properties, without body and handing out."""
+    group = properties.get(MESSAGE_GROUP)
+    # What a retry topic's rows have waited for was the end of an invisible time, and no producer's wish.
     delivery_ms = None if came_again else row.due_ms
-    keys = row.keys or properties.get(names.KEYS)
-    was_half = row.prepared_seq is not None or (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
+    keys = row.keys or properties.get(KEYS)
+    was_half = (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
     return SystemProperties(
-        tag=row.tag or properties.get(names.TAGS),
+        tag=row.tag or properties.get(TAGS),
         keys=[key for key in keys.split(" ") if key] if keys else None,
-        message_id=row.unique_key or properties.get(names.UNIQ_KEY) or stored_id(row.seq),
+        message_id=row.unique_key or properties.get(UNIQ_KEY) or stored_id(row.seq),
         message_type=_type(was_half, delivery_ms is not None, group is not None),
         born_timestamp=timestamp(row.born_ms or 0),
         born_host=row.born_host or "",
@@ -132,7 +154,7 @@ def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> Syste
         queue_offset=row.queue_offset or 0,
         delivery_attempt=(row.reconsume_times or 0) + 1,
         message_group=group,
-        trace_context=properties.get(names.TRACE_CONTEXT),
+        trace_context=properties.get(TRACE_CONTEXT),
         dead_letter_queue=_dead_letter(row, properties),
     )
 
@@ -146,7 +168,7 @@ def _type(is_committed: bool, has_waited: bool, has_group: bool) -> MessageType:
 
 
 def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | None:
-    if not row.topic.startswith(retry.DLQ_PREFIX):
+    if not row.topic.startswith(DLQ_PREFIX):
         return None
     return DeadLetterQueue(
         topic=properties.get(DLQ_TOPIC) or properties.get(retry.RETRY_TOPIC),

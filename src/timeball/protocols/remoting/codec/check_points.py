@@ -20,8 +20,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from timeball.broker.reserved_topics import RETRY_PREFIX
 from timeball.errors import InvalidMessage
+from timeball.message import RETRY_PREFIX
 
 NORMAL, RETRY_V1, RETRY_V2 = "0", "1", "2"
 REVIVE_QUEUE, REVIVE_QUEUE_IN_ORDER = 0, 999
@@ -32,7 +32,7 @@ POP_CK = "POP_CK"
 
 
 class CheckPoint(msgspec.Struct, frozen=True):
-    """See the module."""
+    """The check point of a popped message, which its receipt is made of."""
 
     first_offset: int
     pop_ms: int

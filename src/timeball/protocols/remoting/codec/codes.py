@@ -1,4 +1,4 @@
-"""RocketMQ's numbers: what is asked, what is answered, and bits of flags. Names are RocketMQ's own."""
+"""RocketMQ's numbers of requests and responses, and bits of flags. Names are RocketMQ's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum, IntFlag
 
 
 class RequestCode(IntEnum):
-    """What a command asks for."""
+    """The number of a request."""
 
     SEND_MESSAGE = 10
     PULL_MESSAGE = 11
@@ -129,7 +129,7 @@ class ResponseCode(IntEnum):
 
 
 class Language(IntEnum):
-    """Who speaks; a byte in the binary header, a name in JSON."""
+    """The language of a client; a byte in the binary header, a name in JSON."""
 
     JAVA = 0
     CPP = 1

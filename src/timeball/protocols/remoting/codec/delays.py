@@ -5,42 +5,65 @@
                TIMER_DELAY_SEC     seconds from the broker's now
                TIMER_DELAY_MS      milliseconds from the broker's now
                TIMER_DELIVER_MS    an instant
-               TIMING              the next 08:00:00, in a zone (timing.py)
+               TIMING              the next 08:00:00, in a zone (below)
     weakest    __STARTDELIVERTIME  an instant; Aliyun's clients send it, open-source RocketMQ does not act on it
 
-Numbers are Java's: an optional sign and ASCII digits within the type's range, no blanks. What is no number is
+Numbers are Java's: an optional sign and ASCII digits within the type's range, no blanks. Another text is
 refused, never taken for "now"; so is an instant beyond the maximum delay. An instant that has passed on the message's
 way is due at once, and told of as a delayed message; no delay, or less, makes an ordinary one.
+
+A TIMING is a time of day, and means the next time after now that a clock on the wall there shows it, today or tomorrow:
+
+    08:00:00                  in the broker's zone (--timing-zone)
+    08:00:00 Europe/Berlin    in a zone of the IANA's list
+    08:00:00+02:00            at an offset from UTC, at most 18 hours as in Java
+
+Where clocks are set forward over it, it is the first instant after the gap; where they are set back and show it twice,
+the first time only. So every day has one such instant, and a message that missed it by a millisecond is for tomorrow.
+An unknown zone is refused: a guess would be a message at the wrong time. Zones come from the `tzdata` package and never
+from the host, whose rules may be years old; the same text means the same instant on each broker.
 """
 
 from __future__ import annotations
 
 import re
+from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
+from functools import cache
+from importlib import resources
 from typing import NamedTuple
+from zoneinfo import ZoneInfo
 
+from timeball import rules
 from timeball.errors import InvalidDelay
-from timeball.protocols.remoting.codec import timing
 
 LEVEL = "DELAY"
 TIMER_DONE = "TIMER_OUT_MS"
 TIMER_DELETES = "TIMER_DEL_UNIQKEY"
 TIMER_SECONDS, TIMER_MS, TIMER_INSTANT = "TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"
-START_DELIVER_TIME = "__STARTDELIVERTIME"
+TIMING, START_DELIVER_TIME = "TIMING", "__STARTDELIVERTIME"
 
 # A message with none of these is for now.
 NAMES = frozenset(
     {
-        LEVEL, TIMER_DONE, TIMER_DELETES, TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, timing.NAME,
+        LEVEL, TIMER_DONE, TIMER_DELETES, TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING,
         START_DELIVER_TIME,
     }
 )  # fmt: skip
 
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 _INT_BITS, _LONG_BITS = 31, 63
+_TEXT = re.compile(
+    r"([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
+    r"(?: ?([+-])(0[0-9]|1[0-8]):([0-5][0-9])| ([A-Za-z][A-Za-z0-9_+/-]{0,63}))?"
+)
+_OFFSET_MAX = timedelta(hours=18)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MS = timedelta(milliseconds=1)
+_DAYS = 3  # a day may be left out by a clock that is set forward over midnight, never two
 
 
 class Plan(NamedTuple):
-    """What a message wants: a level (0: none), or an instant (None: at once). Never both."""
+    """The delay of a message: a level (0: none), or an instant (None: at once). Never both."""
 
     delay_level: int
     due_ms: int | None
@@ -73,13 +96,13 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone
         )
     if due_ms <= 0 or (due_ms <= now_ms and not _is_instant(properties)):
         return AT_ONCE
-    if due_ms - now_ms > delay_ms_max:
+    if rules.is_too_far(due_ms, now_ms, delay_ms_max):
         raise InvalidDelay(_illegal(delay_ms_max))
     return Plan(0, due_ms)
 
 
 def _is_instant(properties: dict[str, str]) -> bool:
-    """Whether an instant is meant, and not a time from now on."""
+    """Return whether an instant is meant, and not a time from now on."""
     return TIMER_SECONDS not in properties and TIMER_MS not in properties
 
 
@@ -97,14 +120,14 @@ def _due_ms(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_z
         (TIMER_SECONDS, now_ms, 1000),
         (TIMER_MS, now_ms, 1),
         (TIMER_INSTANT, 0, 1),
-        (timing.NAME, 0, 0),
+        (TIMING, 0, 0),
         (START_DELIVER_TIME, 0, 1),
     ):
         text = properties.get(name)
         if text is None:
             continue
-        if name == timing.NAME:
-            return timing.next_instant_ms(text, now_ms, timing_zone)
+        if name == TIMING:
+            return next_instant_ms(text, now_ms, timing_zone)
         value = _number(text, _LONG_BITS)
         if value is None:
             raise InvalidDelay(_illegal(delay_ms_max))
@@ -124,3 +147,77 @@ def _illegal(delay_ms_max: int) -> str:
         f"timer message illegal, the delay time should not be bigger than the max delay {delay_ms_max}ms; "
         "or if set del msg, the delay time should be bigger than the current time"
     )
+
+
+# ---- a time of day -------------------------------------------------------------------------------------------
+
+
+def next_instant_ms(text: str, now_ms: int, default_zone: str) -> int:
+    """The first instant after now that this names; raises InvalidDelay saying how to write it."""
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise InvalidDelay(
+            f"the property {TIMING} is {text[:64]!r}; write HH:MM:SS, and behind it the zone if it is not "
+            f"{default_zone}: '08:00:00 Europe/Berlin' or '08:00:00+02:00'"
+        )
+    hour, minute, second, sign, hours, minutes, name = found.groups()
+    zone = _offset(sign, hours, minutes) if sign else zone_named(name or default_zone)
+    wall = time(int(hour), int(minute), int(second))
+    try:
+        today = (_EPOCH + now_ms * _MS).astimezone(zone).date()
+        return min(
+            at_ms
+            for at_ms in (_instant_ms(today + timedelta(days=days), wall, zone) for days in range(_DAYS))
+            if at_ms > now_ms
+        )
+    except OverflowError as error:
+        raise InvalidDelay(f"the property {TIMING}: the calendar ends before {text}") from error
+
+
+@cache
+def _names() -> frozenset[str]:
+    with resources.files("tzdata").joinpath("zones").open("r", encoding="ascii") as listed:
+        return frozenset(listed.read().split())
+
+
+def zone_named(name: str) -> ZoneInfo:
+    """A zone of the IANA's list; raises InvalidDelay for any other name."""
+    if name not in _names():  # only what is listed is ever looked for in a folder
+        raise InvalidDelay(f"{name[:64]!r} is no time zone of the IANA's list, such as Europe/Berlin")
+    return _zone(name)
+
+
+@cache
+def _zone(name: str) -> ZoneInfo:
+    with resources.files("tzdata").joinpath("zoneinfo", *name.split("/")).open("rb") as rules:
+        return ZoneInfo.from_file(rules, key=name)
+
+
+def _offset(sign: str, hours: str, minutes: str) -> timezone:
+    offset = timedelta(hours=int(hours), minutes=int(minutes))
+    if offset > _OFFSET_MAX:
+        raise InvalidDelay(f"the property {TIMING}: {sign}{hours}:{minutes} is more than 18 hours from UTC")
+    return timezone(offset if sign == "+" else -offset)
+
+
+def _instant_ms(day: date, wall: time, zone: tzinfo) -> int:
+    """When a wall clock shows this for the first time on that day, or when the gap ends that swallowed it."""
+    shown = datetime.combine(day, wall)
+    at = shown.replace(tzinfo=zone).astimezone(UTC)
+    if at.astimezone(zone).replace(tzinfo=None) != shown:
+        at = _end_of_gap(shown, zone)
+    return (at - _EPOCH) // _MS
+
+
+def _end_of_gap(shown: datetime, zone: tzinfo) -> datetime:
+    # Read with the offset from after the gap it lies before the gap, and the other way round (PEP 495).
+    before = shown.replace(tzinfo=zone, fold=1).astimezone(UTC)
+    behind = shown.replace(tzinfo=zone, fold=0).astimezone(UTC)
+    second = timedelta(seconds=1)  # the transition is at a whole one
+    while behind - before > second:
+        middle = before + (behind - before) // second // 2 * second
+        if middle.astimezone(zone).replace(tzinfo=None) < shown:
+            before = middle
+        else:
+            behind = middle
+    return behind

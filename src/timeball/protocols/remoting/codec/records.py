@@ -16,6 +16,7 @@ number in hexadecimal; clients dial the host in it, so it must be one they can r
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
@@ -38,6 +39,8 @@ _TAIL = struct.Struct(">iiqi")  # store port, reconsume times, prepared offset, 
 _BATCH = struct.Struct(">iiiii")  # total, magic, crc, flag, body length
 _SHORT = struct.Struct(">h")
 _USHORT = struct.Struct(">H")
+_KEY_PREFIX = struct.Struct(">4sHI")  # address, process, run
+_KEY_REST = struct.Struct(">IH")  # ms, counter
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -48,16 +51,19 @@ class Host(msgspec.Struct, frozen=True):
 
     @property
     def is_v6(self) -> bool:
-        """Whether the address takes 16 bytes."""
+        """Return whether the address takes 16 bytes."""
         return len(self.address) == 16
 
 
-def encode_stored(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> bytes:
+NO_HOST = Host(bytes(4), 0)
+
+
+def encode_stored(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_HOST) -> bytes:
     """Stored messages, one behind the other, of READ_SCHEMA rows that are visible; see `encode_each`."""
     return b"".join(encode_each(rows, store_host=store_host, born_host=born_host))
 
 
-def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> list[bytes]:
+def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_HOST) -> list[bytes]:
     """A stored message for each of these READ_SCHEMA rows.
 
     RocketMQ keeps hosts as bytes and we as text: `born_host` is what a row gets whose text names none. Tag, keys and
@@ -68,7 +74,7 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> l
     found: list[bytes] = []
     for (
         seq, topic, queue_id, offset, body, properties, tag, keys, unique_key, born_ms, born, store_ms, flag, sys_flag,
-        times, prepared,
+        times, source,
     ) in zip(*columns, strict=True):  # fmt: skip
         host = hosts.get(born)
         if host is None:
@@ -77,7 +83,7 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host) -> l
         found.append(
             _stored(
                 seq, topic.encode(), queue_id, offset or 0, body or b"", text.encode(), born_ms or 0, host,
-                store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, prepared or 0,
+                store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, source or 0,
             )
         )  # fmt: skip
     return found
@@ -93,19 +99,21 @@ def _with_columns(properties: str, tag: str | None, keys: str | None, unique_key
 
 _STORED = [
     "seq", "topic", "queue_id", "queue_offset", "body", "properties", "tag", "keys", "unique_key", "born_ms",
-    "born_host", "store_ms", "flag", "sys_flag", "reconsume_times", "prepared_seq",
+    "born_host", "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq",
 ]  # fmt: skip
 
 
 # Plain numbers: arithmetic with an IntFlag makes an object of every result, 3 us of each message.
 _BORN_HOST_V6, _STORE_HOST_V6 = int(MessageFlag.BORN_HOST_V6), int(MessageFlag.STORE_HOST_V6)
+_ENDED, _COMMITTED = int(MessageFlag.TRANSACTION_ROLLBACK), int(MessageFlag.TRANSACTION_COMMIT)
 _NO_HOST_V6 = ~(_BORN_HOST_V6 | _STORE_HOST_V6)
 
 
 def _stored(
     seq: int, topic: bytes, queue_id: int, offset: int, body: bytes, properties: bytes, born_ms: int, born: Host,
-    store_ms: int, store: Host, flag: int, sys_flag: int, times: int, prepared: int,
+    store_ms: int, store: Host, flag: int, sys_flag: int, times: int, source: int,
 ) -> bytes:  # fmt: skip
+    prepared = source if sys_flag & _ENDED == _COMMITTED else 0  # the half that a commit has published
     sys_flag &= _NO_HOST_V6
     if born.is_v6:
         sys_flag |= _BORN_HOST_V6
@@ -186,7 +194,7 @@ def _record_positions(data: bytes) -> Iterator[int]:
 
 
 def encode_batch(records: Sequence[BatchRecord]) -> bytes:
-    """What a producer sends; for tests and load."""
+    """Return a batch as a producer sends it; for tests and load."""
     parts = []
     for record in records:
         properties = record.properties.encode()
@@ -211,3 +219,23 @@ def parse_offset_msg_id(text: str) -> tuple[Host, int]:
         raise InvalidMessage(f"{text[:64]!r} is no offsetMsgId: 32 or 56 hexadecimal digits")
     port, seq = struct.unpack(">iq", data[-12:])
     return Host(data[:-12], port), seq
+
+
+class UniqueKeys:
+    """Gives out ids to messages of clients that send none (ali-ons): RocketMQ's 32 hexadecimal digits.
+
+        | address 4 | process 2 | of this run 4 | ms since the month began 4 | counter 2 |      bytes, as hexadecimal
+
+    The counter goes on where the millisecond does not, so ids repeat only when one process gives out 65,536 in a
+    millisecond.
+    """
+
+    def __init__(self, address: bytes, process_id: int, run: int) -> None:
+        self._prefix = _KEY_PREFIX.pack(address[-4:].rjust(4, b"\0"), process_id & 0xFFFF, run & 0xFFFFFFFF)
+        self._counter = itertools.count()
+
+    def next(self, now_ms: int) -> str:
+        """A new id. RocketMQ counts from the month's beginning because 32 bits hold no more; the rest says the same."""
+        return (
+            (self._prefix + _KEY_REST.pack(now_ms & 0xFFFFFFFF, next(self._counter) & 0xFFFF)).hex().upper()
+        )

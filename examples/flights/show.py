@@ -1,0 +1,283 @@
+"""The demo itself: the steps of `__main__.py`, with what they measured.
+
+RAM per promise in the table is the growth of the memory that the broker's process holds at rest (mapped files are page
+cache and not counted) while the second half of the promises is added, over their number. The first half brings the
+process to its working size, with buffers that it keeps. A megabyte of noise is three bytes a promise here;
+`timeball bench memory` measures this at millions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from examples.flights.broker import Broker, broker_in
+from examples.flights.data import CHECK_IN_MS, CompressedDay, Flights, coming_year, read_year
+from examples.flights.day import DayRun, live_through
+from examples.flights.outcome import Outcome, draw, judge, outcome_table
+from examples.flights.pipeline import (
+    CAMPAIGN,
+    Ahead,
+    CalledOff,
+    Spark,
+    answer_table,
+    ask,
+    call_off,
+    look_ahead,
+)
+
+from timeball.cli.output import err, out, progress_bar
+from timeball.client import Timeball
+from timeball.clock import Clock, SystemClock
+from timeball.config import StrategyName
+from timeball.errors import SetupError
+
+HEAD_START_MS = 1_500  # between scheduling the day and its midnight
+COMPACTED_S = 90.0
+CAMPAIGN_ROWS = 10_000
+REST_S, LOOK_S = 5.0, 0.2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the demo is asked to do. `flights_max`: of the year."""
+
+    day: date
+    length_ms: int
+    flights_max: int
+    strategy: StrategyName
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """All that --json prints. `compacted_s` is null where nothing is compacted."""
+
+    day: str
+    strategy: str
+    outcome: Outcome
+    bulk_rows: int
+    bulk_s: float
+    bulk_bytes_per_payload_byte: float | None
+    sent_rows: int
+    sent_s: float
+    compacted_s: float | None
+    campaign: CalledOff
+    forecast: Ahead
+    sql: list[dict[str, Any]]
+    waiting: int
+    ram_bytes_per_promise: float
+    audit: dict[str, Any]
+    balanced: bool
+    pictures: list[str]
+    took_s: float
+
+    @property
+    def good(self) -> bool:
+        """The day was faultless, the campaign's end is definite, and the audit balances."""
+        whole = self.campaign.cancelled + self.campaign.released == self.campaign.rows
+        return self.outcome.faultless and self.balanced and whole
+
+
+class Steps:
+    """Prints each step when it ends, with the seconds it took."""
+
+    def __init__(self, clock: Clock, quiet: bool) -> None:
+        self.clock = clock
+        self.quiet = quiet
+        self._began_ns = self._last_ns = clock.monotonic_ns()
+
+    def done(self, text: str) -> float:
+        """Say that a step has ended; returns its seconds."""
+        now_ns = self.clock.monotonic_ns()
+        took_s, self._last_ns = (now_ns - self._last_ns) / 1e9, now_ns
+        if not self.quiet:
+            err.print(f"[green]✓[/green] {text} [dim]({took_s:.1f} s)[/dim]")
+        return took_s
+
+    def left_out(self, text: str) -> None:
+        """Say that there is no such step here, and why."""
+        if not self.quiet:
+            err.print(f"[dim]– {text}[/dim]")
+
+    def busy(self, text: str) -> AbstractContextManager[object]:
+        """A sign of life on a terminal, for a step that shows nothing by itself."""
+        return err.status(text) if err.is_terminal and not self.quiet else nullcontext()
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the first step began."""
+        return (self.clock.monotonic_ns() - self._began_ns) / 1e9
+
+
+def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoReport:
+    """Run all steps; returns what was measured."""
+    steps, chosen = Steps(SystemClock(), quiet), work.day
+    year = read_year()
+    flights = year.on(chosen.month, chosen.day)
+    day_name = f"{chosen:%A}, {chosen.day} {chosen:%B %Y}"
+    steps.done(f"{len(year):,} flights of 2013 read; {day_name}: {len(flights)} departures")
+    with broker_in(data, work.strategy) as broker, Timeball(broker.endpoint) as ball:
+        steps.done(f"broker ({work.strategy}) serves {broker.endpoint}; its Spark pipeline starts behind it")
+        out_folder.mkdir(parents=True, exist_ok=True)
+        with steps.busy("the demo's own Spark session starts"):
+            session = Spark(broker.endpoint, out_folder / "spark.log")
+        with session as spark:
+            steps.done("the demo's own Spark session is ready")
+            waits = _fill_year(ball, broker, spark, year.head(work.flights_max), steps)
+            ended = _call_off(broker, spark, year.head(min(work.flights_max, CAMPAIGN_ROWS)), steps)
+            view = look_ahead(broker.endpoint)
+            steps.done(f"forecast: {view.sentence()}")
+            run = _live(broker, flights, work.length_ms, steps, day_name)
+            with steps.busy("Spark audits the log, the table and the ledger"):
+                books = spark.audit()
+            steps.done(f"audit on Spark: {books.summary}")
+            with steps.busy("DuckDB reads the ledger and the table"):
+                answer = ask(broker.endpoint)
+            steps.done("a question in SQL over the ledger, the table and the log")
+    outcome = judge(run)
+    pictures = draw(run, outcome, day_name, out_folder)
+    if not quiet:
+        table = outcome_table(outcome, waits.rows, waits.ram_bytes, books.summary)
+        out.print(table)
+        out.print(answer_table(answer))
+        out.print(f"pictures: {', '.join(map(str, pictures))}", markup=False)
+        out.print(f"the whole took {steps.total_s:.0f} s", markup=False)
+    return DemoReport(
+        day=chosen.isoformat(),
+        strategy=work.strategy,
+        outcome=outcome,
+        bulk_rows=waits.bulk_rows,
+        bulk_s=waits.bulk_s,
+        bulk_bytes_per_payload_byte=waits.bulk_bytes_per_payload_byte,
+        campaign=ended,
+        forecast=view,
+        sql=answer,
+        sent_rows=waits.sent_rows,
+        sent_s=waits.sent_s,
+        compacted_s=waits.compacted_s,
+        waiting=waits.rows,
+        ram_bytes_per_promise=waits.ram_bytes,
+        audit=books.counts,
+        balanced=books.balanced,
+        pictures=[str(picture) for picture in pictures],
+        took_s=steps.total_s,
+    )
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A year of promises, and what they cost."""
+
+    bulk_rows: int
+    bulk_s: float
+    bulk_bytes_per_payload_byte: float | None
+    sent_rows: int
+    sent_s: float
+    compacted_s: float | None
+    rows: int
+    ram_bytes: float
+
+
+def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, steps: Steps) -> _Waiting:
+    """Steps 2 and 3: promises through the client and compaction, promises from a DataFrame."""
+    begun, now_ms = _waiting_rows(ball), steps.clock.wall_ms()
+    opens = coming_year(year.departs_ms - CHECK_IN_MS, now_ms)
+    ball.send_many(year.messages("check-in-year", opens, "check-in-"))
+    sent_s = steps.done(
+        f"{len(year):,} check-in reminders of the coming year sent into the log by the client"
+    )
+    compacted_s = _compacted(ball, broker, steps)
+    before_bytes = _held_at_rest(ball)
+    departures = year.messages("departures-year", coming_year(year.departs_ms, now_ms), "year-")
+    with steps.busy("Spark writes the departures of the coming year"):
+        written = spark.schedule(departures, "departures-year")
+    bulk_s = steps.done(
+        f"{len(year):,} departures of the coming year written from a Spark DataFrame: "
+        f"{_table_rows(ball):,} in the pending table, {written.amplification or 0:.1f} bytes for each of payload"
+    )
+    rows = _waiting_rows(ball) - begun
+    grown = max(0, _held_at_rest(ball) - before_bytes) / max(1, len(year))
+    return _Waiting(len(year), bulk_s, written.amplification, len(year), sent_s, compacted_s, rows, grown)
+
+
+def _call_off(broker: Broker, spark: Spark, some: Flights, steps: Steps) -> CalledOff:
+    """Step 4: a campaign that somebody thinks better of."""
+    opens = coming_year(some.departs_ms, steps.clock.wall_ms())
+    with steps.busy("Spark writes a campaign"):
+        spark.schedule(some.messages(CAMPAIGN, opens, f"{CAMPAIGN}-"), CAMPAIGN)
+    steps.done(f"a campaign of {len(some):,} written in the same way")
+    ended = call_off(broker.endpoint)
+    steps.done(f"called off as one object: {ended.cancelled:,} cancelled, {ended.released:,} too late")
+    return ended
+
+
+def _held_at_rest(ball: Timeball) -> int:
+    """Bytes that the broker's process holds once the keys of new files are indexed: the least of some looks."""
+    pause = threading.Event()
+    pause.wait(REST_S)
+    looks = []
+    for _ in range(5):
+        looks.append(int(ball.status()["anon_bytes"]))
+        pause.wait(LOOK_S)
+    return min(looks)
+
+
+def _table_rows(ball: Timeball) -> int:
+    return int(ball.status()["schedule"]["table_rows"])
+
+
+def _waiting_rows(ball: Timeball) -> int:
+    """Promises in the pending table, in the log's tail and near their instant, or as their schedule counts them."""
+    rows = ball.status()["schedule"]
+    kept = rows["waiting_rows"] if "waiting_rows" in rows else rows["tail_rows"] + rows["near_rows"]
+    return int(rows["table_rows"] + kept)
+
+
+def _compacted(ball: Timeball, broker: Broker, steps: Steps) -> float | None:
+    """The end of step 2; None where promises stay in the log until they are due."""
+    strategy = ball.status()["strategy"]
+    if strategy != "hour_log":
+        steps.left_out(f"nothing is compacted: with {strategy} they wait in the log")
+        return None
+    _await_compaction(ball, broker, steps)
+    return steps.done(f"Spark's compact has moved them: {_table_rows(ball):,} in the pending table")
+
+
+def _await_compaction(ball: Timeball, broker: Broker, steps: Steps) -> None:
+    """Wait until the log's tail is empty; SetupError when the pipeline does not do its work."""
+    pause = threading.Event()
+    give_up_ns = steps.clock.monotonic_ns() + int(COMPACTED_S * 1e9)
+    while ball.status()["schedule"]["tail_rows"] > 0:
+        if steps.clock.monotonic_ns() > give_up_ns:
+            raise SetupError(
+                f"the pipeline ({broker.pipeline_state() or 'not started'}) has not compacted within "
+                f"{COMPACTED_S:.0f} s: {broker.last_words() or 'it said nothing'}"
+            )
+        pause.wait(LOOK_S)
+
+
+def _live(broker: Broker, flights: Flights, length_ms: int, steps: Steps, day_name: str) -> DayRun:
+    """Step 4, with the day's clock on the screen."""
+    day = CompressedDay(steps.clock.wall_ms() + HEAD_START_MS, length_ms)
+    with progress_bar(quiet=steps.quiet) as progress:
+        task = progress.add_task(day_name, total=len(flights))
+        show = _shower(progress, task, day, steps.clock, day_name)
+        run = live_through(broker.endpoint, flights, day, steps.clock, show)
+    cancelled, received = len(run.said("cancelled")), len(run.arrivals.ids)
+    steps.done(f"{day_name}: {len(flights)} scheduled, {cancelled} cancelled in time, {received} received")
+    return run
+
+
+def _shower(
+    progress: Any, task: Any, day: CompressedDay, clock: Clock, day_name: str
+) -> Callable[[int, int], None]:
+    def show(received: int, cancelled: int) -> None:
+        text = f"{day_name} {day.clock(clock.wall_ms())}, {cancelled} cancelled"
+        progress.update(task, completed=received + cancelled, description=text)
+
+    return show

@@ -1,0 +1,221 @@
+"""From a batch to the log: admission and policy, places in queues, and the caches that learn of the rows after.
+
+Decided rows take two steps, since a decision may stand between them. All refusals are in `prepare`: a topic that may
+not be made, a backlog that is full. `append` refuses only a frame too large or a log that has stopped, gives out the
+places, and is called without a pause after the decision; so a promise is never settled for a row that is not written.
+
+Rows of several kinds may share a batch, and then all of them are in the log or none is: a CANCEL beside what takes
+the place of the promise it names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.access import ANONYMOUS, Caller
+from timeball.broker import admission
+from timeball.broker.components import Components
+from timeball.broker.policy import Policy
+from timeball.broker.rates import TIMER_TOPIC
+from timeball.broker.registry.topics import Placement
+from timeball.broker.waiters import Waiters
+from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, codes_of, stored_sizes, with_seq
+
+# Looked up once: every append replaces these two columns.
+_QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
+_VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
+
+
+class Appended(NamedTuple):
+    """Rows as they stand in the log (LOG_SCHEMA), the first one's number, and when they are durable."""
+
+    first_seq: int
+    rows: pa.RecordBatch
+    durable: asyncio.Future[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there."""
+
+    first_seq: int
+    rows: int
+    store_ms: int
+    kept: pa.RecordBatch  # the rows as they stand in the log (LOG_SCHEMA)
+
+
+class TailCount:
+    """About how many promises stand in the log since the watermark: enough to decide whether to compact."""
+
+    STEP = 4_096
+
+    def __init__(self, watermark: int, rows: int) -> None:
+        self._marks: list[tuple[int, int]] = [(watermark, 0)]  # (seq, promises counted before it)
+        self._total = rows
+        self._end = watermark  # after the last promise added
+
+    @property
+    def rows(self) -> int:
+        """Return the promises since the watermark, to within `STEP`."""
+        return self._total - self._marks[0][1]
+
+    def add(self, next_seq: int, rows: int) -> None:
+        """Count `rows` more promises, the last one before `next_seq`."""
+        self._total += rows
+        self._end = next_seq
+        # A mark for each STEP promises: the count is wrong by less than that after the watermark has moved.
+        if self._total - self._marks[-1][1] >= self.STEP:
+            self._marks.append((next_seq, self._total))
+
+    def drop_below(self, watermark: int) -> None:
+        """Count from a watermark that has moved."""
+        if watermark >= self._end:
+            self._marks = [(watermark, self._total)]
+        else:
+            at = bisect_right(self._marks, (watermark, 1 << 62)) - 1
+            self._marks = self._marks[max(0, at) :]
+
+
+class Appender:
+    """Admits, prepares and appends rows. Belongs to the event loop. `tail_count` counts the promises in the tail."""
+
+    def __init__(self, parts: Components, policy: Policy, waiters: Waiters, tail_count: TailCount) -> None:
+        self._compacts, self._host = parts.compacts, parts.settings.host
+        self._parts, self._policy, self._waiters, self._tail_count = parts, policy, waiters, tail_count
+
+    def send(self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
+        """Accept a batch of SEND_COLUMNS, whole or not at all; the order of calls is the order in the log."""
+        rows, level, now_ms = self.admit(batch)
+        self._policy.admit(codes_of(rows.column("topic"))[1], caller)
+        return self._accept(rows, level, now_ms)
+
+    def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
+        """Append copies of accepted messages that go back to a group; no client has chosen their topics."""
+        rows, level, now_ms = self.admit(batch)
+        self.make_topics(rows)
+        return self._accept(rows, level, now_ms)[1]
+
+    def admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
+        """Return the rows and levels of `admission.admit`, and their store time; raises what it raises."""
+        # One reading of the clock for all rows of a batch: they share their store time, and delays count from it.
+        parts, now_ms = self._parts, self._parts.clock.now_ms()
+        parts.writer.check_room()
+        rows, level = admission.admit(
+            batch,
+            now_ms=now_ms,
+            delay_ms_max=parts.settings.delay_ms_max,
+            host=self._host,
+            table=parts.levels.table,
+        )
+        return rows, level, now_ms
+
+    def prepare(self, rows: pa.RecordBatch, now_ms: int, level: Int64Array | None = None) -> pa.RecordBatch:
+        """Return LOG_SCHEMA rows as the log will hold them, without places; `level` as `admission.admit` gives it.
+
+        The topics of promises are there: see `make_topics`. Raises OverLimit when a backlog is full.
+        """
+        parts = self._parts
+        # The topic of the levels is made only when a level is used: brokers without them have one topic less.
+        if level is not None:
+            parts.topics.ensure(SCHEDULE_TOPIC, parts.levels.table.queues)
+            rows = admission.into_level_queues(rows, level)
+        return rows if self._compacts else admission.kept_by(parts.backlog, rows, now_ms)
+
+    def make_topics(self, rows: pa.RecordBatch) -> None:
+        """Make the topics of these rows that are missing, which no client has chosen; raises OverLimit.
+
+        A promise has its topic from the moment it is accepted, so that tools see what it is for.
+        """
+        for name in codes_of(rows.column("topic"))[1]:
+            self._parts.topics.ensure(name)
+
+    def _accept(
+        self, rows: pa.RecordBatch, level: Int64Array | None, now_ms: int
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        first_seq, rows, durable = self.append(self.prepare(rows, now_ms, level))
+        return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
+
+    def append(self, rows: pa.RecordBatch, then: Callable[[], None] | None = None) -> Appended:
+        """Append rows that `prepare` has returned, or some of them.
+
+        `then` is called in log order when they are durable, after the caches know them.
+        """
+        kinds = rows.column("kind").to_numpy()
+        offsets = rows.column("queue_offset")
+        # Visible rows, and promises of a level: `into_level_queues` has marked those with an offset, still 0.
+        gets_place = np.isin(kinds, _VISIBLE)
+        if offsets.null_count < len(offsets):
+            gets_place |= np.asarray(offsets.is_valid())
+        has_place = np.flatnonzero(gets_place)
+        placement = None
+        if len(has_place):
+            rows, placement = self._place(rows, has_place)
+        # Read right before the append, without a pause: no other append can come between.
+        first_seq = self._parts.writer.next_seq
+
+        def on_durable() -> None:
+            self._landed(rows, first_seq, has_place, placement)
+            if then is not None:
+                then()
+
+        _, durable = self._parts.writer.append(rows, on_durable=on_durable)
+        return Appended(first_seq, rows, durable)
+
+    def _place(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
+        """Give the rows that are visible, or wait in a level's queue, their queue and offset."""
+        # The usual batch has one kind of row; then its columns are replaced, and no row is copied.
+        if len(visible) == rows.num_rows:
+            placement = self._parts.topics.place(rows)
+            return _with_places(
+                rows, pa.array(placement.queue_id.astype(np.int32)), pa.array(placement.queue_offset)
+            ), placement
+        # Only the rows that get a place: promises for an instant must not use up offsets of their topic.
+        placement = self._parts.topics.place(rows.take(pa.array(visible)))
+        queue_id = rows.column("queue_id").to_numpy().copy()
+        queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
+        hidden = np.ones(rows.num_rows, dtype=np.bool_)
+        queue_id[visible], queue_offset[visible], hidden[visible] = (
+            placement.queue_id, placement.queue_offset, False,
+        )  # fmt: skip
+        return _with_places(rows, pa.array(queue_id), pa.array(queue_offset, mask=hidden)), placement
+
+    def _landed(
+        self, rows: pa.RecordBatch, first_seq: int, has_place: Int64Array, placement: Placement | None
+    ) -> None:
+        """Index the visible rows of a durable batch, and hand its promises to the schedule."""
+        if placement is not None:
+            placement.index(first_seq, first_seq + has_place)
+            placement.count(self._parts.rates)
+            # After `index`: a consumer that wakes must find the rows.
+            self._waiters.wake_queues(placement.queues())
+        kinds = rows.column("kind").to_numpy()
+        promised = (kinds == Kind.PROMISE) | (kinds == Kind.MOVED)
+        if not promised.any():
+            return
+        parts, promises = self._parts, with_seq(rows, first_seq)
+        # A promise with a place in a queue waits for a delay level, and nowhere else.
+        in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
+        if in_level.any():
+            parts.scheduler.add(parts.levels, promises.filter(pa.array(in_level)))
+            promised &= ~in_level
+        if promised.any():
+            of_instant = promises if promised.all() else promises.filter(pa.array(promised))
+            later = of_instant.num_rows
+            # RocketMQ counts what waits for an instant under its timer's topic; its tools look for it there.
+            parts.rates.put(TIMER_TOPIC, later, int(stored_sizes(of_instant).sum()))
+            parts.scheduler.add(parts.backlog, of_instant)
+            if self._compacts:
+                self._tail_count.add(first_seq + rows.num_rows, later)
+
+
+def _with_places(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:
+    columns = rows.columns
+    columns[_QUEUE_ID], columns[_QUEUE_OFFSET] = queue_id, queue_offset
+    return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)

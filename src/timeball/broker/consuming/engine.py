@@ -1,0 +1,399 @@
+"""The one engine by which groups share messages out: remoting's POP, gRPC's receive and Flight's groups call it.
+
+A request is served in three steps. The engine selects positions of the group's queues and leases them, on the event
+loop and between two awaits: so no lock is taken, and no position is leased twice. It reads their rows. Then the leases
+are kept where the request says: in memory (memory_leases.py), or in the log as promises (log_leases.py). When reading
+or writing fails, the positions come back at once: no consumer has seen their rows.
+
+A message that is not acknowledged in time comes back through the group's retry topic, counted, and ends in its dead
+letters. In order, a queue gives nothing while any of its messages is leased, and one that comes back is the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.access import ANONYMOUS, Caller, Verb
+from timeball.broker.appender import Appender
+from timeball.broker.components import Components, in_thread
+from timeball.broker.consuming import restart, retry
+from timeball.broker.consuming.leases import NO_RECEIPT, Leases, OpenCount, QueueLeases
+from timeball.broker.consuming.log_leases import Change, LogLeases
+from timeball.broker.consuming.memory_leases import MemoryLeases
+from timeball.broker.consuming.redelivery_rows import is_of, retry_topic, times_of
+from timeball.broker.consuming.requests import (
+    NO_ROWS,
+    AnyReceipt,
+    PositionReceipt,
+    Receipt,
+    Received,
+    ReceiveRequest,
+    Subscription,
+)
+from timeball.broker.consuming.selection import Selection
+from timeball.broker.filters.tags import BoolArray
+from timeball.broker.policy import Policy
+from timeball.broker.rates import Stat, of_group
+from timeball.broker.registry.offsets import Parked
+from timeball.broker.registry.topics import check_topic
+from timeball.broker.waiters import Waiters, WaitQueue
+from timeball.errors import OutOfRange, TimeballError
+from timeball.message import READ_SCHEMA, Int64Array
+
+logger = logging.getLogger(__name__)
+
+# Each fifth request looks at the retry topic first: RocketMQ's popFromRetryProbability of 20 %.
+RETRY_TURN = 5
+
+_RECONSUME_TIMES = READ_SCHEMA.get_field_index("reconsume_times")
+
+
+class Consuming:
+    """The verbs. Belongs to the event loop; `close` ends its tasks. `save_offsets` appends them to the log."""
+
+    def __init__(
+        self,
+        parts: Components,
+        appender: Appender,
+        waiters: Waiters,
+        policy: Policy,
+        save_offsets: Callable[[], None],
+    ) -> None:
+        self._parts, self._waiters, self._policy = parts, waiters, policy
+        self._save_offsets, self._loop = save_offsets, asyncio.get_running_loop()
+        count = OpenCount()
+        kept = restart.pop_leases(parts.in_flight, parts.topics.find_topic, count)
+        self.leases = Leases(parts.offsets, waiters, count, kept)
+        self._memory = MemoryLeases(parts, appender, waiters, self.leases)
+        self._log = LogLeases(parts, appender, self.leases)
+        self._turn = itertools.count()
+        self._waiting = WaitQueue()
+        # Who may consume what, at these versions of the topics and the groups: asked for with every request.
+        self._subscriptions: dict[tuple[str, str], Subscription] = {}
+        self._versions = (-1, -1)
+        self._has_secret = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def restore(self) -> None:
+        """Skip, after a crash, the positions that promises in the log say were handed out."""
+        parts = self._parts
+        # Saved with the offsets: where in the log the leases begin that the offsets do not count.
+        known = parts.offsets.parked
+        found = await in_thread(parts.reader_thread, restart.done_positions, parts.reader, known)
+        restart.skip_done(parts, self.leases, found)
+
+    async def close(self) -> None:
+        """Finish giving back for consumers that have gone, and save the leases kept in memory."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._memory.close()
+
+    def wake(self) -> None:
+        """Read the clock now."""
+        self._memory.redelivery.wake()
+
+    def parked(self) -> Parked:
+        """Return the state of leases in the log that a start after a crash needs, beside the offsets of this moment."""
+        return self._log.parked()
+
+    # -- handing out -------------------------------------------------------------------------------------------
+
+    def join(self, group: str, topic: str, caller: Caller) -> Subscription:
+        """Return a group, made by its first member, and the topic it consumes.
+
+        Raise InvalidName, NotFound, Forbidden, OverLimit.
+        """
+        if caller is not ANONYMOUS:
+            caller.check(Verb.RECEIVE, topic=topic, group=group)
+        return self._subscription(group, topic)
+
+    def _subscription(self, group: str, topic: str) -> Subscription:
+        """Return what `join` does, for a request whose caller was asked when it came."""
+        versions = (self._parts.topics.version, self._parts.groups.version)
+        if self._versions != versions or len(self._subscriptions) >= limits.POP_WINDOWS_MAX:
+            self._subscriptions.clear()
+            self._versions = versions
+        found = self._subscriptions.get((group, topic))
+        if found is None:
+            again, dead = retry_topic(group, topic), retry.dead_letter_topic(group)
+            # The topics that redelivered messages go to must have valid names too.
+            for name in (topic, again, dead):
+                check_topic(name)
+            # For every caller: what an account may do is asked by `join`, and is not kept.
+            config, main = self._policy.joined(group, ANONYMOUS), self._policy.readable(topic, ANONYMOUS)
+            times_max = self._parts.groups.times_max(group)
+            of_again = None if again == topic else self._parts.topics.find_topic(again)
+            found = Subscription(config, main, times_max, again, dead, of_again)
+            self._subscriptions[group, topic] = found
+        return found
+
+    async def receive(self, request: ReceiveRequest, wait_ms: int) -> Received:
+        """Lease up to `request.rows` rows; wait up to `wait_ms` for the first. Raise RequestError, OverLimit."""
+        _check(request)
+        self._subscription(request.group, request.topic)
+        deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        hand_out = self._hand_out_in_memory
+        if request.in_log:
+            if not self._has_secret:
+                self._parts.receipt_secret.get()
+                await self._parts.writer.flushed()  # a receipt must not outlive the secret that sealed it
+                self._has_secret = True
+            hand_out = self._hand_out_counted if request.in_order else self._hand_out_in_log
+        while True:
+            selection = await self._select(request, deadline_s)
+            if selection.found:
+                received = await hand_out(request, selection)
+                if received.receipts:
+                    return received
+            elif not selection.unseen:
+                return Received(NO_ROWS, [], rest=selection.rest)
+            await asyncio.sleep(0)  # the filter passes few: others get their turn between two looks
+
+    async def wait_for_some(self, request: ReceiveRequest, wait_ms: int) -> bool:
+        """Wait up to `wait_ms` for rows, filters aside, and return whether there are any; lease nothing."""
+        _check(request)
+        deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        while True:
+            for queue in self._queues(request):
+                has_some = queue.returned or queue.next_offset < queue.index.max_offset
+                if has_some and not (request.in_order and queue.in_flight):
+                    return True
+            if not await self._wait(request, deadline_s):
+                return False
+
+    async def _select(self, request: ReceiveRequest, deadline_s: float) -> Selection:
+        """Lease what there is, or the first that comes before `deadline_s` on the loop's clock."""
+        selection = self._select_now(request)
+        if selection.found or selection.unseen or self._loop.time() >= deadline_s:
+            return selection
+        # Equal requests wait in one line: only the first of them looks, so a message wakes one consumer and not all.
+        async with self._waiting.turn(request, deadline_s) as has_turn:
+            while has_turn:
+                selection = self._select_now(request)
+                if selection.found or selection.unseen or not await self._wait(request, deadline_s):
+                    break
+        return selection
+
+    async def _wait(self, request: ReceiveRequest, deadline_s: float) -> bool:
+        """Wait for news; false when the time is up."""
+        left_s = deadline_s - self._loop.time()
+        again = self._subscription(request.group, request.topic).again_name
+        names = {request.topic} if request.in_order else {request.topic, again}
+        return left_s > 0 and await self._waiters.wait_any(names, left_s)
+
+    def _select_now(self, request: ReceiveRequest) -> Selection:
+        queues, room = self._queues(request), self.leases.room
+        now_ms = self._parts.clock.now_ms()
+        pop_ms = now_ms
+        if request.in_order:
+            # Positions are handed out again here, and an old receipt must not pass for the new one.
+            pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
+        elif request.in_log:
+            pop_ms = NO_RECEIPT  # the receipts name promises
+        selection = Selection(
+            max(0, min(request.rows, room)), pop_ms, now_ms + request.invisible_ms,
+            in_order=request.in_order, attempt_id=request.attempt_id,
+        )  # fmt: skip
+        for queue in queues:
+            # A message in the retry topic passed the filter before.
+            selection.lease(queue, request.wanted if queue.topic == request.topic else None)
+            selection.rest += queue.index.max_offset - queue.next_offset
+        if not selection.found or pop_ms == NO_RECEIPT:
+            # Else when the rows are read: a queue must not be narrowed before.
+            self.leases.store_all(selection.queues)
+        return selection
+
+    def _queues(self, request: ReceiveRequest) -> list[QueueLeases]:
+        """Return the group's queues that this request may lease from, in the order of looking."""
+        turn = next(self._turn)
+        main = self._subscription(request.group, request.topic)
+        topics = [main.topic] if request.in_order or main.again is None else [main.topic, main.again]
+        found: list[QueueLeases] = []
+        for topic in reversed(topics) if turn % RETRY_TURN == 0 else topics:
+            is_main, count = topic is main.topic, topic.read_queues
+            if is_main and request.queue_id >= count:
+                raise OutOfRange(f"queue {request.queue_id}: topic {topic.name!r} has {count}")
+            ids = [request.queue_id] if is_main and request.queue_id >= 0 else range(count)
+            queues = self.leases.open(request.group, topic, ids, from_max=request.from_max and is_main)
+            for queue in queues:
+                if queue.returned:
+                    queue.drop_before(self._parts.reader.first_seq)
+            # Each request begins with another queue, or the last ones would starve while the first have messages.
+            first = turn % max(1, len(queues))
+            found += queues[first:] + queues[:first]
+        return found
+
+    async def _read(self, request: ReceiveRequest, selection: Selection) -> tuple[pa.RecordBatch, BoolArray]:
+        """Return the wanted rows of a selection, which gives up the others, and which were wanted."""
+        seqs = np.array([lease.seq for _, _, lease in selection.found], dtype=np.int64)
+        rows, keep = await self._loop.run_in_executor(
+            self._parts.reader_thread, self._read_rows, request, seqs
+        )
+        if not keep.all():
+            rows = rows.filter(pa.array(keep))
+            self.leases.finish(selection.split_unwanted(keep))
+        return rows, keep
+
+    def _read_rows(self, request: ReceiveRequest, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
+        """Return the rows, and which of them the consumer is to have (reader thread)."""
+        rows = self._parts.reader.read_rows(seqs)
+        keep = np.ones(len(seqs), dtype=np.bool_)
+        main = np.array([name == request.topic for name in rows.column("topic").to_pylist()])
+        if request.wanted is not None and not request.wanted.matches_all:
+            # Rows of the retry topic passed the filter when they were handed out first.
+            keep &= ~main | request.wanted.exact(rows)
+        texts = rows.column("properties")
+        for at in np.flatnonzero(~main).tolist():
+            # `%RETRY%a_b_c` is the retry topic of group a for topic b_c, and also of group a_b for topic c.
+            keep[at] = is_of(request.group, texts[at].as_py())
+        return rows, keep
+
+    # -- where the leases are kept -------------------------------------------------------------------------------
+
+    async def _hand_out_in_memory(self, request: ReceiveRequest, selection: Selection) -> Received:
+        # Before the read: a consumer that goes away during it must not leave positions leased for ever.
+        self._memory.hold(selection)
+        try:
+            rows, _ = await self._read(request, selection)
+        except BaseException:  # also a consumer that has gone away: it has not seen these rows
+            self.leases.give_up(selection.found, selection.pop_ms)
+            raise
+        self.leases.store_all(selection.queues)
+        size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
+        self._parts.rates.got(request.topic, request.group, rows.num_rows, size_bytes)
+        pop_ms, found = selection.pop_ms, selection.found
+        return Received(
+            rows,
+            [PositionReceipt(request.group, q.topic, q.queue_id, offset, pop_ms) for q, offset, _ in found],
+            pop_ms,
+            [lease.times for _, _, lease in found],
+            selection.rest,
+        )
+
+    async def _hand_out_counted(self, request: ReceiveRequest, selection: Selection) -> Received:
+        """Hand out in order; messages that have used up their attempts go to the dead letters instead."""
+        received = await self._hand_out_in_memory(request, selection)
+        times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
+        late = times > self._parts.groups.times_max(request.group)
+        # The copy in memory shows the attempts: an in-order lease has no row of its own that could count them.
+        rows = received.rows.set_column(
+            _RECONSUME_TIMES, READ_SCHEMA.field(_RECONSUME_TIMES), pa.array(times.astype(np.int32))
+        )
+        if late.any():
+            try:
+                for receipt, is_late in zip(received.receipts, late, strict=True):
+                    if is_late:
+                        await self.dead_letter(receipt)
+            except BaseException:  # also a consumer that has gone away: it has not seen the others
+                self.not_seen(received.receipts)
+                raise
+            rows = rows.filter(pa.array(~late))
+        receipts = [one for one, is_late in zip(received.receipts, late, strict=True) if not is_late]
+        return Received(rows, receipts, received.pop_ms, rest=received.rest)
+
+    async def _hand_out_in_log(self, request: ReceiveRequest, selection: Selection) -> Received:
+        try:
+            if self.leases.has_new_groups:
+                # Where a group begins, ahead of what it is handed: after a crash it must not begin elsewhere.
+                self.leases.has_new_groups = False
+                self._save_offsets()
+            rows, _ = await self._read(request, selection)
+            if not selection.found:
+                return Received(rows, [])
+            main = self._subscription(request.group, request.topic)
+            durable, received = self._log.write(request, main, rows, selection)
+        except BaseException:  # also a consumer that has gone away: it has not seen these rows
+            self.leases.give_up(selection.found, selection.pop_ms)
+            raise
+        try:
+            await durable
+        except asyncio.CancelledError:
+            self.not_seen(received.receipts)
+            raise
+        size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
+        self._parts.rates.got(request.topic, request.group, rows.num_rows, size_bytes)
+        return received
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
+        """End leases kept in memory; false for a receipt that is not valid (any more)."""
+        return self._memory.acknowledge(receipts)
+
+    async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
+        """End these leases, those in the log durably; false for a receipt that is not valid. Raise OutOfRange."""
+        in_log = [one for one in receipts if isinstance(one, Receipt)]
+        settled = await self._log.acknowledge(in_log)
+        for one, is_valid in zip(in_log, settled, strict=True):
+            if is_valid:
+                self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(one.topic, one.group), 1)
+        verdicts = iter(settled)
+        in_memory = iter(self._memory.acknowledge(_positions(receipts)))
+        return [next(verdicts if isinstance(one, Receipt) else in_memory) for one in receipts]
+
+    async def change_invisible_time(
+        self, receipt: AnyReceipt, invisible_ms: int | None, *, counts: bool = True
+    ) -> AnyReceipt | None:
+        """Make a lease end `invisible_ms` from now; return its receipt from now on, None when it is not valid.
+
+        Of a lease in the log, or in order, the receipt stays as it is. `invisible_ms` None: after as long as the
+        group's retry policy says for this attempt (of a lease in memory: at once).
+        Without `counts` this lease is no attempt (RocketMQ's `suspend`); in order it is one all the same.
+        """
+        _check_invisible(invisible_ms or 0, 0)
+        if isinstance(receipt, Receipt):
+            return await self._log.change(Change(receipt, invisible_ms, counts))
+        return await self._memory.change(receipt, invisible_ms or 0)
+
+    async def dead_letter(self, receipt: AnyReceipt) -> bool:
+        """Put the message into the group's dead letters now; false when the receipt is not valid (any more)."""
+        if isinstance(receipt, Receipt):
+            return await self._log.dead_letter(receipt)
+        return await self._memory.dead_letter(receipt)
+
+    async def give_back(self, receipts: Sequence[AnyReceipt]) -> None:
+        """End the leases of a consumer that has gone without an answer, as after an attempt that failed."""
+        self._memory.give_back(_positions(receipts))
+        await self._change_all([Change(one, None) for one in receipts if isinstance(one, Receipt)])
+
+    def not_seen(self, receipts: Sequence[AnyReceipt]) -> None:
+        """End leases whose consumer was gone before it had the messages: they come at once, and it was no attempt."""
+        self._memory.give_back(_positions(receipts))
+        changes = [Change(one, 0, counts=False) for one in receipts if isinstance(one, Receipt)]
+        if changes:
+            task = asyncio.create_task(self._change_all(changes))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _change_all(self, changes: Sequence[Change]) -> None:
+        try:
+            await self._parts.writer.flushed()  # no promise is changed before it is there
+            await asyncio.gather(*map(self._log.change, changes))
+        except TimeballError as error:
+            # Their promises stand as they were: they come when their time is over.
+            logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
+
+
+def _check(request: ReceiveRequest) -> None:
+    """Raise OutOfRange for what cannot be asked."""
+    if not 1 <= request.rows <= limits.POP_ROWS_MAX:
+        raise OutOfRange(f"rows {request.rows}: between 1 and {limits.POP_ROWS_MAX}")
+    if request.queue_id < -1:
+        raise OutOfRange(f"queue {request.queue_id}: -1 (any) or one that the topic has")
+    _check_invisible(request.invisible_ms, 1)
+
+
+def _check_invisible(invisible_ms: int, least_ms: int) -> None:
+    """Raise OutOfRange unless a message may be invisible for so long."""
+    if not least_ms <= invisible_ms <= limits.INVISIBLE_MS_MAX:
+        raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")
+
+
+def _positions(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:
+    return [one for one in receipts if isinstance(one, PositionReceipt)]

@@ -1,0 +1,338 @@
+"""Leases: which positions of which queues each group has in flight, how far it has come, and where a new one begins.
+
+One queue of one group:
+
+    done … done | in_flight, returned, done, in_flight … | next …
+                ^ first_open                             ^ next_offset
+
+Positions are handed out from `returned` first, then from `next_offset` on. The group's stored offset may be
+`first_open`, the first position that is not done. Memory is kept for open positions alone: a position before
+`next_offset` that is neither in `in_flight` nor in `returned` is done.
+
+The state of one queue is a cache: without it a group goes on from its stored offset. So idle queues are dropped when
+there are too many, and a stored offset that was changed elsewhere (by an administrator, by a consumer that pulls) wins:
+the leases of that queue are forgotten.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from timeball import limits
+from timeball.broker.registry.offsets import Ahead, Offsets
+from timeball.broker.registry.topics import Topic
+from timeball.broker.waiters import Waiters
+from timeball.errors import OverLimit
+from timeball.log.queue_file import EntryArray
+from timeball.log.queue_index import QueueIndex
+
+NO_RECEIPT = -1
+SWEEP_POSITIONS_MIN = 1_024
+
+
+@dataclass(slots=True)
+class Lease:
+    """One position that a consumer has, or that is being written to the log for it."""
+
+    seq: int
+    size_bytes: int
+    pop_ms: int  # makes the receipt; NO_RECEIPT while no receipt is valid for the position
+    deadline_ms: int
+    in_order: bool = False
+    times: int = 0  # in order: how many leases of this position ended without an acknowledgement
+
+
+@dataclass(slots=True)
+class OpenCount:
+    """Open positions of all queues together, which is what memory is needed for."""
+
+    rows: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class QueueLeases:
+    """The leases of one group in one queue. Belongs to the event loop."""
+
+    group: str
+    topic: str
+    queue_id: int
+    index: QueueIndex
+    next_offset: int  # no position at or behind it has been leased
+    stored_offset: int  # last stored from here; another value was stored by an administrator or a puller
+    count: OpenCount  # shared with all queues: memory has one bound
+    in_flight: dict[int, Lease] = field(default_factory=dict)  # leased; never also in `returned`
+    returned: dict[int, Lease] = field(default_factory=dict)  # came back; handed out before new ones
+    acked_ahead: set[int] = field(default_factory=set)  # at or behind `next_offset`, and done already
+    last_pop_ms: int = 0  # of the newest receipt: in order the next one must be larger
+    attempt_id: str = ""  # of the last request served; in order its repeat gets the same positions
+    in_log: bool = False  # promises in the log stand for positions of it that are done (log_leases.py)
+    _order: list[int] = field(default_factory=list)  # heap of open positions; done ones are removed late
+
+    @property
+    def first_open(self) -> int:
+        """Return the first position that is not done."""
+        # A heap with late removal: the first open position is asked with every answer, and positions end in any
+        # order.
+        order = self._order
+        while order and order[0] not in self.in_flight and order[0] not in self.returned:
+            heapq.heappop(order)
+        return min(order[0], self.next_offset) if order else self.next_offset
+
+    @property
+    def open_rows(self) -> int:
+        """Return the number of positions that are leased or have come back."""
+        return len(self.in_flight) + len(self.returned)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing is known of the queue but its stored place."""
+        return not (self.in_flight or self.returned or self.acked_ahead)
+
+    def ahead(self) -> list[tuple[int, int]]:
+        """Return the stretches [begin, end) at or behind the first open position that are done."""
+        begin = self.first_open
+        found = []
+        for offset in sorted([*self.in_flight, *self.returned]):
+            found += [(begin, offset)] if begin < offset else []
+            begin = offset + 1
+        found += [(begin, self.next_offset)] if begin < self.next_offset else []
+        for offset in sorted(self.acked_ahead):
+            if found and found[-1][1] == offset:
+                found[-1] = (found[-1][0], offset + 1)
+            else:
+                found.append((offset, offset + 1))
+        return found
+
+    def skip_done(self, offsets: Iterable[int]) -> None:
+        """Count positions as done that were handed out before a restart, and go on behind those that come next."""
+        for offset in offsets:
+            if offset >= self.next_offset:
+                self.ack_ahead(offset)
+        next_offset = self.next_offset
+        while next_offset in self.acked_ahead:
+            next_offset += 1
+        self.advance(next_offset)
+
+    def lease_returned(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool) -> list[int]:
+        """Lease the lowest `rows` positions that have come back; return them."""
+        offsets = sorted(self.returned)[:rows]
+        for offset in offsets:
+            lease = self.in_flight[offset] = self.returned.pop(offset)
+            lease.pop_ms, lease.deadline_ms, lease.in_order = pop_ms, deadline_ms, in_order
+        return offsets
+
+    def lease_next(
+        self, offsets: Sequence[int], entries: EntryArray, pop_ms: int, deadline_ms: int, *, in_order: bool
+    ) -> None:
+        """Lease positions at or behind `next_offset`; `entries` are theirs in the queue's index."""
+        for offset, seq, size in zip(offsets, entries["seq"].tolist(), entries["size"].tolist(), strict=True):
+            self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, in_order)
+            heapq.heappush(self._order, offset)
+            self.count.rows += 1
+        if len(self._order) > SWEEP_POSITIONS_MIN + 2 * self.open_rows:
+            # One position that stays open must not keep the entries of all done positions behind it.
+            self._order = sorted([*self.in_flight, *self.returned])
+
+    def ack_ahead(self, offset: int) -> None:
+        """Count a position at or behind `next_offset` as done: it was handed out before a restart."""
+        # A receipt may come twice; the position counts once.
+        self.count.rows += offset not in self.acked_ahead
+        self.acked_ahead.add(offset)
+
+    def advance(self, next_offset: int) -> None:
+        """Move `next_offset`: all before it has been looked at."""
+        self.next_offset = next_offset
+        if self.acked_ahead:
+            # They need not be remembered any more: the place itself says that they are done.
+            passed = {offset for offset in self.acked_ahead if offset < next_offset}
+            self.acked_ahead -= passed
+            self.count.rows -= len(passed)
+
+    def lease_of(self, offset: int, pop_ms: int) -> Lease | None:
+        """Return the lease that a receipt names, while the receipt is valid."""
+        lease = self.in_flight.get(offset)
+        return lease if lease is not None and lease.pop_ms == pop_ms else None
+
+    def done(self, offset: int) -> None:
+        """End a lease: the group does not need this position any more."""
+        if self.in_flight.pop(offset, None) is not None:
+            self.count.rows -= 1
+
+    def give_back(self, offset: int) -> None:
+        """End a lease: the position waits to be handed out again, before all later ones."""
+        lease = self.returned[offset] = self.in_flight.pop(offset)
+        # Its receipt is void from now on; the next lease makes another.
+        lease.pop_ms = NO_RECEIPT
+
+    def drop_before(self, first_seq: int) -> None:
+        """Forget returned positions whose rows retention has removed (before `first_seq`)."""
+        gone = [offset for offset, lease in self.returned.items() if lease.seq < first_seq]
+        for offset in gone:
+            del self.returned[offset]
+        self.count.rows -= len(gone)
+
+    def restore(self, in_flight: dict[int, Lease], returned: dict[int, Lease], acked_ahead: set[int]) -> None:
+        """Take over the leases that the last orderly stop has saved."""
+        self.in_flight, self.returned, self.acked_ahead = in_flight, returned, acked_ahead
+        self._order = sorted([*in_flight, *returned])
+        self.count.rows += self.open_rows + len(acked_ahead)
+
+    def forget(self) -> None:
+        """Void all receipts; no position comes back."""
+        self.count.rows -= self.open_rows + len(self.acked_ahead)
+        self.in_flight.clear()
+        self.returned.clear()
+        self.acked_ahead.clear()
+
+
+Key = tuple[str, str, int]  # group, topic, queue
+Found = tuple[QueueLeases, int, Lease]  # a queue, a position of it, and the position's lease
+
+
+class Leases:
+    """QueueLeases by group and queue. Belongs to the event loop. `kept`: those that the last stop has saved."""
+
+    def __init__(
+        self, offsets: Offsets, waiters: Waiters, count: OpenCount, kept: Iterable[QueueLeases] = ()
+    ) -> None:
+        self._offsets, self._waiters, self.count = offsets, waiters, count
+        self.has_new_groups = False  # a group has begun in a queue, and its offset there is not saved yet
+        # Called with a queue whose open positions hold its stored offset back too far.
+        self.on_too_wide: Callable[[QueueLeases], None] = lambda _: None
+        self._queues: dict[Key, QueueLeases] = {(q.group, q.topic, q.queue_id): q for q in kept}
+
+    @property
+    def room(self) -> int:
+        """Return how many more positions may be leased."""
+        return limits.POP_HELD_MAX - self.count.rows
+
+    def get(self, group: str, topic: str, queue_id: int) -> QueueLeases | None:
+        """Return the leases of a group in a queue, if it has been there."""
+        return self._queues.get((group, topic, queue_id))
+
+    def all(self) -> list[QueueLeases]:
+        """Return those of all groups and queues."""
+        return list(self._queues.values())
+
+    def open(
+        self, group: str, topic: Topic, queue_ids: Iterable[int], *, from_max: bool
+    ) -> list[QueueLeases]:
+        """Return those of a group in queues. `from_max`: where the group begins where it has no stored offset."""
+        stored = self._offsets.table.get(group, {}).get(topic.name, {})
+        found = []
+        for queue_id in queue_ids:
+            queue = self._queues.get((group, topic.name, queue_id))
+            if queue is None or queue.stored_offset != stored.get(queue_id):
+                queue = self._begin(group, topic, queue_id, stored.get(queue_id), from_max=from_max)
+            found.append(queue)
+        return found
+
+    def _begin(
+        self, group: str, topic: Topic, queue_id: int, offset: int | None, *, from_max: bool
+    ) -> QueueLeases:
+        """Make those of a queue the group is new in, or was moved in; `offset` is the stored one."""
+        key = (group, topic.name, queue_id)
+        if key in self._queues:
+            self._forget(key, self._queues[key])
+        self._make_room()
+        index = topic.queues[queue_id].index
+        if offset is None:
+            # Stored at once, or a crash before the first answer would let the group begin elsewhere.
+            offset, self.has_new_groups = _first_offset(index, from_max), True
+            self._offsets.commit(group, topic.name, {queue_id: offset}, {queue_id: index.max_offset})
+        # The stored offset may be outside: retention has removed rows, or an administrator stored another number.
+        start = min(max(offset, index.min_offset), index.max_offset)
+        queue = self._queues[key] = QueueLeases(group, topic.name, queue_id, index, start, offset, self.count)
+        return queue
+
+    def is_live(self, queue: QueueLeases) -> bool:
+        """Return whether the group still goes on from here: its stored offset was not changed elsewhere."""
+        key = (queue.group, queue.topic, queue.queue_id)
+        return self._queues.get(key) is queue and self._offsets.find_offset(*key) == queue.stored_offset
+
+    def ahead(self) -> Ahead:
+        """Return the positions done behind the stored offsets, of queues with leases in the log."""
+        found: Ahead = {}
+        for queue in self._queues.values():
+            if queue.in_log and not queue.idle and self.is_live(queue) and (done := queue.ahead()):
+                found.setdefault(queue.group, {}).setdefault(queue.topic, {})[queue.queue_id] = done
+        return found
+
+    def skip_done(self, group: str, topic: Topic, queue_id: int, offsets: Iterable[int]) -> None:
+        """Count positions as done that were handed out before a crash, as if the stored offset said so."""
+        (queue,) = self.open(group, topic, [queue_id], from_max=False)
+        queue.in_log = True
+        queue.skip_done(sorted({o for o in offsets if queue.next_offset <= o < queue.index.max_offset}))
+        self.store(queue)
+
+    def ack_ahead(self, queue: QueueLeases, offset: int) -> bool:
+        """Accept a receipt of before a restart, as long as its message has not been handed out again."""
+        # Bounded as leases are: receipts of an earlier life may name any number of positions.
+        is_ahead = max(queue.next_offset, queue.index.min_offset) <= offset < queue.index.max_offset
+        if not is_ahead or len(queue.acked_ahead) >= limits.POP_HELD_PER_QUEUE_MAX or self.room <= 0:
+            return False
+        queue.ack_ahead(offset)
+        return True
+
+    def finish(self, found: list[Found]) -> None:
+        """End leases whose positions are done, and tell who waits for room in a queue that was full."""
+        was_full = {queue: queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX for queue, _, _ in found}
+        for queue, offset, lease in found:
+            # The same object: the group's offset may have been changed meanwhile, and the position leased anew.
+            if queue.in_flight.get(offset) is lease:
+                queue.done(offset)
+        self.store_all(was_full)
+        if any(was_full.values()):
+            self._waiters.wake({queue.topic for queue, full in was_full.items() if full})
+
+    def give_up(self, found: list[Found], pop_ms: int) -> None:
+        """Return positions that no consumer has seen: they are the next to be handed out."""
+        for queue, offset, lease in found:
+            if queue.lease_of(offset, pop_ms) is lease:
+                queue.give_back(offset)
+        self._waiters.wake({queue.topic for queue, _, _ in found})
+
+    def store_all(self, queues: Iterable[QueueLeases]) -> None:
+        """Store how far the group has come in these queues, and have those narrowed that span too wide a stretch."""
+        for queue in queues:
+            if self.store(queue):
+                self.on_too_wide(queue)
+
+    def store(self, queue: QueueLeases) -> bool:
+        """Store how far the group has come; return whether its open positions span too wide a stretch."""
+        group, topic, queue_id = key = (queue.group, queue.topic, queue.queue_id)
+        if self._queues.get(key) is not queue:
+            return False
+        if self._offsets.table.get(group, {}).get(topic, {}).get(queue_id) != queue.stored_offset:
+            self._forget(key, queue)
+            return False
+        first = queue.first_open
+        if first != queue.stored_offset:
+            self._offsets.commit(group, topic, {queue_id: first}, {queue_id: queue.next_offset})
+            queue.stored_offset = first
+        return queue.next_offset - first > limits.POP_SPAN_MAX
+
+    def _forget(self, key: Key, queue: QueueLeases) -> None:
+        queue.forget()
+        del self._queues[key]
+
+    def _make_room(self) -> None:
+        if len(self._queues) < limits.POP_WINDOWS_MAX:
+            return
+        # Idle ones are only a place, which is stored: they come back as they were.
+        self._queues = {key: queue for key, queue in self._queues.items() if not queue.idle}
+        if len(self._queues) >= limits.POP_WINDOWS_MAX:
+            raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")
+
+
+def _first_offset(index: QueueIndex, from_max: bool) -> int:
+    """Return where a new group begins.
+
+    "The end" is the last message, as in RocketMQ; or the first one while the queue still has its very first, so that
+    a group that starts a moment after the first send misses nothing.
+    """
+    if not from_max or index.min_offset == 0:
+        return index.min_offset
+    return max(index.min_offset, index.max_offset - 1)

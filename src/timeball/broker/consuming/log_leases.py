@@ -1,0 +1,357 @@
+"""Leases kept in the log: a message that is handed out is a promise to its group, and its receipt names the promise.
+
+    handed out     a PROMISE for the group's retry topic, or for its dead letters if this was the last attempt, due
+                   when the lease ends; the consumer sees the message, and the position is done, when it is durable
+    acknowledged   the promise is cancelled
+    other time     moved: a MOVED row of the same number, for the other instant; the receipt stays
+    dead letter    cancelled, and a message for the group's dead letters in its place
+
+What is not acknowledged is released by the schedule that releases every promise, exactly once, also after a crash.
+None of what a group has received and not acknowledged is kept in memory here.
+
+A CANCEL and what takes its place are one append: both are in the log or none is. Each is decided on the event loop as
+every cancel is, by the promise's newest version: a receipt whose promise is being released is not valid any more, and a
+promise that was cancelled is never released. If another request moved the promise first, its newest version is looked
+up once that request's row is durable, and decided on again. After the decision the append must not fail, so all that
+may refuse runs before it.
+
+An append costs nearly the same for one row as for a hundred, so requests that come together share one (AsyncBatcher).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.appender import Appender
+from timeball.broker.components import Components, in_thread
+from timeball.broker.consuming import lookup, redelivery_rows, retry
+from timeball.broker.consuming.leases import Leases, QueueLeases
+from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest, Subscription
+from timeball.broker.consuming.selection import Selection
+from timeball.broker.delivery import as_moves
+from timeball.broker.filters.tags import BoolArray
+from timeball.broker.ingress import AsyncBatcher
+from timeball.broker.registry import groups
+from timeball.broker.registry.offsets import Parked
+from timeball.errors import OutOfRange, OverLimit, RequestError
+from timeball.message import CANCEL_REASON, Int64Array, Kind, build_rows, encode_properties, int64
+
+ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
+DEAD = encode_properties({CANCEL_REASON: "dead letter"})
+
+# Bounds one turn's rows; requests beyond it share the next one.
+CALLS_PER_TURN = 4_096
+ROWS_PER_APPEND = 65_536  # far below what a frame may hold; the next ones wait no longer than for a commit
+# As many bodies as one request may have, were they all of the largest: each is written once more.
+MOVES_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
+
+# Settles or moves the promises of these receipts that wait, durably; is told their indexes too; returns which waited.
+Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
+
+
+class Change(NamedTuple):
+    """Another invisible time for a receipt. None: what the group's retry policy says. `counts`: as an attempt."""
+
+    receipt: Receipt
+    invisible_ms: int | None
+    counts: bool = True
+
+
+class LogLeases:
+    """Writes and settles leases that are promises. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, appender: Appender, leases: Leases) -> None:
+        self._parts, self._appender, self._leases = parts, appender, leases
+        self._under_way: dict[
+            int, list[QueueLeases]
+        ] = {}  # first row of promises not durable yet -> their queues
+        self._acks: AsyncBatcher[Sequence[Receipt], list[bool]] = AsyncBatcher(
+            self._acknowledge, CALLS_PER_TURN
+        )
+        self._changes: AsyncBatcher[Change, Receipt | None] = AsyncBatcher(self._change, MOVES_PER_TURN)
+        self._dead: AsyncBatcher[Receipt, bool] = AsyncBatcher(self._dead_letter, MOVES_PER_TURN)
+
+    # -- handing out ---------------------------------------------------------------------------------------------
+
+    def write(
+        self, request: ReceiveRequest, main: Subscription, rows: pa.RecordBatch, selection: Selection
+    ) -> tuple[asyncio.Future[int], Received]:
+        """Append the rows handed out as promises; return when that is durable, and what was handed out.
+
+        Their positions are done when they are durable, and stay leased when the log fails.
+        """
+        parts = self._parts
+        parts.writer.check_room()
+        now_ms = parts.clock.now_ms()
+        due_ms = now_ms + request.invisible_ms
+        promises = redelivery_rows.handed_out(
+            rows,
+            group=request.group,
+            topic=request.topic,
+            main=main,
+            now_ms=now_ms,
+            due_ms=due_ms,
+            host=parts.settings.host,
+        )
+        for topic in set(promises.column("topic").to_pylist()):
+            if main.again is None or topic != main.again_name:
+                parts.topics.ensure(topic, 1)
+        # Read right before the append, without a pause: the receipts name these numbers.
+        first_seq, queues = parts.writer.next_seq, list({queue: None for queue, _, _ in selection.found})
+
+        def on_durable() -> None:
+            del self._under_way[first_seq]
+            for queue in queues:
+                queue.in_log = True
+            self._leases.finish(selection.found)
+
+        appended = self._appender.append(self._appender.prepare(promises, now_ms), on_durable)
+        self._under_way[first_seq] = queues
+        receipts = [
+            Receipt(request.group, request.topic, first_seq + i, due_ms) for i in range(rows.num_rows)
+        ]
+        return appended.durable, Received(rows, list(receipts), now_ms, rest=selection.rest)
+
+    def parked(self) -> Parked:
+        """Return which positions are handed out, for a start after a crash, beside the offsets of this moment."""
+        live = self._leases.is_live
+        under_way = [seq for seq, queues in self._under_way.items() if any(map(live, queues))]
+        return Parked(min([self._parts.writer.next_seq, *under_way]), self._leases.ahead())
+
+    # -- receipts ------------------------------------------------------------------------------------------------
+
+    async def acknowledge(self, receipts: Sequence[Receipt]) -> list[bool]:
+        """End these leases, durably; false for a receipt that is not valid (any more). Raise OutOfRange."""
+        if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
+            raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
+        return await self._acks.put(receipts) if receipts else []
+
+    async def change(self, change: Change) -> Receipt | None:
+        """Return the receipt, durably good for the new time; None when it is not valid (any more)."""
+        return await self._changes.put(change)
+
+    async def dead_letter(self, receipt: Receipt) -> bool:
+        """Write the message to the group's dead letters, durably; false when the receipt is not valid."""
+        return await self._dead.put(receipt)
+
+    # -- one turn of each ----------------------------------------------------------------------------------------
+
+    async def _acknowledge(self, asked: list[Sequence[Receipt]]) -> list[list[bool]]:
+        receipts = [receipt for some in asked for receipt in some]
+        verdicts = iter((await self._decide(receipts, self._end)).tolist())
+        return [[next(verdicts) for _ in some] for some in asked]
+
+    async def _change(self, changes: list[Change]) -> list[Receipt | None]:
+        receipts = [change.receipt for change in changes]
+        valid = await self._decide(receipts, lambda _, at: self._renew([changes[i] for i in at]))
+        return [receipt if won else None for receipt, won in zip(receipts, valid.tolist(), strict=True)]
+
+    async def _dead_letter(self, receipts: list[Receipt]) -> list[bool]:
+        return [bool(one) for one in await self._decide(receipts, lambda some, _: self._give_up(some))]
+
+    async def _decide(self, receipts: list[Receipt], attempt: Attempt) -> BoolArray:
+        """Call `attempt` for these, again for those that another request moved meanwhile; return which it settled."""
+        valid = np.zeros(len(receipts), dtype=np.bool_)
+        left = np.arange(len(receipts))
+        while len(left):
+            some = [receipts[i] for i in left.tolist()]
+            version = self._newest(some)[1]
+            try:
+                valid[left] = await attempt(some, left.tolist())
+            except (RequestError, OverLimit):
+                if not valid.any():
+                    raise
+                # Some were settled in a round before, and the batcher must not begin those again: the rest is answered
+                # as not valid, and comes again when its lease ends.
+                break
+            lost = ~valid[left]
+            if not lost.any():
+                break
+            # The newest version is not known before the row that moved the promise is durable.
+            await self._parts.writer.flushed()
+            left = left[lost & (self._newest(some)[1] != version)]
+        return valid
+
+    async def _end(self, receipts: Sequence[Receipt], _at: Sequence[int]) -> BoolArray:
+        """Cancel the promises of these, durably; return which still waited."""
+        valid = np.zeros(len(receipts), dtype=np.bool_)
+        durable = None
+        for begin in range(0, len(receipts), ROWS_PER_APPEND):
+            part = receipts[begin : begin + ROWS_PER_APPEND]
+            now_ms = self._parts.clock.now_ms()
+            newest = self._newest(part)
+            won = valid[begin : begin + len(part)] = self._settle(*newest)
+            if won.any():
+                # No pause since the decision: the CANCEL rows stand in the log before any later release.
+                rows = _cancel_rows(part, *newest, ACKNOWLEDGED, now_ms)
+                durable = self._appender.append(rows if won.all() else rows.filter(pa.array(won))).durable
+        if durable is not None:
+            await durable
+        return valid
+
+    async def _renew(self, changes: Sequence[Change]) -> BoolArray:
+        """Move the promises of these to their other instants, durably; return which still waited."""
+        rows, times, at = await self._read([change.receipt for change in changes])
+        asked = [changes[i] for i in at.tolist()]
+        now_ms = self._parts.clock.now_ms()
+        valid = np.zeros(len(changes), dtype=np.bool_)
+        if not asked:
+            return valid
+        times += np.array([change.counts for change in asked])
+        due_ms = np.array(
+            [now_ms + self._invisible_ms(change, n) for change, n in zip(asked, times.tolist(), strict=True)],
+            dtype=np.int64,
+        )
+        receipts = [change.receipt for change in asked]
+        topics = [self._topic_after(receipt, n) for receipt, n in zip(receipts, times.tolist(), strict=True)]
+        fresh = self._copies(rows, receipts, topics, times, now_ms, due_ms=due_ms)
+        valid[at] = await self._move(rows, fresh, now_ms)
+        return valid
+
+    async def _give_up(self, receipts: Sequence[Receipt]) -> BoolArray:
+        """Write the messages of these to their dead letters, durably; return which still waited."""
+        rows, times, at = await self._read(receipts)
+        valid = np.zeros(len(receipts), dtype=np.bool_)
+        if len(at):
+            now_ms, asked = self._parts.clock.now_ms(), [receipts[i] for i in at.tolist()]
+            # One more attempt: the message was handed out, even if its consumer gives it up at once.
+            topics = [retry.dead_letter_topic(receipt.group) for receipt in asked]
+            fresh = self._copies(rows, asked, topics, times + 1, now_ms, kind=Kind.MESSAGE)
+            valid[at] = await self._bury(asked, rows, fresh, now_ms)
+        return valid
+
+    async def _move(self, before: pa.RecordBatch, fresh: pa.RecordBatch, now_ms: int) -> BoolArray:
+        """Write these promises again, for the instants in `fresh`, durably; return which still waited."""
+        prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
+        from_ms = int64(before.column("due_ms"))
+        won = self._settle(from_ms, int64(before.column("seq")))
+        if not won.any():
+            return won
+        chosen = pa.array(won)
+        rows = as_moves(prepared.filter(chosen), before.filter(chosen))
+        first_seq = self._parts.writer.next_seq
+        columns = int64(rows.column("due_ms")), int64(rows.column("source_seq")), from_ms[won]
+        moves = [
+            (due, number, first_seq + i, was)
+            for i, (due, number, was) in enumerate(zip(*(column.tolist() for column in columns), strict=True))
+        ]
+        # No pause since the decision: after it the append must not fail.
+        await self._appender.append(rows, lambda: self._parts.outcomes.moved.add(moves)).durable
+        return won
+
+    # -- what they have in common ----------------------------------------------------------------------------------
+
+    def _newest(self, receipts: Sequence[Receipt]) -> tuple[Int64Array, Int64Array]:
+        """Return (due_ms, version) by which the schedule knows the promises of these now."""
+        due_ms, number = (
+            np.array([getattr(receipt, name) for receipt in receipts], dtype=np.int64)
+            for name in ("due_ms", "seq")
+        )
+        return self._parts.outcomes.moved.newest_of(due_ms, number)
+
+    def _settle(self, due_ms: Int64Array, version: Int64Array) -> BoolArray:
+        """Cancel the promises of these that still wait; return which did."""
+        won = np.zeros(len(version), dtype=np.bool_)
+        _, first = np.unique(version, return_index=True)  # a receipt that is there twice settles once
+        won[first] = self._parts.scheduler.cancel(due_ms[first], version[first])
+        return won
+
+    async def _bury(
+        self, receipts: Sequence[Receipt], before: pa.RecordBatch, fresh: pa.RecordBatch, now_ms: int
+    ) -> BoolArray:
+        """Cancel these promises and write `fresh` in their place; return which still waited."""
+        prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
+        versions = int64(before.column("due_ms")), int64(before.column("seq"))
+        cancels = _cancel_rows(receipts, *versions, DEAD, now_ms)
+        won = self._settle(*versions)
+        if won.any():
+            # No pause since the decision, and one append: a promise is never gone without what takes its place.
+            chosen = pa.array(won)
+            rows = pa.concat_batches([cancels.filter(chosen), prepared.filter(chosen)])
+            await self._appender.append(rows).durable
+        return won
+
+    async def _read(self, receipts: Sequence[Receipt]) -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
+        """Return the promises that are found, how often each was tried before it was handed out, and which they are."""
+        parts = self._parts
+        parts.writer.check_room()
+        files, newest = parts.hour_log.pending.all(), self._newest(receipts)
+
+        def read() -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
+            rows, at = lookup.promises(parts.reader, files, *newest)
+            return rows, lookup.times_before(parts.reader, rows), at
+
+        return await in_thread(parts.reader_thread, read)
+
+    def _copies(
+        self,
+        rows: pa.RecordBatch,
+        receipts: Sequence[Receipt],
+        topics: Sequence[str],
+        times: Int64Array,
+        now_ms: int,
+        *,
+        kind: Kind = Kind.PROMISE,
+        due_ms: Int64Array | None = None,
+    ) -> pa.RecordBatch:
+        adding = [redelivery_rows.added(receipt.group, receipt.topic, now_ms) for receipt in receipts]
+        return self._rows(
+            rows, kind=kind, topics=topics,
+            properties=redelivery_rows.properties_of_each(rows.column("properties"), adding),
+            times=times, due_ms=due_ms, now_ms=now_ms,
+        )  # fmt: skip
+
+    def _rows(
+        self,
+        rows: pa.RecordBatch,
+        *,
+        kind: Kind = Kind.PROMISE,
+        topics: Sequence[str],
+        properties: pa.Array,
+        times: Int64Array,
+        due_ms: Int64Array | None,
+        source_seq: pa.Array | None = None,
+        now_ms: int,
+    ) -> pa.RecordBatch:
+        for topic in set(topics):
+            self._parts.topics.ensure(topic, 1)
+        return redelivery_rows.build(
+            rows, kind=kind, topics=topics, properties=properties, times=times, due_ms=due_ms,
+            source_seq=source_seq, now_ms=now_ms, host=self._parts.settings.host,
+        )  # fmt: skip
+
+    def _topic_after(self, receipt: Receipt, times: int) -> str:
+        times_max = self._parts.groups.times_max(receipt.group)
+        again, dead = retry_topic(receipt.group, receipt.topic), retry.dead_letter_topic(receipt.group)
+        return redelivery_rows.topics_after(again, dead, np.array([times]), times_max)[0]
+
+    def _invisible_ms(self, change: Change, times: int) -> int:
+        if change.invisible_ms is not None:
+            return change.invisible_ms
+        group = self._parts.groups.find_group(change.receipt.group)
+        return groups.retry_delay_ms(group.group_retry_policy if group is not None else None, max(1, times))
+
+
+def _cancel_rows(
+    receipts: Sequence[Receipt], due_ms: Int64Array, version: Int64Array, reason: str, now_ms: int
+) -> pa.RecordBatch:
+    """Return LOG_SCHEMA cancel records. They have no id: the message's own belongs to its sender."""
+    number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
+    return build_rows(
+        len(receipts),
+        kind=int(Kind.CANCEL),
+        topic=[retry_topic(receipt.group, receipt.topic) for receipt in receipts],
+        queue_id=-1,
+        properties=reason,
+        store_ms=now_ms,
+        due_ms=due_ms,
+        source_seq=number,
+        version_seq=pa.array(version, mask=version == number),
+    )

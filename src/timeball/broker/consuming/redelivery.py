@@ -1,0 +1,330 @@
+"""Leases in memory that end: one task sleeps until the earliest deadline and writes the messages to their group again.
+
+A position's receipt is voided before anything is awaited, so that no acknowledgement counts while its message is being
+written, and the position is done once the row is durable, never before. When the row cannot be written now (the disk
+is full) the task tries again after `AGAIN_MS`; until then the receipt is as good as before. A message whose frame in
+the log is damaged cannot be written again by any number of attempts: it is recorded in the broker's log as lost to its
+group, and the others are written. In order nothing is written: the positions are the next to be handed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.appender import Appender
+from timeball.broker.components import Components, in_thread
+from timeball.broker.consuming import redelivery_rows, retry
+from timeball.broker.consuming.leases import NO_RECEIPT, Lease, Leases, OpenCount, QueueLeases
+from timeball.broker.waiters import Waiters
+from timeball.errors import Corrupt, TimeballError
+from timeball.message import Kind
+from timeball.schedule.ticker import CLOCK_LOOK_MS
+
+logger = logging.getLogger(__name__)
+
+AGAIN_MS = 1_000
+PART_ROWS, PART_BYTES = 4_096, 8 * 1024 * 1024  # read and written in one go
+PARTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Voided:
+    """A position that is being written, and what its receipt was."""
+
+    offset: int
+    lease: Lease
+    pop_ms: int
+
+
+SWEEP_ENTRIES_MIN = 1_024
+
+_Entry = tuple[int, int, int, list[int], QueueLeases]  # deadline_ms, serial, pop_ms, offsets, queue
+
+
+class Deadlines:
+    """When leases end: a heap with an entry for each batch of positions that shares a deadline.
+
+    An acknowledgement leaves its entry in the heap; the entry is passed over when its time comes. So that fast
+    consumers with long leases do not fill the memory, the heap is swept when it has grown to twice the number of open
+    positions, `count`.
+    """
+
+    def __init__(self, count: OpenCount) -> None:
+        self._heap: list[_Entry] = []
+        self._serials = itertools.count()  # decides between equal deadlines, before a queue is compared
+        self._count = count
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> bool:
+        """Add positions that were leased together; return whether this is now the earliest deadline."""
+        entry = (deadline_ms, next(self._serials), pop_ms, offsets, queue)
+        # One entry for all positions of a request: they end together, and most are acknowledged before.
+        heapq.heappush(self._heap, entry)
+        # Acknowledged leases leave their entries behind; they are swept when they are more than half of the heap.
+        if len(self._heap) > SWEEP_ENTRIES_MIN + 2 * self._count.rows:
+            self._heap = [e for e in self._heap if any(True for _ in _live(e))]
+            heapq.heapify(self._heap)
+        return bool(self._heap) and self._heap[0] is entry
+
+    def next_ms(self) -> int | None:
+        """Return the earliest deadline; None when there is none."""
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now_ms: int) -> list[tuple[QueueLeases, list[int]]]:
+        """Remove and return the positions whose leases have ended without an acknowledgement; each one once."""
+        found = []
+        seen: set[tuple[int, int]] = set()
+        while self._heap and self._heap[0][0] <= now_ms:
+            entry = heapq.heappop(self._heap)
+            queue = entry[4]
+            # A time that was changed to the value it had has two entries, and both are live.
+            offsets = [offset for offset in _live(entry) if (id(queue), offset) not in seen]
+            seen.update((id(queue), offset) for offset in offsets)
+            if offsets:
+                found.append((queue, offsets))
+        return found
+
+
+def _live(entry: _Entry) -> Iterator[int]:
+    """Yield the positions that this entry still decides on: a changed time has an entry of its own."""
+    deadline_ms, _, pop_ms, offsets, queue = entry
+    for offset in offsets:
+        lease = queue.lease_of(offset, pop_ms)
+        if lease is not None and lease.deadline_ms == deadline_ms:
+            yield offset
+
+
+class Redelivery:
+    """Belongs to the event loop. The task begins with the first deadline; `close` ends it."""
+
+    def __init__(self, parts: Components, appender: Appender, waiters: Waiters, leases: Leases) -> None:
+        self._parts, self._appender, self._waiters, self._leases = parts, appender, waiters, leases
+        self._deadlines = Deadlines(leases.count)
+        self._wake = asyncio.Event()
+        self._too_wide: set[QueueLeases] = set()
+        self._slots = asyncio.Semaphore(PARTS_AT_ONCE)
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        leases.on_too_wide = self.narrow
+
+    def wake(self) -> None:
+        """Read the clock now."""
+        self._wake.set()
+
+    def expect(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> None:
+        """Bring these back at `deadline_ms` unless they are acknowledged before."""
+        if self._deadlines.add(queue, offsets, pop_ms, deadline_ms):
+            self._wake.set()
+        if self._task is None:
+            # Begun late: a broker whose consumers only pull never has this task.
+            self._task = asyncio.create_task(self._run())
+            self._task.add_done_callback(self._ended)
+
+    def narrow(self, queue: QueueLeases) -> None:
+        """Write the queue's oldest leases to the log as promises: they hold its stored offset back too far."""
+        self._too_wide.add(queue)
+        self._wake.set()
+
+    async def close(self) -> None:
+        """End the task; a row that is being written is written."""
+        self._closing = True
+        self._wake.set()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def write(
+        self, queue: QueueLeases, offsets: list[int], *, later: bool = False, dead: bool = False
+    ) -> None:
+        """Write these to the group again, durably: as messages, as promises for the ends of their leases (`later`), or
+        as dead letters. When this raises, they are leased as before.
+        """
+        await self._write(queue, _void(queue, offsets), later=later, dead=dead)
+
+    # -- the task ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            now_ms = self._parts.clock.now_ms()
+            jobs = [job for due in self._deadlines.pop_due(now_ms) for job in self._expired(*due)]
+            # Written as promises for the ends of their leases: the group's stored offset can then move on.
+            jobs += [(queue, _void(queue, _oldest(queue)), True) for queue in self._too_wide]
+            self._too_wide.clear()
+            if jobs:
+                # Jobs are of different queues, so a failed one must not hold back the others.
+                await asyncio.gather(*(self._try_write(*job) for job in jobs))
+                continue
+            next_ms = self._deadlines.next_ms()
+            # A wall clock that is set forward announces nothing, so it is read again and again (see ticker.py).
+            timeout = None if next_ms is None else min(max(0, next_ms - now_ms), CLOCK_LOOK_MS) / 1000
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _expired(
+        self, queue: QueueLeases, offsets: list[int]
+    ) -> Iterator[tuple[QueueLeases, list[_Voided], bool]]:
+        in_order = [offset for offset in offsets if queue.in_flight[offset].in_order]
+        for offset in in_order:
+            queue.in_flight[offset].times += 1
+            # In order it goes back to its own queue: a copy in the retry topic would come behind the others.
+            queue.give_back(offset)
+        if in_order:
+            self._waiters.wake([queue.topic])
+        others = _void(queue, [offset for offset in offsets if offset in queue.in_flight])
+        if others:
+            yield queue, others, False
+
+    async def _try_write(self, queue: QueueLeases, voided: list[_Voided], later: bool) -> None:
+        try:
+            await self._write(queue, voided, later=later)
+        except TimeballError as error:
+            logger.warning(
+                "messages come back later group=%s topic=%s messages=%d reason=%s",
+                queue.group,
+                queue.topic,
+                len(voided),
+                error,
+            )
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._parts.on_failure(error)  # without the task no lease would end any more
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    async def _write(
+        self, queue: QueueLeases, voided: list[_Voided], *, later: bool, dead: bool = False
+    ) -> None:
+        was_full = queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
+        try:
+            for part in _parts(voided):
+                # Bounds the bodies in memory: a queue of large messages may end thousands of leases at once.
+                async with self._slots:
+                    await self._write_part(queue, part, later=later, dead=dead)
+                for one in part:
+                    # Only now: until the copy is durable, a crash must find the position open.
+                    queue.done(one.offset)
+        finally:
+            for one in voided:
+                # Not written, or the write failed: the lease is as before, and the task tries again soon.
+                if queue.in_flight.get(one.offset) is one.lease:
+                    self._restore(queue, one)
+            # In any case: a part may have been written before another failed, and its positions are done.
+            self._leases.store(queue)
+        if was_full or dead:
+            self._waiters.wake([queue.topic])
+
+    def _restore(self, queue: QueueLeases, one: _Voided) -> None:
+        lease = one.lease
+        lease.pop_ms = one.pop_ms
+        # Not at once: what refused the write, a full disk for example, is seldom over in a millisecond.
+        lease.deadline_ms = max(lease.deadline_ms, self._parts.clock.now_ms() + AGAIN_MS)
+        self.expect(queue, [one.offset], lease.pop_ms, lease.deadline_ms)
+
+    async def _write_part(self, queue: QueueLeases, part: list[_Voided], *, later: bool, dead: bool) -> None:
+        parts = self._parts
+        # Retention may have removed some rows; other leases were forgotten when the group's offset was changed.
+        kept = [
+            one
+            for one in part
+            if one.lease.seq >= parts.reader.first_seq and queue.in_flight.get(one.offset) is one.lease
+        ]
+        rows, kept = await self._read(queue, kept)
+        if not kept:
+            return
+        parts.writer.check_room()
+        now_ms = parts.clock.now_ms()
+        times = redelivery_rows.times_after(rows)
+        # -1: every number of attempts is too many, so all go to the dead letters.
+        times_max = -1 if dead else parts.groups.times_max(queue.group)
+        again = redelivery_rows.retry_topic(queue.group, queue.topic)
+        topics = redelivery_rows.topics_after(again, retry.dead_letter_topic(queue.group), times, times_max)
+        for name in set(topics):
+            parts.topics.ensure(name, 1)
+        due_ms = np.array([one.lease.deadline_ms for one in kept], dtype=np.int64)
+        batch = redelivery_rows.build(
+            rows,
+            kind=Kind.PROMISE if later else Kind.MESSAGE,
+            topics=topics,
+            properties=_properties(rows, queue, [one.pop_ms for one in kept]),
+            times=times,
+            due_ms=due_ms if later else None,
+            now_ms=now_ms,
+            host=parts.settings.host,
+        )
+        await self._appender.append(self._appender.prepare(batch, now_ms)).durable
+
+    async def _read(self, queue: QueueLeases, voided: list[_Voided]) -> tuple[pa.RecordBatch, list[_Voided]]:
+        """Return the rows that can be read, and of which positions they are; those in damaged frames are given up."""
+        reader = self._parts.reader
+        seqs = np.array([one.lease.seq for one in voided], dtype=np.int64)
+        try:
+            return await in_thread(self._parts.reader_thread, reader.read_rows, seqs), voided
+        except Corrupt as error:
+            if len(voided) == 1:
+                logger.error(
+                    "message lost group=%s topic=%s queue=%d offset=%d seq=%d reason=%s",
+                    queue.group,
+                    queue.topic,
+                    queue.queue_id,
+                    voided[0].offset,
+                    seqs[0],
+                    error,
+                )
+                return await in_thread(self._parts.reader_thread, reader.read_rows, seqs[:0]), []
+        # A read fails as a whole: by halves, until the damaged rows are apart from the others.
+        middle = len(voided) // 2
+        halves = [await self._read(queue, half) for half in (voided[:middle], voided[middle:])]
+        return pa.concat_batches([rows for rows, _ in halves]), [one for _, kept in halves for one in kept]
+
+
+def _properties(rows: pa.RecordBatch, queue: QueueLeases, first_ms: list[int]) -> pa.Array:
+    texts = rows.column("properties")
+    if len(set(first_ms)) == 1:
+        return redelivery_rows.properties_for(texts, queue.group, queue.topic, first_ms[0])
+    adding = [redelivery_rows.added(queue.group, queue.topic, each) for each in first_ms]
+    return redelivery_rows.properties_of_each(texts, adding)
+
+
+def _void(queue: QueueLeases, offsets: Collection[int]) -> list[_Voided]:
+    """Void the receipts of these: their messages are being written."""
+    voided = [_Voided(o, queue.in_flight[o], queue.in_flight[o].pop_ms) for o in offsets]
+    for one in voided:
+        one.lease.pop_ms = NO_RECEIPT
+    return voided
+
+
+def _oldest(queue: QueueLeases) -> list[int]:
+    """Return the leases in the older half of a stretch that is too wide."""
+    # Half of the stretch at once, so that it need not be done again with the next message.
+    end = queue.next_offset - limits.POP_SPAN_MAX // 2
+    return [
+        o for o, one in queue.in_flight.items() if o < end and not one.in_order and one.pop_ms != NO_RECEIPT
+    ]
+
+
+def _parts(voided: list[_Voided]) -> Iterator[list[_Voided]]:
+    part: list[_Voided] = []
+    size_bytes = 0
+    for one in voided:
+        if part and (len(part) == PART_ROWS or size_bytes + one.lease.size_bytes > PART_BYTES):
+            yield part
+            part, size_bytes = [], 0
+        part.append(one)
+        size_bytes += one.lease.size_bytes
+    if part:
+        yield part

@@ -1,0 +1,129 @@
+"""Leases across a restart. After a crash: which positions of a group's queues are done, by the promises in the log.
+
+A group's offsets are saved once a second, its promises before a consumer sees a message. So behind the saved offsets
+stand promises of positions that would be handed out again, and would come back a second time besides. Each names the
+row it is a copy of, which has its queue and position, and the group whose copy it is.
+
+The promises from the row on that was saved with the offsets are read, and no earlier ones: the group may have been
+moved back since, and then what was promised before is to be handed out again.
+
+After an orderly stop receipts stay valid, and nothing is handed out twice because of it: one META row for each queue,
+written when the broker stops and deleted before the next start serves, so that a crash never finds an old one. A queue
+whose stored offset has changed by then (a crash in the middle of the stop, a group that was moved) is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.components import Components
+from timeball.broker.consuming.leases import Key, Lease, Leases, OpenCount, QueueLeases
+from timeball.broker.consuming.redelivery_rows import ORIGIN_GROUP
+from timeball.broker.registry.leases import SavedLease, SavedLeases
+from timeball.broker.registry.meta import MetaTable
+from timeball.broker.registry.offsets import Parked
+from timeball.broker.registry.topic import Topic
+from timeball.log.reader import LogReader
+from timeball.message import Kind, decode_properties
+
+_COLUMNS = ["seq", "kind", "properties", "source_seq"]
+_BATCH_ROWS = 65_536
+
+Positions = dict[Key, set[int]]  # (group, topic, queue) -> positions
+
+
+def done_positions(reader: LogReader, parked: Parked) -> Positions:
+    """Return the positions that are done, by what was saved with the offsets and the log behind it (reader thread)."""
+    found: Positions = defaultdict(set)
+    for group, topics in parked.ahead.items():
+        for topic, queues in topics.items():
+            for queue_id, stretches in queues.items():
+                for begin, end in stretches:
+                    found[(group, topic, queue_id)].update(range(begin, end))
+    # Promises before that were saved as positions (`ahead`), together with the offsets.
+    begin = max(parked.from_seq, reader.first_seq)
+    for rows in reader.coalesced(begin, reader.next_seq, [Kind.PROMISE], _BATCH_ROWS, _COLUMNS):
+        sources = rows.column("source_seq").fill_null(0).to_numpy()
+        # A row that retention has removed is not handed out again either.
+        mine = np.flatnonzero(sources >= reader.first_seq)
+        if len(mine):
+            _add(found, reader.read_rows(sources[mine]), rows.column("properties").take(pa.array(mine)))
+    return found
+
+
+def _add(found: Positions, handed_out: pa.RecordBatch, texts: pa.Array) -> None:
+    names = ("topic", "queue_id", "queue_offset")
+    places = zip(*(handed_out.column(name).to_pylist() for name in names), strict=True)
+    for (topic, queue_id, offset), text in zip(places, texts.to_pylist(), strict=True):
+        group = decode_properties(text or "").get(ORIGIN_GROUP)
+        if group is not None and offset is not None:
+            found[(group, topic, queue_id)].add(offset)
+
+
+def skip_done(parts: Components, leases: Leases, found: Positions) -> None:
+    """Have the groups go on behind these positions."""
+    for (group, name, queue_id), offsets in found.items():
+        topic = parts.topics.find_topic(name)
+        # A group without an offset was deleted; a new one of its name begins anew.
+        known = parts.offsets.find_offset(group, name, queue_id) is not None
+        if topic is not None and known and queue_id < len(topic.queues):
+            # Through the leases, and not as stored offsets: positions before them may still be open.
+            leases.skip_done(group, topic, queue_id, offsets)
+
+
+# ---- an orderly stop -----------------------------------------------------------------------------------------------
+
+
+def save(kept: MetaTable[SavedLeases], queues: Iterable[QueueLeases]) -> None:
+    """Append the queues that are not idle to the log."""
+    # `@` stands in no name (check_name), so the keys are distinct.
+    named = ((f"{q.group}@{q.topic}@{q.queue_id}", q) for q in queues if not q.idle)
+    kept.put((name, saved(queue)) for name, queue in named)
+
+
+def pop_leases(
+    kept: MetaTable[SavedLeases], find_topic: Callable[[str], Topic | None], count: OpenCount
+) -> list[QueueLeases]:
+    """Return the leases that the last stop has left, and delete them from the log: the next start finds none."""
+    # A topic that was deleted since has taken its messages with it, and their leases.
+    both = [(one, find_topic(one.topic)) for one in kept.values.values()]
+    found = [_restored(one, topic, count) for one, topic in both if topic is not None]
+    # Deleted at once: leases of an older stop must not come back after a crash, when they have ended long ago.
+    kept.put([(name, None) for name in kept.values])
+    return found
+
+
+def saved(queue: QueueLeases) -> SavedLeases:
+    """Return the leases of one queue as they are kept."""
+    return SavedLeases(
+        queue.group, queue.topic, queue.queue_id, queue.next_offset, queue.stored_offset,
+        queue.last_pop_ms, queue.attempt_id, [_as_row(*item) for item in queue.in_flight.items()],
+        [_as_row(*item) for item in queue.returned.items()], sorted(queue.acked_ahead), queue.in_log,
+    )  # fmt: skip
+
+
+def _restored(kept: SavedLeases, topic: Topic, count: OpenCount) -> QueueLeases:
+    queue = QueueLeases(
+        kept.group, kept.topic, kept.queue_id, topic.queues[kept.queue_id].index,
+        kept.next_offset, kept.stored_offset, count,
+        last_pop_ms=kept.last_pop_ms, attempt_id=kept.attempt_id, in_log=kept.in_log,
+    )  # fmt: skip
+    in_flight, returned = (
+        {row.offset: _lease(row) for row in rows} for rows in (kept.in_flight, kept.returned)
+    )
+    queue.restore(in_flight, returned, set(kept.acked_ahead))
+    return queue
+
+
+def _as_row(offset: int, lease: Lease) -> SavedLease:
+    return SavedLease(
+        offset, lease.seq, lease.size_bytes, lease.pop_ms, lease.deadline_ms, lease.in_order, lease.times
+    )
+
+
+def _lease(row: SavedLease) -> Lease:
+    return Lease(row.seq, row.size_bytes, row.pop_ms, row.deadline_ms, row.in_order, row.times)

@@ -1,0 +1,118 @@
+"""The positions that one request gets, queue after queue: within its rows, its bytes, and the bounds on leases.
+
+It runs between two awaits, so that for all others it is one step: a position is leased before another consumer can
+look. Selection takes the first row even when it is over the bound, or a large message could never be received.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from timeball import limits
+from timeball.broker.consuming.leases import NO_RECEIPT, Found, QueueLeases
+from timeball.broker.filters import Filter
+from timeball.broker.filters.tags import BoolArray
+from timeball.message import Int64Array
+
+SCAN_ENTRIES = 4_096  # index entries looked at in one go when a filter passes few
+
+
+class Selection:
+    """The positions one request has leased. `pop_ms` makes the receipts, NO_RECEIPT for leases kept in the log."""
+
+    def __init__(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool, attempt_id: str) -> None:
+        self._room = rows  # how many more rows the answer takes
+        self._bytes = limits.POP_BYTES_MAX  # and how many more bytes, but for its first row
+        self.pop_ms, self.deadline_ms = pop_ms, deadline_ms
+        self._in_order, self._attempt_id = in_order, attempt_id
+        self.found: list[Found] = []
+        self.queues: list[QueueLeases] = []  # all that had something to look at
+        self.unseen = False  # a queue has entries that have not been looked at
+        self.rest = 0  # about how many rows the queues still hold
+
+    def offsets(self) -> dict[QueueLeases, list[int]]:
+        """Return the positions found of each queue."""
+        found: dict[QueueLeases, list[int]] = {}
+        for queue, offset, _ in self.found:
+            found.setdefault(queue, []).append(offset)
+        return found
+
+    def split_unwanted(self, keep: BoolArray) -> list[Found]:
+        """Remove the positions that are not wanted, and return them."""
+        both = list(zip(self.found, keep.tolist(), strict=True))
+        self.found = [one for one, is_wanted in both if is_wanted]
+        return [one for one, is_wanted in both if not is_wanted]
+
+    def lease(self, queue: QueueLeases, wanted: Filter | None) -> list[int]:
+        """Lease from this queue what it has and the bounds allow; return the positions."""
+        if not queue.returned and queue.next_offset >= queue.index.max_offset and not self._in_order:
+            return []  # most of a topic's queues, at most times
+        self.queues.append(queue)
+        if self._in_order and not self._may_lease_in_order(queue):
+            return []
+        offsets = self._lease_returned(queue)
+        if not queue.returned:  # what has come back goes before what is new
+            offsets += self._lease_next(queue, wanted)
+        self.found += [(queue, offset, queue.in_flight[offset]) for offset in offsets]
+        if offsets:
+            queue.last_pop_ms = max(queue.last_pop_ms, self.pop_ms)
+            queue.attempt_id = self._attempt_id
+        return offsets
+
+    def _may_lease_in_order(self, queue: QueueLeases) -> bool:
+        """Return whether no lease is open; a consumer that repeats its request since no answer came has none."""
+        if not queue.in_flight:
+            return True
+        if (
+            not self._attempt_id
+            or queue.attempt_id != self._attempt_id
+            or any(one.pop_ms == NO_RECEIPT or not one.in_order for one in queue.in_flight.values())
+        ):
+            return False
+        # The answer was lost: the consumer gets the same messages again, and not the next ones.
+        for offset in list(queue.in_flight):
+            queue.give_back(offset)
+        return True
+
+    def _lease_returned(self, queue: QueueLeases) -> list[int]:
+        if not queue.returned:
+            return []
+        room = self._room_in(len(queue.in_flight))
+        sizes = [queue.returned[offset].size_bytes for offset in sorted(queue.returned)[:room]]
+        fit = self._fit(np.array(sizes, dtype=np.int64))
+        return queue.lease_returned(fit, self.pop_ms, self.deadline_ms, in_order=self._in_order)
+
+    def _lease_next(self, queue: QueueLeases, wanted: Filter | None) -> list[int]:
+        index, room = queue.index, self._room_in(len(queue.in_flight) + len(queue.returned))
+        start = max(queue.next_offset, index.min_offset)
+        if room <= 0 or start >= index.max_offset:
+            return []
+        if wanted is None or wanted.matches_all:
+            # More than there is room for, since those that were acknowledged before a restart are passed over.
+            entries = index.read(start, room + len(queue.acked_ahead))
+            at = np.arange(len(entries))
+        else:
+            entries = index.read(start, SCAN_ENTRIES)
+            at = np.flatnonzero(wanted.candidates(entries))
+        if queue.acked_ahead:
+            # Acknowledged before a restart: done, though this life has not handed them out.
+            at = at[[start + i not in queue.acked_ahead for i in at.tolist()]]
+        fit = self._fit(entries["size"][at[:room]].astype(np.int64))
+        offsets: list[int] = (start + at[:fit]).tolist()
+        queue.lease_next(offsets, entries[at[:fit]], self.pop_ms, self.deadline_ms, in_order=self._in_order)
+        # All before the first candidate that was left has been looked at.
+        queue.advance(start + (int(at[fit]) if fit < len(at) else len(entries)))
+        self.unseen |= not offsets and queue.next_offset < index.max_offset and self._room > 0
+        return offsets
+
+    def _room_in(self, open_rows: int) -> int:
+        return max(0, min(self._room, limits.POP_HELD_PER_QUEUE_MAX - open_rows))
+
+    def _fit(self, sizes_bytes: Int64Array) -> int:
+        """Return how many of these, in their order, fit into the answer."""
+        fit = int(np.searchsorted(np.cumsum(sizes_bytes), self._bytes, side="right"))
+        if not fit and not self.found and len(sizes_bytes):
+            fit = 1
+        self._bytes -= int(sizes_bytes[:fit].sum())
+        self._room -= fit
+        return fit

@@ -1,0 +1,326 @@
+"""The grammar of SQL filters: a text becomes one condition, or InvalidFilter says where it went wrong.
+
+RocketMQ's grammar, with its binding: NOT is closer than =. Where that would surprise (NOT a = 5), where RocketMQ's
+reading is never true (a property alone as a condition) and where it stops reading (text behind the end), this one
+refuses and says what to write.
+
+Lark reads it as LALR(1): one pass without recursion, in time and memory that grow with the number of tokens, which
+FILTER_TOKENS_MAX bounds. FILTER_DEPTH_MAX bounds the nesting, because conditions are evaluated by recursion.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedToken, v_args
+
+from timeball import limits
+from timeball.broker.filters import sql_conditions as made
+from timeball.broker.filters.sql_conditions import Condition, Constant, Mismatch, Operand, Property
+from timeball.broker.filters.sql_values import FALSE, LONG_DIGITS, LONG_MAX, LONG_MIN, NULL, TRUE
+from timeball.errors import InvalidFilter
+
+GRAMMAR = r"""
+    start: or_
+    ?or_: and_ | and_ (_OR and_)+ -> some
+    ?and_: equality | equality (_AND equality)+ -> every
+    ?equality: comparison
+        | comparison EQUALITY comparison -> equal
+        | comparison _IS NOT? NULL       -> is_null
+    ?comparison: unary
+        | unary ORDER unary                                       -> ordered
+        | unary NOT? BETWEEN unary _AND unary                     -> between
+        | unary NOT? IN LPAR STRING (_COMMA STRING)* _RPAR       -> one_of
+        | unary NOT? (CONTAINS | STARTSWITH | ENDSWITH) STRING    -> has_text
+    ?unary: NOT unary           -> negated
+        | SIGN* NUMBER          -> number
+        | STRING                -> string
+        | (TRUE | FALSE | NULL) -> word
+        | NAME                  -> name
+        | LPAR or_ _RPAR        -> group
+    NAME: /[a-z_$][a-z0-9_$]*/i
+    NUMBER: /(?:[0-9]|\.[0-9])(?:e[+-]|[a-z0-9_$.])*/i
+    STRING: /'(?:[^']|'')*+'/
+    EQUALITY: /<>|=/
+    ORDER: />=|<=|>|<(?!>)/
+    SIGN: /[+-]/
+    LPAR: "("
+    _RPAR: ")"
+    _COMMA: ","
+    _OR: "OR"i
+    _AND: "AND"i
+    _IS: "IS"i
+    NOT: "NOT"i
+    BETWEEN: "BETWEEN"i
+    IN: "IN"i
+    CONTAINS: "CONTAINS"i
+    STARTSWITH: "STARTSWITH"i
+    ENDSWITH: "ENDSWITH"i
+    TRUE: "TRUE"i
+    FALSE: "FALSE"i
+    NULL: "NULL"i
+    COMMENT.2: /--[^\n\r]*|\/\*.*?\*\//s
+    %ignore COMMENT
+    %ignore /[ \t\n\r\f]+/
+"""
+
+WORDS = {"TRUE": True, "FALSE": False, "NULL": None}
+INTEGER = re.compile(r"(0|[1-9][0-9]*)[lL]?")
+DECIMAL = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+")
+PREFIX = re.compile(r"(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+[lL]|[0-9]+)(?:(?<![lL])[eE][+-]?[0-9]+)?")
+HINTS = {
+    "!": "not equal is <>",
+    '"': "a string stands in single quotes",
+    "`": "the name of a property stands bare",
+    ";": "a filter is one expression, without a semicolon",
+    "*": "there is no arithmetic; a subscription to all is a tag expression",
+}
+# What may come next, as the parser names it -> as people do; the first line of which one may come is said.
+EXPECTED = [
+    ({"$END"}, "AND, OR or the end"),
+    ({"NAME"}, "a property, a constant or a parenthesis"),
+    ({"NUMBER"}, "a number behind the sign"),
+    ({"STRING"}, "a string in single quotes"),
+    ({"_RPAR"}, ")"),
+    ({"LPAR"}, "("),
+    ({"NULL"}, "NULL"),
+    ({"BETWEEN"}, "BETWEEN, IN, CONTAINS, STARTSWITH or ENDSWITH"),
+    ({"_AND"}, "AND"),
+]
+OPERANDS = {"NAME", "STRING", "NUMBER", "TRUE", "FALSE", "NULL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An operand or a condition, where it begins, and how deep parentheses and NOTs go in it."""
+
+    value: Operand | Condition
+    at: int  # from 0
+    depth: int = 0
+    in_parentheses: bool = False
+
+
+def parse(text: str) -> tuple[Condition, frozenset[str]]:
+    """Return the condition and the names of the properties in it; raise InvalidFilter."""
+    reader = PARSER.parse_interactive(text)
+    try:
+        read: Iterator[Token] = reader.lexer_thread.lex(reader.parser_state)  # type: ignore[no-untyped-call]
+        # Counted before the parser sees them: the stack of an LALR parser grows with its input.
+        tokens = list(islice(read, limits.FILTER_TOKENS_MAX + 1))
+        if len(tokens) > limits.FILTER_TOKENS_MAX:
+            said = f"the expression has more than {limits.FILTER_TOKENS_MAX} words and signs"
+            raise _refused(tokens[-1].start_pos, said, "FILTER_TOKENS_MAX")
+        for token in tokens:
+            reader.feed_token(token)
+        # Parts are made while it parses (`_Actions`), so there is no tree to walk, and no recursion.
+        found: Part = reader.feed_eof()  # type: ignore[no-untyped-call]
+    except UnexpectedCharacters as error:
+        raise _no_token(text, error.pos_in_stream or 0) from None
+    except UnexpectedToken as error:
+        raise _unexpected(error, len(text)) from None
+    return _condition(found), frozenset(str(token) for token in tokens if token.type == "NAME")
+
+
+@v_args(inline=True)
+class _Actions(Transformer[Token, Part]):
+    """Make the part of each rule as soon as the parser has read it."""
+
+    def start(self, part: Part) -> Part:
+        return part
+
+    def some(self, *parts: Part) -> Part:
+        return _joined(parts, made.Some(tuple(map(_condition, parts))))
+
+    def every(self, *parts: Part) -> Part:
+        return _joined(parts, made.Every(tuple(map(_condition, parts))))
+
+    def equal(self, left: Part, sign: Token, right: Part) -> Part:
+        same = _made(sign, lambda: made.equal(left.value, right.value))
+        return _joined((left, right), made.Not(same) if sign == "<>" else same)
+
+    def is_null(self, left: Part, *words: Token) -> Part:
+        null = made.is_null(left.value)
+        return _joined((left,), made.Not(null) if len(words) > 1 else null)
+
+    def ordered(self, left: Part, sign: Token, right: Part) -> Part:
+        sides = _operand(left), _operand(right)
+        return _joined((left, right), _made(sign, lambda: made.ordered(str(sign), *sides)))
+
+    def between(self, left: Part, *rest: Any) -> Part:
+        *negated, word, low, high = rest
+        make = made.not_between if negated else made.between
+        sides = _operand(left), _operand(low), _operand(high)
+        return _joined((left, low, high), _made(word, lambda: make(*sides)))
+
+    def one_of(self, left: Part, *rest: Token) -> Part:
+        items = [token for token in rest if token.type == "STRING"]
+        if len(items) > limits.FILTER_IN_ITEMS_MAX:
+            said = f"a list has at most {limits.FILTER_IN_ITEMS_MAX} items"
+            raise _refused(items[limits.FILTER_IN_ITEMS_MAX].start_pos, said, "FILTER_IN_ITEMS_MAX")
+        one = made.OneOf(_property(left, "IN"), frozenset(map(str, items)))
+        return _joined((left,), made.Not(one) if rest[0].type == "NOT" else one)
+
+    def has_text(self, left: Part, *rest: Token) -> Part:
+        *negated, word, text = rest
+        how = str(word).upper()
+        searched = Property(_property(left, how))
+        return _joined((left,), made.has_text(how, searched, str(text), negated=bool(negated)))
+
+    def negated(self, word: Token, part: Part) -> Part:
+        # RocketMQ reads NOT a = 5 as (NOT a) = 5, and no user means that.
+        if isinstance(part.value, Property) and not part.in_parentheses:
+            shown = part.value.name[:80]
+            raise _refused(part.at, f"NOT goes before a condition in parentheses: NOT ({shown} …)")
+        return Part(made.Not(_condition(part)), word.start_pos or 0, _deeper(part))
+
+    def number(self, *tokens: Token) -> Part:
+        *signs, number = tokens
+        value = _number(number, negative=[str(sign) for sign in signs].count("-") % 2 == 1)
+        return Part(Constant(value), tokens[0].start_pos or 0)
+
+    def string(self, token: Token) -> Part:
+        return Part(Constant(str(token)), token.start_pos or 0)
+
+    def word(self, token: Token) -> Part:
+        return Part(Constant(WORDS[token.upper()]), token.start_pos or 0)
+
+    def name(self, token: Token) -> Part:
+        return Part(Property(str(token)), token.start_pos or 0)
+
+    def group(self, opening: Token, part: Part) -> Part:
+        return Part(part.value, opening.start_pos or 0, _deeper(part), in_parentheses=True)
+
+
+# ---- which part may stand where ---------------------------------------------------------------------------
+
+
+def _joined(parts: tuple[Part, ...], condition: Condition) -> Part:
+    return Part(condition, parts[0].at, max(part.depth for part in parts))
+
+
+def _deeper(part: Part) -> int:
+    if part.depth == limits.FILTER_DEPTH_MAX:
+        said = f"parentheses and NOTs go at most {limits.FILTER_DEPTH_MAX} deep"
+        raise _refused(part.at, said, "FILTER_DEPTH_MAX")
+    return part.depth + 1
+
+
+def _operand(part: Part) -> Operand:
+    if isinstance(part.value, (Property, Constant)):
+        return part.value
+    raise _refused(part.at, "a condition is neither larger nor smaller than another")
+
+
+def _property(part: Part, word: str) -> str:
+    if isinstance(part.value, Property):
+        return part.value.name
+    raise _refused(part.at, f"{word} stands behind the name of a property")
+
+
+def _condition(part: Part) -> Condition:
+    value = part.value
+    if isinstance(value, Property):
+        shown = value.name[:80]
+        raise _refused(part.at, f"{shown} is a property and no condition: compare it, as in {shown} = TRUE")
+    if not isinstance(value, Constant):
+        return value
+    if isinstance(value.value, bool):
+        return made.Always(TRUE if value.value else FALSE)
+    if value.value is None:
+        return made.Always(NULL)
+    raise _refused(part.at, "a constant is no condition: compare it with a property")
+
+
+def _made(sign: Token, make: Callable[[], Condition]) -> Condition:
+    try:
+        return make()
+    except Mismatch as mismatch:
+        raise _refused(sign.start_pos, str(mismatch)) from None
+
+
+# ---- tokens -----------------------------------------------------------------------------------------------
+
+
+def _string(token: Token) -> Token:
+    return token.update(value=token[1:-1].replace("''", "'"))
+
+
+def _checked(token: Token) -> Token:
+    """Return the token; raise InvalidFilter when it begins as a number and is none."""
+    if INTEGER.fullmatch(token) or DECIMAL.fullmatch(token):
+        return token
+    where, number = token.start_pos or 0, PREFIX.match(token)
+    end = number.end() if number else 0
+    if end == len(token):
+        raise InvalidFilter(
+            f"the number at character {where + 1} begins with 0; leave the zeros out", position=where + 1
+        )
+    raise InvalidFilter(f"the number at character {where + 1} runs into {token[end]!r}", position=where + 1)
+
+
+def _number(token: Token, *, negative: bool) -> int | float:
+    digits = token.rstrip("lL")
+    if digits.isdecimal():
+        # The digits are counted first: Python refuses to convert thousands of them, with an error of its own.
+        value = int(digits) * (-1 if negative else 1) if len(digits) <= LONG_DIGITS else LONG_MAX + 1
+        if not LONG_MIN <= value <= LONG_MAX:
+            raise _refused(token.start_pos, "the number does not fit into 64 bits; write it with a point")
+        return value
+    # The text has been checked to be a number: `float` cannot fail, but it may overflow to infinity.
+    decimal = float(token)
+    if math.isinf(decimal):
+        raise _refused(token.start_pos, "the number is too large for a double")
+    return -decimal if negative else decimal
+
+
+# ---- what went wrong --------------------------------------------------------------------------------------
+
+
+def _no_token(text: str, at: int) -> InvalidFilter:
+    for mark, what in (("'", "string"), ("/*", "comment")):
+        if text.startswith(mark, at):
+            return InvalidFilter(f"the {what} that begins at character {at + 1} has no end", position=at + 1)
+    hint = f": {HINTS[text[at]]}" if text[at] in HINTS else ""
+    return InvalidFilter(f"unexpected {text[at]!r} at character {at + 1}{hint}", position=at + 1)
+
+
+def _unexpected(error: UnexpectedToken, end: int) -> InvalidFilter:
+    stack, accepted = error.state.value_stack, error.expected
+    expected = next(said for names, said in EXPECTED if names <= accepted)
+    if "$END" in accepted:
+        read = [each.type for each in stack if isinstance(each, Token)]
+        # A parenthesis that is still open is likelier than a missing AND.
+        if read.count("LPAR") > read.count("_RPAR"):
+            expected = ")"
+        elif len(stack) == 1 and _is_operand(stack[0]):
+            expected = "a comparison"
+    token = error.token
+    if token.type == "$END":
+        return _refused(end, f"expected {expected}, found the end")
+    return _refused(token.start_pos, f"expected {expected}, found {str(token)[:80]!r}")
+
+
+def _is_operand(found: Token | Part) -> bool:
+    """Return whether the parser has read an operand and nothing else, as a token or as the part made of it."""
+    return (
+        found.type in OPERANDS if isinstance(found, Token) else isinstance(found.value, (Property, Constant))
+    )
+
+
+def _refused(at: int | None, said: str, limit: str | None = None) -> InvalidFilter:
+    position = (at or 0) + 1
+    where = f"at character {position}" + (f" ({limit})" if limit else "")
+    return InvalidFilter(f"{said}, {where}", position=position, limit=limit)
+
+
+# Made when the broker starts: it takes some 40 ms, and the first subscription must not hold up what is due meanwhile.
+# ASCII: without it, letters of other alphabets are equal to ours when case is ignored.
+PARSER = Lark(
+    GRAMMAR, parser="lalr", lexer="basic", transformer=_Actions(), g_regex_flags=re.ASCII,
+    lexer_callbacks={"STRING": _string, "NUMBER": _checked},
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""The registry: which topics, groups, offsets and request modes there are."""

@@ -1,0 +1,139 @@
+"""Campaigns: the promises of one bulk attach as one object, and what was decided about them.
+
+    planned --attach--> running --pause--> paused --resume--> running --> finished
+       \\__________________\\___________________\\__cancel--> cancelled
+
+A campaign is planned before its files are written, and has its ranges of numbers from the frame that attaches them.
+Paused, it says from which instant its promises are held (schedule/holds.py). It is finished when all its instants have
+passed, which is read off and not written. The rows say what was decided; what happened to each promise is in the log.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.rules import check_campaign
+from timeball.table.attachment import Attachment
+
+JOB_MS_MAX = 7 * limits.DAY_MS  # from the plan of a campaign to its attach; a bulk job takes minutes
+
+State = Literal["planned", "running", "paused", "cancelled"]
+
+
+class CampaignFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value of a campaign's META row. Instants in milliseconds."""
+
+    state: State
+    since_ms: int  # of the state
+    planned_ms: int
+    planned_seq: int  # the end of the log then: all that it brings about stands behind it
+    rows: int  # as planned; once attached, as attached
+    ranges: list[tuple[int, int]] = []  # (first_seq, rows)
+    last_due_ms: int = -1
+    cancelled: int = 0  # promises that its cancel has ended; the log may let go of their rows
+    # While it is paused or being cancelled: what waits and is due then or later is held.
+    held_from_ms: int | None = None
+
+    def is_finished(self, settled_before_ms: int) -> bool:
+        """Return whether all its promises are settled, one by one."""
+        return self.state == "running" and self.last_due_ms < settled_before_ms
+
+    def is_cancelled_for_good(self, now_ms: int) -> bool:
+        """Return whether nothing of it can be delivered any more, also when nothing says that it was cancelled."""
+        # Held still: the cancel was cut short. Never attached: its job may be at work, and must be refused.
+        is_behind = bool(self.ranges) or self.since_ms < now_ms - JOB_MS_MAX
+        return self.state == "cancelled" and self.held_from_ms is None and is_behind
+
+
+class Campaigns:
+    """All campaigns, by id. Belongs to the event loop."""
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._kept = MetaTable(meta, "campaign", CampaignFacts)
+
+    def get(self, campaign: str) -> CampaignFacts:
+        """Return what was decided; raise InvalidMessage, NotFound."""
+        found = self._kept.values.get(check_campaign(campaign))
+        if found is None:
+            raise NotFound(f"no campaign {campaign!r}; `timeball campaign list` shows those there are")
+        return found
+
+    def is_known(self, campaign: str) -> bool:
+        """Return whether there is one of this id; raise InvalidMessage."""
+        return check_campaign(campaign) in self._kept.values
+
+    def get_attached(self, campaign: str) -> CampaignFacts:
+        """Return what was decided about one that may be paused; raise InvalidMessage, NotFound, OutOfRange."""
+        found = self.get(campaign)
+        if found.state == "cancelled":
+            raise InvalidMessage(f"campaign {campaign} was cancelled")
+        if found.state == "planned":
+            raise OutOfRange(f"campaign {campaign} is planned, and nothing of it is attached yet")
+        return found
+
+    def all(self) -> dict[str, CampaignFacts]:
+        """Return all campaigns, the one planned first first."""
+        return dict(
+            sorted(self._kept.values.items(), key=lambda one: (one[1].planned_seq, one[1].planned_ms))
+        )
+
+    def put(self, campaign: str, facts: CampaignFacts) -> None:
+        """Append what was decided."""
+        self._kept.put([(campaign, facts)])
+
+    def changed(self, campaign: str, facts: CampaignFacts) -> pa.RecordBatch:
+        """Return the row that says what was decided, to be appended at once."""
+        return self._kept.changed([(campaign, facts)])
+
+    def plan(self, campaign: str, rows: int, planned_ms: int, next_seq: int, settled_before_ms: int) -> None:
+        """Plan a campaign; nothing happens when there is one. One of no rows has nothing to attach."""
+        if self.is_known(campaign):
+            return
+        # The oldest that is over gives way: what happened to its messages is in the log and the ledger.
+        while len(self._kept.values) >= limits.CAMPAIGNS_MAX:
+            self._kept.put([(self._oldest_over(settled_before_ms, planned_ms), None)])
+        state: State = "planned" if rows else "running"
+        self.put(
+            campaign,
+            CampaignFacts(
+                state=state, since_ms=planned_ms, planned_ms=planned_ms, planned_seq=next_seq, rows=rows
+            ),
+        )  # fmt: skip
+
+    def _oldest_over(self, settled_before_ms: int, now_ms: int) -> str:
+        for name, facts in self.all().items():
+            if facts.is_cancelled_for_good(now_ms) or facts.is_finished(settled_before_ms):
+                return name
+        raise OverLimit(
+            f"{limits.CAMPAIGNS_MAX} campaigns are not over yet: cancel those that are not needed"
+        )
+
+    def check_attach(self, attachment: Attachment) -> None:
+        """Raise InvalidMessage for the attach of a campaign that was cancelled meanwhile."""
+        found = self._planned_for(attachment)
+        if found is not None and found.state == "cancelled":
+            raise InvalidMessage(f"campaign {attachment.job_id} was cancelled")
+
+    def attached(self, attachment: Attachment, now_ms: int) -> pa.RecordBatch | None:
+        """Return the row that goes with a campaign's attach, to be appended with it; None for other attaches."""
+        planned = self._planned_for(attachment)
+        if planned is None or planned.state != "planned":
+            return None
+        facts = msgspec.structs.replace(
+            planned,
+            state="running",
+            since_ms=now_ms,
+            rows=attachment.rows,
+            ranges=attachment.ranges,
+            last_due_ms=max((entry.max_due_ms for entry in attachment.files), default=-1),
+        )
+        return self.changed(attachment.job_id, facts)
+
+    def _planned_for(self, attachment: Attachment) -> CampaignFacts | None:
+        return self._kept.values.get(attachment.job_id) if attachment.job == "bulk" else None

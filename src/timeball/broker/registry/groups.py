@@ -1,0 +1,206 @@
+"""Consumer groups as an operator configures them: may they consume, how often is a message tried, in how many queues.
+
+A group comes into being with its first member, with RocketMQ's defaults, and stays until an operator deletes it.
+Names and values are RocketMQ's own, since its tools write them and read them back; what Timeball does not act
+on (the slow-reading broker) is kept and given back as it came.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from timeball import limits
+from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.broker.registry.topics import check_name, check_topic
+from timeball.errors import GroupNotFound, OverLimit
+
+ATTRIBUTES_MAX = 64
+TIMES_MAX = 16  # RocketMQ's retryMaxTimes
+
+# The integer range of RocketMQ's fields; -1 in retry_max_times is "the default" there as here.
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Queues = Annotated[int, msgspec.Meta(ge=0, le=limits.QUEUES_PER_TOPIC_MAX)]
+
+
+class ExponentialRetry(msgspec.Struct, frozen=True, rename="camel"):
+    """Kept for clients that retry by themselves; durations in ms."""
+
+    initial: int = 5_000
+    max: int = 2 * limits.HOUR_MS
+    multiplier: int = 2
+
+
+class CustomizedRetry(msgspec.Struct, frozen=True, rename="camel"):
+    """The same as a list of durations in ms."""
+
+    next: Annotated[list[int], msgspec.Meta(max_length=64)] = []
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, rename="camel"):
+    """RocketMQ's GroupRetryPolicy (`retry_delay_ms`). As in RocketMQ, consumers of remoting do not feel it."""
+
+    type: str = "CUSTOMIZED"
+    exponential_retry_policy: ExponentialRetry | None = None
+    customized_retry_policy: CustomizedRetry | None = None
+
+
+class SubscriptionGroup(msgspec.Struct, frozen=True, rename="camel"):
+    """RocketMQ's SubscriptionGroupConfig."""
+
+    group_name: str
+    consume_enable: bool = True
+    consume_from_min_enable: bool = True
+    consume_broadcast_enable: bool = True
+    consume_message_orderly: bool = False
+    retry_queue_nums: Queues = 1
+    retry_max_times: Int32 = 16
+    group_retry_policy: RetryPolicy = RetryPolicy()
+    broker_id: Int32 = 0
+    which_broker_when_consume_slowly: Int32 = 1
+    notify_consumer_ids_changed_enable: bool = True
+    group_sys_flag: Int32 = 0
+    consume_timeout_minute: Int32 = 15
+    attributes: Annotated[dict[str, str], msgspec.Meta(max_length=ATTRIBUTES_MAX)] = {}
+
+
+def times_max(of_group: int, of_client: int | None) -> int:
+    """Return how often a message is tried again; a consumer's own number comes first, -1 means RocketMQ's default."""
+    given = of_group if of_client is None else of_client
+    return given if given >= 0 else TIMES_MAX
+
+
+class Groups:
+    """All groups. Belongs to the event loop."""
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._kept = MetaTable(meta, "group", SubscriptionGroup)
+        self._groups = self._kept.values  # to be read; changes go through `_kept`
+        self.version = 0  # counts changes since the start, for tools that ask whether anything is new
+
+    def get(self, name: str) -> SubscriptionGroup:
+        """Return the group; raises GroupNotFound."""
+        group = self._groups.get(name)
+        if group is None:
+            raise GroupNotFound(f"consumer group {name[: limits.GROUP_BYTES_MAX]!r} does not exist")
+        return group
+
+    def find_group(self, name: str) -> SubscriptionGroup | None:
+        """Return the group, if it exists."""
+        return self._groups.get(name)
+
+    def times_max(self, name: str) -> int:
+        """Return how often a message is tried again that this group did not acknowledge; the default if unknown."""
+        group = self._groups.get(name)
+        return times_max(-1 if group is None else group.retry_max_times, None)
+
+    def all(self) -> list[SubscriptionGroup]:
+        """Return all groups."""
+        return list(self._groups.values())
+
+    def ensure(self, name: str) -> SubscriptionGroup:
+        """Return the group, made with the defaults when there is none; raises InvalidMessage, OverLimit."""
+        return self._groups.get(name) or self.update(SubscriptionGroup(name))
+
+    def update(self, group: SubscriptionGroup) -> SubscriptionGroup:
+        """Make a group or replace its configuration; raises InvalidMessage, OverLimit."""
+        name = group.group_name
+        # Members register with every heartbeat: an unchanged group must not cost a row of the log.
+        if self._groups.get(name) == group:
+            return group
+        # Names become parts of topics' names and of keys of META rows.
+        check_name(name, limits.GROUP_BYTES_MAX, "group")
+        if name not in self._groups and len(self._groups) >= limits.GROUPS_MAX:
+            raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
+        self._put(name, group)
+        return group
+
+    def remove(self, name: str) -> None:
+        """Forget a group; nothing happens when there is none. Its members make it anew when they beat."""
+        if name in self._groups:
+            self._put(name, None)
+
+    def _put(self, name: str, group: SubscriptionGroup | None) -> None:
+        self._kept.put([(name, group)])
+        # Counted for every change: tools ask by this number whether they must read the groups again.
+        self.version += 1
+
+
+_S, _M, _H = limits.SECOND_MS, limits.MINUTE_MS, limits.HOUR_MS
+LEVELS_MS = (
+    1 * _S, 5 * _S, 10 * _S, 30 * _S, 1 * _M, 2 * _M, 3 * _M, 4 * _M, 5 * _M, 6 * _M, 7 * _M, 8 * _M, 9 * _M,
+    10 * _M, 20 * _M, 30 * _M, 1 * _H, 2 * _H,
+)  # fmt: skip
+FIRST_LEVEL = 2  # where in its list a customised policy begins; RocketMQ's levels 1 and 2 are no retries
+POWER_MAX = 32
+
+
+def retry_delay_ms(policy: RetryPolicy | None, attempt: int) -> int:
+    """Return how long a message stays away after an attempt that failed; policy None: RocketMQ's default.
+
+        CUSTOMIZED    a list of durations, the last one for ever after; without one, RocketMQ's 18 levels from 10 s on
+        EXPONENTIAL   initial x multiplier^n, at most max
+
+    Attempts are counted from 1 as consumers of RocketMQ 5 see them; n, RocketMQ's reconsumeTimes, is one less.
+    """
+    policy = policy or RetryPolicy()
+    times = max(0, attempt - 1)
+    if policy.type == "EXPONENTIAL":
+        found = _exponential(policy.exponential_retry_policy or ExponentialRetry(), times)
+    else:
+        found = _customized(policy.customized_retry_policy or CustomizedRetry(), times)
+    # An administrator's tools send policies with any numbers.
+    return min(max(0, found), limits.INVISIBLE_MS_MAX)
+
+
+def durations_ms(policy: CustomizedRetry | None) -> list[int]:
+    """Return the durations of a customised policy; RocketMQ's levels for one that names none."""
+    return list(policy.next) if policy is not None and policy.next else list(LEVELS_MS)
+
+
+def _customized(policy: CustomizedRetry, times: int) -> int:
+    durations = durations_ms(policy)
+    # Beyond its end the last duration counts for ever.
+    return durations[min(times + FIRST_LEVEL, len(durations) - 1)]
+
+
+def _exponential(policy: ExponentialRetry, times: int) -> int:
+    factor: int = policy.multiplier ** min(times, POWER_MAX)  # bounded: Python's integers grow without end
+    return min(policy.max, policy.initial * factor)
+
+
+Mode = Literal["PULL", "POP"]
+
+
+class RequestMode(msgspec.Struct, frozen=True, rename="camel"):
+    """How a group consumes a topic. `pop_share_queue_num` 0: each client pops from all queues."""
+
+    topic: str
+    consumer_group: str
+    mode: Mode = "PULL"
+    pop_share_queue_num: int = 0
+
+
+class RequestModes:
+    """Which groups consume a topic by POP, as an administrator has said; a group of which nothing is said pulls.
+
+    RocketMQ keeps the same in messageRequestMode.json. Belongs to the event loop.
+    """
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._modes = MetaTable(meta, "mode", RequestMode)
+
+    def get(self, topic: str, group: str) -> RequestMode:
+        """Return the mode set for this group; PULL when none is."""
+        return self._modes.values.get(f"{topic}@{group}") or RequestMode(topic, group)
+
+    def set(self, mode: RequestMode) -> None:
+        """Change a group's mode; raises InvalidName, OverLimit."""
+        check_topic(mode.topic)
+        check_name(mode.consumer_group, limits.GROUP_BYTES_MAX, "group")
+        key = f"{mode.topic}@{mode.consumer_group}"
+        # Names in the key are clients' and may be any: the number of modes needs a bound of its own.
+        if key not in self._modes.values and len(self._modes.values) >= limits.GROUPS_MAX:
+            raise OverLimit(f"the modes of {limits.GROUPS_MAX} groups are set")
+        self._modes.put([(key, mode)])

@@ -1,0 +1,138 @@
+"""State that changes rarely, as META rows of the log: a key and a value each, of which the last one counts.
+
+    key                                value                    kept by
+    topic/<name>                       TopicFacts               topics.py
+    group/<name>                       SubscriptionGroup        groups.py
+    mode/<topic>@<group>               RequestMode              groups.py
+    offsets/<group>@<topic>            {queue: offset}          offsets.py
+    offsets/parked                     Parked                   offsets.py
+    in_flight/<group>@<topic>@<queue>  leases at a clean stop   leases.py
+    campaign/<id>                      CampaignFacts            campaigns.py
+    secret/receipts                    32 bytes, as base64      leases.py
+    snapshot                           all of these at once     log/checkpoint.py
+
+Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log
+before every row that needs it: a topic before its first message, in the same commit and under the same sync. A caller
+who must not be answered before the change is on disk waits for `LogWriter.flushed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from timeball.errors import Corrupt, SetupError
+from timeball.message import SNAPSHOT_KEY, meta_rows
+
+T = TypeVar("T")
+Values = dict[str, bytes]
+
+
+class Restorable(Protocol):
+    """State in memory that follows from the values of one prefix."""
+
+    def restore(self, name: str, value: bytes) -> None:
+        """Take a value that the log says, empty when the name is deleted; recovery calls it in log order."""
+
+
+class MetaLog:
+    """Writes META rows, and at a start gives what they say to the tables. Belongs to the event loop.
+
+    `values` is what the log says up to the last row appended: a snapshot is a copy of it.
+    """
+
+    def __init__(self) -> None:
+        self.values: Values = {}
+        self._tables: dict[str, Restorable] = {}
+        # None during recovery: the tables are filled from the log then, and must not write to it.
+        self._append: Callable[[pa.RecordBatch], object] | None = None
+        self._now_ms: Callable[[], int] = lambda: 0
+
+    def register(self, prefix: str, table: Restorable) -> None:
+        """Name the table that keeps the values of a prefix; all are named before recovery begins."""
+        self._tables[prefix] = table
+
+    def open(self, append: Callable[[pa.RecordBatch], object], now_ms: Callable[[], int]) -> None:
+        """Go from recovery to writing."""
+        self._append, self._now_ms = append, now_ms
+
+    def put(self, changes: Iterable[tuple[str, object]]) -> None:
+        """Append changed values in one frame, so that all of them are kept or none; None deletes a key."""
+        assert self._append is not None, "recovery changes nothing"
+        pairs = _encoded(changes)
+        if pairs:
+            # Appended first: an append that is refused must leave memory as the log is.
+            self._append(meta_rows(pairs, self._now_ms()))
+            for key, value in pairs:
+                self._keep(key, value)
+
+    def changed(self, changes: Iterable[tuple[str, object]]) -> pa.RecordBatch:
+        """Keep changed values and return their rows, which the caller appends at once, in a frame with others."""
+        pairs = _encoded(changes)
+        for key, value in pairs:
+            self._keep(key, value)
+        return meta_rows(pairs, self._now_ms())
+
+    def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
+        """Take values that the log says, in log order."""
+        for key, value in pairs:
+            if key == SNAPSHOT_KEY:
+                continue  # it says what the rows before it have said, all of which are known here
+            prefix, _, name = key.partition("/")
+            table = self._tables.get(prefix)
+            # Dropping it would lose state for good, as the next snapshot is made of `values`.
+            if table is None:
+                raise SetupError(f"the log holds state of a newer Timeball ({prefix!r}): use that one")
+            self._keep(key, value)
+            try:
+                table.restore(name, value)
+            except msgspec.DecodeError as error:
+                raise Corrupt(f"META row of {key!r}: {error}; restore the log from a copy") from error
+
+    def _keep(self, key: str, value: bytes) -> None:
+        if value:
+            # As bytes: a snapshot copies them, and needs none of them decoded.
+            self.values[key] = value
+        else:
+            self.values.pop(key, None)
+
+
+def _encoded(changes: Iterable[tuple[str, object]]) -> list[tuple[str, bytes]]:
+    return [(key, b"" if value is None else msgspec.json.encode(value)) for key, value in changes]
+
+
+class MetaTable(Generic[T]):
+    """The decoded values of one prefix, for state that needs no more than to be looked up."""
+
+    def __init__(self, log: MetaLog, prefix: str, kind: type[T]) -> None:
+        self._log, self._prefix, self._kind = log, prefix, kind
+        self.values: dict[str, T] = {}
+        log.register(prefix, self)
+
+    def put(self, changes: Iterable[tuple[str, T | None]]) -> None:
+        """Change values, in one frame; None deletes one."""
+        listed = list(changes)
+        self._log.put((f"{self._prefix}/{name}", value) for name, value in listed)
+        # After the append, as in MetaLog: memory never holds what the log refused.
+        for name, value in listed:
+            self._keep(name, value)
+
+    def changed(self, changes: Iterable[tuple[str, T | None]]) -> pa.RecordBatch:
+        """Change values; return their rows, which the caller appends at once."""
+        listed = list(changes)
+        for name, value in listed:
+            self._keep(name, value)
+        return self._log.changed((f"{self._prefix}/{name}", value) for name, value in listed)
+
+    def restore(self, name: str, value: bytes) -> None:
+        """Take a value that the log says."""
+        self._keep(name, msgspec.json.decode(value, type=self._kind) if value else None)
+
+    def _keep(self, name: str, value: T | None) -> None:
+        if value is None:
+            self.values.pop(name, None)
+        else:
+            self.values[name] = value

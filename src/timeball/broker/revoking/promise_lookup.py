@@ -1,0 +1,370 @@
+"""Look promises up by id, key or number, with what the log says became of each.
+
+    id, key   every promise that carries it
+    number    that promise
+
+A lookup reads the log and the pending table. A promise that was moved to other instants has a row for each; the newest
+of them is where it waits now, and a RELEASE or CANCEL row of its number is its end.
+
+Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic: they
+carry their producer's id and keys, but its message has been delivered, and to cancel a copy would lose it.
+
+Lookups run in the reader thread. Retention removes old segments and files in the same thread, so what a step finds at
+its beginning is still there at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.errors import OutOfRange
+from timeball.key_hash import hash_text
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
+from timeball.schedule.delay_levels.levels import REAL_TOPIC
+from timeball.schedule.hour_log.pending import as_promises as table_rows
+from timeball.schedule.locations import KINDS, as_promises
+from timeball.schedule.moved import Moved
+from timeball.table.data_file import DataFile
+
+COLUMNS = [
+    "seq", "kind", "topic", "queue_offset", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq",
+    "version_seq", "from_due_ms", "properties",
+]  # fmt: skip
+SETTLING = (Kind.RELEASE, Kind.CANCEL)
+CANCELLED, RELEASED = "already_cancelled", "released"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The promises a caller asks for. `topic`: only those for it, as producers of different topics may use the same id.
+
+    `may`: only promises for topics that it allows; the lookup hides all others (called in the reader thread).
+    """
+
+    ids: Sequence[str] = ()
+    keys: Sequence[str] = ()
+    seqs: Sequence[int] = ()
+    topic: str | None = None
+    may: Callable[[str], bool] | None = None
+
+    def check(self) -> None:
+        """Raise OutOfRange when these are too many for one request."""
+        if len(self.ids) + len(self.keys) + len(self.seqs) > limits.CANCELS_PER_REQUEST_MAX:
+            raise OutOfRange(
+                f"at most {limits.CANCELS_PER_REQUEST_MAX} scheduled messages in one request; split it"
+            )
+
+    @property
+    def subjects(self) -> list[str]:
+        """Return the names as the answer repeats them, in the order asked."""
+        return [*self.ids, *self.keys, *map(str, self.seqs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A promise that a caller has named, by its number, with the instant and version by which the schedule knows it.
+
+    `at_seq`: the row of the log that holds it now, if one does.
+    """
+
+    subject: str
+    number: int  # its first row, for ever
+    seq: int  # its version
+    due_ms: int
+    topic: str
+    unique_key: str | None
+    keys: str | None
+    accepted_ms: int  # by its first row; a move does not change it
+    is_level: bool = False  # it waits in the queue of a delay level
+    in_table: bool = False  # it lies in a file of the pending table
+    at_seq: int | None = None
+
+
+class Settled(NamedTuple):
+    """The end of a promise, and when it was."""
+
+    verdict: str
+    at_ms: int | None
+
+
+@dataclass(slots=True)
+class Found:
+    """Promises by subject, and the end of those that are settled, by number.
+
+    `gone`: the number of a promise of which log and table know nothing any more, by the subject that named it.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    settled: dict[int, Settled] = field(default_factory=dict)
+    gone: dict[str, int] = field(default_factory=dict)
+
+
+def is_on_its_way_back(topic: str) -> bool:
+    """Return whether a promise for this topic is a copy of a message that was delivered."""
+    return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
+
+
+class Search:
+    """One lookup; its methods run in the reader thread, except `missing`.
+
+    Call `search`, then scan the log for what is `missing` (`scan`) and `add_rows`, then `result`.
+    """
+
+    def __init__(self, reader: LogReader, key_index: KeyIndex, moved: Moved, names: Names) -> None:
+        self._reader, self._key_index, self._moved, self._names = reader, key_index, moved, names
+        self._files: list[DataFile] = []
+        self._found: dict[tuple[str, int], Candidate] = {}
+        self._settled: dict[int, Settled] = {}
+        self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
+
+    def search(self, files: list[DataFile]) -> None:
+        """Search the key index, the log by number, and these files of the table."""
+        self._files = files
+        self._by_number(self._names.seqs)
+        self._by_name()
+
+    def missing(self, *, thorough: bool) -> set[int]:
+        """Return the numbers to scan the log for; `thorough`: also those of promises without an id, for their end."""
+        return self._unknown | {c.number for c in self._found.values() if thorough and c.unique_key is None}
+
+    def add_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Add the rows that a scan of the log has found."""
+        for row in rows:
+            self._note_settling(row)
+            self._note_move(row)
+            if row["source_seq"] in self._unknown:
+                self._add_logged(str(row["source_seq"]), row)
+
+    def result(self) -> Found:
+        """Return all promises with one of the names."""
+        names, candidates = self._names, [self._in_newest(c) for c in self._found.values()]
+        known = {c.number for c in candidates}
+        # Given out once, and now in neither log nor table: its end is not known any more ("expired").
+        gone = {str(seq): seq for seq in self._unknown - known if seq < self._reader.first_seq}
+        # Without a topic, copies on their way back to a group are hidden: they carry the id of a delivered message.
+        if names.topic is not None:
+            candidates = [c for c in candidates if c.topic == names.topic]
+        else:
+            numbers = {str(seq) for seq in names.seqs}
+            candidates = [c for c in candidates if c.subject in numbers or not is_on_its_way_back(c.topic)]
+        if names.may is not None:
+            candidates = [c for c in candidates if names.may(c.topic)]
+        return Found(candidates, self._settled, gone)
+
+    def _in_newest(self, candidate: Candidate) -> Candidate:
+        """Return it as the schedule knows it now: what was found may be an old row of it in a file."""
+        moved_to = self._moved.newest(candidate.number)
+        if moved_to is None or moved_to[1] <= candidate.seq:
+            return candidate
+        due_ms, version = moved_to
+        # Moved since the search: what moved it is there to be read, unless retention has removed it.
+        at_seq = version if version >= self._reader.first_seq else None
+        return replace(candidate, due_ms=due_ms, seq=version, in_table=False, at_seq=at_seq)
+
+    # -- by number ---------------------------------------------------------------------------------------------
+
+    def _by_number(self, numbers: Iterable[int]) -> None:
+        """Add these promises in their newest versions, as far as these are found where they got their instants."""
+        number_of = {self._version_of(number): number for number in numbers}
+        # Sorted once, so that each file searches only the numbers within its own bounds.
+        wanted = np.unique(np.array(list(number_of), dtype=np.int64))
+        for file in self._files:
+            inside = wanted[(wanted >= file.entry.min_seq) & (wanted <= file.entry.max_seq)]
+            for row in file.find_seqs(inside).to_pylist() if len(inside) else ():
+                if _number_in_table(row) == number_of[row["seq"]]:
+                    self._add_filed(str(number_of[row["seq"]]), row)
+        for version, number in number_of.items():
+            if (
+                not self._in_log(version, number)
+                and 0 < number < self._reader.next_seq
+                and (str(number), number) not in self._found
+            ):
+                self._unknown.add(number)
+
+    def _version_of(self, number: int) -> int:
+        moved_to = self._moved.newest(number)
+        return number if moved_to is None else moved_to[1]
+
+    def _in_log(self, version: int, number: int) -> bool:
+        """Return whether the log keeps this row; add it when it is a version of this promise."""
+        if not self._reader.first_seq <= version < self._reader.next_seq:
+            return False
+        there = False
+        for rows in self._reader.rows(version, version + 1):
+            for row in rows.select(COLUMNS).to_pylist():
+                # Of a half message the rows behind it say whether it became a promise.
+                there = row["kind"] != Kind.PROMISE or row["due_ms"] is not None
+                if row["kind"] in KINDS and _number_of(row) == number:
+                    self._add_logged(str(number), row)
+        return there
+
+    # -- by id and key -----------------------------------------------------------------------------------------
+
+    def _by_name(self) -> None:
+        """Add promises with these ids and keys, and the end of these and of those found by number."""
+        by_id, by_key = set(self._names.ids), set(self._names.keys)
+        # The rows that end a promise named by its number are found by its id.
+        known = {c.unique_key for c in self._found.values() if c.unique_key is not None}
+        # One look-up for all names: each asks every sealed segment's index.
+        hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
+        for row in self._reader.read_rows(self._key_index.find_rows(hashes)).select(COLUMNS).to_pylist():
+            for name in _names(row, by_id, by_key):
+                self._add_logged(name, row)
+            self._note_settling(row)
+            self._note_move(row)
+        for file in self._files if by_id or by_key else ():
+            rows = file.find_rows(hashes)
+            # Mostly none: a cancel asks every file.
+            for row in rows.to_pylist() if rows.num_rows else ():
+                for name in _names(row, by_id, by_key):
+                    self._add_filed(name, row)
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    def _add_logged(self, subject: str, row: dict[str, Any]) -> None:
+        """Note the promise that a row of the log accepts, moves or ends. A half message waits for no instant."""
+        if row["due_ms"] is None:
+            return
+        if row["kind"] in KINDS:
+            accepted_ms = row["store_ms"] if row["kind"] == Kind.PROMISE else row["accepted_ms"]
+            self._add(subject, row, _number_of(row), _version_of(row), accepted_ms, at_seq=row["seq"])
+        elif row["kind"] in SETTLING:
+            # The promise itself may have been let go by retention, or never have been in the log (bulk).
+            self._add(subject, row, row["source_seq"], _version_of(row), row["accepted_ms"])
+
+    def _add_filed(self, subject: str, row: dict[str, Any]) -> None:
+        self._add(subject, row, _number_in_table(row), row["seq"], row["accepted_ms"], in_table=True)
+
+    def _add(
+        self,
+        subject: str,
+        row: dict[str, Any],
+        number: int,
+        version: int,
+        accepted_ms: int | None,
+        *,
+        in_table: bool = False,
+        at_seq: int | None = None,
+    ) -> None:
+        """Note where a promise lies: its newest version counts, and of that the last row of the log."""
+        known = self._found.get((subject, number))
+        if known is not None and known.seq > version:
+            return
+        if known is not None and known.seq == version:
+            self._found[subject, number] = replace(
+                known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
+            )
+            return
+        is_level = row.get("kind") in KINDS and row["queue_offset"] is not None
+        # The CANCEL row is to name the topic the message was for.
+        topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
+        self._found[subject, number] = Candidate(
+            subject, number, version, row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
+            is_level, in_table, at_seq,
+        )  # fmt: skip
+
+    def _note_settling(self, row: dict[str, Any]) -> None:
+        if row["kind"] in SETTLING and row["due_ms"] is not None:
+            verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
+            self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"])
+
+    def _note_move(self, row: dict[str, Any]) -> None:
+        """Note that a promise found by its number was written again, in this row."""
+        subject = str(row["source_seq"])
+        if row["kind"] == Kind.MOVED and (subject, row["source_seq"]) in self._found:
+            self._add_logged(subject, row)
+
+
+def _number_of(row: dict[str, Any]) -> int:
+    return int(row["source_seq"] if row["kind"] == Kind.MOVED else row["seq"])
+
+
+def _number_in_table(row: dict[str, Any]) -> int:
+    return int(row["seq"] if row["number"] is None else row["number"])
+
+
+def _version_of(row: dict[str, Any]) -> int:
+    """Return the version that a row of the log holds, or ends."""
+    if row["kind"] == Kind.PROMISE or row["from_due_ms"] is not None:
+        return int(row["seq"])
+    return int(row["source_seq"] if row["version_seq"] is None else row["version_seq"])
+
+
+def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
+    """Return which of these ids and keys the row carries."""
+    names = {row["unique_key"]} & by_id
+    if row["keys"] is not None:
+        names |= set(row["keys"].split(" ")) & by_key
+    return sorted(names)
+
+
+def may_hold(file: DataFile, due_ms: int, seq: int) -> bool:
+    """Return whether a promise may lie in this file, by the bounds of its entry."""
+    entry = file.entry
+    return entry.min_seq <= seq <= entry.max_seq and entry.min_due_ms <= due_ms <= entry.max_due_ms
+
+
+def read(reader: LogReader, files: list[DataFile], candidates: Sequence[Candidate]) -> pa.RecordBatch:
+    """Return the whole rows of those of these promises that log or table hold, in READ_SCHEMA (reader thread).
+
+    A row of a delay level comes as it waits, under the schedule's topic.
+    """
+    at = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
+    # Retention may have removed rows since the lookup; these promises then lie in files.
+    logged = at >= reader.first_seq
+    parts = [as_promises(reader.read_rows(np.unique(at[logged])))]
+    wanted = [c for c, is_logged in zip(candidates, logged.tolist(), strict=True) if not is_logged]
+    for file in files if wanted else ():
+        inside = [c for c in wanted if may_hold(file, c.due_ms, c.seq)]
+        rows = file.rows_of(*pairs(inside)) if inside else None
+        if rows is not None and rows.num_rows:
+            parts.append(table_rows(rows))
+    return pa.concat_batches(parts)
+
+
+def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
+    """Return (due_ms, version) of each, as columns."""
+    return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
+        [c.seq for c in candidates], dtype=np.int64
+    )
+
+
+# ---- what no index knows --------------------------------------------------------------------------------------
+
+# An index by number would cost an entry for each release, and messages of RocketMQ's and our clients have ids. So the
+# log is read, from the first of these numbers to its end. That may take a while, so it runs in a thread of its own:
+# consumers wait for the broker's reader thread. Rows that retention removes meanwhile are missing from the result, as
+# if they had been removed before.
+
+
+_BATCH_ROWS = 65_536
+
+
+def scan(reader: LogReader, wanted: set[int]) -> list[dict[str, Any]]:
+    """Return the rows (`COLUMNS`, in order) that move or end these promises; any thread."""
+    while True:
+        begin = max(reader.first_seq, min(wanted))
+        try:
+            return _scan(reader, sorted(wanted), begin)
+        except OutOfRange:
+            if reader.first_seq <= begin:
+                raise
+            # Retention has removed the segment since `first_seq` was read: begin at the new one.
+
+
+def _scan(reader: LogReader, wanted: list[int], begin: int) -> list[dict[str, Any]]:
+    found = []
+    for rows in reader.coalesced(begin, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):
+        # By number, in vectors and without bodies: a scan may go through days of log.
+        mine = np.isin(rows.column("source_seq").fill_null(-1).to_numpy(), wanted)
+        if mine.any():
+            found += rows.filter(pa.array(mine)).to_pylist()
+    return found

@@ -1,0 +1,128 @@
+"""Cancel all that still waits of whole ranges of numbers: a bulk job's promises as one object, with a definite count.
+
+The promises of a bulk attach never passed through the log one by one, so no index holds their numbers: they are read
+from the files of the pending table, row group by row group, those due soonest first. Each group is decided on the
+event loop, in some milliseconds, and its CANCEL rows are in the log before the next one is read. A call that is cut
+short has cancelled the first groups, and goes on when it is repeated. What cancel.py says of single promises holds for
+each of these.
+
+The list of files is made once, between two changes of the table: a promise of the ranges is in one of them. Compaction
+may write it into another file meanwhile, with the same instant and number, but those of the list stay on the disk until
+the call ends. A resume, which changes instants, waits for it (gate.py).
+
+Refused: numbers that are set aside and not attached yet, because promises attached after the answer would go on
+waiting; and numbers of rows of the log, whose promises may lie in its tail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.components import Components, in_thread
+from timeball.errors import NotFound, OutOfRange, RequestError
+from timeball.log.reader import LogReader
+from timeball.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
+from timeball.table.attachment import Ranges, overlap, within
+from timeball.table.data_file import DataFile, overlapping
+from timeball.wire import RangesCancelled
+
+
+async def cancel_ranges(
+    parts: Components, attaching: asyncio.Lock, ranges: Ranges, reason: str
+) -> RangesCancelled:
+    """Settle all promises numbered first_seq <= seq < first_seq + rows, for each (first_seq, rows).
+
+    `attaching` is held over each change of the pending table.
+    """
+    if not reason.isprintable():
+        # It would stand among the properties of CANCEL rows, and end its own.
+        raise RequestError(f"reason {reason!r}: printable characters only")
+    async with parts.revoking.passing():
+        async with attaching:  # else numbers may be used up, and their files not yet part of the table
+            check(parts, ranges)
+            files = overlapping(parts.hour_log.pending.all(), ranges)
+        with parts.catalog.keeping([file.entry.path for file in files]):
+            await in_thread(parts.reader_thread, check_bulk, parts.reader, ranges)
+            return await _cancel_all(parts, files, ranges, reason)
+
+
+async def _cancel_all(
+    parts: Components, files: list[DataFile], ranges: Ranges, reason: str
+) -> RangesCancelled:
+    cancelled = already = 0
+    for file in files:
+        # A row group at a time: memory holds one, and consumers' reads come between two.
+        for group in range(await in_thread(parts.reader_thread, file.group_count)):
+            rows = await in_thread(parts.reader_thread, group_in_ranges, file, group, ranges)
+            if rows.num_rows:
+                due_ms, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
+                # Counted before the cancel, which would make all of them cancelled.
+                already += int(np.count_nonzero(parts.outcomes.was_cancelled(due_ms, seq)))
+                cancelled += await _cancel(parts, rows, reason)
+    # Releases on their way: a caller who asks next what became of the others finds them in the log.
+    await parts.writer.flushed()
+    total = sum(rows for _, rows in ranges)
+    return RangesCancelled(total, cancelled, already, total - cancelled)
+
+
+async def _cancel(parts: Components, rows: pa.RecordBatch, reason: str) -> int:
+    now_ms = parts.clock.now_ms()
+    chosen = parts.scheduler.cancel(int64(rows.column("due_ms")), int64(rows.column("seq")))
+    if not chosen.any():
+        return 0
+    # No pause since the decision: the CANCEL rows stand in the log before any later release.
+    _, durable = parts.writer.append(cancel_rows(rows.filter(pa.array(chosen)), now_ms, reason))
+    await durable
+    return int(np.count_nonzero(chosen))
+
+
+def check(parts: Components, ranges: Ranges) -> None:
+    """Raise unless all these numbers were given out, and none for a bulk attach that has not taken place."""
+    # Sorted, so that ranges which overlap are neighbours: a promise named twice would spoil the definite count.
+    ordered = sorted(ranges)
+    for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], (1 << 62, 0)], strict=True):
+        if first_seq + rows > min(next_first, parts.reader.next_seq):
+            raise OutOfRange(
+                f"{rows} rows from seq {first_seq}: beyond the log's end, or the same numbers named twice"
+            )
+    reserved = list(parts.ledger.reserved.items())
+    begin, count = np.array(reserved, np.int64).reshape(-1, 2).T
+    for at in np.flatnonzero(overlap(begin, begin + count, ranges)).tolist():
+        set_aside, rows = reserved[at]
+        raise NotFound(
+            f"{rows} rows from seq {set_aside} are set aside for a job that has not attached them yet"
+        )
+
+
+def check_bulk(reader: LogReader, ranges: Ranges) -> None:
+    """Raise when these are numbers of rows in the log (reader thread)."""
+    for first_seq, rows in ranges:
+        # Numbers of a bulk attach have no rows in the log; a row here means that the caller named other promises.
+        begin = max(first_seq, reader.first_seq)
+        if next(reader.rows(begin, max(begin, first_seq + rows)), None) is not None:
+            raise OutOfRange(
+                f"{rows} rows from seq {first_seq}: not the range of a bulk attach; cancel these by number"
+            )
+
+
+def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatch:
+    """Return the rows of one row group that lie in the ranges (reader thread)."""
+    rows = file.identities(group)
+    inside = within(int64(rows.column("seq")), ranges)
+    return rows if inside.all() else rows.filter(pa.array(inside))
+
+
+def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
+    """Return LOG_SCHEMA cancel rows for promises given by their identifying columns."""
+    return build_rows(
+        rows.num_rows,
+        kind=int(Kind.CANCEL),
+        queue_id=-1,
+        store_ms=now_ms,
+        source_seq=rows.column("seq"),
+        properties=encode_properties({CANCEL_REASON: reason}) if reason else None,
+        **{name: rows.column(name) for name in ("topic", "unique_key", "keys", "due_ms", "accepted_ms")},
+    )

@@ -1,0 +1,146 @@
+"""Reschedule: a promise that waits is moved to another instant, as one step that cannot be seen half done.
+
+    MOVED    the same message under the same number, for the new instant; it settles the instant before
+
+One row says both, so after a power cut the message is due at the one instant or at the other. The schedule sees a
+promise that was settled and one that came, and need not know of moves. The decision is that of a cancel: what was
+handed out is `released` and stays.
+
+Bodies are read before the decision, because no await may stand between decision and append; a body does not change
+while its promise waits. The properties that had delayed the message (a level, a timer) are removed: their instant does
+not hold any more.
+
+An instant that a send would refuse, a full disk or a full slot of a wheel changes nothing. Many promises are moved in
+several frames; a call that fails in between has moved the first of them, and may be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.appender import Appender
+from timeball.broker.components import Components, in_thread
+from timeball.broker.consuming.retry import SPENT
+from timeball.broker.delivery import as_moves, in_frames
+from timeball.broker.revoking import promise_lookup
+from timeball.broker.revoking.cancel import settle, stop_waiting
+from timeball.broker.revoking.promise_lookup import Candidate, Names
+from timeball.errors import InvalidDelay, RequestError
+from timeball.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
+from timeball.schedule.delay_levels.levels import REAL_QUEUE
+from timeball.wire import Verdict
+
+REASON = "rescheduled"
+ROWS_AT_ONCE = 64  # bodies in memory: 256 MiB of the largest
+
+
+async def reschedule(
+    parts: Components, appender: Appender, names: Names, *, due_ms: int | None, delay_ms: int | None
+) -> list[Verdict]:
+    """Move what waits of these to an instant, or so far from now; raise InvalidDelay, and what a send raises."""
+    instant_ms = _instant_ms(parts, due_ms, delay_ms)
+    return await settle(parts, names, partial(_move, parts, appender, instant_ms))
+
+
+def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> int:
+    now_ms, delay_ms_max = parts.clock.now_ms(), parts.settings.delay_ms_max
+    if (due_ms is None) == (delay_ms is None):
+        raise RequestError("reschedule: give one of due_ms and delay_ms")
+    # The delay by itself first: the sum might be an instant that has passed.
+    if delay_ms is not None and not 0 <= delay_ms <= delay_ms_max:
+        raise InvalidDelay(f"delay_ms {delay_ms}: between 0 and {delay_ms_max}")
+    instant_ms = now_ms + delay_ms if delay_ms is not None else due_ms
+    assert instant_ms is not None
+    if not 0 <= instant_ms <= now_ms + delay_ms_max:
+        raise InvalidDelay(f"due_ms {instant_ms}: between 0 and {now_ms + delay_ms_max}")
+    return instant_ms
+
+
+async def _move(
+    parts: Components, appender: Appender, due_ms: int, candidates: list[Candidate]
+) -> dict[int, Verdict]:
+    told: dict[int, Verdict] = {}
+    for at in range(0, len(candidates), ROWS_AT_ONCE):
+        chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
+
+        files = parts.hour_log.pending.all()
+        # Read before the decision: reading may fail or wait, and after it nothing may.
+        rows = await in_thread(
+            parts.reader_thread, promise_lookup.read, parts.reader, files, list(chunk.values())
+        )
+        for frame in in_frames(rows) if rows.num_rows else ():
+            told |= await _move_frame(
+                parts, appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()]
+            )
+    return told
+
+
+async def _move_frame(
+    parts: Components, appender: Appender, due_ms: int, rows: pa.RecordBatch, candidates: list[Candidate]
+) -> dict[int, Verdict]:
+    parts.writer.check_room()
+    now_ms = parts.clock.now_ms()
+    due_ms = max(
+        due_ms, now_ms
+    )  # an instant that has passed means now, so that the release does not count as late
+    promises = promise_rows(
+        rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=parts.settings.host
+    )
+    appender.make_topics(promises)
+    promises = appender.prepare(promises, now_ms)
+    # The race is decided here, on the loop: a promise that is being released meanwhile is no longer waiting.
+    waited = stop_waiting(parts, candidates)
+    chosen = [c for c, was in zip(candidates, waited.tolist(), strict=True) if was]
+    if not chosen:
+        return {}
+    # After `stop_waiting` the append must not fail or wait, so everything that may refuse was asked before it.
+    first_seq = parts.writer.next_seq
+    moves = [(due_ms, c.number, first_seq + at, c.due_ms) for at, c in enumerate(chosen)]
+    mask = pa.array(waited)
+    appended = appender.append(
+        as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves)
+    )
+    await appended.durable
+    return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}
+
+
+def promise_rows(
+    rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
+) -> pa.RecordBatch:
+    """Return LOG_SCHEMA promises for another instant, of READ_SCHEMA promises; `topics`: those they are for."""
+    count = rows.num_rows
+    said = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
+    level = np.asarray(rows.column("queue_offset").is_valid())  # it waits in the queue of a delay level
+    # A level's promise goes on as one for an instant: it leaves the level's queue, and gets topic and queue back.
+    queues = [
+        int(properties[REAL_QUEUE]) if is_level else queue
+        for properties, is_level, queue in zip(
+            said, level.tolist(), rows.column("queue_id").to_pylist(), strict=True
+        )
+    ]
+    nothing, now = pa.nulls(count, pa.int64()), pa.array(np.full(count, now_ms, dtype=np.int64))
+    changed = {
+        "kind": pa.array(np.full(count, Kind.PROMISE, dtype=np.int8)),
+        "topic": pa.array(topics, pa.string()),
+        "queue_id": pa.array(queues, pa.int32()),
+        "queue_offset": nothing,
+        "properties": pa.array([_unspent(properties) for properties in said], pa.string()),
+        "store_ms": now,
+        "store_host": pa.array([host] * count, pa.string()),
+        "due_ms": pa.array(np.full(count, due_ms, dtype=np.int64)),
+        "accepted_ms": nothing,
+        "source_seq": nothing,
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def _unspent(properties: dict[str, str]) -> str | None:
+    # Properties that delayed it before must not act again (consuming/retry.py).
+    kept = {name: value for name, value in properties.items() if name not in SPENT}
+    return encode_properties(kept) if kept else None

@@ -1,0 +1,312 @@
+"""Change the pending table: reserve, attach, compact, rewrite, one change at a time.
+
+An attach is decided by its row in the log; the steps around it are in table/catalog.py. They run under one lock,
+because each attach begins where the last one ended, and because a checkpoint cannot save the state between steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.appender import TailCount
+from timeball.broker.components import Components, in_thread
+from timeball.broker.memory import give_back
+from timeball.broker.registry.campaigns import CampaignFacts
+from timeball.broker.tables import attach, compact, rewrite
+from timeball.errors import RequestError, Unavailable
+from timeball.message import Int64Array, Kind, build_rows
+from timeball.schedule.locations import Waiting, take_promises
+from timeball.table import attachment as att
+from timeball.table.attachment import Attachment, FileEntry, within
+from timeball.table.data_file import overlapping
+from timeball.wire import Attached
+
+logger = logging.getLogger(__name__)
+
+
+class TableChanges:
+    """The pending table's changes, one at a time. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, *, promises_since_watermark: int) -> None:
+        self.parts = parts
+        self._loop = asyncio.get_running_loop()
+        self.lock = asyncio.Lock()
+        # Held over the long work of compaction and rewriting; `lock` only over the short steps of an attach, so that
+        # a bulk attach need not wait for a compaction.
+        self._compact_lock = asyncio.Lock()
+        self.tail_count = TailCount(parts.ledger.watermark, promises_since_watermark)
+        self.outside_compactor_until_ms = 0
+        # An attach is decided and the table may lack it. Recovery repeats only what stands behind the
+        # checkpoint, so none may be saved now, and no later attach may pass this one.
+        self.is_unfinished = False
+
+    async def reserve(self, rows: int) -> int:
+        """Set sequence numbers aside for a bulk attach; returns the first."""
+        self.parts.ledger.check_reserve(rows)
+        row = build_rows(
+            1,
+            kind=int(Kind.TABLE),
+            body=att.encode(att.Reservation(rows)),
+            store_ms=self.parts.clock.now_ms(),
+        )
+        # Behind the row itself: its frame uses up the numbers, so no other row can get them.
+        first_seq = self.parts.writer.next_seq + 1
+        _, durable = self.parts.writer.append(
+            row, span=1 + rows, on_durable=lambda: self.parts.ledger.reserve(first_seq, rows)
+        )
+        await durable
+        return first_seq
+
+    async def attach(self, attachment: Attachment) -> Attached:
+        """Make files part of the pending table, atomically; see table/catalog.py for the order of steps."""
+        attach.check_count(attachment)
+        if attachment.job == "compact":
+            self._check_compacts()
+        # A task of its own: a caller who goes away must not leave an attach half done and unlocked.
+        return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
+
+    async def _attach(self, attachment: Attachment) -> Attached:
+        async with self.lock:
+            parts, ledger = self.parts, self.parts.ledger
+            if self.is_unfinished:
+                raise Unavailable("an attach has failed half way and the broker stops; start it again")
+            # A job that was cut off between our row and its answer asks again: it is told the same, and nothing is
+            # attached twice.
+            if ledger.is_repeated(attachment):
+                version = await in_thread(self.parts.reader_thread, lambda: parts.catalog.version)
+                return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
+            live = {file.entry.path for file in parts.hour_log.pending.all()}
+            now_ms = parts.clock.now_ms()
+            parts.campaigns.check_attach(attachment)
+            ledger.check(
+                attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__, now_ms=now_ms
+            )
+            await in_thread(self.parts.reader_thread,
+                attach.check_files, parts.files, attachment,
+                now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max,
+            )  # fmt: skip
+            # Before the row: once the log says that a file is attached, a power cut must not take the file.
+            await in_thread(self.parts.reader_thread, parts.catalog.sync_data, attachment)
+            return await self._attach_checked(
+                attachment, now_ms, parts.campaigns.attached(attachment, now_ms)
+            )
+
+    async def _attach_checked(
+        self, attachment: Attachment, now_ms: int, state: pa.RecordBatch | None = None, resumes: str = ""
+    ) -> Attached:
+        """Append the attach and, in one frame with it, what it means to a campaign; then bring the caches up to it."""
+        parts = self.parts
+        # Taken before the attach takes the files out: the Delta log must name them as removed.
+        removed = parts.hour_log.pending.entries(attachment.removes)
+        row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=now_ms)
+        rows = row if state is None else pa.concat_batches([row, state])
+        seq = parts.writer.next_seq
+        _, durable = parts.writer.append(rows, on_durable=lambda: parts.ledger.apply(attachment, seq, now_ms))
+        self.is_unfinished = True
+        await durable
+        await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
+        try:
+            await parts.scheduler.attach(attachment, resumes)
+            version = await in_thread(
+                self.parts.reader_thread, parts.catalog.commit, attachment, seq, removed, now_ms
+            )
+        except BaseException as error:
+            # The log says that it has happened: only a recovery, which repeats these steps, may go on.
+            parts.on_failure(error)
+            raise
+        self.is_unfinished = False
+        if attachment.job == "compact":
+            self.tail_count.drop_below(attachment.to_seq)
+        return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
+
+    def _check_compacts(self) -> None:
+        schedule = self.parts.settings.strategy
+        if schedule != "hour_log":
+            raise RequestError(
+                f"nothing is compacted with --strategy {schedule}: scheduled messages wait in its own files"
+            )
+
+    async def adopt(self, waiting: Waiting) -> None:
+        """Move promises that another schedule kept, and may have written again, to the pending table.
+
+        Afterwards every promise is a row of the table, or one of the log behind the watermark, as `hour_log` has it.
+        """
+        parts, now_ms = self.parts, self.parts.clock.now_ms()
+        from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
+
+        def write() -> list[FileEntry]:
+            rows = take_promises(parts.reader, np.sort(waiting.row_seq))
+            return compact.write_files(
+                parts.files, pa.Table.from_batches([compact.as_table_rows(rows)]), now_ms
+            )
+
+        entries = await self._loop.run_in_executor(parts.background, write)
+        await self.attach(
+            Attachment(
+                job="compact",
+                job_id=compact.JOB_ID,
+                epoch=to_seq,
+                files=entries,
+                from_seq=from_seq,
+                to_seq=to_seq,
+            )
+        )
+
+    async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
+        """Move the tail's promises to the pending table; None when there is nothing to move.
+
+        `even_without_promises` moves the watermark all the same, so that retention may let the rows before it go.
+        """
+        self._check_compacts()
+        async with self._compact_lock:
+            parts = self.parts
+            from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
+            to_seq = min(to_seq, from_seq + compact.RUN_ROWS_MAX)
+            if to_seq <= from_seq:
+                return None
+            # Read after `to_seq` was durable: only then does it speak of every promise before it.
+            settled_before_ms, now_ms = parts.scheduler.settled_before_ms, parts.clock.now_ms()
+            settled = parts.scheduler.settled().seq
+            attachment = await self._loop.run_in_executor(
+                parts.background,
+                lambda: compact.compact(
+                    parts.files, parts.reader, settled=settled,
+                    from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
+                ),
+            )  # fmt: skip
+            try:
+                if not attachment.files and not even_without_promises:
+                    return None
+                return await self.attach(attachment)
+            finally:
+                await in_thread(parts.background, give_back)
+
+    async def rewrite(self) -> Attached | None:
+        """Merge or split files of the pending table where that is worth it; None when it is not."""
+        async with self._compact_lock:
+            parts, now_ms = self.parts, self.parts.clock.now_ms()
+            chosen = {entry.path for entry in rewrite.choose(parts.hour_log.pending.live_entries(), now_ms)}
+            if not chosen:
+                return None
+            # Asked after the choice, without a pause: no attach can have removed one of them in between.
+            entries = [f.entry for f in parts.hour_log.pending.all() if f.entry.path in chosen]
+            settled, settled_before_ms = parts.scheduler.settled(), parts.scheduler.settled_before_ms
+            attachment = await self._loop.run_in_executor(
+                parts.background,
+                lambda: rewrite.rewrite(
+                    parts.files, entries, settled.seq,
+                    settled_before_ms=settled_before_ms, holds=parts.outcomes.holds, now_ms=now_ms,
+                    epoch=parts.reader.next_seq,
+                ),
+            )  # fmt: skip
+            try:
+                return await self.attach(attachment)
+            finally:
+                await in_thread(parts.background, give_back)
+
+    async def resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
+        """Write what a paused campaign holds again, due later, and end the hold; return how many rows these are.
+
+        The files are written while requests go on to cancel single promises; what these have ended is left out when
+        they are looked at once more, with no such request at work.
+        """
+        # A task of its own, as for any attach.
+        return await asyncio.shield(self._loop.create_task(self._resume(campaign, facts, shift_ms)))
+
+    async def _resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
+        parts = self.parts
+        async with self._compact_lock:
+            # What was handed out before the pause is settled when it is durable.
+            await parts.writer.flushed()
+            now_ms = parts.clock.now_ms()
+            entries = [file.entry for file in overlapping(parts.hour_log.pending.all(), facts.ranges)]
+            chosen = dict(enumerate(rewrite.runs(entries)))
+            low_ms = min(parts.scheduler.settled_before_ms, parts.outcomes.holds.from_ms)
+            # Before the first file, which may be one of thousands.
+            await in_thread(
+                parts.background, rewrite.check_resume, list(chosen.values()),
+                low_ms=low_ms, shift_ms=shift_ms, now_ms=now_ms,
+            )  # fmt: skip
+            settled = parts.scheduler.settled().seq
+            written: dict[int, list[FileEntry]] = {}
+            begun: list[FileEntry] = []
+            is_attaching = False
+            try:
+                await self._write_resumed(written, chosen, settled, facts, shift_ms, now_ms, begun)
+                async with parts.revoking.alone(), self.lock:
+                    # Of others, whose instants stay, what was settled meanwhile is settled in the new files as well.
+                    late = np.setdiff1d(parts.scheduler.settled().seq, settled)
+                    late = late[within(late, facts.ranges)]
+                    again = {at: run for at, run in chosen.items() if _may_hold(run, late)}
+                    settled = np.union1d(settled, late)
+                    await self._write_resumed(written, again, settled, facts, shift_ms, now_ms, begun)
+                    removes = [entry.path for run in chosen.values() for entry in run]
+                    if self.is_unfinished or len(parts.hour_log.pending.entries(removes)) < len(removes):
+                        raise Unavailable("the pending table has changed meanwhile; resume again")
+                    is_attaching = True
+                    return await self._attach_resumed(campaign, facts, removes, written, now_ms)
+            finally:
+                # What has joined the table is kept, and all of it when the log may have the row that says so.
+                if not (is_attaching and self.is_unfinished):
+                    live = {entry.path for entry in parts.hour_log.pending.live_entries()}
+                    left = [entry for entry in begun if entry.path not in live]
+                    await in_thread(parts.background, rewrite.remove, parts.files, left)
+                await in_thread(parts.background, give_back)
+
+    async def _write_resumed(
+        self,
+        written: dict[int, list[FileEntry]],
+        chosen: dict[int, list[FileEntry]],
+        settled: Int64Array,
+        facts: CampaignFacts,
+        shift_ms: int,
+        now_ms: int,
+        begun: list[FileEntry],
+    ) -> None:
+        parts, settled_before_ms = self.parts, self.parts.scheduler.settled_before_ms
+        for at, run in chosen.items():  # one at a time in memory
+            parts.writer.check_room()
+            written[at] = await in_thread(
+                parts.background, rewrite.resume, parts.files, run, settled,
+                ranges=facts.ranges, settled_before_ms=settled_before_ms, holds=parts.outcomes.holds,
+                shift_ms=shift_ms, now_ms=now_ms, begun=begun,
+            )  # fmt: skip
+
+    async def _attach_resumed(
+        self,
+        campaign: str,
+        facts: CampaignFacts,
+        removes: list[str],
+        written: dict[int, list[FileEntry]],
+        now_ms: int,
+    ) -> int:
+        parts = self.parts
+        entries = [entry for fresh in written.values() for entry in fresh]
+        attachment = Attachment(
+            job="rewrite", job_id=rewrite.JOB_ID, epoch=parts.reader.next_seq,
+            files=entries, removes=removes, ranges=facts.ranges,
+        )  # fmt: skip
+        await in_thread(parts.reader_thread, parts.catalog.sync_data, attachment)
+        mine = [e for e in entries if within(np.array([e.min_seq]), facts.ranges).all()]
+        running = msgspec.structs.replace(
+            facts, state="running", since_ms=now_ms, held_from_ms=None,
+            last_due_ms=max((entry.max_due_ms for entry in mine), default=-1),
+        )  # fmt: skip
+        state = parts.campaigns.changed(campaign, running)
+        await self._attach_checked(attachment, now_ms, state, resumes=campaign)
+        return sum(entry.rows for entry in mine)
+
+    def lease(self, lease_ms: int) -> None:
+        """Leave the tail to a compactor outside until the lease runs out."""
+        # Bounded: a compactor that dies leaves the tail alone for an hour at most.
+        self.outside_compactor_until_ms = self.parts.clock.now_ms() + min(lease_ms, limits.HOUR_MS)
+
+
+def _may_hold(run: list[FileEntry], seq: Int64Array) -> bool:
+    return any(((seq >= entry.min_seq) & (seq <= entry.max_seq)).any() for entry in run)

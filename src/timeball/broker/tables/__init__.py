@@ -1,0 +1,1 @@
+"""Changes of the pending table: a range of the log is compacted into files, files are attached, merged and removed."""

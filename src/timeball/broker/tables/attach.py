@@ -1,0 +1,203 @@
+"""Check what a job claims to attach before it becomes part of the log.
+
+Refused: a compact that does not begin at the watermark (rows would be lost or doubled), ranges that are not reserved or
+were used before, files whose footers disagree with the claim, instants no promise may have.
+
+A repeated attach is answered as done: Spark repeats an epoch whenever it cannot know that the first try came through.
+
+    compact         repeated when the watermark has passed its range
+    bulk, rewrite   repeated when the job's last epoch is this one. With a digest, its rows must be the same: another
+                    digest, or an epoch before the last, is another write under an old name, and refused
+
+A job with a digest is remembered for JOB_KEPT_MS at least: it may be run again tomorrow. One without was given a name
+that its writer made up, and is repeated only while that writer waits for the answer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from timeball import limits
+from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit, RequestError
+from timeball.files import Files
+from timeball.log.checkpoint import JobFacts
+from timeball.table.attachment import ANY_ROWS, Attachment
+from timeball.table.data_file import DataFile
+
+_WAYS_OUT = (
+    "Other rows need another job_id, a stream a new checkpoint that begins behind what is written; "
+    "option on_repeat=skip takes them for the same"
+)
+
+
+@dataclass(slots=True)
+class AttachState:
+    """Attaches and reservations so far; rebuilt from the checkpoint and the rows behind it."""
+
+    watermark: int = 1
+    attach_seq: int = 0  # the row of the last attach
+    jobs: dict[str, JobFacts] = field(default_factory=dict)  # with a digest; attached longest ago comes first
+    epochs: dict[str, int] = field(default_factory=dict)  # without
+    reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
+
+    def is_repeated(self, attachment: Attachment) -> bool:
+        """Return whether this attach is in the log already; raise RequestError when its name is, with other rows."""
+        if attachment.job == "compact":
+            return attachment.from_seq < attachment.to_seq <= self.watermark
+        last = self.jobs.get(attachment.job_id)
+        if last is None:
+            return self.epochs.get(attachment.job_id, -1) >= attachment.epoch
+        if last.epoch < attachment.epoch:
+            return False
+        # Without a digest on one of the sides, rows cannot be compared: the name decides, as it did before digests.
+        if attachment.digest in ("", ANY_ROWS) or last.digest == ANY_ROWS:
+            return True
+        if last.epoch > attachment.epoch:
+            raise RequestError(
+                f"job {attachment.job_id} has come to epoch {last.epoch}, this is {attachment.epoch}: "
+                f"nothing was written. Was an old checkpoint put back? {_WAYS_OUT}"
+            )
+        if last.digest != attachment.digest:
+            raise RequestError(
+                f"job {attachment.job_id}, epoch {attachment.epoch} was written before, with other rows "
+                f"({last.digest}, now {attachment.digest}): nothing was written. {_WAYS_OUT}"
+            )
+        return True
+
+    def has_attached(self, job_id: str) -> bool:
+        """Return whether an attach of this name is remembered."""
+        return job_id in self.jobs or job_id in self.epochs
+
+    def reserve(self, first_seq: int, rows: int) -> None:
+        """Record that the row that sets these numbers aside is durable."""
+        self.reserved[first_seq] = rows
+
+    def apply(self, attachment: Attachment, attach_seq: int, at_ms: int) -> None:
+        """Record that the row of this attach is durable."""
+        self.attach_seq = attach_seq
+        if attachment.job == "compact":
+            self.watermark = attachment.to_seq
+        else:
+            self._remember(attachment, at_ms)
+        for first_seq, _ in attachment.ranges:
+            self.reserved.pop(first_seq, None)
+
+    def _remember(self, attachment: Attachment, at_ms: int) -> None:
+        job_id = attachment.job_id
+        last = self.jobs.pop(job_id, None)
+        self.epochs.pop(job_id, None)
+        digest = attachment.digest or (ANY_ROWS if last is not None else "")
+        if digest:
+            self.jobs[job_id] = JobFacts(attachment.epoch, at_ms, digest)
+        else:
+            self.epochs[job_id] = attachment.epoch
+        # Longest ago first: a repeat of a write comes soon or not at all.
+        while len(self.jobs) > limits.JOBS_MAX:
+            self.jobs.pop(next(iter(self.jobs)))
+        while len(self.epochs) > limits.JOBS_UNNAMED_MAX:
+            self.epochs.pop(next(iter(self.epochs)))
+
+    def _check_name(self, attachment: Attachment, now_ms: int) -> None:
+        """Raise unless one more name can be remembered for as long as its write may be repeated."""
+        if not attachment.digest or attachment.job_id in self.jobs or len(self.jobs) < limits.JOBS_MAX:
+            return
+        oldest_ms = next(iter(self.jobs.values())).at_ms
+        if oldest_ms > now_ms - limits.JOB_KEPT_MS:
+            raise OverLimit(
+                f"{limits.JOBS_MAX} jobs have been named within {limits.JOB_KEPT_MS // limits.DAY_MS} days: write with "
+                "one job_id and the option epoch, or without job_id"
+            )
+
+    def check_reserve(self, rows: int) -> None:
+        """Raise unless `rows` numbers may be set aside."""
+        if not 0 < rows <= 1 << 40:
+            raise InvalidMessage(f"reserve {rows} rows: at least one")
+        if len(self.reserved) >= limits.RESERVATIONS_MAX:
+            # Failed tasks leave theirs behind; the oldest belong to jobs that have ended.
+            self.reserved.pop(next(iter(self.reserved)))
+
+    def check(
+        self, attachment: Attachment, *, durable_seq: int, is_live: Callable[[str], bool], now_ms: int
+    ) -> None:
+        """Raise unless the attachment fits what the log says."""
+        self._check_name(attachment, now_ms)
+        if attachment.job == "compact":
+            self._check_compact(attachment, durable_seq)
+        elif attachment.from_seq or attachment.to_seq:
+            raise InvalidMessage(
+                f"a {attachment.job} attach covers no range of the log: leave from_seq and to_seq out"
+            )
+        if attachment.job == "bulk":
+            self._check_bulk(attachment)
+        elif attachment.ranges:
+            raise InvalidMessage("only a bulk attach has ranges")
+        # Rows of removed files must stand elsewhere: only a rewrite writes them again.
+        if attachment.removes and attachment.job != "rewrite":
+            raise InvalidMessage("only a rewrite removes files")
+        for paths in (attachment.removes, [entry.path for entry in attachment.files]):
+            if len(set(paths)) < len(paths):
+                raise InvalidMessage("a file is named twice")
+        for path in attachment.removes:
+            if not is_live(path):
+                raise NotFound(f"{path} is not part of the pending table")
+        for entry in attachment.files:
+            if is_live(entry.path):
+                raise InvalidMessage(f"{entry.path} is part of the pending table already")
+
+    def _check_compact(self, attachment: Attachment, durable_seq: int) -> None:
+        if attachment.from_seq != self.watermark:
+            raise OutOfRange(f"compact from seq {attachment.from_seq}: the watermark is {self.watermark}")
+        if not attachment.from_seq < attachment.to_seq <= durable_seq:
+            raise OutOfRange(
+                f"compact to seq {attachment.to_seq}: between {self.watermark + 1} and {durable_seq}"
+            )
+
+    def _check_bulk(self, attachment: Attachment) -> None:
+        if len(set(attachment.ranges)) < len(attachment.ranges):
+            raise OutOfRange("a range of sequence numbers is named twice")
+        for first_seq, rows in attachment.ranges:
+            if self.reserved.get(first_seq) != rows:
+                raise OutOfRange(
+                    f"{rows} rows from seq {first_seq} were not set aside for this job, or are used up"
+                )
+        if sum(rows for _, rows in attachment.ranges) != attachment.rows:
+            raise InvalidMessage(
+                f"the ranges hold {sum(r for _, r in attachment.ranges)} rows, the files {attachment.rows}"
+            )
+        ranges = sorted(attachment.ranges)
+        for entry in attachment.files:
+            # Ranges are sorted and disjoint, so only the one that begins last before the file can hold it.
+            at = bisect_right(ranges, entry.min_seq, key=lambda one: one[0]) - 1
+            if at < 0 or entry.max_seq >= ranges[at][0] + ranges[at][1]:
+                raise InvalidMessage(
+                    f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job"
+                )
+        # Two promises of one number would be settled together, so one of them would be lost. As many rows as
+        # numbers, and no two files over the same ones: then each number is used once.
+        files = sorted(attachment.files, key=lambda entry: entry.min_seq)
+        for one, other in pairwise(files):
+            if other.min_seq <= one.max_seq:
+                raise InvalidMessage(f"{one.path} and {other.path} both hold seq {other.min_seq}")
+
+
+def check_files(files: Files, attachment: Attachment, *, now_ms: int, delay_ms_max: int) -> None:
+    """Open every named file and compare its footer with the claim (reader thread)."""
+    for entry in attachment.files:
+        # As for a send: a bulk job must not schedule beyond what a producer may.
+        if entry.min_due_ms < 0 or entry.max_due_ms > now_ms + delay_ms_max:
+            raise InvalidDelay(
+                f"{entry.path}: due between {entry.min_due_ms} and {entry.max_due_ms}, beyond the maximum delay"
+            )
+        # Opened once, now: a file that cannot be read must refuse its attach, and not a release next year.
+        file = DataFile(files, entry)
+        file.check()
+        file.close()
+
+
+def check_count(attachment: Attachment) -> None:
+    """Raise when one attach names more than fits into a row of the log."""
+    if len(attachment.files) + len(attachment.removes) > limits.ATTACH_FILES_MAX:
+        raise OverLimit(f"at most {limits.ATTACH_FILES_MAX} files in one attach; write larger ones")

@@ -1,0 +1,95 @@
+"""Compaction without Spark: the broker moves its own tail, with the functions Spark's tasks use.
+
+One run reads the promises of [from_seq, to_seq) from the log, leaves out those already settled, sorts them and
+writes a file a bucket. It runs in a thread of its own and holds one run's rows at most; the attach that follows is the
+one for files of any writer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.files import Files
+from timeball.log.reader import LogReader
+from timeball.message import TABLE_SCHEMA, Int64Array, Kind
+from timeball.schedule.locations import KINDS, as_promises, versions_in
+from timeball.table import layout
+from timeball.table.attachment import Attachment, FileEntry
+
+JOB_ID = "broker"
+_NONE: Int64Array = np.empty(0, np.int64)
+RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
+
+
+def compact(
+    files: Files,
+    reader: LogReader,
+    *,
+    from_seq: int,
+    to_seq: int,
+    settled_before_ms: int,
+    now_ms: int,
+    settled: Int64Array = _NONE,
+) -> Attachment:
+    """Write the files for a range of the log; the caller attaches them (background thread).
+
+    `settled`: numbers that are left out besides, as they need not wait any more. Most receipts are among them.
+    """
+    rows = promises(reader, from_seq, to_seq, settled_before_ms, settled)
+    entries = write_files(files, rows, now_ms)
+    return Attachment(
+        job="compact", job_id=JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq
+    )
+
+
+def write_files(
+    files: Files, rows: pa.Table, now_ms: int, begun: list[FileEntry] | None = None
+) -> list[FileEntry]:
+    """Sort rows of TABLE_SCHEMA and write a file a bucket; an attach makes them durable and part of the table.
+
+    `begun` gets the entry of each file before it is there, for a caller who removes them after a failure.
+    """
+    entries: list[FileEntry] = []
+    if rows.num_rows == 0:
+        return entries
+    # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
+    for entry, data in layout.cut_files(layout.sort_rows(rows), now_ms):
+        name = f"{layout.FOLDER}/{entry.path}"
+        files.make_dir(name.rpartition("/")[0])
+        if begun is not None:
+            begun.append(entry)
+        file = files.create(name)
+        try:
+            # Without a sync: the attach syncs each file before its row is written (catalog.sync_data).
+            file.write_at(0, data)
+        finally:
+            file.close()
+        entries.append(entry)
+    return entries
+
+
+def promises(
+    reader: LogReader, from_seq: int, to_seq: int, settled_before_ms: int, settled: Int64Array
+) -> pa.Table:
+    """Return TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
+    parts = []
+    for found in reader.coalesced(from_seq, to_seq, KINDS, 65_536):
+        rows = as_promises(versions_in(found))
+        # Promises due before that are settled. Cancelled ones of later instants may go along: the log settles them.
+        waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
+        waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
+        if waiting.any():
+            parts.append(as_table_rows(rows.filter(pa.array(waiting)) if not np.all(waiting) else rows))
+    # With the schema, as there may be no parts: a tail whose promises are all settled.
+    return pa.Table.from_batches(parts, TABLE_SCHEMA)
+
+
+def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return READ_SCHEMA promises as rows of the pending table."""
+    moved = rows.column("kind").to_numpy() == Kind.MOVED
+    number = pc.if_else(pa.array(moved), rows.column("source_seq"), pa.scalar(None, pa.int64()))
+    changed = {"accepted_ms": rows.column("store_ms"), "number": number}
+    columns = [changed[name] if name in changed else rows.column(name) for name in TABLE_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)

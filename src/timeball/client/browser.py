@@ -1,0 +1,152 @@
+"""Browsing: reading queues by offset, with a position per queue that moves with each read.
+
+Nothing is leased and nothing is shared out: every browser gets every message. The position is held by this client;
+where a group is named, `commit` has the broker remember it, and the next browser of the group begins there.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits, wire
+from timeball.client.calls import Calls
+from timeball.client.consumer import Start
+from timeball.client.dialing import check_process
+from timeball.client.instants import After, delay_ms
+from timeball.client.messages import Message, view
+from timeball.clock import Clock
+from timeball.errors import NotFound, RequestError
+from timeball.wire import QueueRange
+
+
+class Positions:
+    """The next offset of each queue of one topic, for one group."""
+
+    def __init__(self, calls: Calls, topic: str, group: str, start: Start) -> None:
+        self._calls = calls
+        self._topic = topic
+        self._group = group
+        self._start = start
+        self.next: dict[int, int] = {}
+        self.committed: dict[int, int] = {}
+
+    def refresh(self) -> None:
+        """Learn of queues not known yet: from the group's commits, else from the start asked for."""
+        ranges = queues(self._calls, self._topic)
+        if ranges.keys() <= self.next.keys():
+            return
+        known = offsets(self._calls, self._group, self._topic) if self._group else {}
+        self.committed = {**known, **self.committed}
+        for queue, span in ranges.items():
+            first = span.min if self._start == "earliest" else span.max
+            self.next.setdefault(queue, self.committed.get(queue, first))
+
+    def came_first(self) -> None:
+        """The topic was made while we waited: all that is in it is new."""
+        self._start = "earliest"
+
+    def move(self, batch: pa.RecordBatch) -> None:
+        """Behind the last row of each queue in the batch."""
+        queue_ids = batch.column("queue_id").to_numpy(zero_copy_only=False)
+        queue_offsets = batch.column("queue_offset").to_numpy(zero_copy_only=False)
+        for queue in np.unique(queue_ids):
+            self.next[int(queue)] = int(queue_offsets[queue_ids == queue].max()) + 1
+
+    def commit(self, wanted: dict[int, int]) -> None:
+        """Have the broker remember what differs from what it has."""
+        changed = {queue: offset for queue, offset in wanted.items() if self.committed.get(queue) != offset}
+        if changed:
+            commit(self._calls, self._group, self._topic, changed)
+            self.committed.update(changed)
+
+
+class Browser:
+    """Reads by offset. Thread safe; two threads of one group share one position."""
+
+    def __init__(self, calls: Calls, clock: Clock) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._positions: dict[tuple[str, str], tuple[threading.Lock, Positions]] = {}
+
+    def read_batch(self, topic: str, group: str, rows: int, wait: After, start: Start) -> pa.RecordBatch:
+        """Up to `rows` rows in READ_SCHEMA behind the position, which moves on."""
+        if not 0 < rows <= limits.PULL_ROWS_MAX:
+            raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
+        wait_ms = min(delay_ms(wait), limits.PULL_WAIT_MS_MAX)
+        lock, positions = self._position(topic, group, start)
+        with lock:
+            if not positions.next:
+                nothing = self._begin(topic, positions, rows, wait_ms)
+                if nothing is not None:
+                    return nothing
+            batch = self._pull(topic, positions.next, rows, wait_ms)
+            if batch.num_rows:
+                positions.move(batch)
+            else:
+                positions.refresh()  # a quiet moment: queues may have been added
+            return batch
+
+    def read(self, topic: str, group: str, rows: int, wait: After, start: Start) -> list[Message]:
+        """The same as messages."""
+        return view(self.read_batch(topic, group, rows, wait, start), self._clock.wall_ms())
+
+    def commit(self, topic: str, group: str, wanted: dict[int, int] | None) -> None:
+        """Commit the positions, or the offsets given."""
+        lock, positions = self._position(topic, group, "earliest")
+        with lock:
+            positions.commit(dict(positions.next) if wanted is None else wanted)
+
+    def _position(self, topic: str, group: str, start: Start) -> tuple[threading.Lock, Positions]:
+        check_process()
+        with self._lock:
+            found = self._positions.get((topic, group))
+            if found is None:
+                found = threading.Lock(), Positions(self._calls, topic, group, start)
+                self._positions[topic, group] = found
+            return found
+
+    def _begin(self, topic: str, positions: Positions, rows: int, wait_ms: int) -> pa.RecordBatch | None:
+        """Learn the queues; return no rows when the topic is still missing.
+
+        A consumer that is ready to wait may come before the first message, and so before its topic.
+        """
+        try:
+            positions.refresh()
+        except NotFound:
+            if wait_ms == 0:
+                raise
+            # Waits for the message that makes the topic; where messages make none it says so.
+            nothing = self._pull(topic, {0: 0}, rows, wait_ms)
+            positions.came_first()
+            try:
+                positions.refresh()
+            except NotFound:
+                return nothing
+        return None
+
+    def _pull(self, topic: str, wanted: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
+        ticket = wire.Pull(topic=topic, offsets=dict(wanted), rows=rows, wait_ms=wait_ms)
+        return self._calls.rows(ticket, wait_ms)
+
+
+def queues(calls: Calls, topic: str) -> dict[int, QueueRange]:
+    """First and next offset of each queue of a topic; NotFound."""
+    found = calls.action("queues", wire.Queues(topic=topic), dict[str, dict[int, QueueRange]])
+    return found["queues"]
+
+
+def offsets(calls: Calls, group: str, topic: str) -> dict[int, int]:
+    """Return the offsets that a group has committed."""
+    found = calls.action("offsets", wire.GetOffsets(group=group, topic=topic), dict[str, dict[int, int]])
+    return found["offsets"]
+
+
+def commit(calls: Calls, group: str, topic: str, wanted: dict[int, int]) -> None:
+    """Have the broker remember these offsets."""
+    body = wire.Commit(group=group, topic=topic, offsets=dict(wanted))
+    calls.action("commit", body, dict[str, Any])

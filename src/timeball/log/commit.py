@@ -1,0 +1,57 @@
+"""The parts of a group commit: what was appended, the frames it becomes, and what was written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from timeball.log import format as fmt
+from timeball.log.segment import Segment
+
+DurableCallback = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Entry:
+    """Rows of one `append`, until they are durable."""
+
+    rows: pa.RecordBatch
+    first_seq: int
+    span: int  # >= rows.num_rows: more when numbers are set aside
+    size_bytes: int
+    done: asyncio.Future[int]  # the caller's: gone when the caller goes
+    on_durable: DurableCallback | None
+    flags: int = 0
+    flushed: asyncio.Future[None] | None = None  # for `flushed()`: shielded, one for all its callers
+
+
+class Group(NamedTuple):
+    """Rows of one frame."""
+
+    rows: pa.RecordBatch
+    first_seq: int
+    span: int
+    flags: int = 0
+
+
+@dataclass(slots=True)
+class WriterStatistics:
+    """Counts since the start."""
+
+    commits: int = 0
+    frames: int = 0
+    rows: int = 0
+    bytes: int = 0
+    rolls: int = 0
+
+
+@dataclass(slots=True)
+class Commit:
+    """The result of the disk thread: frames of one segment."""
+
+    segment: Segment
+    frames: list[fmt.Frame] = field(default_factory=list)

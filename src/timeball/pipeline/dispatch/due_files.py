@@ -1,0 +1,194 @@
+"""Find which rows of the pending table are due when, as positions in files, from the column `due_ms` alone.
+
+Files are sorted by due instant, so the rows due within a window are one contiguous span of each file. The driver keeps
+the instants of the row groups it has reached, 8 bytes a row, and drops those that lie behind. It never reads a whole
+row: a task gets *pointers*, (file, first row, rows), and reads the bodies itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as fs
+import pyarrow.parquet as pq
+
+from timeball.message import Int64Array, int64
+from timeball.pipeline.table_store import TableFile, table_files
+from timeball.table.layout import ROW_GROUP_ROWS
+
+POINTER_SCHEMA = pa.schema([("uri", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
+ROWS_SLACK = 1.5  # of the rows for one task: how many more may be left together
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of rows of one file and their instants, sorted."""
+
+    uri: str
+    first_row: int
+    due_ms: Int64Array
+
+    def part(self, begin: int, end: int) -> Span:
+        """Return some of its rows."""
+        return Span(self.uri, self.first_row + begin, self.due_ms[begin:end])
+
+
+@dataclass
+class _File:
+    """A file as far as it is known: where its row groups begin and end, and the instants of some."""
+
+    starts: Int64Array
+    low: Int64Array
+    high: Int64Array
+    due_ms: dict[int, Int64Array] = field(default_factory=dict)
+
+
+class DueFiles:
+    """The files of one version of the table after another. Belongs to the driver's side of a stream."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._version: int | None = None
+        self._live: list[TableFile] = []
+        self._known: dict[str, _File] = {}
+
+    def use_version(self, version: int) -> None:
+        """Use this version from now on."""
+        if version != self._version:
+            self._live, self._version = table_files(self.uri, version), version
+            live = {self._uri_of(file) for file in self._live}
+            self._known = {uri: known for uri, known in self._known.items() if uri in live}
+
+    def between(self, low_ms: int, high_ms: int) -> list[Span]:
+        """Return the rows due at low_ms <= due_ms < high_ms, a span a file, and forget what lies before."""
+        found = []
+        for file in self._live:
+            if file.may_hold((low_ms, high_ms)):
+                span = self._span(self._uri_of(file), low_ms, high_ms)
+                if len(span.due_ms):
+                    found.append(span)
+            elif not file.may_hold((low_ms, None)):
+                self._known.pop(self._uri_of(file), None)
+        return found
+
+    def _uri_of(self, file: TableFile) -> str:
+        return f"{self.uri.rstrip('/')}/{file.path}"
+
+    def _span(self, uri: str, low_ms: int, high_ms: int) -> Span:
+        known = self._known.get(uri)
+        if known is None:
+            known = self._known[uri] = _footer(uri)
+        for group in [group for group in known.due_ms if known.high[group] < low_ms]:
+            del known.due_ms[group]
+        begin = int(np.searchsorted(known.high, low_ms, side="left"))
+        end = int(np.searchsorted(known.low, high_ms, side="left"))
+        missing = [group for group in range(begin, end) if group not in known.due_ms]
+        if missing:
+            known.due_ms.update(zip(missing, _instants(uri, missing), strict=True))
+        due = np.concatenate([np.empty(0, np.int64), *(known.due_ms[group] for group in range(begin, end))])
+        first, last = np.searchsorted(due, [low_ms, high_ms], side="left")
+        return Span(uri, int(known.starts[begin]) + int(first), due[first:last])
+
+
+def _footer(uri: str) -> _File:
+    files, path = fs.FileSystem.from_uri(uri)
+    with files.open_input_file(path) as source:
+        metadata = pq.ParquetFile(source).metadata
+    column = metadata.schema.names.index("due_ms")
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    statistics = [group.column(column).statistics for group in groups]
+    return _File(
+        np.cumsum([0, *(group.num_rows for group in groups)]),
+        np.array([each.min for each in statistics], np.int64),
+        np.array([each.max for each in statistics], np.int64),
+    )
+
+
+def _instants(uri: str, groups: list[int]) -> Iterator[Int64Array]:
+    files, path = fs.FileSystem.from_uri(uri)
+    with files.open_input_file(path) as source:
+        parquet = pq.ParquetFile(source)
+        for group in groups:
+            yield int64(parquet.read_row_group(group, columns=["due_ms"]).column(0).combine_chunks())
+
+
+def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa.Table:
+    """Read these rows of a file; only the row groups that hold them are read. Raises OSError."""
+    files, path = fs.FileSystem.from_uri(uri)
+    with files.open_input_file(path) as source:
+        parquet = pq.ParquetFile(source)
+        counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]
+        starts = np.cumsum([0, *counts])
+        begin = int(np.searchsorted(starts, first_row, side="right")) - 1
+        end = int(np.searchsorted(starts, first_row + rows, side="left"))
+        table = parquet.read_row_groups(list(range(begin, end)), columns=list(columns))
+    return table.slice(first_row - int(starts[begin]), rows)
+
+
+# ---- what a task gets -------------------------------------------------------------------------------------
+
+
+def count(spans: Sequence[Span]) -> int:
+    """Return rows in all of them."""
+    return sum(len(span.due_ms) for span in spans)
+
+
+def end_of(spans: Sequence[Span], rows: int, high_ms: int) -> int:
+    """Return the instant before which at most `rows` of these are due; at least all that is due in the first ms."""
+    if count(spans) <= rows:
+        return high_ms
+    due = np.sort(np.concatenate([span.due_ms for span in spans]))
+    return max(int(due[rows]), int(due[0]) + 1)
+
+
+def tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
+    """Cut these rows into pieces of about `rows`, the earliest first, so that few tasks at a time keep up with many.
+
+    One file is cut where its row groups begin, because a task decodes whole ones. Several are cut by instants, across
+    files; where one instant has too many, by rows.
+    """
+    if not spans:
+        return []
+    if len(spans) == 1:
+        return [[part] for part in _by_groups(spans[0], rows)]
+    due = np.sort(np.concatenate([span.due_ms for span in spans]))
+    cuts = np.unique(due[rows::rows])
+    found: list[list[Span]] = []
+    for low, high in zip([None, *cuts.tolist()], [*cuts.tolist(), None], strict=True):
+        piece = _all_within(spans, low, high)
+        if count(piece) > rows * ROWS_SLACK:
+            # Between two cuts are fewer than `rows`; more than that there can only be at the first instant itself.
+            crowd, piece = _all_within(piece, low, low + 1), _all_within(piece, low + 1, high)
+            found += [[span.part(at, at + rows)] for span in crowd for at in range(0, len(span.due_ms), rows)]
+        if piece:
+            found.append(piece)
+    return found
+
+
+def _all_within(spans: Sequence[Span], low_ms: int | None, high_ms: int | None) -> list[Span]:
+    return [part for span in spans if len((part := _within(span, low_ms, high_ms)).due_ms)]
+
+
+def _by_groups(span: Span, rows: int) -> list[Span]:
+    step = rows // ROW_GROUP_ROWS * ROW_GROUP_ROWS or rows
+    cuts = [0, *range(step - span.first_row % step, len(span.due_ms), step), len(span.due_ms)]
+    return [span.part(begin, end) for begin, end in itertools.pairwise(cuts)]
+
+
+def _within(span: Span, low_ms: int | None, high_ms: int | None) -> Span:
+    begin = 0 if low_ms is None else int(np.searchsorted(span.due_ms, low_ms))
+    end = len(span.due_ms) if high_ms is None else int(np.searchsorted(span.due_ms, high_ms))
+    return span.part(begin, end)
+
+
+def pointers(spans: Sequence[Span]) -> pa.RecordBatch:
+    """Return what travels to a task: POINTER_SCHEMA, a row a span."""
+    columns = [[s.uri for s in spans], [s.first_row for s in spans], [len(s.due_ms) for s in spans]]
+    return pa.RecordBatch.from_arrays(
+        [pa.array(values, field.type) for values, field in zip(columns, POINTER_SCHEMA, strict=True)],
+        schema=POINTER_SCHEMA,
+    )

@@ -1,0 +1,174 @@
+"""The sink of `timeball_due`: a task reads the rows it has pointers to, waits for their instants, and brings them.
+
+    read the rows -> sort by (due_ms, seq) -> wait for the broker's clock -> bring due rows, batch by batch
+
+The clock is the broker's: a task reads it by `status`, carries it on by its own monotonic clock, and reads it again
+each second. A reading is as old as the way back of its answer, so the task lags and never leads. When the broker finds
+a batch early all the same, because its clock was set back, the task brings the rows again later.
+
+The broker decides (broker/delivery.py): a repeated task changes nothing, and a file that has gone was rewritten, so
+its waiting rows are in another one. Waits are bounded by the lead and by `PATIENCE_MS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.datasource import WriterCommitMessage
+
+from timeball.client.outgoing import halves
+from timeball.clock import Clock, SystemClock
+from timeball.errors import OutOfRange, from_code
+from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.pipeline.dispatch.due_files import read_rows
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter
+
+LOG = logging.getLogger("timeball.pipeline")
+
+BATCH_ROWS = 16_384
+TICK_MS = 10  # between two batches of rows that come due one by one
+CLOCK_EVERY_MS = 1_000
+PATIENCE_MS = 10_000  # beyond the lead: then the broker's clock was set back, and it brings the rows itself
+
+
+@dataclass
+class Brought(WriterCommitMessage):
+    """The outcome of a task's rows."""
+
+    released: int = 0
+    left: int = 0
+
+
+class BrokerClock:
+    """The broker's instant, seen from here; never ahead of it."""
+
+    def __init__(self, endpoint: Endpoint, clock: Clock | None = None) -> None:
+        self._endpoint, self._clock = endpoint, clock or SystemClock()
+        self.read_clock()
+
+    def now_ms(self) -> int:
+        """Return milliseconds since 1970 as the broker's scheduler counts them."""
+        passed_ms = (self._clock.monotonic_ns() - self._read_ns) // 1_000_000
+        if passed_ms >= CLOCK_EVERY_MS:
+            self.read_clock()
+            passed_ms = 0
+        return self._seen_ms + passed_ms
+
+    def read_clock(self) -> None:
+        """Ask the broker."""
+        self._seen_ms = self._endpoint.status().now_ms
+        self._read_ns = self._clock.monotonic_ns()
+
+
+class ReleaseWriter(DataSourceStreamArrowWriter):
+    """The sink of the stream: tasks wait for the clock, and bring the rows to the broker."""
+
+    def __init__(self, endpoint: str, lead_ms: int) -> None:
+        self._endpoint, self._lead_ms = endpoint, lead_ms
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """See DataSourceStreamArrowWriter."""
+        spans = [span for batch in iterator for span in batch.to_pylist()]
+        rows = read_all(spans)
+        if rows is None:
+            return Brought()
+        with Endpoint(self._endpoint) as endpoint:
+            return bring(rows, endpoint, self._lead_ms + PATIENCE_MS)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """See DataSourceStreamWriter. All is done: the broker has it on disk."""
+        brought = [message for message in messages if isinstance(message, Brought)]
+        LOG.info(
+            "epoch done job=dispatch epoch=%d released=%d left=%d",
+            *(batchId, sum(each.released for each in brought), sum(each.left for each in brought)),
+        )
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """See DataSourceStreamWriter. What has been brought is released; the rest will be."""
+
+
+def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
+    """Read the rows that these pointers name, sorted by (due_ms, seq); None when their files are gone."""
+    tables = []
+    for span in spans:
+        try:
+            tables.append(
+                read_rows(
+                    str(span["uri"]), int(str(span["first_row"])), int(str(span["rows"])), TABLE_SCHEMA.names
+                )
+            )
+        except FileNotFoundError:
+            LOG.warning("file rewritten meanwhile, the broker releases its rows file=%s", span["uri"])
+    if not tables:
+        return None
+    rows = pa.concat_tables(tables).select(TABLE_SCHEMA.names).cast(TABLE_SCHEMA).combine_chunks()
+    if len(tables) > 1:
+        order = np.lexsort((rows.column("seq").to_numpy(), rows.column("due_ms").to_numpy()))
+        rows = rows.take(pa.array(order)).combine_chunks()
+    batches = rows.to_batches()
+    return batches[0] if batches else None
+
+
+def bring(rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clock | None = None) -> Brought:
+    """Bring these sorted rows as they come due; leave rows not due after `patience_ms` to the broker."""
+    brought, clock = Brought(), clock or SystemClock()
+    give_up_ns = clock.monotonic_ns() + patience_ms * 1_000_000
+    watch = BrokerClock(endpoint, clock)
+    rest: pa.RecordBatch | None = rows
+    while rest is not None and clock.monotonic_ns() < give_up_ns:
+        sent = Kept(due_batches(rest, watch, give_up_ns, clock))
+        early = []
+        for batch, answer in zip(sent.batches, endpoint.release(sent), strict=True):
+            if answer.error == OutOfRange.code:
+                early.append(batch)
+            elif answer.error:
+                raise from_code(answer.error, answer.text)
+            brought.released += answer.released
+            brought.left += answer.left
+        rest = pa.concat_batches(early) if early else None
+        if early:
+            watch.read_clock()
+            threading.Event().wait(TICK_MS / 1000)
+    return brought
+
+
+class Kept:
+    """An iterator that keeps what it has given out, until the answers come."""
+
+    def __init__(self, source: Iterator[pa.RecordBatch]) -> None:
+        self._source = source
+        self.batches: list[pa.RecordBatch] = []
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for batch in self._source:
+            self.batches.append(batch)
+            yield batch
+
+
+def due_batches(
+    rows: pa.RecordBatch, watch: BrokerClock, give_up_ns: int, clock: Clock
+) -> Iterator[pa.RecordBatch]:
+    """Yield these sorted rows in batches, each when the last of it is due; end when it is time to give up."""
+    due = int64(rows.column("due_ms"))
+    at = 0
+    while at < len(due):
+        ready = _ready(due, watch.now_ms())
+        if ready > at:
+            end = min(ready, at + BATCH_ROWS)
+            yield from halves(rows.slice(at, end - at))
+            at = end
+        if at < len(due) and at >= ready:
+            if clock.monotonic_ns() >= give_up_ns:
+                return
+            wait_ms = min(max(TICK_MS, int(due[at]) - watch.now_ms()), CLOCK_EVERY_MS)
+            threading.Event().wait(wait_ms / 1000)
+
+
+def _ready(due_ms: Int64Array, now_ms: int) -> int:
+    return int(np.searchsorted(due_ms, now_ms, side="right"))

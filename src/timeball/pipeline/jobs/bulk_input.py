@@ -1,0 +1,223 @@
+"""Turn any DataFrame into columns of promises, and say which rows cannot be promises, as Spark expressions.
+
+The rules are rules.RULES, as expressions made from their `shape`: Spark finds, counts and puts aside rows that break
+one without a Python function, before anything is written. The writer checks all rows once more, in Arrow.
+
+A promise is due at an instant, so a wall-clock time without a zone is refused until the caller names one:
+
+    timestamp               an instant
+    bigint, int             milliseconds since 1970
+    timestamp_ntz, date     a wall-clock time in `zone`, midnight for a date; InvalidMessage without one
+    string                  either of these by its text; without an offset it needs `zone`, else the row is rejected
+"""
+
+from __future__ import annotations
+
+import zoneinfo
+
+import msgspec
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as f
+from pyspark.sql.types import StructType
+
+from timeball import limits, rules
+from timeball.errors import InvalidMessage
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END
+
+REASON = "reason"
+ROW = "row"  # the original, for the table of rejects
+NO_INSTANT = "due: missing, or no instant"
+NO_ZONE = "due: no offset from UTC in the text, and no time zone given for it"
+_OFFSET = r"(?i)\d:\d\d.*(z|utc|[+-]\d\d(:?\d\d)?)\s*\z"
+_AS_JSON = ("struct", "array", "map")
+
+
+class Columns(msgspec.Struct, frozen=True, kw_only=True):
+    """The part that each column of a DataFrame plays in a promise.
+
+    `topic` names a column, `topic_name` is one topic for all. Without `body` all columns that are nothing else become
+    one JSON object. `zone`: where a wall-clock time is meant to be read.
+    """
+
+    due: str = "due"
+    topic: str | None = None
+    topic_name: str | None = None
+    body: str | None = "body"
+    keys: str | None = None
+    tag: str | None = None
+    unique_key: str | None = None
+    properties: str | None = None
+    zone: str | None = None
+
+    @property
+    def taken(self) -> list[str]:
+        """Return the columns with a part to play."""
+        named = (self.due, self.topic, self.body, self.keys, self.tag, self.unique_key, self.properties)
+        return [name for name in named if name is not None]
+
+
+def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
+    """Return (row, topic, body, due_ms, …, reason): `reason` is null for rows that can be promises at `now_ms`."""
+    check(frame.schema, columns)
+    found = frame.select(
+        f.struct("*").alias(ROW),
+        (f.lit(columns.topic_name) if columns.topic is None else _text(frame, columns.topic)).alias("topic"),
+        _body(frame, columns).alias("body"),
+        _due_ms(frame, columns).alias("due_ms"),
+        _no_zone(frame, columns).alias("_no_zone"),
+        *[
+            _text(frame, column).alias(name)
+            for name in ("keys", "tag", "unique_key")
+            if (column := getattr(columns, name)) is not None
+        ],
+        *([] if columns.properties is None else [_properties(frame, columns.properties).alias("properties")]),
+    )
+    return found.withColumn(REASON, reason(found, now_ms)).drop("_no_zone")
+
+
+def check(schema: StructType, columns: Columns) -> None:
+    """Raise InvalidMessage for a column that is missing, named twice, or of a type that cannot serve."""
+    names = schema.fieldNames()
+    for name in columns.taken:
+        if name not in names:
+            raise InvalidMessage(f"column {name}: there is none; there are {', '.join(names)}")
+    if (columns.topic is None) == (columns.topic_name is None):
+        raise InvalidMessage("name either a topic or the column that holds it")
+    if columns.body is None and not set(names) - set(columns.taken):
+        raise InvalidMessage("no column is left for the body")
+    kind = _kind(schema, columns.due)
+    if kind in ("timestamp_ntz", "date") and columns.zone is None:
+        raise InvalidMessage(
+            f"column {columns.due}: {kind}, a wall-clock time that names no instant; say in which time zone it is meant"
+        )
+    if kind not in ("timestamp", "timestamp_ntz", "date", "bigint", "int", "string"):
+        raise InvalidMessage(
+            f"column {columns.due}: {kind}; wanted a timestamp, milliseconds since 1970, or text"
+        )
+    if columns.zone is not None and columns.zone not in zoneinfo.available_timezones():
+        raise InvalidMessage(f"zone {columns.zone!r}: unknown; write it as Europe/Paris or UTC")
+
+
+# ---- the columns of a promise -----------------------------------------------------------------------------
+
+
+def _kind(schema: StructType, name: str) -> str:
+    kind = schema[name].dataType.simpleString()
+    return "string" if kind.startswith(("string ", "varchar", "char")) else kind
+
+
+def _column(name: str) -> Column:
+    return f.col("`" + name.replace("`", "``") + "`")
+
+
+def _text(frame: DataFrame, name: str) -> Column:
+    kind = _kind(frame.schema, name)
+    if kind == "binary":
+        raise InvalidMessage(f"column {name}: binary, wanted text")
+    return _column(name) if kind == "string" else _column(name).cast("string")
+
+
+def _body(frame: DataFrame, columns: Columns) -> Column:
+    if columns.body is None:
+        rest = [name for name in frame.columns if name not in columns.taken]
+        return f.to_json(f.struct(*[_column(name) for name in rest]))
+    kind = _kind(frame.schema, columns.body)
+    if kind in ("string", "binary"):
+        return _column(columns.body)
+    column = _column(columns.body)
+    return f.to_json(column) if kind.startswith(_AS_JSON) else column.cast("string")
+
+
+def _properties(frame: DataFrame, name: str) -> Column:
+    kind = _kind(frame.schema, name)
+    if kind == "string":
+        return _column(name)
+    if not kind.startswith("map<string,"):
+        raise InvalidMessage(f"column {name}: {kind}, wanted map<string,string> or RocketMQ's text form")
+    entries = f.map_entries(_column(name).cast("map<string,string>"))
+    texts = f.transform(
+        entries,
+        lambda e: f.concat(
+            e["key"], f.lit(PROPERTY_NAME_END), f.coalesce(e["value"], f.lit("")), f.lit(PROPERTY_END)
+        ),
+    )
+    # concat_ws would make an empty text of no map at all.
+    return f.when(_column(name).isNotNull(), f.concat_ws("", texts))
+
+
+# ---- the instant ------------------------------------------------------------------------------------------
+
+
+def _due_ms(frame: DataFrame, columns: Columns) -> Column:
+    kind, column = _kind(frame.schema, columns.due), _column(columns.due)
+    if kind in ("bigint", "int"):
+        return column.cast("bigint")
+    if kind == "timestamp":
+        return _up_to_ms(column)
+    if kind in ("timestamp_ntz", "date"):
+        return _up_to_ms(_in_zone(column.cast("timestamp_ntz"), columns.zone))
+    text = f.trim(column)
+    naive = _in_zone(text.try_cast("timestamp_ntz"), columns.zone)
+    instant = f.when(text.rlike(_OFFSET), text.try_cast("timestamp")).otherwise(naive)
+    return f.when(text.rlike(r"^-?\d+\z"), text.try_cast("bigint")).otherwise(_up_to_ms(instant))
+
+
+def _no_zone(frame: DataFrame, columns: Columns) -> Column:
+    """Return whether a row's instant is a text that lacks nothing but its zone."""
+    if columns.zone is not None or _kind(frame.schema, columns.due) != "string":
+        return f.lit(False)
+    text = f.trim(_column(columns.due))
+    return ~text.rlike(_OFFSET) & text.try_cast("timestamp_ntz").isNotNull() & ~text.rlike(r"^-?\d+\z")
+
+
+def _in_zone(naive: Column, zone: str | None) -> Column:
+    """Convert a wall-clock time in a zone to an instant, independent of the session's zone.
+
+    What the clock skips in spring is moved on by the hour skipped; what it shows twice in autumn is the first time.
+    """
+    if zone is None:
+        return f.lit(None).cast("timestamp")
+    seconds = f.date_format(naive, "ss.SSSSSS").cast("decimal(8,6)")
+    parts = (f.year(naive), f.month(naive), f.day(naive), f.hour(naive), f.minute(naive))
+    return f.make_timestamp(*parts, seconds, f.lit(zone))
+
+
+def _up_to_ms(instant: Column) -> Column:
+    """Convert to milliseconds since 1970, rounded up: a promise may never be early."""
+    finer = f.pmod(f.unix_micros(instant), f.lit(1000)) > 0
+    return f.unix_millis(instant) + finer.cast("bigint")
+
+
+# ---- the rules --------------------------------------------------------------------------------------------
+
+
+def reason(found: DataFrame, now_ms: int) -> Column:
+    """Return the first rule a row breaks, in words; null when it breaks none."""
+    broken: list[tuple[Column, str]] = [
+        (f.col("_no_zone"), NO_ZONE),
+        (f.col("due_ms").isNull(), NO_INSTANT),
+    ]
+    broken += [(breaks(rule, now_ms), rule.text) for rule in rules.RULES if rule.column in found.columns]
+    said = f.lit(None).cast("string")
+    for condition, text in reversed(broken):
+        said = f.when(condition, f.lit(text)).otherwise(said)
+    return said
+
+
+def breaks(rule: rules.Rule, now_ms: int) -> Column:
+    """Return the condition under which a row breaks a rule, as an expression that Spark runs without Python."""
+    column = f.col(rule.column)
+    match rule.shape:
+        case "name":
+            name = f.coalesce(column, f.lit(""))
+            pattern = limits.NAME.pattern.removesuffix("$") + r"\z"  # Java's $ would let a line end pass
+            return ~name.rlike(pattern) | (f.octet_length(name) > limits.TOPIC_BYTES_MAX)
+        case "present":
+            return column.isNull()
+        case "longest":
+            return f.octet_length(column) >= rule.needs_bytes
+        case "words":
+            blanks = f.length(column) - f.length(f.replace(column, f.lit(" "), f.lit("")))
+            return blanks >= rule.needs_bytes
+        case "between":
+            return (column < rule.low) | (column > rule.high(now_ms))

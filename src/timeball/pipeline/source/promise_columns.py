@@ -1,0 +1,173 @@
+"""Turn a DataFrame's columns into the pending table's.
+
+    topic     string             required
+    body      binary or string   required
+    due_ms    bigint             or  due  timestamp; a row without either is due at once
+    tag keys unique_key          string; a row without unique_key is given 32 hexadecimal characters
+    properties                   string in RocketMQ's form, or map<string,string>
+    queue_id                     int; a queue is chosen at release when it is left out
+    flag sys_flag                int, as RocketMQ's clients set them; 0
+
+The rules are those of `send` (rules.py). A row that breaks some is counted under the first. Timestamps finer than a
+millisecond are rounded up, because a promise may never be early. Pure functions on columns; does not import Spark.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball import rules
+from timeball.errors import InvalidMessage
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, int64
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+
+_SPARK_TYPES: dict[str, tuple[str, ...]] = {
+    "topic": ("string",),
+    "body": ("binary", "string"),
+    "tag": ("string",),
+    "keys": ("string",),
+    "unique_key": ("string",),
+    "properties": ("string", "map<string,string>"),
+    "queue_id": ("int", "smallint", "tinyint", "bigint"),
+    "flag": ("int",),
+    "sys_flag": ("int",),
+    "due_ms": ("bigint", "int"),
+    "due": ("timestamp",),
+}
+_SUMMED = ("topic", "tag", "keys", "unique_key", "properties", "queue_id", "flag", "sys_flag")
+_BETWEEN = pa.scalar(b"\x1f", pa.large_binary())
+CHECKSUM_ROWS = 65_536  # joined at a time, so that a run's bodies are not copied whole
+_TEXT_COLUMNS = ("topic", "tag", "keys", "unique_key")
+
+
+def check_columns(schema: StructType) -> None:
+    """Refuse a DataFrame whose columns cannot be promises; InvalidMessage names the column."""
+    names = schema.fieldNames()
+    for field in schema.fields:
+        types = _SPARK_TYPES.get(field.name)
+        if types is None:
+            raise InvalidMessage(f"column {field.name}: unknown; there are {', '.join(_SPARK_TYPES)}")
+        if field.dataType.simpleString() not in types:
+            hint = "; a timestamp without time zone names no instant" if field.name == "due" else ""
+            raise InvalidMessage(
+                f"column {field.name}: {field.dataType.simpleString()}, wanted {' or '.join(types)}{hint}"
+            )
+    for name in ("topic", "body"):
+        if name not in names:
+            raise InvalidMessage(f"column {name} is missing; a message has a topic and a body")
+    if "due_ms" in names and "due" in names:
+        raise InvalidMessage("columns due_ms and due: give one of them")
+
+
+def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
+    """Give the input's columns TABLE_SCHEMA's types and order, `seq` still null; check nothing yet."""
+    count = rows.num_rows
+    given = {name: rows.column(name).combine_chunks() for name in rows.column_names}
+    columns: dict[str, pa.Array] = {name: given[name] for name in _TEXT_COLUMNS if name in given}
+    columns["body"] = given["body"].cast(pa.binary())
+    columns["due_ms"] = _due_ms(given, count, now_ms)
+    if "properties" in given:
+        columns["properties"] = _properties(given["properties"])
+    queue = given.get("queue_id", pa.nulls(count, pa.int32()))
+    columns["queue_id"] = queue.cast(pa.int32()).fill_null(rules.ANY_QUEUE)
+    for name in ("born_ms", "accepted_ms"):
+        columns[name] = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
+    for name in ("flag", "sys_flag", "reconsume_times"):
+        zeros = pa.repeat(pa.scalar(0, pa.int32()), count)
+        columns[name] = given[name].fill_null(0) if name in given else zeros
+    arrays = [columns.get(field.name) for field in TABLE_SCHEMA]
+    return pa.Table.from_arrays(
+        [
+            pa.nulls(count, f.type) if a is None else a.cast(f.type)
+            for f, a in zip(TABLE_SCHEMA, arrays, strict=True)
+        ],
+        schema=TABLE_SCHEMA,
+    )
+
+
+def _due_ms(given: dict[str, pa.Array], count: int, now_ms: int) -> pa.Array:
+    if "due_ms" in given:
+        due = given["due_ms"].cast(pa.int64())
+    elif "due" in given:
+        # Spark's timestamps count microseconds; up to the next millisecond, never down.
+        due_us = given["due"].cast(pa.timestamp("us", "UTC")).cast(pa.int64()).fill_null(now_ms * 1000)
+        due = pa.array(-(-int64(due_us) // 1000))
+    else:
+        due = pa.nulls(count, pa.int64())
+    return due.fill_null(now_ms)
+
+
+def _properties(column: pa.Array) -> pa.Array:
+    if not pa.types.is_map(column.type):
+        return column
+    entries = pc.binary_join_element_wise(
+        column.keys.cast(pa.string()), column.items.cast(pa.string()).fill_null(""), PROPERTY_NAME_END
+    )
+    ended = pc.binary_join_element_wise(entries, "", PROPERTY_END)
+    lists = pa.ListArray.from_arrays(column.offsets, ended)
+    return pc.if_else(column.is_valid(), pc.binary_join(lists, ""), pa.scalar(None, pa.string()))
+
+
+# ---- what a valid row still lacks -------------------------------------------------------------------------
+
+
+def with_unique_keys(rows: pa.Table) -> pa.Table:
+    """Give rows whose unique_key is null or empty a random one."""
+    column = rows.column("unique_key").combine_chunks()
+    if column.null_count == 0 and not pc.any(pc.equal(column, "")).as_py():
+        return rows
+    lacking = pc.or_(column.is_null(), pc.fill_null(pc.equal(column, ""), True))
+    filled = pc.if_else(lacking, random_keys(len(column)), column)
+    return rows.set_column(
+        rows.schema.get_field_index("unique_key"), TABLE_SCHEMA.field("unique_key"), filled
+    )
+
+
+def random_keys(count: int) -> pa.Array:
+    """Return `count` strings of 32 hexadecimal characters from the system's random source."""
+    text = os.urandom(16 * count).hex().encode("ascii")
+    offsets = np.arange(0, 32 * (count + 1), 32, dtype=np.int32)
+    return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(text)])
+
+
+def checksum(rows: pa.Table) -> int:
+    """Return a number that stands for these `normalise`d rows, in any order and however they are cut into tasks.
+
+    The due instant is left out: `now() + interval 1 hour` is another one when the same write is run again.
+    """
+    total = 0
+    for batch in rows.to_batches(CHECKSUM_ROWS):
+        columns = [batch.column(name).cast(pa.large_string()).cast(pa.large_binary()) for name in _SUMMED]
+        columns.append(batch.column("body").cast(pa.large_binary()))
+        joined = pc.binary_join_element_wise(
+            *columns, _BETWEEN, null_handling="replace", null_replacement=b"\x00"
+        )
+        total += sum(map(google_crc32c.value, joined.to_pylist()))
+    return total & (1 << 64) - 1
+
+
+def first_broken(rows: pa.Table, now_ms: int) -> npt.NDArray[np.int8]:
+    """Return for each row of `normalise`d columns the index in rules.RULES of the first rule it breaks, or -1."""
+    columns = {name: rows.column(name).combine_chunks() for name in rows.column_names}
+    return rules.first_broken(columns, rows.num_rows, now_ms)
+
+
+def due_order(rows: pa.Table) -> Int64Array:
+    """Sort by due instant: return the rows' positions; equal ones keep their order."""
+    return np.argsort(int64(rows.column("due_ms").combine_chunks()), kind="stable").astype(np.int64)
+
+
+def numbered(rows: pa.Table, first_seq: int) -> pa.Table:
+    """Number `rows` from `first_seq` on, in the order they are in."""
+    seqs = pa.array(np.arange(first_seq, first_seq + rows.num_rows, dtype=np.int64))
+    return rows.set_column(0, TABLE_SCHEMA.field("seq"), seqs)

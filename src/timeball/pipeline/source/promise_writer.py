@@ -1,0 +1,239 @@
+"""`df.write.format("timeball")`: rows become files of the pending table, and one attach makes them promises.
+
+Tasks write files, the driver attaches them, all in one record of the broker's log: either every row of the DataFrame
+is a promise or none is, however often a task or the whole job is repeated. Before the attach no row is visible, and
+the files of a dead task belong to no table.
+
+    task     collect up to CHUNK_ROWS / CHUNK_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
+    driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
+
+A repeated write is known by its name. A batch write has the name that its caller gives it, or a random one. A stream
+has the query id of its checkpoint: batch ids begin at 0 in a new checkpoint, so no other name could tell a repeated
+micro-batch from a new one. The broker compares the digest of the rows, and refuses others under a known name.
+
+Once an attach was tried, this module never deletes its files: the answer may have been lost, and then they belong to
+the table. The broker sweeps files that were refused, as all that no table names.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from timeball import limits, rules
+from timeball.errors import InvalidMessage, OverLimit, SetupError
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.source import promise_columns
+from timeball.pipeline.source.compact_writer import CompactWriter
+from timeball.pipeline.source.options import RANGE_COLUMNS, WriteOptions
+from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter
+from timeball.pipeline.table_store import Store, chunks
+from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
+
+LOG = logging.getLogger("timeball.pipeline")
+QUERY_ID = "sql.streaming.queryId"  # a property of Spark's own that each task of a stream is given
+
+
+@dataclass
+class Written(WriterCommitMessage):
+    """The files and numbers that one task wrote."""
+
+    files: list[FileEntry] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    rows: int = 0
+    dropped: int = 0
+    given: int = 0  # rows, with those dropped
+    checksum: int = 0  # of these
+    query_id: str | None = None  # of the stream
+
+
+def stream_writer(schema: StructType, options: WriteOptions) -> DataSourceStreamArrowWriter:
+    """Return the sink of a stream: compaction for (from_seq, to_seq), promises for everything else."""
+    if tuple(schema.fieldNames()) == RANGE_COLUMNS:
+        return CompactWriter(options)
+    return PromiseStreamWriter(schema, options)
+
+
+class PromiseTask:
+    """The part of a write that runs in a task: a stream of Arrow batches to files."""
+
+    def __init__(self, options: WriteOptions, *, summed: bool = True) -> None:
+        self.options = options
+        self.summed = summed  # whether Spark may repeat this write under its name
+
+    def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
+        """Write all rows of one partition; on failure its own files are removed again."""
+        written = Written(query_id=query_id())
+        with Endpoint(self.options.endpoint) as endpoint:
+            store = Store(self.options.table_uri or endpoint.status().table.uri)
+            try:
+                for rows in chunks(batches):
+                    self._write_run(rows, endpoint, store, written)
+            except BaseException:  # an interrupt leaves orphans behind just as an error does
+                store.remove(entry.path for entry in written.files)
+                raise
+        return written
+
+    def _write_run(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
+        now_ms = endpoint.status().now_ms
+        rows = promise_columns.normalise(rows, now_ms)
+        written.given += rows.num_rows
+        if self.summed:
+            written.checksum += promise_columns.checksum(rows)
+        broken = promise_columns.first_broken(rows, now_ms)
+        bad = int(np.count_nonzero(broken >= 0))
+        if bad:
+            if self.options.on_invalid == "fail":
+                raise InvalidMessage(refusal(rows, broken))
+            LOG.warning("rows dropped rows=%d reason=%s", bad, refusal(rows, broken))
+            written.dropped += bad
+            rows = rows.filter(pa.array(broken < 0)).combine_chunks()
+        if rows.num_rows == 0:
+            return
+        rows = rows.take(pa.array(promise_columns.due_order(rows)))
+        first_seq = endpoint.reserve(rows.num_rows)
+        rows = promise_columns.numbered(promise_columns.with_unique_keys(rows), first_seq)
+        written.files.extend(store.put_rows(rows, now_ms))
+        written.ranges.append((first_seq, rows.num_rows))
+        written.rows += rows.num_rows
+
+
+def query_id() -> str | None:
+    """Return the id of the stream that this task belongs to; it lives as long as the stream's checkpoint."""
+    context = TaskContext.get()
+    return None if context is None else context.getLocalProperty(QUERY_ID)
+
+
+def refusal(rows: pa.Table, broken: np.ndarray) -> str:
+    """Return the sentence about rows that break a rule: how many, and the first."""
+    bad = np.flatnonzero(broken >= 0)
+    first = int(bad[0])
+    topic = rows.column("topic")[first].as_py()
+    return (
+        f"{len(bad)} of {rows.num_rows} rows are invalid; the first (topic {topic!r}): "
+        f"{rules.RULES[broken[first]].text}; option on_invalid=drop leaves such rows out"
+    )
+
+
+def attach_all(
+    messages: Sequence[WriterCommitMessage | None],
+    options: WriteOptions,
+    job_id: str,
+    epoch: int,
+    *,
+    summed: bool = True,
+) -> None:
+    """Make everything the tasks wrote part of the pending table, in one step."""
+    parts = [message for message in messages if isinstance(message, Written)]
+    files = [entry for part in parts for entry in part.files]
+    rows, dropped = sum(part.rows for part in parts), sum(part.dropped for part in parts)
+    if not files:
+        LOG.info("nothing to write job=bulk id=%s rows=0 dropped=%d", job_id, dropped)
+        return
+    with Endpoint(options.endpoint) as endpoint:
+        if len(files) > limits.ATTACH_FILES_MAX:
+            Store(options.table_uri or endpoint.status().table.uri).remove(entry.path for entry in files)
+            raise OverLimit(
+                f"{len(files)} files in one write, at most {limits.ATTACH_FILES_MAX}: order the DataFrame first "
+                "(df.repartitionByRange('due_ms')), so that each task writes few hours"
+            )
+        ranges = [each for part in parts for each in part.ranges]
+        attached = endpoint.attach(
+            Attachment(
+                job="bulk",
+                job_id=job_id,
+                epoch=epoch,
+                files=files,
+                ranges=ranges,
+                digest=digest(parts, options) if summed else "",
+            )
+        )
+    LOG.info(
+        "rows attached job=bulk id=%s name=%s epoch=%d rows=%d dropped=%d files=%d version=%d repeated=%s",
+        *(
+            job_id,
+            options.job_id or "",
+            epoch,
+            rows,
+            dropped,
+            len(files),
+            attached.version,
+            str(attached.repeated).lower(),
+        ),
+    )
+
+
+def digest(parts: Sequence[Written], options: WriteOptions) -> str:
+    """Return what stands for the rows of a write: how many, and their checksum."""
+    if options.on_repeat == "skip":
+        return ANY_ROWS
+    checksum = sum(part.checksum for part in parts) & (1 << 64) - 1
+    return f"{sum(part.given for part in parts)} rows {checksum:016x}"
+
+
+def remove_written(messages: Sequence[WriterCommitMessage | None], options: WriteOptions) -> None:
+    """Remove what the others wrote after a failed task. When all messages are present a commit was tried."""
+    if all(message is not None for message in messages):
+        return
+    files = [entry for message in messages if isinstance(message, Written) for entry in message.files]
+    if files:
+        with Endpoint(options.endpoint) as endpoint:
+            Store(options.table_uri or endpoint.status().table.uri).remove(entry.path for entry in files)
+
+
+class PromiseWriter(DataSourceArrowWriter):
+    """The sink of a batch write."""
+
+    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        promise_columns.check_columns(schema)
+        self.options = options
+        # Made once, on the driver: tasks and commit receive copies of this very object.
+        self.job_id = options.job_id or f"bulk-{uuid.uuid4().hex}"
+        self.named = options.job_id is not None
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """See DataSourceArrowWriter."""
+        return PromiseTask(self.options, summed=self.named).write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """See DataSourceWriter."""
+        attach_all(messages, self.options, self.job_id, self.options.epoch, summed=self.named)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """See DataSourceWriter."""
+        remove_written(messages, self.options)
+
+
+class PromiseStreamWriter(DataSourceStreamArrowWriter):
+    """The sink of a stream of messages: each micro-batch is one attach, numbered by Spark's batch id."""
+
+    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        promise_columns.check_columns(schema)
+        if options.epoch:
+            raise SetupError("option epoch: not for a stream, whose micro-batches Spark numbers")
+        self.options = options
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """See DataSourceStreamArrowWriter."""
+        if query_id() is None:
+            raise SetupError(
+                f"Spark gives this task no {QUERY_ID}: write with foreachBatch, job_id and epoch"
+            )
+        return PromiseTask(self.options).write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """See DataSourceStreamWriter."""
+        for query in {message.query_id for message in messages if isinstance(message, Written)}:
+            attach_all(messages, self.options, f"stream-{query}", batchId)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """See DataSourceStreamWriter."""
+        remove_written(messages, self.options)

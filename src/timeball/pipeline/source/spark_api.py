@@ -1,0 +1,93 @@
+"""Spark's schemas for ours, the start of a query, and stand-ins for what PySpark's data source API got after 4.0.
+
+    4.1    filters that Spark pushes down; a stream's sink that takes Arrow batches
+    4.2    how much a stream's micro-batch may read; availableNow for Python streams
+
+So batch reads and writes work on 4.0 and 4.1. A stand-in is the base or the type of nothing: no Spark of that version
+asks for what it stands in for, but for a stream, which is refused.
+
+Spark compares an Arrow batch with the declared schema by type, exactly: it refuses a dictionary, a `string_view` or a
+field declared not null at run time. So there are six types, and every field may be null.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyspark
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    DataType,
+    DateType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from timeball.errors import SetupError
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter as DataSourceStreamArrowWriter
+    from pyspark.sql.datasource import EqualTo as EqualTo
+    from pyspark.sql.datasource import Filter as Filter
+    from pyspark.sql.datasource import GreaterThan as GreaterThan
+    from pyspark.sql.datasource import GreaterThanOrEqual as GreaterThanOrEqual
+    from pyspark.sql.datasource import In as In
+    from pyspark.sql.datasource import LessThan as LessThan
+    from pyspark.sql.datasource import LessThanOrEqual as LessThanOrEqual
+    from pyspark.sql.streaming.datasource import ReadAllAvailable as ReadAllAvailable
+    from pyspark.sql.streaming.datasource import ReadLimit as ReadLimit
+    from pyspark.sql.streaming.datasource import ReadMaxRows as ReadMaxRows
+    from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow as SupportsTriggerAvailableNow
+else:
+    _BATCH = "EqualTo Filter GreaterThan GreaterThanOrEqual In LessThan LessThanOrEqual DataSourceStreamArrowWriter"
+    _STREAM = "ReadAllAvailable ReadLimit ReadMaxRows SupportsTriggerAvailableNow"
+
+    class Missing:
+        """Stands for a class that this PySpark has not got."""
+
+    def _part(module: str, name: str) -> type:
+        try:
+            return getattr(import_module(module), name)
+        except (ImportError, AttributeError):
+            return Missing
+
+    globals().update({name: _part("pyspark.sql.datasource", name) for name in _BATCH.split()})
+    globals().update({name: _part("pyspark.sql.streaming.datasource", name) for name in _STREAM.split()})
+
+
+def check_streams() -> None:
+    """Raise SetupError unless this PySpark has all that streams need."""
+    if SupportsTriggerAvailableNow.__module__ == __name__:
+        raise SetupError(
+            f"streams need pyspark 4.2 or later, and this is {pyspark.__version__}; batch reads and writes work"
+        )
+
+
+_TYPES: dict[pa.DataType, DataType] = {
+    pa.int8(): ByteType(),
+    pa.int32(): IntegerType(),
+    pa.int64(): LongType(),
+    pa.string(): StringType(),
+    pa.binary(): BinaryType(),
+    pa.date32(): DateType(),
+}
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """Return the Spark schema that reads batches of this Arrow schema."""
+    return StructType([StructField(field.name, _TYPES[field.type], True) for field in schema])
+
+
+def start_query(writer: DataStreamWriter, name: str, checkpoint: str, trigger: str | None) -> StreamingQuery:
+    """Start a streaming query; without a trigger it stops when it has caught up."""
+    writer = writer.queryName(name).option("checkpointLocation", checkpoint)
+    writer = writer.trigger(availableNow=True) if trigger is None else writer.trigger(processingTime=trigger)
+    return writer.start()

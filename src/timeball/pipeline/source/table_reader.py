@@ -1,0 +1,209 @@
+"""Read a Delta table of ours, the pending table or the ledger, as one version of it.
+
+The Delta log names the files; tasks open them by URI. A filter prunes three times, each time finer: files by the
+statistics in the Delta log, row groups by the statistics in their footers, rows in Arrow.
+
+    read=pending   TABLE_SCHEMA; promises already settled may still be in it until their file is rewritten
+    read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null
+
+The file of an old version may have been removed since: then the read fails and names the version, and never yields
+fewer rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.fs as fs
+import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
+
+from timeball.errors import NotFound, StorageError
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.source.log_reader import piece_rows
+from timeball.pipeline.source.options import ReadOptions, arrow_schema
+from timeball.pipeline.source.pushdown import Bounds, Wanted, wanted
+from timeball.pipeline.source.spark_api import Filter
+from timeball.pipeline.table_store import as_of, open_table, sibling
+from timeball.table.layout import ROW_GROUP_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+BATCH_ROWS = 65_536
+NUMBERS = {"pending": ("seq", "due_ms"), "ledger": ("first_seq", "due_ms", "at_ms", "event_seq")}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Of one file the row groups that begin at begin_row <= row < end_row, about so many rows; the last has no end."""
+
+    uri: str
+    begin_row: int
+    end_row: int | None
+    rows: int
+
+
+@dataclass
+class TablePart(InputPartition):
+    """The slices that one task reads."""
+
+    slices: list[Slice]
+
+
+class TableReader(DataSourceReader):
+    """A batch read of one version of a table."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self.options = options
+        self.rows = wanted(NUMBERS[options.read], options.topic, [])
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Reduce the files opened and rows kept; every filter is returned, so Spark applies them as well."""
+        self.rows = wanted(NUMBERS[self.options.read], self.options.topic, filters)
+        return filters
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """See DataSourceReader; slices are dealt out by size, largest first, so that tasks are even."""
+        files = table_files(table_of(self.options), self.rows)
+        return deal(files, piece_rows(sum(rows for _, rows in files), self.options))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """See DataSourceReader."""
+        schema = arrow_schema(self.options)
+        for piece in partition.slices if isinstance(partition, TablePart) else ():
+            try:
+                yield from read_slice(piece, schema, self.rows)
+            except FileNotFoundError as error:
+                raise NotFound(
+                    f"{piece.uri} is gone: this version of the table has been swept, a day after its files left "
+                    "the table; read a newer one"
+                ) from error
+            except (OSError, pa.ArrowException) as error:
+                raise StorageError(f"cannot read {piece.uri}: {error}") from error
+
+
+def table_of(options: ReadOptions) -> DeltaTable:
+    """Return the version of the table that a read is about."""
+    uri, version = options.ledger_uri, options.version
+    if uri is None:
+        with Endpoint(options.endpoint) as endpoint:
+            status = endpoint.status()
+        uri = options.table_uri or status.table.uri
+        if options.read == "ledger":
+            uri = sibling(uri, "ledger")
+        elif version is None and options.timestamp is None:
+            version = status.table.version
+    table = open_table(uri, version)
+    if options.timestamp is None:
+        return table
+    try:
+        return as_of(table, options.timestamp)
+    except NotFound as error:
+        raise NotFound(f"option timestamp: {error}") from error
+
+
+def read_delta(
+    spark: SparkSession, table: DeltaTable, schema: StructType, uris: Sequence[str] | None = None
+) -> DataFrame:
+    """Return all of one version of a Delta table of ours, or some of its files."""
+    chosen = table.file_uris() if uris is None else list(uris)
+    if not chosen:
+        return spark.createDataFrame([], schema)
+    return spark.read.schema(schema).option("basePath", table.table_uri.rstrip("/")).parquet(*chosen)
+
+
+def table_files(table: DeltaTable, rows: Wanted) -> list[tuple[str, int]]:
+    """Return (URI, rows) of the files that can hold rows that are wanted."""
+    actions = pa.table(table.get_add_actions(flatten=True))
+    if not actions.num_rows:
+        return []
+    base = table.table_uri.rstrip("/")
+    kept = [True] * actions.num_rows
+    for name, limits in rows.ranges:
+        low, high = (_values(actions, f"{side}.{name}") for side in ("min", "max"))
+        kept = [k and limits.may_hold(a, b) for k, a, b in zip(kept, low, high, strict=True)]
+    paths, counts = actions.column("path").to_pylist(), actions.column("num_records").to_pylist()
+    return [(f"{base}/{path}", count or 0) for path, count, k in zip(paths, counts, kept, strict=True) if k]
+
+
+def _values(actions: pa.Table, name: str) -> list[Any]:
+    return actions.column(name).to_pylist() if name in actions.column_names else [None] * actions.num_rows
+
+
+def deal(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
+    """Deal files out into partitions of about `rows_per_part` rows; a large file is cut where a row group begins."""
+    slices = [piece for uri, rows in files for piece in cut(uri, rows, max(rows_per_part, ROW_GROUP_ROWS))]
+    total = sum(piece.rows for piece in slices)
+    parts = [TablePart([]) for _ in range(min(len(slices), max(1, -(-total // rows_per_part))))]
+    load = [0] * len(parts)
+    for piece in sorted(slices, key=lambda each: -each.rows):
+        lightest = load.index(min(load))
+        parts[lightest].slices.append(piece)
+        load[lightest] += max(piece.rows, 1)
+    return parts
+
+
+def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
+    """Cut a file into even slices of whole row groups."""
+    groups, per_slice = -(-rows // ROW_GROUP_ROWS), max(1, rows_per_slice // ROW_GROUP_ROWS)
+    slices = max(1, -(-groups // per_slice))
+    cuts = [groups * i // slices * ROW_GROUP_ROWS for i in range(slices)]
+    ends = [*cuts[1:], None]
+    return [Slice(uri, begin, end, (rows if end is None else end) - begin) for begin, end in zip(cuts, ends)]
+
+
+def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.RecordBatch]:
+    """Read the rows of a slice that are wanted, in `schema`."""
+    files, path = fs.FileSystem.from_uri(piece.uri)
+    with files.open_input_file(path) as source:
+        file = pq.ParquetFile(source)
+        there = set(file.schema_arrow.names)
+        names = [name for name in dict.fromkeys([*schema.names, *rows.columns]) if name in there]
+        groups = [group for group in groups_of(file.metadata, piece) if may_hold(file.metadata, group, rows)]
+        if not groups:
+            return
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=names):
+            kept = rows.keep(batch)
+            if kept.num_rows:
+                yield fit(kept, schema)
+
+
+def groups_of(footer: Any, piece: Slice) -> list[int]:
+    """Return the row groups that begin within the slice."""
+    found, row = [], 0
+    for group in range(footer.num_row_groups):
+        if piece.begin_row <= row and (piece.end_row is None or row < piece.end_row):
+            found.append(group)
+        row += footer.row_group(group).num_rows
+    return found
+
+
+def may_hold(footer: Any, group: int, rows: Wanted) -> bool:
+    """Return whether a row group can have a row that is wanted, by the bounds in the footer."""
+    if not rows.ranges:
+        return True
+    for index in range(footer.num_columns):
+        column = footer.row_group(group).column(index)
+        limits: Bounds = rows.range(column.path_in_schema)
+        known = column.statistics if column.is_stats_set else None
+        if known is not None and known.has_min_max and not limits.may_hold(known.min, known.max):
+            return False
+    return True
+
+
+def fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Fit a batch to exactly this schema; a column that is not there is null."""
+    columns = [
+        batch.column(field.name).cast(field.type)
+        if field.name in batch.schema.names
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

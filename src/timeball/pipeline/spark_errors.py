@@ -1,0 +1,89 @@
+"""Turn Spark's failures into one sentence.
+
+A failure inside Spark arrives as a page of two languages' stack traces, with our own error somewhere in it. This
+module finds it. The page stays chained as the cause, for the log; a user sees the sentence first.
+
+A failure that is not known to need the operator is Unavailable: a JVM or a worker that was killed, a connection that
+broke. A new start may mend it, and the runner tries again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from py4j.protocol import Py4JError
+from pyspark.errors import AnalysisException, PySparkException
+
+from timeball import errors
+from timeball.errors import SetupError, StorageError, TimeballError, Unavailable
+
+_OURS = re.compile(r"timeball\.errors\.(\w+): (.+)")
+_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_RAISED = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+_KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
+    (
+        re.compile(r"JAVA_GATEWAY_EXITED|Java gateway process exited"),
+        Unavailable,
+        "Java started but Spark did not: see the lines above; is JAVA_HOME a full Java 17 or later?",
+    ),
+    (
+        re.compile(r"OutOfMemoryError|GC overhead limit"),
+        SetupError,
+        "Spark ran out of memory: raise spark.driver.memory (or spark.executor.memory), or lower max_rows_per_batch.",
+    ),
+    (
+        re.compile(r"No space left on device|Disk quota exceeded"),
+        StorageError,
+        "Spark found no space left on the disk of its checkpoint, its scratch folder or the table.",
+    ),
+    (
+        re.compile(r"Permission denied|AccessDeniedException"),
+        SetupError,
+        "Spark may not read or write one of its folders: check the owner of the checkpoint and the table.",
+    ),
+    (
+        re.compile(r"DATA_SOURCE_NOT_FOUND|Failed to find the data source: timeball"),
+        SetupError,
+        "this Spark session does not know the format 'timeball': call timeball.pipeline.run.session.register(spark).",
+    ),
+]
+
+
+def plain(error: BaseException) -> TimeballError:
+    """Return our error for what Spark raised; an error of ours comes back as it is."""
+    if isinstance(error, TimeballError):
+        return error
+    text = str(error)
+    found = _OURS.findall(text)
+    if found:
+        name, sentence = found[-1]
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, TimeballError):
+            return kind(sentence.strip())
+    for pattern, kind, sentence in _KNOWN:
+        if pattern.search(text):
+            return kind(sentence)
+    missing = _MODULE.search(text)
+    if missing:
+        return SetupError(
+            f"Spark's Python workers cannot import {missing.group(1)}: install it on every executor."
+        )
+    # The last line of a Python traceback from a worker says more than Spark's first.
+    raised = _RAISED.findall(text)
+    if raised:
+        return Unavailable(f"Spark failed in a Python worker: {raised[-1]}")
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, AnalysisException):
+        return SetupError(f"Spark cannot run this: {first}")
+    return Unavailable(f"Spark failed: {first}")
+
+
+@contextmanager
+def spark_errors() -> Iterator[None]:
+    """Raise Spark's failures as ours, with Spark's own as the cause."""
+    try:
+        yield
+    except (PySparkException, Py4JError, ConnectionError) as error:  # the last one, when the JVM has gone
+        raise plain(error) from error

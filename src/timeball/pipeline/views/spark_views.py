@@ -1,0 +1,178 @@
+"""The views in Spark: the same names, the same text and the same answers as `timeball sql`.
+
+    from timeball.pipeline.views import spark_views
+    version = spark_views.register(spark, "grpc://broker:7400")
+    spark.sql("select topic, count(*) from pending group by topic").show()
+
+All views of one `register` are of one version, pinned on the driver: executors read the table's files of that version
+and rows of the log below its end, whenever a query runs. Register again to see what has happened since. Retention and
+the table's clean-up bound how long that works: then a query fails, and never answers with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+
+from timeball.message import TABLE_SCHEMA
+from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_spans
+from timeball.pipeline.source.spark_api import spark_schema
+from timeball.pipeline.source.table_reader import read_delta
+from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import ALWAYS, Due
+from timeball.pipeline.views import view_sql
+from timeball.pipeline.views.due_histogram import Load, count_due
+from timeball.pipeline.views.snapshot import Snapshot, Version
+
+KEPT = ("waiting_rows", "ledger_events")
+# Settlements of a kept log of so few rows are broadcast to every task instead of being shuffled.
+BROADCAST_ROWS = 1_000_000
+
+
+def waiting_frame(
+    spark: SparkSession, endpoint: str, version: int | None = None, *, bodies: bool = True
+) -> DataFrame:
+    """Return what waits, one row a promise: PENDING_COLUMNS and `place`; without bodies if none are wanted."""
+    with Endpoint(endpoint) as broker:
+        shot = Snapshot.pin(broker, version=version)
+    return waiting_at(spark, endpoint, shot, bodies=bodies)
+
+
+def waiting_at(
+    spark: SparkSession, endpoint: str, shot: Snapshot, *, due: Due = ALWAYS, bodies: bool = True
+) -> DataFrame:
+    """Return what waits as of a snapshot and is due within the bounds."""
+    columns = [name for name in view_sql.PENDING_COLUMNS if bodies or name != "body"]
+    frames = {
+        name: _log(spark, endpoint, shot, name, columns)
+        for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows")
+    }
+    frames["ledger_rows"] = _ledger(spark, shot)
+    frames["waiting_table_rows"] = _table(spark, endpoint, shot, [*columns, "number"])
+    few = shot.end_seq - shot.first_seq <= BROADCAST_ROWS
+    hint = "/*+ BROADCAST(gone) */" if few else ""
+    text = view_sql.waiting_sql(shot, columns, due, relation=view_sql.SPARK_RELATION, hint=hint)
+    return _run(spark, text, frames)
+
+
+def due_load(
+    spark: SparkSession, endpoint: str, shot: Snapshot, *, by_topic: bool = False, due: Due = ALWAYS
+) -> Load:
+    """Count what waits as of a snapshot and is due within the bounds, on the executors: see forecast.count_due."""
+    frame = waiting_at(spark, endpoint, shot, due=due, bodies=False)
+    return count_on_spark(frame, by_topic=by_topic)
+
+
+def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
+    """Count rows (due_ms, topic) on the executors."""
+    with spark_errors():
+        return count_due(
+            lambda text: _run(frame.sparkSession, text, {"pending": frame}).toArrow(),
+            by_topic=by_topic,
+            relation=view_sql.SPARK_RELATION,
+        )
+
+
+def register(
+    spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "", keep: bool = False
+) -> Version:
+    """Make the views pending, pending_table, promises, ledger, log, and archive if there is one, as temporary views.
+
+    `prefix` stands before their names. `keep`: Spark reads what waits and the events once and keeps them, in memory or
+    on disk, for many queries; `spark.catalog.clearCache()` lets go of them. Returns what the views show.
+    """
+    with Endpoint(endpoint) as broker:
+        shot = Snapshot.pin(broker, version=version)
+    events, ledger_version = _events(spark, endpoint, shot)
+    frames = {
+        "waiting_rows": waiting_at(spark, endpoint, shot),
+        "table_rows": _table(spark, endpoint, shot, TABLE_SCHEMA.names),
+        "ledger_events": events,
+        "log_rows": _source(spark, endpoint, shot, 0).load(),
+    }
+    shown = msgspec.structs.replace(shot.shown(), ledger=ledger_version)
+    passed = shot.open_beside("archive")
+    if passed is not None:
+        frames["archive_rows"] = read_delta(spark, passed, spark_schema(ARCHIVE_SCHEMA)).where(
+            f"seq < {shot.end_seq}"
+        )
+        shown = msgspec.structs.replace(shown, archive=int(passed.version()))
+    for base, frame in frames.items():
+        if keep and base in KEPT:
+            frame.persist(StorageLevel.MEMORY_AND_DISK)
+        frame.createOrReplaceTempView(base)
+    texts = view_sql.definitions("spark", {base: frame.columns for base, frame in frames.items()})
+    for view, query in texts.items():
+        spark.sql(query).createOrReplaceTempView(f"{prefix}{view}")
+    for base in frames:  # a view keeps its plan, not these names
+        spark.catalog.dropTempView(base)
+    return shown
+
+
+# ---- the relations ------------------------------------------------------------------------------------------
+
+
+def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) -> DataFrame:
+    """Return the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA."""
+    with Endpoint(endpoint) as broker:
+        spans = read_spans(broker, from_seq, to_seq)
+    source = spark.read.format("timeball").option("endpoint", endpoint)
+    source = source.option("from_seq", str(from_seq)).option("to_seq", str(to_seq))
+    frames = {
+        "event_rows": _columns(source, "event_rows", TABLE_SCHEMA.names),
+        "span_rows": spark.createDataFrame(spans, spark_schema(EVENT_SCHEMA)),
+    }
+    return _run(spark, view_sql.events_sql(view_sql.SPARK_RELATION), frames)
+
+
+def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:
+    """Return the ledger up to where it has come, then the log; and the ledger's version."""
+    table = shot.open_beside("ledger")
+    if table is None:
+        return read_events(spark, endpoint, *shot.log_range()), None
+    kept = read_delta(spark, table, spark_schema(EVENT_SCHEMA)).where(f"event_seq < {shot.end_seq}")
+    mark = int(table.transaction_version(LEDGER_APP_ID) or 0)
+    fresh = read_events(spark, endpoint, *shot.log_range(mark))
+    return kept.unionByName(fresh, allowMissingColumns=True), int(table.version())
+
+
+def _run(spark: SparkSession, text: str, frames: dict[str, DataFrame]) -> DataFrame:
+    named: dict[str, Any] = frames
+    return spark.sql(text, **named)
+
+
+def _log(spark: SparkSession, endpoint: str, shot: Snapshot, name: str, columns: Sequence[str]) -> DataFrame:
+    begin = 0 if view_sql.LOG_RELATIONS[name].begin == "first" else shot.watermark
+    return _columns(_source(spark, endpoint, shot, begin), name, columns)
+
+
+def _columns(source: DataFrameReader, name: str, columns: Sequence[str]) -> DataFrame:
+    relation = view_sql.LOG_RELATIONS[name]
+    source = source.option("kinds", ",".join(str(int(kind)) for kind in relation.kinds))
+    if relation.placed is not None:
+        source = source.option("placed", str(relation.placed).lower())
+    return source.option("columns", ",".join(view_sql.log_columns(name, columns))).load()
+
+
+def _source(spark: SparkSession, endpoint: str, shot: Snapshot, from_seq: int) -> DataFrameReader:
+    """Return a read of the log up to the snapshot's end."""
+    begin, end = shot.log_range(from_seq)
+    source = spark.read.format("timeball").option("endpoint", endpoint)
+    return source.option("from_seq", str(begin)).option("to_seq", str(end))
+
+
+def _table(spark: SparkSession, endpoint: str, shot: Snapshot, columns: Sequence[str]) -> DataFrame:
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
+    source = source.option("version", str(shot.version)).option("columns", ",".join(columns))
+    return source.option("table_uri", shot.uri).load()
+
+
+def _ledger(spark: SparkSession, shot: Snapshot) -> DataFrame:
+    table = shot.open_beside("ledger") if shot.first_seq > 1 else None
+    schema = spark_schema(EVENT_SCHEMA)
+    return spark.createDataFrame([], schema) if table is None else read_delta(spark, table, schema)

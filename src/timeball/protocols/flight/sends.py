@@ -1,0 +1,112 @@
+"""Batches on their way from reading threads to the broker's batcher, and their answers on the way back.
+
+Many sends cross with one wake-up of the loop. broker/ingress.py puts small neighbours of one schema together. A
+release stream's batches, rows of the pending table's files that a dispatcher brings, are decided in the order they
+came in.
+
+Invariant: every slot put in is settled, once, even if the broker or its loop fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from timeball import wire
+from timeball.access import Caller
+from timeball.broker.appender import Accepted
+from timeball.broker.ingress import Ingress, Piece
+from timeball.broker.service import Broker
+from timeball.errors import TimeballError, Unavailable
+from timeball.protocols.error_codes import log_failure
+from timeball.protocols.flight import codec
+from timeball.protocols.flight.window import Slot
+
+logger = logging.getLogger(__name__)
+
+STOPPING = "the broker is stopping; send this batch again later or elsewhere"
+
+
+class _Piece(Piece, gc=False):
+    slot: Any  # the Slot that is settled with its answer
+
+
+class Sends:
+    """Takes batches from any thread; an Edge of broker/ingress.py."""
+
+    def __init__(self, ingress: Ingress, loop: asyncio.AbstractEventLoop) -> None:
+        self._ingress, self._loop = ingress, loop
+        self._crossing: deque[_Piece] = deque()
+        self._is_woken = False
+
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
+        """Hand over a batch with the types of SEND_SCHEMA; its slot will be settled. Callable from any thread."""
+        self._crossing.append(_Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot))
+        # The loop clears the flag before it empties the queue: a thread that sees it set is served by that turn.
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._arrive)
+            except RuntimeError:  # the loop is closed
+                while self._crossing:
+                    self.refuse([self._crossing.popleft()], Unavailable(STOPPING))
+
+    def _arrive(self) -> None:
+        self._is_woken = False
+        while self._crossing:
+            piece = self._crossing.popleft()
+            try:
+                self._ingress.put(piece)
+            except TimeballError as error:
+                self.refuse([piece], error)
+
+    def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
+        """Settle the slots of batches that are durable."""
+        for piece in pieces:
+            first_seq = accepted.first_seq + piece.first_row
+            piece.slot.settle(codec.encode(wire.SendAck(first_seq, piece.count, accepted.store_ms)))
+
+    def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
+        """Settle the slots of batches that were not taken."""
+        for piece in pieces:
+            piece.slot.settle(refusal(error))
+
+
+class Releases:
+    """Hands batches of release streams to the broker, and its answers back."""
+
+    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop) -> None:
+        self._broker, self._loop = broker, loop
+        self._tasks: set[asyncio.Task[bytes]] = set()
+
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
+        """Callable from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._begin, batch, slot, caller)
+        except RuntimeError:  # the loop is closed
+            slot.settle(refusal(Unavailable(STOPPING)))
+
+    def _begin(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
+        task = self._loop.create_task(self._release(batch, caller))
+        self._tasks.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(partial(self._answer, slot))
+
+    async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
+        brought = await self._broker.release(batch, caller)
+        return codec.encode(wire.ReleaseAck(brought.released, brought.left))
+
+    def _answer(self, slot: Slot, task: asyncio.Task[bytes]) -> None:
+        self._tasks.discard(task)
+        error = Unavailable(STOPPING) if task.cancelled() else task.exception()
+        slot.settle(task.result() if error is None else refusal(error))
+
+
+def refusal(error: BaseException) -> bytes:
+    """Return the answer to a batch that was not taken; a fault of ours is logged, and hidden from the client."""
+    log_failure(logger, "send", error)
+    return codec.encode_refusal(error)

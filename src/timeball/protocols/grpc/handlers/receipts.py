@@ -1,0 +1,137 @@
+"""What consumers say of the messages they have: done with, later, or given up.
+
+    AckMessage                        one status a handle
+    ChangeInvisibleDuration           the same handle, good for the other time
+    ForwardMessageToDeadLetterQueue   to the group's dead letters, after any number of attempts
+
+A handle is INVALID_RECEIPT_HANDLE when it is none of ours, or of another group or topic, and when its message has been
+acknowledged or has come back to the group meanwhile. Answers are given when they are durable.
+
+A push consumer asks for another time when its listener has failed, and the pause is the group's policy. RocketMQ's Node
+client reads the policy wrongly (a customised one as none, seconds as milliseconds), and would have its messages tried
+to death in an instant; so whatever is less than a second, of a push consumer, is the policy's own pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from timeball import limits
+from timeball.broker.consuming.requests import AnyReceipt
+from timeball.errors import InvalidReceipt
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code, Status
+from timeball.protocols.grpc._generated.service_pb2 import (
+    AckMessageRequest,
+    AckMessageResponse,
+    AckMessageResultEntry,
+    ChangeInvisibleDurationRequest,
+    ChangeInvisibleDurationResponse,
+    ForwardMessageToDeadLetterQueueRequest,
+    ForwardMessageToDeadLetterQueueResponse,
+)
+from timeball.protocols.grpc.calls import (
+    OK,
+    Call,
+    Handlers,
+    duration_ms,
+    group_name,
+    status,
+    status_of,
+    topic_name,
+)
+from timeball.protocols.grpc.handlers.renewals import Renewals
+from timeball.protocols.grpc.session import GrpcContext
+from timeball.protocols.receipt_handles import ReceiptHandles, invalid
+
+LATE = "it is not valid any more: its message was answered before, or has come back when its time was over"
+
+
+class Receipts:
+    """Serves the calls that name a receipt. Belongs to the event loop."""
+
+    def __init__(self, context: GrpcContext, handles: ReceiptHandles, renewals: Renewals) -> None:
+        self._consuming, self._sessions = context.broker.consuming, context.sessions
+        self._handles, self._renewals = handles, renewals
+        self.handlers: Handlers = {
+            "AckMessage": self._ack,
+            "ChangeInvisibleDuration": self._change,
+            "ForwardMessageToDeadLetterQueue": self._dead_letter,
+        }
+
+    async def _ack(self, call: Call, request: AckMessageRequest) -> AckMessageResponse:
+        group, topic = group_name(request.group), topic_name(request.topic)
+        most = limits.CANCELS_PER_REQUEST_MAX
+        if not 1 <= len(request.entries) <= most:
+            raise Refused(Code.BAD_REQUEST, f"{len(request.entries)} entries: 1 to {most} handles a call")
+        refused: dict[int, Status] = {}
+        receipts: list[AnyReceipt] = []
+        for at, entry in enumerate(request.entries):
+            try:
+                receipts.append(self._handles.decode(entry.receipt_handle, group, topic))
+            except InvalidReceipt as error:
+                refused[at] = status_of(error)
+        async with self._renewals.answering(receipts):
+            verdicts = iter(await self._consuming.acknowledge(receipts))
+        fine, late = OK, status_of(invalid(LATE))
+        statuses = [
+            refused[at] if at in refused else fine if next(verdicts) else late
+            for at in range(len(request.entries))
+        ]
+        entries = [
+            AckMessageResultEntry(
+                message_id=entry.message_id, receipt_handle=entry.receipt_handle, status=each
+            )
+            for entry, each in zip(request.entries, statuses, strict=True)
+        ]
+        return AckMessageResponse(status=_of_all(statuses), entries=entries)
+
+    async def _change(
+        self, call: Call, request: ChangeInvisibleDurationRequest
+    ) -> ChangeInvisibleDurationResponse:
+        receipt = self._receipt(request)
+        invisible_ms = -1
+        if request.HasField("invisible_duration"):
+            invisible_ms = duration_ms(
+                request.invisible_duration, Code.ILLEGAL_INVISIBLE_TIME, "invisible_duration"
+            )
+        if not 0 <= invisible_ms <= limits.INVISIBLE_MS_MAX:
+            raise Refused(
+                Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: 0 to {limits.INVISIBLE_MS_MAX} ms from now"
+            )
+        async with self._renewals.answering([receipt]):
+            by_policy = invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push(call)
+            changed = await self._consuming.change_invisible_time(
+                receipt, None if by_policy else invisible_ms, counts=not request.suspend
+            )
+        if changed is None:
+            raise invalid(LATE)
+        return ChangeInvisibleDurationResponse(status=OK, receipt_handle=self._handles.encode(changed))
+
+    async def _dead_letter(
+        self, call: Call, request: ForwardMessageToDeadLetterQueueRequest
+    ) -> ForwardMessageToDeadLetterQueueResponse:
+        receipt = self._receipt(request)
+        async with self._renewals.answering([receipt]):
+            is_valid = await self._consuming.dead_letter(receipt)
+        if not is_valid:
+            raise invalid(LATE)
+        return ForwardMessageToDeadLetterQueueResponse(status=OK)
+
+    def _is_push(self, call: Call) -> bool:
+        client = self._sessions.get(call.client_id)
+        return client is not None and client.settings.client_type == ClientType.PUSH_CONSUMER
+
+    def _receipt(
+        self, request: ChangeInvisibleDurationRequest | ForwardMessageToDeadLetterQueueRequest
+    ) -> AnyReceipt:
+        group, topic = group_name(request.group), topic_name(request.topic)
+        return self._handles.decode(request.receipt_handle, group, topic)
+
+
+def _of_all(statuses: Sequence[Status]) -> Status:
+    """One status for all: theirs, when they have the same code."""
+    codes = {each.code for each in statuses}
+    if len(codes) == 1:
+        return statuses[0]
+    return status(Code.MULTIPLE_RESULTS, "each entry has a status of its own")

@@ -1,0 +1,215 @@
+"""Auto-renewal: what a push consumer has in hand stays invisible for as long as the consumer is there.
+
+A push consumer says no invisible time, since how long its listener takes is not known. Each message begins with a
+minute and is renewed before its time is over, for longer each time, up to three hours in all; then it comes again. Each
+renewal moves the promise, whose receipt stays as it is. When its client goes, what it had in hand is given back.
+
+A cache, as everything in memory: after a restart nothing is renewed any more, and a message whose time was renewed
+before comes again at the end of that time unless its handle is answered.
+
+Each client has a bounded number of messages renewed, and all have: what is beyond has its first minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from timeball import limits
+from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.requests import AnyReceipt
+from timeball.errors import TimeballError
+from timeball.protocols.grpc.session import Client
+from timeball.protocols.sessions import Sessions
+
+logger = logging.getLogger(__name__)
+
+FIRST_MS = limits.MINUTE_MS
+STEPS_MS = (limits.MINUTE_MS, 3 * limits.MINUTE_MS, 5 * limits.MINUTE_MS, 10 * limits.MINUTE_MS)
+IN_ALL_MS = 3 * limits.HOUR_MS
+AHEAD_MS = 10 * limits.SECOND_MS  # before its time is over
+LOOK_S = 1.0
+RENEWED_MAX = limits.POP_HELD_MAX
+RENEWED_PER_CLIENT_MAX = 20_000  # stock clients keep some thousand
+RENEWING_MAX = 64  # at once, so that a crowd leaves room for those who answer
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One message in a client's hand."""
+
+    client: str
+    due_ms: int
+    since_ms: int
+    times: int = 0
+    answering: bool = False
+    renewing: asyncio.Future[None] | None = None
+
+
+class Renewals:
+    """Renews leases of push consumers. Belongs to the event loop; `close` ends its tasks."""
+
+    def __init__(
+        self, consuming: Consuming, sessions: Sessions[str, Client], now_ms: Callable[[], int]
+    ) -> None:
+        self._consuming, self._sessions, self._now_ms = consuming, sessions, now_ms
+        self._held: dict[AnyReceipt, _Held] = {}
+        self._of_client: dict[str, set[AnyReceipt]] = {}
+        self._due: dict[int, set[AnyReceipt]] = {}  # by the second in which to renew
+        self._crowd: deque[AnyReceipt] = deque()  # whose time to be renewed it is
+        self._renewing: set[asyncio.Task[None]] = set()
+        self.renewed = 0
+        self._watch: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        sessions.on_gone.append(self._gone)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, client: str, receipts: Sequence[AnyReceipt]) -> None:
+        """These were handed to `client`, each for `FIRST_MS` from now."""
+        now_ms = self._now_ms()
+        mine = self._of_client.setdefault(client, set())
+        room = min(RENEWED_MAX - len(self._held), RENEWED_PER_CLIENT_MAX - len(mine))
+        for receipt in receipts[: max(0, room)]:
+            held = self._held[receipt] = _Held(client, now_ms + FIRST_MS, now_ms)
+            mine.add(receipt)
+            self._expect(receipt, held)
+        if not mine:
+            del self._of_client[client]
+        if self._held and (self._watch is None or self._watch.done()):
+            self._watch = asyncio.create_task(self._look_on())
+            self._watch.add_done_callback(_tell)
+
+    @asynccontextmanager
+    async def answering(self, receipts: Sequence[AnyReceipt]) -> AsyncIterator[None]:
+        """Renew none of these within, nor ever after unless the body fails.
+
+        A promise that is being moved cannot be settled, so a renewal under way is waited for.
+        """
+        mine = [(one, held) for one in set(receipts) if (held := self._held.get(one)) is not None]
+        try:
+            for _, held in mine:
+                held.answering = True
+            for _, held in mine:
+                if held.renewing is not None:
+                    await asyncio.wait([held.renewing])
+            yield
+        except BaseException:  # also a client that has gone: what it has not settled is still in its hand
+            for one, held in mine:
+                held.answering = False
+                if one in self._held:
+                    self._expect(one, held)
+            raise
+        for one, _ in mine:
+            self._drop(one)
+
+    def start_due(self) -> list[asyncio.Task[None]]:
+        """Start the renewals that are due; return their tasks."""
+        now_ms = self._now_ms()
+        for second in sorted(second for second in self._due if second * limits.SECOND_MS <= now_ms):
+            self._crowd.extend(self._due.pop(second))
+        begun = [
+            self._begin(self._renew_crowd())
+            for _ in range(min(RENEWING_MAX - len(self._renewing), len(self._crowd)))
+        ]
+        self._renewing.update(begun)
+        for task in begun:
+            task.add_done_callback(self._renewing.discard)
+        return begun
+
+    async def close(self) -> None:
+        """Stop renewing: messages in flight come again when their time is over."""
+        tasks = [*self._tasks, *([self._watch] if self._watch is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one message -------------------------------------------------------------------------------------------
+
+    async def _renew_crowd(self) -> None:
+        while self._crowd:
+            first, now_ms = self._crowd.popleft(), self._now_ms()
+            held = self._held.get(first)
+            if held is None or held.answering or held.renewing is not None:
+                continue
+            if held.client not in self._sessions or now_ms - held.since_ms >= IN_ALL_MS:
+                self._drop(first)  # it comes again when its time is over
+                continue
+            held.renewing = asyncio.get_running_loop().create_future()
+            try:
+                await self._renew(first, held, now_ms)
+            finally:
+                held.renewing.set_result(None)
+                held.renewing = None
+            if self._held.get(first) is held and not held.answering:
+                self._expect(first, held)
+
+    async def _renew(self, receipt: AnyReceipt, held: _Held, now_ms: int) -> None:
+        left_ms = IN_ALL_MS - (now_ms - held.since_ms)
+        step_ms = min(STEPS_MS[min(held.times, len(STEPS_MS) - 1)], max(left_ms, AHEAD_MS))
+        try:
+            if await self._consuming.change_invisible_time(receipt, step_ms) is None:
+                self._drop(receipt)  # settled meanwhile, or its time was over
+                return
+            held.due_ms, held.times = now_ms + step_ms, held.times + 1
+            self.renewed += 1
+        except TimeballError as error:
+            logger.warning("message in flight not renewed reason=%s", error)
+
+    def _expect(self, first: AnyReceipt, held: _Held) -> None:
+        # Not in the second that is being looked at: what could not be renewed is tried in the next one.
+        at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
+        self._due.setdefault(at_ms // limits.SECOND_MS, set()).add(first)
+
+    def _drop(self, first: AnyReceipt) -> None:
+        held = self._held.pop(first, None)
+        if held is None:
+            return
+        second = (held.due_ms - AHEAD_MS) // limits.SECOND_MS
+        if (due := self._due.get(second)) is not None:
+            due.discard(first)
+            if not due:
+                del self._due[second]
+        mine = self._of_client[held.client]
+        mine.discard(first)
+        if not mine:
+            del self._of_client[held.client]
+
+    # -- all of a client's, and of the broker's ------------------------------------------------------------------
+
+    def _gone(self, client: Client) -> None:
+        all_of_it = self._of_client.get(client.client_id, set())
+        mine = {one: self._held[one] for one in all_of_it if not self._held[one].answering}
+        for one in list(all_of_it):
+            self._drop(one)
+        if mine:
+            self._begin(self._give_back(mine))
+
+    async def _give_back(self, mine: dict[AnyReceipt, _Held]) -> None:
+        renewing = [held.renewing for held in mine.values() if held.renewing is not None]
+        if renewing:
+            await asyncio.wait(renewing)
+        await self._consuming.give_back(list(mine))
+
+    async def _look_on(self) -> None:
+        while self._held:
+            await asyncio.sleep(LOOK_S)
+            self.start_due()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_tell)
+        return task
+
+
+def _tell(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("messages in flight not renewed reason=%s", error, exc_info=error)

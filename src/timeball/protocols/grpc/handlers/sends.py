@@ -1,0 +1,221 @@
+"""SendMessage: checked here, batched with the sends of others by broker/ingress.py; and RecallMessage, by its handle.
+
+A call is one piece: its messages are taken together or refused together, with the code of the first that is wrong, so
+its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a batcher of their own, whose
+batches no consumer sees before the transaction is committed (transactions.py).
+
+A topic may be for messages of one type: RocketMQ's attribute `message.type`. It takes that type and no other, MIXED
+takes all; a message of another type is MESSAGE_PROPERTY_CONFLICT_WITH_TYPE. A topic without the attribute takes all as
+well. (In RocketMQ it is NORMAL then, and refuses every delayed message until an operator has changed it, which its
+users stumble over.)
+
+A recall is answered with RocketMQ's codes:
+
+    OK                                    settled: it will not be delivered
+    NOT_FOUND                             too late, unknown, or no longer known; the sentence says which
+    INTERNAL_SERVER_ERROR                 too late, with --recall-answers rocketmq: its proxy says so
+    BAD_REQUEST                           no handle, or one of another topic or broker
+    TOPIC_NOT_FOUND, MESSAGE_PROPERTY_CONFLICT_WITH_TYPE    no topic, or none for delayed messages
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from timeball.access import ANONYMOUS
+from timeball.broker.appender import Accepted
+from timeball.broker.ingress import Ingress, Piece, settle
+from timeball.broker.policy import queues_to_write
+from timeball.broker.registry.topics import Topic
+from timeball.broker.revoking import recall
+from timeball.broker.revoking.recall import RecallRefused
+from timeball.errors import NotFound
+from timeball.message import SEND_NAMES, SendRow
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
+from timeball.protocols.grpc._generated.service_pb2 import (
+    RecallMessageRequest,
+    RecallMessageResponse,
+    SendMessageRequest,
+    SendMessageResponse,
+    SendResultEntry,
+)
+from timeball.protocols.grpc.calls import OK, Call, Handlers, topic_name
+from timeball.protocols.grpc.codec.messages_in import TRANSACTION, row_of, type_of
+from timeball.protocols.grpc.handlers.transactions import transaction_id
+from timeball.protocols.grpc.session import GrpcContext
+
+ATTRIBUTE = "message.type"
+ALL = [MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY, MessageType.TRANSACTION]
+_OF_NAME = {MessageType.Name(each): [each] for each in ALL}
+
+MESSAGES_MAX = 1_024  # of one call: they are checked without a pause, while all other calls wait
+
+_UNIQUE_KEY, _DUE_MS, _BODY, _PROPERTIES = (
+    SEND_NAMES.index(name) for name in ("unique_key", "due_ms", "body", "properties")
+)
+
+
+class Destination(NamedTuple):
+    """A topic as a sender needs it."""
+
+    name: str
+    topic: Topic | None  # not made yet: the broker makes it for the first message that is taken
+    queues: int
+    types: frozenset[MessageType]
+
+
+class Placed(NamedTuple):
+    """The places of one call's messages: first_seq, first_seq + 1, …; an offset for those that are in a queue."""
+
+    first_seq: int
+    offsets: list[int | None]
+
+
+class _Piece(Piece, gc=False):
+    placed: Any  # a future of Placed
+
+
+class Sends:
+    """Serves SendMessage and RecallMessage. Belongs to the event loop."""
+
+    def __init__(self, context: GrpcContext) -> None:
+        self._context, self._broker, self._topics = context, context.broker, context.broker.parts.topics
+        # By namespace and name, at this version of the topics: asked for with every message.
+        self._destinations: dict[tuple[str, str], Destination] = {}
+        self._version = -1
+        self.handlers: Handlers = {"SendMessage": self._send, "RecallMessage": self._recall}
+
+    async def _send(self, call: Call, request: SendMessageRequest) -> SendMessageResponse:
+        messages = request.messages
+        if not 0 < len(messages) <= MESSAGES_MAX:
+            raise Refused(Code.BAD_REQUEST, f"{len(messages)} messages in one call: 1 to {MESSAGES_MAX}")
+        to = self._destination(messages[0].topic)
+        kinds = [type_of(message.system_properties) for message in messages]
+        self._check(messages, set(kinds), to)
+        parts = self._context.broker.parts
+        now_ms, delay_ms_max = parts.clock.now_ms(), parts.settings.delay_ms_max
+        rows = [
+            row_of(message, kind, to.name, to.queues, now_ms, delay_ms_max, call.peer)
+            for message, kind in zip(messages, kinds, strict=True)
+        ]
+        if to.topic is None:  # made for this caller, and not for all whose messages share its batch
+            self._context.broker.policy.admit([to.name], call.caller)
+        is_transaction = TRANSACTION in kinds
+        placed = await self._put(self._broker.halves if is_transaction else self._broker.sends, rows)
+        return self._response(to, rows, placed, is_transaction=is_transaction)
+
+    async def _recall(self, call: Call, request: RecallMessageRequest) -> RecallMessageResponse:
+        """Take a delayed message back; what success means is decided in the broker.
+
+        Never MESSAGE_NOT_FOUND: to clients that is an empty poll; RocketMQ's Python client takes it for success.
+        """
+        topic, settings = topic_name(request.topic), self._context.settings
+        if settings.check_message_types:
+            check_type(self._topics.find_topic(topic), topic, MessageType.DELAY)
+        try:
+            message_id = await self._broker.recall(topic, request.recall_handle, call.caller)
+        except NotFound as error:
+            raise Refused(Code.TOPIC_NOT_FOUND, str(error)) from error
+        except RecallRefused as error:
+            as_rocketmq = settings.recall_answers == "rocketmq"
+            code = Code.INTERNAL_SERVER_ERROR if as_rocketmq else Code.NOT_FOUND
+            raise Refused(code, error.sentence) from error
+        return RecallMessageResponse(status=OK, message_id=message_id)
+
+    # -- an Edge of broker/ingress.py ------------------------------------------------------------------------
+
+    def _put(self, ingress: Ingress, rows: list[SendRow]) -> asyncio.Future[Placed]:
+        """Return where the messages of a call stand, when they are durable."""
+        placed: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
+        size_bytes = sum(len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows)
+        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, placed))
+        return placed
+
+    def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
+        """Tell each call where its messages stand."""
+        offsets = accepted.kept.column("queue_offset").to_pylist()
+        for piece in pieces:
+            at = piece.first_row
+            settle(piece.placed, Placed(accepted.first_seq + at, offsets[at : at + piece.count]))
+
+    def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
+        """Tell each call why its messages were not taken."""
+        for piece in pieces:
+            settle(piece.placed, error)
+
+    def _check(self, messages: Sequence[Message], kinds: set[MessageType], to: Destination) -> None:
+        """Raise Refused unless these messages may share one call to this topic."""
+        if len(messages) > 1:
+            first = messages[0].topic
+            if any(message.topic != first for message in messages):
+                raise Refused(Code.BAD_REQUEST, "messages of several topics: send those of each in a call")
+            if len(kinds) > 1 and TRANSACTION in kinds:
+                raise Refused(Code.BAD_REQUEST, "messages of a transaction and others: send them apart")
+        if not kinds <= to.types:
+            for kind in kinds:
+                check_type(to.topic, to.name, kind)
+
+    def _destination(self, resource: Resource) -> Destination:
+        """Return the destination of messages to this topic, kept by name. Raises what the policy raises."""
+        if self._topics.version != self._version:
+            self._destinations.clear()
+        key = (resource.resource_namespace, resource.name)
+        found = self._destinations.get(key)
+        if found is None:
+            found = self._look_up(topic_name(resource))
+            if found.topic is not None:
+                self._version = self._topics.version
+                self._destinations[key] = found
+        return found
+
+    def _look_up(self, name: str) -> Destination:
+        settings = self._context.settings
+        # Kept for every caller: what an account may do is asked with each call (needs.py).
+        topic = self._context.broker.policy.destination(name, ANONYMOUS)
+        if topic is None:
+            return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
+        types = accepted_types(topic if settings.check_message_types else None)
+        return Destination(name, topic, queues_to_write(topic), frozenset(types))
+
+    def _response(
+        self, to: Destination, rows: list[SendRow], placed: Placed, *, is_transaction: bool
+    ) -> SendMessageResponse:
+        entries = []
+        for at, (row, offset) in enumerate(zip(rows, placed.offsets, strict=True)):
+            message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]
+            entry = SendResultEntry(status=OK, message_id=message_id, offset=offset or 0)
+            if is_transaction:
+                entry.transaction_id = transaction_id(placed.first_seq + at, to.name, message_id)
+            else:
+                entry.transaction_id = message_id  # as RocketMQ's proxy has it; it names no transaction
+            if due_ms is not None:
+                broker_name = self._context.settings.broker_name
+                entry.recall_handle = recall.encode_handle(to.name, broker_name, due_ms, message_id)
+            entries.append(entry)
+        return SendMessageResponse(status=OK, entries=entries)
+
+
+def accepted_types(topic: Topic | None) -> list[MessageType]:
+    """The types that a topic takes; all of them for one that has not been made."""
+    name = "" if topic is None else topic.config.attributes.get(ATTRIBUTE, "")
+    return _OF_NAME.get(name, ALL)
+
+
+def check_type(topic: Topic | None, name: str, message_type: MessageType) -> None:
+    """Raise Refused when the topic does not take messages of this type."""
+    accepted = accepted_types(topic)
+    if message_type not in accepted:
+        names = ", ".join(MessageType.Name(each) for each in accepted)
+        raise Refused(
+            Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
+            f"topic {name!r} takes {names} messages, and this is {_name(message_type)}; use another topic, change its "
+            f"{ATTRIBUTE}, or start the broker with --no-check-message-types",
+        )
+
+
+def _name(message_type: MessageType) -> str:
+    known = MessageType.values()
+    return MessageType.Name(message_type) if message_type in known else f"of type {message_type}"

@@ -1,0 +1,1 @@
+"""What each request of a RocketMQ client means: fields in, the broker's verb, an answer out."""

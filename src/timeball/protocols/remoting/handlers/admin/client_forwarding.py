@@ -1,0 +1,124 @@
+"""Questions to a consumer that tools ask through the broker: it passes them on and hands back the answers.
+
+The consumer is found by its group and client id. It has `ANSWER_S` to answer; a tool waits about as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import msgspec
+
+from timeball.errors import Unavailable
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import (
+    Call,
+    Handlers,
+    RemotingContext,
+    Reply,
+    by_object,
+    entries_by_object,
+)
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import Command, encode
+from timeball.protocols.remoting.codec.records import parse_offset_msg_id
+from timeball.protocols.remoting.connection import Connection, Member
+from timeball.protocols.remoting.handlers.queries import stored_message
+
+ANSWER_S = 10.0  # RocketMQ's, for what one consumer is asked
+STATUS_S = 5.0  # RocketMQ's, for where a group's members stand
+
+
+class _Consumer(msgspec.Struct, rename="camel"):
+    consumer_group: str
+    client_id: str
+
+
+class _Direct(msgspec.Struct, rename="camel"):
+    consumer_group: str
+    client_id: str
+    msg_id: str
+
+
+class _Status(msgspec.Struct, rename="camel"):
+    topic: str
+    group: str
+    client_addr: str = ""  # which is a client's id, in spite of its name
+
+
+class ClientForwarding:
+    """Forwards tools' requests to consumers."""
+
+    def __init__(self, context: RemotingContext) -> None:
+        self._context = context
+        self.handlers: Handlers = {
+            RequestCode.GET_CONSUMER_RUNNING_INFO: self._running_info,
+            RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume_directly,
+            RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: self._consumer_status,
+        }
+
+    async def _running_info(self, call: Call) -> Reply:
+        return await self._relay(call, call.fields(_Consumer))
+
+    async def _consume_directly(self, call: Call) -> Reply:
+        """Hand one message to one consumer's listener; what comes of it changes nothing here."""
+        asked = call.fields(_Direct)
+        _, seq = parse_offset_msg_id(asked.msg_id)
+        consumer = _Consumer(asked.consumer_group, asked.client_id)
+        self._find(consumer)  # before anything is read for it
+        body = await stored_message(self._context, call, seq)
+        return await self._relay(call, consumer, body, brokerName=self._context.broker_name)
+
+    async def _consumer_status(self, call: Call) -> Reply:
+        """Ask the members of a group, or one of them, where they stand in a topic."""
+        asked = call.fields(_Status)
+        group = self._context.sessions.group(asked.group)
+        if group is None:
+            raise Refused(
+                ResponseCode.SYSTEM_ERROR, f"No Any Consumer online in the consumer group: [{asked.group}]"
+            )
+        members = [member for member in group.members if asked.client_addr in ("", member.client_id)]
+        answers = await asyncio.gather(*(_status(member, asked) for member in members))
+        # Who has not answered, or refuses, is left out, as with RocketMQ.
+        told = {m.client_id: table for m, table in zip(members, answers, strict=True) if table is not None}
+        return call.answer_json({"consumerTable": told, "messageQueueTable": {}})
+
+    async def _relay(self, call: Call, asked: _Consumer, body: bytes = b"", **more: str) -> Reply:
+        connection = self._find(asked)
+        # Its fields go on as they are: whether a stack trace is wanted is between the tool and the consumer.
+        command = Command(call.command.code, ext={**call.command.ext, **more}, body=body)
+        said = await connection.request(command, ANSWER_S)
+        answer = call.answer(said.code, said.remark, ext=said.ext, body=said.body)
+        try:
+            encode(answer)
+        except (ValueError, struct.error) as error:
+            # Said in JSON, and asked for in the binary form, whose numbers and names are shorter.
+            raise Refused(
+                ResponseCode.SYSTEM_ERROR,
+                f"what <{asked.client_id}> has answered cannot be passed on: {error}",
+            ) from error
+        return answer
+
+    def _find(self, asked: _Consumer) -> Connection:
+        group = self._context.sessions.group(asked.consumer_group)
+        for member in group.members if group is not None else ():
+            if member.client_id == asked.client_id and member.connection.is_open:
+                return member.connection
+        raise Refused(
+            ResponseCode.SYSTEM_ERROR,
+            f"The Consumer <{asked.consumer_group}> <{asked.client_id}> not online",
+        )
+
+
+async def _status(member: Member, asked: _Status) -> msgspec.Raw | None:
+    """Return where a consumer says that it stands, by queue; None when it says nothing."""
+    ext = {"topic": asked.topic, "group": asked.group}
+    command = Command(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, ext=ext)
+    try:
+        said = await member.connection.request(command, STATUS_S)
+    except Unavailable:
+        return None
+    if said.code != ResponseCode.SUCCESS:
+        return None
+    return by_object(entries_by_object(said.body, "messageQueueTable"))

@@ -1,0 +1,212 @@
+"""Heartbeats: a client says every 30 s which groups it belongs to, and hears when a group's members change.
+
+The first heartbeat of a consumer makes its group and the group's retry topic, or the client's very next
+request, for that topic's route, would fail. When members come or go, or a group's topics change, every member is
+told (40) and shares the queues out anew at once; without it they would notice within 20 s. A group in
+broadcast mode is not told, since each of its members reads all queues.
+
+Java and Node clients name enumerations by their words, the C++ client by their numbers, and both mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from timeball import limits
+from timeball.access import Verb
+from timeball.broker.filters import compile_filter
+from timeball.broker.registry.topics import check_name
+from timeball.errors import InvalidFilter
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import Command
+from timeball.protocols.remoting.connection import Connection, Member
+from timeball.protocols.remoting.handlers.rebalance import Locks
+from timeball.protocols.sessions import BROADCASTING, Membership, Subscription
+
+_WORD_CHARACTERS_MAX = 64  # of an enumeration
+BODY_BYTES_MAX = 256 * 1024  # what a heartbeat says is kept for each of thousands of connections
+
+# The order of the enumerations in the clients' sources.
+_CONSUME_TYPES = ("CONSUME_ACTIVELY", "CONSUME_PASSIVELY", "CONSUME_POP")
+_MESSAGE_MODELS = (BROADCASTING, "CLUSTERING")
+_FROM_WHERE = (
+    "CONSUME_FROM_LAST_OFFSET", "CONSUME_FROM_LAST_OFFSET_AND_FROM_MIN_WHEN_BOOT_FIRST",
+    "CONSUME_FROM_MIN_OFFSET", "CONSUME_FROM_MAX_OFFSET", "CONSUME_FROM_FIRST_OFFSET", "CONSUME_FROM_TIMESTAMP",
+)  # fmt: skip
+
+
+class _Producer(msgspec.Struct, rename="camel"):
+    group_name: str
+
+
+class SubscriptionData(msgspec.Struct, rename="camel"):
+    """RocketMQ's SubscriptionData, as far as the broker needs it: tags and hashes follow from the text."""
+
+    topic: str
+    sub_string: str | None = "*"
+    expression_type: str | None = "TAG"
+    sub_version: int = 0
+
+    def read(self) -> Subscription:
+        """The same in our words; an absent expression wants everything."""
+        return Subscription(
+            self.topic, self.sub_string or "*", self.expression_type or "TAG", self.sub_version
+        )
+
+
+class _Consumer(msgspec.Struct, rename="camel"):
+    group_name: str
+    consume_type: int | str = "CONSUME_PASSIVELY"
+    message_model: int | str = "CLUSTERING"
+    consume_from_where: int | str = "CONSUME_FROM_LAST_OFFSET"
+    subscription_data_set: list[SubscriptionData] | None = None
+
+    def read(self) -> Membership:
+        return Membership(
+            self.group_name,
+            _named("consumeType", self.consume_type, _CONSUME_TYPES),
+            _named("messageModel", self.message_model, _MESSAGE_MODELS),
+            _named("consumeFromWhere", self.consume_from_where, _FROM_WHERE),
+            tuple(one.read() for one in self.subscription_data_set or ()),
+        )
+
+
+class _HeartBeat(msgspec.Struct, rename="camel"):
+    client_id: str = msgspec.field(name="clientID")
+    producer_data_set: list[_Producer] | None = None
+    consumer_data_set: list[_Consumer] | None = None
+
+
+class _Client(msgspec.Struct, rename="camel"):
+    subscription_data: SubscriptionData | None = None
+
+
+class _Goodbye(msgspec.Struct, rename="camel"):
+    producer_group: str | None = None
+    consumer_group: str | None = None
+
+
+class _Group(msgspec.Struct, rename="camel"):
+    consumer_group: str
+
+
+class HeartBeats:
+    """Serves heartbeats and good-byes. `locks` are given up when their client is known to be gone."""
+
+    def __init__(self, context: RemotingContext, locks: Locks) -> None:
+        self._context, self._locks = context, locks
+        self.handlers: Handlers = {
+            RequestCode.HEART_BEAT: self._beat,
+            RequestCode.UNREGISTER_CLIENT: self._goodbye,
+            RequestCode.GET_CONSUMER_LIST_BY_GROUP: self._consumer_ids,
+            RequestCode.CHECK_CLIENT_CONFIG: self._check_client,
+        }
+
+    def expire(self) -> None:
+        """Let clients go that have not beaten for 120 s; called about once a second."""
+        for member in self._context.sessions.expired(self._context.monotonic_ms()):
+            self._gone(member.connection)
+            member.connection.close()
+
+    def _beat(self, call: Call) -> Reply:
+        if len(call.command.body) > BODY_BYTES_MAX:
+            raise Refused(
+                ResponseCode.INVALID_PARAMETER,
+                f"a heartbeat of {len(call.command.body)} bytes; at most 256 KiB",
+            )
+        policy, said = self._context.broker.policy, call.body(_HeartBeat)
+        produces = {one.group_name for one in said.producer_data_set or ()}
+        consumes = [one.read() for one in said.consumer_data_set or ()]
+        for name in [*produces, *(how.group for how in consumes)]:
+            check_name(name, limits.GROUP_BYTES_MAX, "group")
+        for how in consumes:
+            policy.allow(call.caller, Verb.RECEIVE, group=how.group)
+            for one in how.subscriptions:
+                policy.allow(call.caller, Verb.RECEIVE, topic=one.topic)
+        sessions, connection = self._context.sessions, call.connection
+        is_new = connection not in sessions
+        member = sessions.get(connection) or Member(connection, said.client_id)
+        changed = sessions.beat(member, said.client_id, produces, consumes, self._context.monotonic_ms())
+        member.language, member.version = call.command.language, call.command.version
+        if is_new:
+            connection.on_close.append(lambda: self._gone(connection))
+        for how in consumes:
+            policy.register(how.group, call.caller)
+        self._tell(changed)
+        return call.answer()
+
+    def _check_client(self, call: Call) -> Reply:
+        """Asked before the first heartbeat by a client that filters by SQL: can its expression be read?"""
+        wanted = call.body(_Client).subscription_data
+        if wanted is not None:
+            try:
+                compile_filter(wanted.sub_string, wanted.expression_type)
+            except InvalidFilter as error:
+                raise Refused(ResponseCode.SUBSCRIPTION_PARSE_FAILED, str(error)) from error
+        return call.answer()
+
+    def _goodbye(self, call: Call) -> Reply:
+        said, member = call.fields(_Goodbye), self._context.sessions.get(call.connection)
+        if said.consumer_group:
+            self._context.broker.policy.allow(call.caller, Verb.RECEIVE, group=said.consumer_group)
+        if member is not None:
+            self._tell(
+                self._context.sessions.leave(
+                    call.connection,
+                    producer_group=said.producer_group,
+                    consumer_group=said.consumer_group,
+                )
+            )
+            if said.consumer_group:
+                self._locks.give_up(said.consumer_group, member.client_id)
+        return call.answer()
+
+    def _gone(self, connection: Connection) -> None:
+        member = self._context.sessions.get(connection)
+        if member is None:
+            return
+        client_id = member.client_id
+        changed = self._context.sessions.remove(connection)
+        for group in changed:
+            if client_id not in self._context.sessions.consumer_ids(group):
+                self._locks.doubt(group, client_id)
+        self._tell(changed)
+
+    def _tell(self, changed: Iterable[str]) -> None:
+        """Tell each member of these groups that the group has changed."""
+        for name in changed:
+            group, config = (
+                self._context.sessions.group(name),
+                self._context.broker.parts.groups.find_group(name),
+            )
+            if group is None or group.how.message_model == BROADCASTING:
+                continue
+            if config is not None and not config.notify_consumer_ids_changed_enable:
+                continue
+            for member in group.members:
+                member.connection.push(
+                    Command(
+                        RequestCode.NOTIFY_CONSUMER_IDS_CHANGED,
+                        ext={"consumerGroup": name},
+                    )
+                )
+
+    def _consumer_ids(self, call: Call) -> Reply:
+        group = call.fields(_Group).consumer_group
+        found = self._context.sessions.consumer_ids(group)
+        if not found:
+            raise Refused(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {group}")
+        return call.answer_json({"consumerIdList": found})
+
+
+def _named(what: str, value: int | str, names: tuple[str, ...]) -> str:
+    """The word for a value of an enumeration, which may have come as its number."""
+    by_number = {str(number): name for number, name in enumerate(names)}
+    word = str(value)[:_WORD_CHARACTERS_MAX].upper()
+    if isinstance(value, int) and word not in by_number:
+        raise Refused(ResponseCode.INVALID_PARAMETER, f"{what} {word}: 0 to {len(names) - 1}")
+    return by_number.get(word, word)

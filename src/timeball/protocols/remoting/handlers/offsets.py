@@ -1,0 +1,112 @@
+"""Offsets: how far a group has come, and where queues begin, end, and were at some instant.
+
+A group that has none yet is told so, and its client decides where to begin; unless the queue still has its
+very first message: then it begins there, as with RocketMQ, so that a group that starts a moment after the
+first send misses nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from timeball.broker.components import in_thread
+from timeball.broker.consuming import pull
+from timeball.broker.registry.topics import Queue
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+
+
+class _Queue(msgspec.Struct, rename="camel"):
+    topic: str
+    queue_id: int
+
+
+class _Query(_Queue, rename="camel", kw_only=True):
+    consumer_group: str
+    set_zero_if_not_found: bool = True
+
+
+class _Update(_Queue, rename="camel", kw_only=True):
+    consumer_group: str
+    commit_offset: int
+
+
+class _Search(_Queue, rename="camel", kw_only=True):
+    timestamp: int
+    boundary_type: str = "LOWER"
+
+
+class Offsets:
+    """Serves the requests about offsets."""
+
+    def __init__(self, context: RemotingContext) -> None:
+        self._context = context
+        self._broker = context.broker
+        self.handlers: Handlers = {
+            RequestCode.QUERY_CONSUMER_OFFSET: self._query,
+            RequestCode.UPDATE_CONSUMER_OFFSET: self._update,
+            RequestCode.GET_MAX_OFFSET: self._max,
+            RequestCode.GET_MIN_OFFSET: self._min,
+            RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: self._search,
+            RequestCode.GET_EARLIEST_MSG_STORETIME: self._earliest,
+        }
+
+    def _queue(self, fields: _Queue) -> Queue:
+        topic = self._broker.parts.topics.find_topic(fields.topic)
+        if topic is None:
+            raise Refused(
+                ResponseCode.TOPIC_NOT_EXIST, f"topic[{fields.topic}] not exist, apply first please!"
+            )
+        if not 0 <= fields.queue_id < len(topic.queues):
+            raise Refused(
+                ResponseCode.INVALID_PARAMETER,
+                f"queueId[{fields.queue_id}] is illegal, topic {fields.topic} has {len(topic.queues)} queues",
+            )
+        return topic.queues[fields.queue_id]
+
+    def _query(self, call: Call) -> Reply:
+        fields = call.fields(_Query)
+        stored = self._broker.offsets(fields.consumer_group, fields.topic).get(fields.queue_id)
+        if stored is None:
+            known = self._broker.parts.topics.find_topic(fields.topic)
+            has_first = (
+                known is not None
+                and 0 <= fields.queue_id < len(known.queues)
+                and known.queues[fields.queue_id].index.min_offset == 0
+            )
+            if not (has_first and fields.set_zero_if_not_found):
+                raise Refused(ResponseCode.QUERY_NOT_FOUND, "Not found, maybe this group consumer boot first")
+            stored = 0
+        return call.answer(ext={"offset": str(stored)})
+
+    def _update(self, call: Call) -> Reply:
+        fields = call.fields(_Update)
+        queue = self._queue(fields)
+        self._broker.parts.offsets.commit(
+            fields.consumer_group,
+            fields.topic,
+            {fields.queue_id: fields.commit_offset},
+            {fields.queue_id: queue.index.max_offset},
+        )
+        return call.answer()
+
+    def _max(self, call: Call) -> Reply:
+        return call.answer(ext={"offset": str(self._queue(call.fields(_Queue)).index.max_offset)})
+
+    def _min(self, call: Call) -> Reply:
+        return call.answer(ext={"offset": str(self._queue(call.fields(_Queue)).index.min_offset)})
+
+    async def _search(self, call: Call) -> Reply:
+        fields = call.fields(_Search)
+        index, parts = self._queue(fields).index, self._broker.parts
+        upper = fields.boundary_type.upper() == "UPPER"
+        offset = await in_thread(
+            parts.reader_thread, pull.offset_at, parts.reader, index, fields.timestamp, upper
+        )
+        return call.answer(ext={"offset": str(offset)})
+
+    async def _earliest(self, call: Call) -> Reply:
+        index, parts = self._queue(call.fields(_Queue)).index, self._broker.parts
+        found = await in_thread(parts.reader_thread, pull.earliest_ms, parts.reader, index)
+        return call.answer(ext={"timestamp": str(found)})

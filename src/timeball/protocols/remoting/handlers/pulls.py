@@ -1,0 +1,219 @@
+"""Pulls: messages of one queue from an offset on, now or as soon as there are any.
+
+    offset            answer                       and the client
+    below the first   PULL_OFFSET_MOVED            goes on at the offset told
+    within            FOUND, or PULL_RETRY_IMMEDIATELY when nothing matched its filter in the stretch looked at
+    at the end        waits as long as it may, then PULL_NOT_FOUND
+    beyond the end    PULL_OFFSET_MOVED            goes on at the end
+
+A pull from memory is answered within the same turn of the loop; only one that must be read from the disk, filtered by
+rows or waited for becomes a task. A pull that waits is woken by the commit that makes something visible: a
+release like a send, so nothing stands between a due instant and its consumer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import msgspec
+import numpy as np
+
+from timeball import limits
+from timeball.access import Caller
+from timeball.broker.components import in_thread
+from timeball.broker.consuming import pull
+from timeball.broker.consuming.pull import FilteredPull
+from timeball.broker.filters import EVERYTHING, TAG, Filter
+from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.registry.topics import Queue, Topic
+from timeball.errors import OutOfRange
+from timeball.message import RETRY_PREFIX
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import (
+    Call,
+    Handlers,
+    RemotingContext,
+    Reply,
+    compiled,
+    illegal_queue,
+    store_host,
+)
+from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
+from timeball.protocols.remoting.encoded_cache import StoredMessages
+from timeball.protocols.sessions import BROADCASTING
+
+ROWS_MAX = 1_024
+BYTES_MAX = 4 * 1024 * 1024  # of one answer; a single message may be larger
+# Plain numbers: an IntFlag makes an object of every result.
+_SUBSCRIPTION, _SUSPEND, _COMMIT_OFFSET = map(
+    int, (PullFlag.SUBSCRIPTION, PullFlag.SUSPEND, PullFlag.COMMIT_OFFSET)
+)
+
+
+class PullFields(msgspec.Struct, rename="camel"):
+    """The header of a pull."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+    max_msg_nums: int = 32
+    sys_flag: int = 0
+    commit_offset: int = 0
+    suspend_timeout_millis: int = 0
+    subscription: str | None = None
+    sub_version: int = 0
+    expression_type: str | None = None
+    max_msg_bytes: int | None = None
+
+
+class Pulls:
+    """Serves PULL_MESSAGE. Belongs to the event loop."""
+
+    def __init__(self, context: RemotingContext) -> None:
+        self._context = context
+        self._broker = context.broker
+        self._stored = StoredMessages(context.broker.parts)
+        self._filters = FiltersKept()
+        self.handlers: Handlers = {
+            RequestCode.PULL_MESSAGE: self._pull,
+            RequestCode.LITE_PULL_MESSAGE: self._pull,
+        }
+
+    def _pull(self, call: Call) -> Reply | Awaitable[Reply]:
+        fields = call.fields(PullFields)
+        topic, queue = self._queue(fields, call.caller)
+        wanted = self._filter(fields, topic)
+        self._commit(fields)
+        moved = _moved(call, queue, fields.queue_offset)
+        if moved is not None:
+            return moved
+        if fields.queue_offset >= queue.index.max_offset:
+            return self._wait(call, fields, topic, queue, wanted)
+        if not wanted.matches_all:
+            return self._look(call, fields, queue, wanted)
+        chosen = _candidates(fields, queue, wanted)
+        records = self._stored.get_now(chosen.seqs, store_host(self._context, call.connection))
+        if records is None:
+            return self._look(call, fields, queue, wanted)
+        return self._found(call, fields, queue, chosen, records)
+
+    def _queue(self, fields: PullFields, caller: Caller) -> tuple[Topic, Queue]:
+        members = self._context.sessions.group(fields.consumer_group)
+        broadcasting = members is not None and members.how.message_model == BROADCASTING
+        self._broker.policy.joined(fields.consumer_group, caller, broadcasting=broadcasting)
+        topic = self._broker.policy.readable(fields.topic, caller)
+        if not 0 <= fields.queue_id < topic.read_queues:
+            raise illegal_queue(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
+        return topic, topic.queues[fields.queue_id]
+
+    def _filter(self, fields: PullFields, topic: Topic) -> Filter:
+        """Return the filter of the request's subscription, or else of the one that the group's members have beaten."""
+        if topic.name.startswith(RETRY_PREFIX):
+            return EVERYTHING
+        if fields.sys_flag & _SUBSCRIPTION:
+            text, kind = fields.subscription or "*", fields.expression_type or TAG
+        else:
+            known = self._context.sessions.subscription(fields.consumer_group, topic.name)
+            if known is None:
+                raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, "the consumer's subscription not exist")
+            if known.version < fields.sub_version and known.expression != "*":
+                raise Refused(ResponseCode.SUBSCRIPTION_NOT_LATEST, "the consumer's subscription not latest")
+            text, kind = known.expression, known.expression_type
+        return compiled(self._filters, text, kind, topic)
+
+    def _commit(self, fields: PullFields) -> None:
+        if fields.sys_flag & _COMMIT_OFFSET and fields.commit_offset > 0:
+            queue = self._broker.parts.topics.get(fields.topic).queues[fields.queue_id]
+            try:
+                self._broker.parts.offsets.commit(
+                    fields.consumer_group,
+                    fields.topic,
+                    {fields.queue_id: fields.commit_offset},
+                    {fields.queue_id: queue.index.max_offset},
+                )
+            except OutOfRange:
+                # The pull is what was asked for; a client whose offset is wrong hears so from the pull itself.
+                pass
+
+    async def _look(self, call: Call, fields: PullFields, queue: Queue, wanted: Filter) -> Reply:
+        chosen = _candidates(fields, queue, wanted)
+        parts = self._broker.parts
+        if not wanted.matches_all:
+            chosen = await in_thread(parts.reader_thread, pull.decide, chosen, parts.reader, wanted)
+        records = await self._stored.get(chosen.seqs, store_host(self._context, call.connection))
+        return self._found(call, fields, queue, chosen, records)
+
+    async def _wait(
+        self, call: Call, fields: PullFields, topic: Topic, queue: Queue, wanted: Filter
+    ) -> Reply:
+        loop = asyncio.get_running_loop()
+        wait_ms = fields.suspend_timeout_millis if fields.sys_flag & _SUSPEND else 0
+        deadline = loop.time() + min(max(0, wait_ms), limits.PULL_WAIT_MS_MAX) / 1000
+        while True:
+            # Also before the first wait: rows may have come since the pull looked, before this task began.
+            while fields.queue_offset < queue.index.max_offset:
+                answer = await self._look(call, fields, queue, wanted)
+                assert answer is not None
+                if answer.code == ResponseCode.SUCCESS:
+                    return answer
+                # Nothing in that stretch is for this consumer: it goes on waiting behind it.
+                fields.queue_offset = int(answer.ext["nextBeginOffset"])
+            left_s = deadline - loop.time()
+            if left_s <= 0 or not call.connection.is_open:
+                return _empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
+            with call.connection.waits():
+                await self._broker.waiters.wait(topic.name, left_s, fields.queue_id)
+            self._broker.policy.readable(
+                topic.name, call.caller
+            )  # it may have been deleted, or closed, meanwhile
+
+    def _found(
+        self, call: Call, fields: PullFields, queue: Queue, chosen: FilteredPull, records: list[bytes]
+    ) -> Reply:
+        if not records:
+            return _empty(call, queue, chosen.next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
+        next_offset = chosen.next_offset
+        fit = _fitting(records, min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX))
+        if fit < len(records):
+            next_offset, records = int(chosen.offsets[fit]), records[:fit]
+        body = b"".join(records)
+        self._broker.parts.rates.got(fields.topic, fields.consumer_group, len(records), len(body))
+        return call.answer(ext=_ext(queue, next_offset), body=body)
+
+
+def _rows(fields: PullFields) -> int:
+    return min(max(1, fields.max_msg_nums), ROWS_MAX)
+
+
+def _candidates(fields: PullFields, queue: Queue, wanted: Filter) -> FilteredPull:
+    return pull.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
+
+
+def _moved(call: Call, queue: Queue, offset: int) -> Reply:
+    low, high = queue.index.min_offset, queue.index.max_offset
+    if low <= offset <= high:
+        return None
+    return _empty(call, queue, low if offset < low else high, ResponseCode.PULL_OFFSET_MOVED)
+
+
+def _fitting(records: list[bytes], bytes_max: int) -> int:
+    """How many of the records go into an answer: at least one, however large."""
+    if sum(map(len, records)) <= bytes_max:
+        return len(records)
+    ends = np.cumsum([len(record) for record in records])
+    return max(1, int(np.searchsorted(ends, bytes_max, side="right")))
+
+
+def _empty(call: Call, queue: Queue, next_offset: int, code: int) -> Reply:
+    return call.answer(code, ResponseCode(code).name, ext=_ext(queue, next_offset))
+
+
+def _ext(queue: Queue, next_offset: int) -> dict[str, str]:
+    return {
+        "suggestWhichBrokerId": "0",
+        "nextBeginOffset": str(next_offset),
+        "minOffset": str(queue.index.min_offset),
+        "maxOffset": str(queue.index.max_offset),
+    }

@@ -1,0 +1,156 @@
+"""Transactions at the edge: END_TRANSACTION (37) from producers, CHECK_TRANSACTION_STATE (39) to them.
+
+Half messages themselves come as sends (sends.py). A client ends one by the number it was given as the message's
+physical offset, nearly always one-way; of what it did not end, it is asked (broker/transaction_checks.py says when):
+the half message is pushed to a producer of the group, and its answer is an END_TRANSACTION again.
+"""
+
+from __future__ import annotations
+
+from random import choice
+
+import msgspec
+import pyarrow as pa
+
+from timeball import limits
+from timeball.access import Verb
+from timeball.broker import transactions as core
+from timeball.broker.transactions import Half, Outcome
+from timeball.errors import InvalidMessage
+from timeball.message import READ_SCHEMA, decode_properties, encode_properties
+from timeball.protocols.error_codes import Refused
+from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
+from timeball.protocols.remoting.codec import delays
+from timeball.protocols.remoting.codec.codes import (
+    MessageFlag,
+    RequestCode,
+    ResponseCode,
+)
+from timeball.protocols.remoting.codec.frame import Command
+from timeball.protocols.remoting.codec.records import encode_stored, offset_msg_id
+from timeball.protocols.remoting.connection import Connection
+
+PREPARED, GROUP = "TRAN_MSG", core.GROUP
+TRANSACTION_ID, UNIQUE_KEY = "__transactionId__", "UNIQ_KEY"
+CHECK_TIMES = "TRANSACTION_CHECK_TIMES"
+
+
+class _End(msgspec.Struct):
+    producerGroup: str  # noqa: N815  RocketMQ's names
+    commitLogOffset: int  # noqa: N815
+    commitOrRollback: int  # noqa: N815
+
+
+def prepared(properties: str, group: str | None) -> str:
+    """Return a half message's properties text with all that a later check needs.
+
+    Raises InvalidMessage.
+    """
+    found = decode_properties(properties)
+    owner = found.get(GROUP) or group or ""
+    if len(owner) > limits.GROUP_BYTES_MAX:
+        # Each open half keeps it in memory, and there may be many.
+        raise InvalidMessage(
+            f"the producer group has {len(owner)} characters; at most {limits.GROUP_BYTES_MAX}"
+        )
+    marks = {PREPARED: "true", GROUP: owner}
+    if found.get(UNIQUE_KEY):
+        marks[TRANSACTION_ID] = found[UNIQUE_KEY]  # consumers look for it
+    if marks.items() <= found.items():
+        return properties
+    return encode_properties({**found, **marks})
+
+
+class Transactions:
+    """Serves END_TRANSACTION, and asks producers for broker/transaction_checks.py."""
+
+    def __init__(self, context: RemotingContext) -> None:
+        self._context = context
+        self._core = context.broker.transactions
+        context.broker.transaction_checks.askers.append(self)
+        self.handlers: Handlers = {RequestCode.END_TRANSACTION: self.end}
+
+    async def end(self, call: Call) -> Reply:
+        """END_TRANSACTION: publish or drop the half message at `commitLogOffset`, or say nothing about it yet."""
+        asked = call.fields(_End)
+        commit = asked.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
+        if not commit and asked.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
+            return call.answer()  # unknown: asked again later
+        half = self._core.find_half(asked.commitLogOffset)
+        if half is not None:
+            self._context.broker.policy.allow(call.caller, Verb.SEND, topic=half.topic)
+        outcome = await self._core.end(
+            asked.commitLogOffset, asked.producerGroup, commit=commit, delay=self._delay
+        )
+        if outcome is Outcome.NOT_FOUND:
+            raise Refused(
+                ResponseCode.SYSTEM_ERROR,
+                f"Find prepared transaction message failed: {asked.commitLogOffset} of group "
+                f"{asked.producerGroup[: limits.GROUP_BYTES_MAX]}",
+            )
+        other = Outcome.ROLLED_BACK if commit else Outcome.COMMITTED
+        if outcome is other:
+            raise Refused(
+                ResponseCode.ILLEGAL_OPERATION,
+                f"the transaction at {asked.commitLogOffset} was {outcome.value} before",
+            )
+        return call.answer()
+
+    def _delay(self, properties: dict[str, str]) -> dict[str, int]:
+        parts = self._context.broker.parts
+        settings = parts.settings
+        level, due_ms = delays.plan(
+            properties, parts.clock.now_ms(), settings.delay_ms_max, settings.timing_zone
+        )
+        if level:
+            return {"delay_level": level}
+        return {} if due_ms is None else {"due_ms": due_ms}
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    def has_producer(self, half: Half) -> bool:
+        """Return whether a producer of the half's group is connected."""
+        return bool(self._producers(half))
+
+    def ask(self, half: Half, row: pa.RecordBatch) -> int:
+        """Push the half message to one of them; returns the bytes pushed."""
+        producers = self._producers(half)
+        if not producers:
+            return 0
+        connection = choice(producers)
+        host, key = store_host(self._context, connection), half.unique_key or ""
+        command = Command(
+            code=RequestCode.CHECK_TRANSACTION_STATE,
+            ext={
+                "topic": half.topic,
+                "commitLogOffset": str(half.seq),
+                "tranStateTableOffset": "0",
+                "offsetMsgId": offset_msg_id(host, half.seq),
+                "msgId": key,
+                "transactionId": key,
+                "bname": self._context.broker_name,
+            },
+            body=encode_stored(_asked(row, half), store_host=host, born_host=host),
+        )
+        connection.push(command)
+        return len(command.body)
+
+    def _producers(self, half: Half) -> list[Connection]:
+        """Return the producers that may see the half message: any client can call itself a producer of a group."""
+        return [
+            one.connection
+            for one in self._context.sessions.producers(half.group)
+            if one.connection.is_open
+            and self._context.broker.policy.allows(one.connection.caller, Verb.SEND, topic=half.topic)
+        ]
+
+
+def _asked(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:
+    """The half message as a producer is shown it."""
+    properties = decode_properties(row.column("properties")[0].as_py() or "")
+    properties[CHECK_TIMES] = str(half.checks + 1)
+    if half.unique_key is not None:
+        properties.setdefault(UNIQUE_KEY, half.unique_key)
+        properties[TRANSACTION_ID] = half.unique_key
+    at = READ_SCHEMA.get_field_index("properties")
+    return row.set_column(at, READ_SCHEMA.field(at), pa.array([encode_properties(properties)]))

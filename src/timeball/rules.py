@@ -1,0 +1,236 @@
+"""What a message may be: one table of rules, each for a whole column and for a single value.
+
+    admission         refuses a batch by `check_columns`, and an instant by `check_instants`
+    Spark's writer    sorts rows out by `first_broken`; its survey makes Spark expressions of the rules' `shape`
+    codecs, client    check a message before it is a row, by `fault` and `check`
+
+Which topic a caller may send to is no rule of the message: broker/policy.py decides that. Nothing here waits, or reads
+a clock or a disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball import limits
+from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.message import Int64Array, byte_lengths
+
+BoolArray = npt.NDArray[np.bool_]
+
+# The longest value of each text, in bytes.
+BYTES_MAX = {
+    "topic": limits.TOPIC_BYTES_MAX,
+    "body": limits.BODY_BYTES_MAX,
+    "tag": limits.TAG_BYTES_MAX,
+    "keys": limits.KEYS_BYTES_MAX,
+    "unique_key": limits.UNIQUE_KEY_BYTES_MAX,
+    "properties": limits.PROPERTIES_BYTES_MAX,
+}
+ANY_QUEUE = -1
+_CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # of pipeline and broker
+
+
+Shape = Literal["name", "present", "longest", "words", "between"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule about one column.
+
+    `in_column` gives True for each row that breaks it, False for a null; `in_value` says the same of one value. Both
+    are given the instant by which a due instant is measured. Only a text of `needs_bytes` bytes, or more, can break it.
+    `shape` and the bounds say the same as data, for an engine that runs neither: numbers lie
+    between `low` and `high(now_ms)`, a text of "words" has fewer than `needs_bytes` spaces.
+    """
+
+    column: str
+    text: str  # what is wrong with a row that breaks it, for people
+    in_column: Callable[[pa.Array, int], BoolArray]
+    in_value: Callable[[Any, int], bool]
+    shape: Shape
+    needs_bytes: int = 0
+    low: int = 0
+    high: Callable[[int], int] = lambda _: 0
+
+
+def size_bytes(text: str | bytes) -> int:
+    """Return how many bytes a text takes in UTF-8."""
+    if isinstance(text, bytes) or text.isascii():
+        return len(text)
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _longest(column: str) -> Rule:
+    most = BYTES_MAX[column]
+    return Rule(
+        column,
+        f"{column}: more than {most} bytes",
+        lambda values, _: byte_lengths(values) > most,
+        # Characters first: a text of a quarter as many fits, with any characters in it.
+        lambda value, _: 4 * len(value) > most and size_bytes(value) > most,
+        "longest",
+        most + 1,
+    )
+
+
+def _between(column: str, text: str, low: int, high: Callable[[int], int]) -> Rule:
+    def in_column(values: pa.Array, now_ms: int) -> BoolArray:
+        numbers = values.fill_null(low).to_numpy() if values.null_count else values.to_numpy()
+        return np.asarray((numbers < low) | (numbers > high(now_ms)), dtype=np.bool_)
+
+    def in_value(value: int, now_ms: int) -> bool:
+        return not low <= value <= high(now_ms)
+
+    return Rule(column, text, in_column, in_value, "between", low=low, high=high)
+
+
+def _bad_topics(values: pa.Array, _: int) -> BoolArray:
+    # Once a name: a million rows have a handful of topics.
+    topics = values.fill_null("").dictionary_encode()
+    good = pc.and_(
+        pc.match_substring_regex(topics.dictionary, limits.NAME.pattern),
+        pc.less_equal(pc.binary_length(topics.dictionary), limits.TOPIC_BYTES_MAX),
+    )
+    return ~np.asarray(good.take(topics.indices))
+
+
+def _is_bad_topic(value: str | None, _: int) -> bool:
+    return not value or len(value) > limits.TOPIC_BYTES_MAX or not limits.NAME.fullmatch(value)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "topic",
+        "topic: missing, too long, or with other characters than letters, digits, % | _ -",
+        _bad_topics,
+        _is_bad_topic,
+        "name",
+    ),
+    Rule(
+        "body",
+        "body: missing",
+        lambda values, _: np.asarray(values.is_null()),
+        lambda value, _: value is None,
+        "present",
+    ),
+    _longest("body"),
+    _longest("tag"),
+    _longest("keys"),
+    Rule(
+        "keys",
+        f"keys: more than {limits.KEYS_PER_MESSAGE_MAX} of them",
+        lambda values, _: np.asarray(
+            pc.greater_equal(pc.count_substring(values, " "), limits.KEYS_PER_MESSAGE_MAX).fill_null(False)
+        ),
+        lambda value, _: value.count(" ") >= limits.KEYS_PER_MESSAGE_MAX,
+        "words",
+        limits.KEYS_PER_MESSAGE_MAX,
+    ),
+    _longest("unique_key"),
+    _longest("properties"),
+    _between(
+        "queue_id",
+        f"queue_id: not between 0 and {limits.QUEUES_PER_TOPIC_MAX - 1}",
+        ANY_QUEUE,
+        lambda _: limits.QUEUES_PER_TOPIC_MAX - 1,
+    ),
+    _between("due_ms", "due: before 1970", 0, lambda _: limits.INSTANT_MS_MAX),
+    _between(
+        "due_ms",
+        f"due: more than {limits.DELAY_MS_MAX // limits.DAY_MS} days ahead",
+        0,
+        lambda now_ms: now_ms + limits.DELAY_MS_MAX,
+    ),
+)
+_BY_COLUMN = {name: [rule for rule in RULES if rule.column == name] for name in {r.column for r in RULES}}
+# What admission asks of columns. Their topics are the policy's matter, how far ahead is the operator's, and a value
+# that is missing has been refused before.
+_OF_COLUMNS = [rule for rule in RULES if rule.needs_bytes or rule.column == "queue_id"]
+# A text of so many characters breaks no rule of its column, as a character has at most 4 bytes.
+SAFE_LENGTHS = {
+    name: min(rule.needs_bytes - 1 for rule in rules if rule.needs_bytes) // (1 if name == "body" else 4)
+    for name, rules in _BY_COLUMN.items()
+    if any(rule.needs_bytes for rule in rules)
+}
+
+
+# ---- columns ------------------------------------------------------------------------------------------------
+
+
+def first_broken(columns: Mapping[str, pa.Array], rows: int, now_ms: int) -> npt.NDArray[np.int8]:
+    """Return for each row the index in RULES of the first rule it breaks, or -1; a column may be left out."""
+    first = np.full(rows, -1, np.int8)
+    for index, rule in enumerate(RULES):
+        if rule.column in columns:
+            first[(first < 0) & rule.in_column(columns[rule.column], now_ms)] = index
+    return first
+
+
+def check_columns(columns: Mapping[str, pa.Array]) -> None:
+    """Raise InvalidMessage for the first row that breaks a rule; topics and instants aside."""
+    for rule in _OF_COLUMNS:
+        column = columns.get(rule.column)
+        if column is None or (rule.needs_bytes and not _has_bytes(column, rule.needs_bytes)):
+            continue
+        broken = rule.in_column(column, 0)
+        if broken.any():
+            raise InvalidMessage(f"row {int(broken.argmax())}: {rule.text}")
+
+
+def _has_bytes(column: pa.Array, size_bytes: int) -> bool:
+    """Return whether one value could be so long: all of them together may be shorter."""
+    data = column.buffers()[2]
+    return data is not None and data.size >= size_bytes
+
+
+def check_instants(name: str, values: Int64Array, low: int, high: int) -> None:
+    """Raise InvalidDelay for the first row of an instant or delay that is not between these."""
+    wrong = (values < low) | (values > high)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise InvalidDelay(f"{name} {values[row]} of row {row}: between {low} and {high}")
+
+
+# ---- single values ------------------------------------------------------------------------------------------
+
+
+def fault(column: str, value: str | bytes) -> str | None:
+    """Return the fault of a text of this column, None when it has none; a body is bytes."""
+    if len(value) <= SAFE_LENGTHS[column]:  # nearly every text
+        return None
+    for rule in _BY_COLUMN[column]:
+        if rule.in_value(value, 0):
+            return rule.text
+    return None
+
+
+def check(column: str, value: str | bytes) -> None:
+    """Raise InvalidMessage when a text of this column breaks a rule; a body is bytes."""
+    text = fault(column, value)
+    if text is not None:
+        raise InvalidMessage(text)
+
+
+def check_campaign(campaign: str) -> str:
+    """Return the id of a campaign; raise InvalidMessage when it cannot name a key and a job in the broker's log."""
+    if not _CAMPAIGN.fullmatch(campaign) or campaign in _JOBS:
+        raise InvalidMessage(
+            f"campaign {campaign!r}: letters, digits, dots, dashes and underscores, at most 100, and none of "
+            + ", ".join(_JOBS)
+        )
+    return campaign
+
+
+def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
+    """Return whether an instant is further ahead than an operator lets a message wait."""
+    return due_ms - now_ms > delay_ms_max

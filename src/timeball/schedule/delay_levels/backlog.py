@@ -1,0 +1,184 @@
+"""The backlog `delay_levels`: RocketMQ's levels, a queue of the schedule topic each.
+
+A promise is an entry of its queue's index, which the log's own code has written when `add` is called; there is
+nothing else to keep. Opened are the heads of all queues, and promises added for the next seconds to a queue in which
+none waits before them.
+
+A clock that is set back: a promise due further away than its level is long counts as due at once, as in RocketMQ. Each
+queue is searched for these entries from its offset on, so all that is loaded of this backlog is opened again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball.log.checkpoint import LevelFacts
+from timeball.log.queue_index import QueueIndex
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array, int64
+from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
+from timeball.schedule.delay_levels.levels import LevelTable, restored
+from timeball.schedule.delay_levels.queue import LevelQueue
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.locations import KINDS, Waiting, as_promises
+from timeball.schedule.outcomes import Outcomes, Settled
+
+OPEN_ROWS = 131_072  # entries of a queue opened in one go: the loop reads them, some milliseconds
+
+_NONE = np.empty(0, np.int64)
+
+
+class LevelsState(msgspec.Struct):
+    """How far each queue is settled."""
+
+    levels: dict[int, LevelFacts]
+
+
+class DelayLevels(Backlog):
+    """The queues of the schedule topic, opened at their heads. Belongs to the event loop."""
+
+    has_own_instants = True
+
+    def __init__(
+        self,
+        reader: LogReader,
+        table: LevelTable,
+        indexes: Callable[[], Sequence[QueueIndex]],
+        outcomes: Outcomes,
+        *,
+        ahead_ms: int,
+    ) -> None:
+        """Take the schedule topic's queues from `indexes`, at every call."""
+        self.table, self.reader, self._indexes, self._outcomes = table, reader, indexes, outcomes
+        self._ahead_ms = ahead_ms
+        self._queues: dict[int, LevelQueue] = {}
+
+    # -- the five questions ----------------------------------------------------------------------------------
+
+    def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
+        """Take note of what the queues' indexes have got."""
+        opened = []
+        for number, index in enumerate(self._indexes()):
+            queue = self._queues.get(number)
+            if queue is not None or index.max_offset > index.min_offset:
+                queue = queue or self._queue(number, index)
+                # All queues are asked, not only those of `waiting`: the index is written first, and says what is new.
+                seq = queue.add_new(now_ms + self._ahead_ms)
+                if seq is not None:
+                    opened.append(seq)
+        self._keep_first()
+        if not opened:
+            return np.zeros(len(waiting), np.bool_)
+        return np.isin(waiting.seq, np.concatenate(opened))
+
+    async def open(self, now_ms: int, until_ms: int) -> Opened:
+        """Open the heads of all queues; settled promises are left out here, by the instant they were promised for."""
+        parts = [part for queue in self._queues.values() for part in queue.open(until_ms, OPEN_ROWS)]
+        self._keep_first()
+        if not parts:
+            return Opened.nothing()
+        released, due, seq = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        waits = self._outcomes.waits(due, seq)
+        return Opened.near(released[waits], seq[waits], seq[waits])
+
+    def needed_seq(self, settled_ms: int) -> int | None:
+        """Return the oldest row that a queue's offset stands at."""
+        self._advance()
+        return min((seq for q in self._queues.values() if (seq := q.needed_seq()) is not None), default=None)
+
+    def state(self, settled_ms: int) -> LevelsState:
+        """Return every queue's offset, with all durable releases accounted for."""
+        self._advance()
+        return LevelsState({number: LevelFacts(queue.low) for number, queue in self._queues.items()})
+
+    def restore(
+        self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
+    ) -> Opened:
+        """Look through the queues from their offsets on; what lies outside of a queue as it is now is put right."""
+        assert state is None or isinstance(state, LevelsState)
+        for number, index in enumerate(self._indexes()):
+            if index.max_offset > index.min_offset:
+                queue = self._queue(number, index)
+                offset = state.levels[number].offset if state is not None and number in state.levels else 0
+                # The offset is from a checkpoint, and the index may have been rebuilt since: retention may have moved
+                # its start.
+                queue.low = min(max(offset, index.min_offset), index.max_offset)
+                due = queue.find_entries(settled.seq)
+                # Released at once by a clock that was set back, it is named by another instant.
+                other = (due >= 0) & (due != settled.due_ms)
+                self._outcomes.add_settled(due[other], settled.seq[other])
+                queue.rebuild()
+                self._remember_waits(queue)
+                queue.notice_set_back(now_ms)
+        self._keep_first()
+        return Opened.nothing()
+
+    # -- what it is besides ----------------------------------------------------------------------------------
+
+    def read_bodies(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
+        """Return the messages in these rows (reader thread); rows that are no promises are left out.
+
+        Those were sent to this topic before the broker reserved it, and are in its queue already.
+        """
+        rows = self.reader.read_rows(row_seq)
+        ours = np.isin(rows.column("kind").to_numpy(), list(KINDS))
+        return restored(as_promises(rows if ours.all() else rows.filter(pa.array(ours))))
+
+    def decode_waiting(self, promises: pa.RecordBatch) -> pa.RecordBatch:
+        """Return promises with the topics and queues that they are for."""
+        return restored(promises)
+
+    def clock_set_back(self, now_ms: int) -> bool:
+        """Look through all queues again, and say that all of it is to be opened again."""
+        self._advance()
+        for queue in self._queues.values():
+            queue.rebuild()
+            queue.notice_set_back(now_ms)
+        self._keep_first()
+        return True
+
+    def holds(self, seq: Int64Array) -> Bools:
+        """Return which of these numbers stand in a queue."""
+        found = np.zeros(len(seq), np.bool_)
+        for queue in self._queues.values():
+            found |= queue.find_entries(seq) >= 0
+        return found
+
+    def statistics(self) -> dict[str, int]:
+        """Return what waits, cancelled ones included until their turn comes."""
+        self._advance()
+        return {"waiting_rows": sum(queue.waiting_rows for queue in self._queues.values())}
+
+    def offsets(self) -> dict[int, tuple[int, int]]:
+        """Return (offset, end of its queue) by level, for administrators."""
+        self._advance()
+        return {
+            number + 1: (queue.low, queue.index.max_offset) for number, queue in sorted(self._queues.items())
+        }
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _queue(self, number: int, index: QueueIndex) -> LevelQueue:
+        duration_ms = self.table.durations_ms[number] if number < len(self.table) else None
+        queue = self._queues[number] = LevelQueue(number, index, duration_ms)
+        return queue
+
+    def _keep_first(self) -> None:
+        firsts = (queue.first_due_ms() for queue in self._queues.values())
+        self.first_due_ms = min((ms for ms in firsts if ms is not None), default=FAR_MS)
+
+    def _advance(self) -> None:
+        for queue in self._queues.values():
+            queue.advance(self._outcomes)
+
+    def _remember_waits(self, queue: LevelQueue) -> None:
+        """Remember how long what waits was to wait: a table that has become shorter must not make that less."""
+        for stretch in queue.stretches:
+            entry = queue.index.read(stretch.next, 1)
+            row = self.reader.read_rows(entry["seq"].astype(np.int64))
+            # One row a stretch is enough: all of its messages were accepted for the same level, in order.
+            queue.longest_wait(stretch.head_ms - int(int64(row.column("store_ms"))[0]))

@@ -1,0 +1,242 @@
+"""The wheel of loaded promises: those due soon, bodies in memory, a slot a second, and no idle turning.
+
+Used slots are also in a heap by time (the design's delay queue), so that an empty second costs nothing and the
+next instant is the head's. Rows come in by the batch and stay sorted runs; arrivals of a few rows are held back
+until there are many or one of them is due, because splitting ten rows over ten slots costs as much as a
+thousand. Runs of a slot are merged when the slot is opened.
+
+A slot never rounds a due time: rows keep their millisecond and the slot only says which pile to look through,
+so that precision does not depend on the slot's width.
+
+Refuses nothing and knows neither log nor table: `loaded.py` decides which promises belong here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from timeball import limits
+from timeball.message import Int64Array, int64
+from timeball.schedule.columns import with_column
+from timeball.schedule.due_index import FAR_MS
+from timeball.table.data_file import search
+
+# The width of a slot is a trade of merges against slots, and never shows in a delivery (see the module).
+SLOT_MS = limits.SECOND_MS
+ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
+# Batches held back: one of a single row is some 10 KB of objects, as one of a thousand is.
+ARRIVAL_BATCHES_MAX = 256
+RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
+OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
+
+
+def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
+    """Return (slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
+    slots = sorted_due_ms // SLOT_MS
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
+    return slots[starts].tolist(), [*starts.tolist(), len(sorted_due_ms)]
+
+
+@dataclass(slots=True)
+class Run:
+    """Rows sorted by (due_ms, seq); those before `cursor` have been handed out."""
+
+    due: Int64Array
+    seq: Int64Array
+    rows: pa.RecordBatch
+    cursor: int = 0
+
+    @classmethod
+    def of(cls, batches: list[pa.RecordBatch]) -> Run:
+        """Return one sorted run of these rows."""
+        # One batch is not copied: a gather is one.
+        rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        due, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
+        if not _is_sorted(due, seq):
+            order = np.lexsort((seq, due))
+            due, seq, rows = due[order], seq[order], rows.take(pa.array(order))
+        return cls(due, seq, rows)
+
+    @classmethod
+    def at(cls, due_ms: Int64Array, seq: Int64Array, rows: pa.RecordBatch) -> Run:
+        """Return one sorted run of these rows, each to count as due when its number is said to be."""
+        # The reader may leave rows out (no promise, or settled), so instants are found by number and not by position.
+        numbers = int64(rows.column("seq"))
+        by_number = np.argsort(seq)
+        due = due_ms[by_number[np.searchsorted(seq, numbers, sorter=by_number)]]
+        if not _is_sorted(due, numbers):
+            order = np.lexsort((numbers, due))
+            due, numbers, rows = due[order], numbers[order], rows.take(pa.array(order))
+        return cls(due, numbers, rows)
+
+    def part(self, begin: int, end: int) -> Run:
+        """Return a view of some rows."""
+        # The cursor of the new run is 0: what was handed out of the old one lies outside [begin, end).
+        return Run(self.due[begin:end], self.seq[begin:end], self.rows.slice(begin, end - begin))
+
+    def filtered(self, keep: npt.NDArray[np.bool_]) -> Run:
+        """Return some of the rows, none of which has been handed out."""
+        return Run(self.due[keep], self.seq[keep], self.rows.filter(pa.array(keep)))
+
+    def rows_as_due(self) -> pa.RecordBatch:
+        """Return the rows, those promised for later than now as due when they count as due."""
+        due_ms = np.minimum(int64(self.rows.column("due_ms")), self.due)
+        return with_column(self.rows, "due_ms", pa.array(due_ms))
+
+
+class DueWheel:
+    """Rows by due second. `len` counts rows not handed out."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, list[Run]] = {}
+        # Invariant: a slot stands in the heap once, for as long as `_slots` has it.
+        self._used: list[int] = []  # heap of slot numbers
+        self._arrivals: list[pa.RecordBatch] = []
+        self._arrival_rows = 0
+        self._arrivals_first_ms = FAR_MS
+        self._size = 0
+        self.size_bytes = 0  # about how much memory the rows take that are not handed out
+        # The earliest instant that waits here, FAR_MS without any: kept, as the scheduler reads it at every step.
+        self.first_due_ms = FAR_MS
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """Add READ_SCHEMA rows in any order."""
+        if rows.num_rows == 0:
+            return
+        self._size += rows.num_rows
+        self.size_bytes += rows.nbytes
+        # Not placed yet: a send of one row pays an append here, and its share of a sort when many have come.
+        self._arrivals.append(rows)
+        self._arrival_rows += rows.num_rows
+        self._arrivals_first_ms = min(self._arrivals_first_ms, int(int64(rows.column("due_ms")).min()))
+        self.first_due_ms = min(self.first_due_ms, self._arrivals_first_ms)
+        if self._arrival_rows >= ARRIVALS_MAX or len(self._arrivals) >= ARRIVAL_BATCHES_MAX:
+            self._place_arrivals()
+
+    def add_run(self, run: Run) -> None:
+        """Add rows that are sorted already, as a gather's are."""
+        if len(run.due) == 0:
+            return
+        self._size += len(run.due)
+        self.size_bytes += run.rows.nbytes
+        self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
+        self._place(run)
+
+    def take_due(self, before_ms: int, limit: int) -> Run | None:
+        """Return up to `limit` rows due before `before_ms`, in order, no longer here; None when there are none."""
+        # One of the arrivals may be due: only now must they stand in their slots.
+        if self._arrivals_first_ms < before_ms:
+            self._place_arrivals()
+        taken: list[Run] = []
+        count = 0
+        while self._used and count < limit:
+            part = self._take_from_slot(self._used[0], before_ms, limit - count)
+            # The head of the heap is the earliest slot, so nothing that is due stands in a later one.
+            if part is None:
+                break
+            taken.append(part)
+            count += len(part.due)
+        if not taken:
+            return None
+        self._size -= count
+        # What a view of some rows holds is not exact to the byte.
+        handed_out = sum(run.rows.nbytes for run in taken)
+        self.size_bytes = max(0, self.size_bytes - handed_out) if self._size else 0
+        self._keep_first()
+        if len(taken) == 1:
+            return taken[0]
+        rows = pa.concat_batches([run.rows for run in taken])  # slots follow each other: still sorted
+        return Run(np.concatenate([r.due for r in taken]), np.concatenate([r.seq for r in taken]), rows)
+
+    def _take_from_slot(self, slot: int, before_ms: int, limit: int) -> Run | None:
+        runs = self._slots[slot] = _fewer(self._slots[slot])
+        ends = [run.cursor + int(np.searchsorted(run.due[run.cursor :], before_ms)) for run in runs]
+        # Several runs are due together: the limit is cut by (due_ms, seq) over all of them, or the order would break.
+        if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit:
+            cutoff = _cutoff(runs, ends, limit)
+            ends = [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], cutoff) for run in runs]
+        parts = [run.part(run.cursor, end) for run, end in zip(runs, ends, strict=True) if end > run.cursor]
+        if not parts:
+            return None
+        for run, end in zip(runs, ends, strict=True):
+            # Moved, not copied: the rows behind the cursor stay where they are.
+            run.cursor = end
+        left = [run for run in runs if run.cursor < len(run.due)]
+        if left:
+            self._slots[slot] = left
+        else:
+            del self._slots[slot]
+            heapq.heappop(self._used)
+        # Only what is handed out is merged: merging the whole slot at each tick would copy it a thousand times.
+        return parts[0] if len(parts) == 1 else Run.of([part.rows for part in parts])
+
+    def _keep_first(self) -> None:
+        first_ms = self._arrivals_first_ms
+        if self._used:
+            # Slots are disjoint stretches of time, so the first slot in use holds the first instant.
+            heads = (int(run.due[run.cursor]) for run in self._slots[self._used[0]])
+            first_ms = min(first_ms, *heads)
+        self.first_due_ms = first_ms
+
+    def _place_arrivals(self) -> None:
+        if self._arrivals:
+            run = Run.of(self._arrivals)
+            self._arrivals, self._arrival_rows, self._arrivals_first_ms = [], 0, FAR_MS
+            self._place(run)
+
+    def _place(self, run: Run) -> None:
+        slots, cuts = slot_cuts(run.due)
+        for slot, begin, end in zip(slots, cuts, cuts[1:], strict=False):
+            runs = self._slots.get(slot)
+            if runs is None:
+                runs = self._slots[slot] = []
+                heapq.heappush(self._used, slot)
+            runs.append(run.part(begin, end))
+            if len(runs) > RUNS_MAX:
+                self._slots[slot] = _with_small_ones_merged(runs)
+
+
+def _with_small_ones_merged(runs: list[Run]) -> list[Run]:
+    """Return the same rows in few runs; the larger quarter of the small ones stays: a row is copied O(log n) times."""
+    small = sorted((run for run in runs if _left(run) < ARRIVALS_MAX), key=_left)
+    if len(small) <= RUNS_MAX:
+        return runs
+    # Large runs are gathers of thousands of rows: merging them would copy every body again.
+    large = [run for run in runs if _left(run) >= ARRIVALS_MAX]
+    merged = small[: len(small) * 3 // 4]
+    return [*large, *small[len(merged) :], Run.of([run.rows.slice(run.cursor) for run in merged])]
+
+
+def _left(run: Run) -> int:
+    return len(run.due) - run.cursor
+
+
+def _fewer(runs: list[Run]) -> list[Run]:
+    """Return the same rows in few runs: all but the largest are merged, so a row is copied O(log n) times."""
+    if len(runs) <= OPEN_RUNS_MAX:
+        return runs
+    runs = sorted(runs, key=_left)
+    largest = [] if _left(runs[-1]) < ARRIVALS_MAX else [runs.pop()]
+    return [Run.of([run.rows.slice(run.cursor) for run in runs]), *largest]
+
+
+def _cutoff(runs: list[Run], ends: list[int], limit: int) -> tuple[int, int]:
+    """Return the (due_ms, seq) before which exactly `limit` of the rows that are ready lie."""
+    due = np.concatenate([run.due[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
+    seq = np.concatenate([run.seq[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
+    # Pairs are distinct, so exactly `limit` of them come before the one at `limit`.
+    at = np.lexsort((seq, due))[limit]
+    return int(due[at]), int(seq[at])
+
+
+def _is_sorted(due: Int64Array, seq: Int64Array) -> bool:
+    step = np.diff(due)
+    return bool(np.all((step > 0) | ((step == 0) & (np.diff(seq) > 0))))

@@ -1,0 +1,236 @@
+"""The backlog `level_cascade`: which queue a promise stands in, and when that is opened.
+
+Every promise that is not settled has exactly one entry in one queue (queue.py), which says where it lies. A queue
+of hops with more behind them is opened when the hop at its head is over, one of last hops the whole lead before that.
+Opened, a promise is near, or is written again with the rest of its list. One whose instant is near when it comes gets
+an entry all the same, opened at once: a restart finds it there.
+
+`first_due_ms` says both when to open and what may be due: for a queue with more behind it, half the lead behind the
+end of the hop, since promises entered there are due more than the lead behind that (placement.py). So a state is of
+use only with the same lead.
+
+A clock that is set back changes no entry. Entries made from then on begin another stretch of their queue; a list that
+no longer reaches is made anew.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball.errors import SetupError
+from timeball.files import Files
+from timeball.log.reader import LogReader
+from timeball.message import Int64Array
+from timeball.schedule import generations
+from timeball.schedule.backlog import Bools, Opened, Rewritten
+from timeball.schedule.columns import runs_of
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.generations import BacklogInFiles
+from timeball.schedule.level_cascade import placement, timing_list
+from timeball.schedule.level_cascade.placement import NEAR, QUEUES, is_last, lead_ms_of, plan
+from timeball.schedule.level_cascade.queue import RECORD, Entries, HopQueue, QueueState
+from timeball.schedule.locations import Waiting
+from timeball.schedule.outcomes import Outcomes, Settled
+
+SET_BACK_MS = 1_000  # less is no step of the clock: the scheduler's holds still
+OPEN_ROWS = 65_536  # entries opened in one go, of each queue
+FOLDER = "cascade"
+
+_NONE = np.empty(0, np.int64)
+
+
+class CascadeState(msgspec.Struct):
+    """The facts that a restart needs besides the queues' files."""
+
+    generation: int  # the folder of the files
+    known_seq: int  # every promise and row below it has its entry
+    lead_ms: int
+    queues: list[QueueState]
+
+
+def check(files: Files, state: CascadeState, lead_ms: int) -> None:
+    """Raise SetupError when `state` has another lead, Corrupt when an entry that it vouches for is damaged."""
+    if state.lead_ms != lead_ms:
+        raise SetupError("--gather-ahead-ms has changed")
+    folder = generations.folder_of(FOLDER, state.generation)
+    generations.check(files, folder, (queue.bounds() for queue in state.queues))
+
+
+class LevelCascade(BacklogInFiles):
+    """All queues of the cascade. Belongs to the event loop."""
+
+    def __init__(self, files: Files, reader: LogReader, outcomes: Outcomes, *, ahead_ms: int) -> None:
+        """Count a promise as near `lead_ms` before its instant. `restore` comes before anything else."""
+        self._files, self.reader, self._outcomes = files, reader, outcomes
+        self.lead_ms = lead_ms_of(ahead_ms)
+        self.queues: list[HopQueue] = []
+        self._known_seq = 0
+        self._entry_ms = -FAR_MS  # when the hops began that were entered last
+        self._moved_from: list[Int64Array] = []  # rows left since queues were last asked to let go of them
+
+    # -- the five questions ----------------------------------------------------------------------------------
+
+    def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
+        """Make an entry for each, sorted by row; the next hop of what was rewritten begins."""
+        if not len(waiting):
+            return np.zeros(0, np.bool_)
+        # A hop does not begin before the one entered last, unless the clock was set back.
+        is_set_back = now_ms < self._entry_ms - SET_BACK_MS
+        self._entry_ms = now_ms if is_set_back else max(now_ms, self._entry_ms)
+        # The old entry is forgotten only when `_advance` runs: until then a checkpoint names it, and the log the new
+        # row.
+        if rewritten is not None:
+            self._moved_from.append(rewritten.row_seq)
+        hops = plan(waiting.due_ms - now_ms) if rewritten is None else rewritten.note
+        return self._enter(waiting, hops, self._entry_ms)
+
+    async def open(self, now_ms: int, until_ms: int) -> Opened:
+        """Take the entries whose hops are over, and those of last hops that are due."""
+        found = Opened.nothing()
+        for queue in reversed(self.queues):
+            until = until_ms if is_last(queue.number) else now_ms
+            while (
+                queue.head_ms is not None
+                and placement.opens_ms(queue.number, queue.head_ms, self.lead_ms) <= now_ms
+                and queue.head_ms <= until
+            ):
+                found = Opened.joined([found, self._open_some(queue, now_ms, until)])
+                if queue.head_ms is None or len(found) >= OPEN_ROWS:
+                    break
+            if len(found) >= OPEN_ROWS:
+                break
+        self._keep_first()
+        return found
+
+    def needed_seq(self, settled_ms: int) -> int | None:
+        """Return the oldest row that an entry names."""
+        self._advance()
+        return min((row for queue in self.queues if (row := queue.first_row_seq) is not None), default=None)
+
+    def state(self, settled_ms: int) -> CascadeState:
+        """Return how far the queues go, and which entries do not count."""
+        self._advance()
+        # Queues that never had an entry have no files, and a state without them is a few hundred bytes.
+        states = [queue.state() for queue in self.queues if queue.log.end]
+        return CascadeState(self._generation, self._known_seq, self.lead_ms, states)
+
+    def restore(
+        self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
+    ) -> Opened:
+        """Enter anew what lies in a row that the state does not know, wherever it stood."""
+        assert state is None or isinstance(state, CascadeState)
+        folder = self._begin_generation(self._files, FOLDER, state)
+        states = {} if state is None else {queue.number: queue for queue in state.queues}
+        self.queues = [HopQueue(self._files, folder, number, states.get(number)) for number in range(QUEUES)]
+        self.logs = [queue.log for queue in self.queues]
+        self._known_seq, self._entry_ms = 0 if state is None else state.known_seq, now_ms
+        waiting = waiting.part(waiting.row_seq >= self._known_seq)
+        self._forget_old_rows(waiting.seq[waiting.seq < self._known_seq])
+        near = self._open_the_near(now_ms)
+        fresh = self._add_in_log_order(waiting, now_ms)
+        self._keep_first()
+        return Opened.joined([near, fresh])
+
+    # -- what it is besides ----------------------------------------------------------------------------------
+
+    def encode_waiting(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+        """Return promises whose properties list the hops before them."""
+        return timing_list.encode_waiting(promises, now_ms)
+
+    def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
+        """Return promises whose properties list the hops left after the next one."""
+        return timing_list.encode_rewrite(promises, note)
+
+    def statistics(self) -> dict[str, int]:
+        """Return what waits for the end of a hop; a cancelled promise may until the hop is over."""
+        return {"waiting_rows": sum(queue.unopened_rows for queue in self.queues)}
+
+    # -- entering queues -------------------------------------------------------------------------------------
+
+    def _enter(self, waiting: Waiting, hops: Int64Array, entry_ms: int) -> Bools:
+        due, seq, row_seq = waiting.due_ms, waiting.seq, waiting.row_seq
+        self._known_seq = max(self._known_seq, int(row_seq.max()) + 1, int(seq.max()) + 1)
+        entered = placement.enter(due, hops, entry_ms, self.lead_ms)
+        # Grouped by queue, so that each queue gets one append of a batch that is sorted by row.
+        order = np.argsort(entered.queue, kind="stable")
+        records = np.empty(len(due), RECORD)
+        records["hop_end_ms"], records["due_ms"] = entered.hop_end_ms[order], due[order]
+        records["seq"], records["row_seq"], records["hops"] = seq[order], row_seq[order], entered.left[order]
+        numbers = entered.queue[order]
+        for begin, count in zip(*runs_of(numbers), strict=True):
+            queue = self.queues[int(numbers[begin])]
+            head_ms = queue.head_ms
+            queue.append(records[begin : begin + count])
+            if queue.head_ms != head_ms and queue.number != NEAR:
+                self._keep_first()
+        near = np.asarray(entered.queue == NEAR)
+        if near.any():
+            # Opened at once. The entry is only for a restart, which would not find the promise elsewhere.
+            self.queues[NEAR].hold(self.queues[NEAR].take_due(FAR_MS, len(due)))
+        return near
+
+    # -- opening queues --------------------------------------------------------------------------------------
+
+    def _open_some(self, queue: HopQueue, now_ms: int, until_ms: int) -> Opened:
+        entries = queue.take_due(until_ms, OPEN_ROWS)
+        entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
+        queue.hold(entries)
+        far = (entries.due_ms - now_ms > self.lead_ms) & (not is_last(queue.number))
+        hops = entries.hops
+        if far.any():
+            hops = np.where(far, placement.following(entries.due_ms, hops, now_ms), hops)
+        return Opened(entries.due_ms, entries.seq, entries.row_seq, hops, far)
+
+    def _keep_first(self) -> None:
+        firsts = (
+            placement.first_due_ms(queue.number, queue.head_ms, self.lead_ms)
+            for queue in self.queues
+            if queue.head_ms is not None
+        )
+        self.first_due_ms = min(firsts, default=FAR_MS)
+
+    # -- what is done, and what a restart finds ----------------------------------------------------------------
+
+    def _advance(self) -> None:
+        moved_from = np.concatenate([_NONE, *self._moved_from])
+        for queue in self.queues:
+            queue.advance(self._outcomes.is_settled, moved_from)
+        self._moved_from = []
+        self._keep_first()
+
+    def _forget_old_rows(self, seq: Int64Array) -> None:
+        """Forget the entries of promises that were written again after the state was saved.
+
+        They were opened since, so they stand at the beginning of some stretch; the search ends with the last.
+        """
+        places = [(queue, queue.low) for queue in self.queues if queue.low < queue.log.end]
+        left = len(seq)
+        while left and places:
+            further = []
+            for queue, begin in places:
+                found, end = queue.find_entries(seq, begin)
+                queue.forget(found)
+                left -= len(found)
+                # All queues a chunk at a time, so that the search ends soon after the last of them is found.
+                if end < queue.log.end:
+                    further.append((queue, end))
+            places = further
+
+    def _open_the_near(self, now_ms: int) -> Opened:
+        """Return those that were near; enter those anew that no longer are, as the clock was set back."""
+        queue, found, again = self.queues[NEAR], Opened.nothing(), list[Entries]()
+        while queue.head_ms is not None:
+            entries = queue.take_due(FAR_MS, OPEN_ROWS)
+            entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
+            near = entries.due_ms - now_ms <= self.lead_ms
+            queue.hold(entries.part(near))
+            opened = Opened.near(entries.due_ms[near], entries.seq[near], entries.row_seq[near])
+            found = Opened.joined([found, opened])
+            again.append(entries.part(~near))
+            queue.forget(again[-1].index)
+        for part in again:  # an entry that is near would join the queue that is looked at
+            if len(part):
+                self._enter(Waiting(part.due_ms, part.seq, part.row_seq), plan(part.due_ms - now_ms), now_ms)
+        return found

@@ -1,0 +1,103 @@
+"""The access file and the certificate that the settings name, loaded: which clients are let in, and over TLS or not.
+
+One certificate and its key serve all edges: as bytes for those that are gRPC, as a context for asyncio's.
+
+Both are read and checked when the broker starts: a key of another certificate, or one that others may read, ends the
+start with a sentence that names the option, and never a handshake at night. The access file is read again when the
+operator says so (SIGHUP); one that is not sound then is named in the broker's log, and changes nothing. A new
+certificate needs a new start, since one of the edges cannot exchange its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from timeball import access
+from timeball.access import ANONYMOUS, Access, Accounts, Caller
+from timeball.config import Settings
+from timeball.errors import SetupError
+from timeball.files import read_secret
+
+ANYBODY = 0o007  # a key's group may be one of its own, as Debian's ssl-cert
+
+
+class Tls(NamedTuple):
+    """The certificate and key with which an edge speaks TLS, in PEM; `context` asks for TLS 1.2 or later."""
+
+    certificate: bytes
+    key: bytes
+    context: ssl.SSLContext
+
+    def __repr__(self) -> str:
+        return "Tls(…)"
+
+
+def load_tls(certificate: str, key: str) -> Tls:
+    """The certificate (with its chain) and key in these files; raises SetupError."""
+    chain = read_secret(certificate, "--tls-cert", forbidden_mode=0)
+    secret = read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # A function for the password: without one, a key that has one would be asked for at the terminal.
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (ssl.SSLError, ValueError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise SetupError(
+            f"--tls-cert {certificate}, --tls-key {key}: no certificate and its key in PEM, or a key with a password "
+            f"({reason})"
+        ) from error
+    return Tls(chain, secret, context)
+
+
+def _no_password() -> str:
+    raise ValueError("a key with a password")
+
+
+logger = logging.getLogger(__name__)
+
+OTHERS = 0o077
+
+
+class Security:
+    """Accounts and certificate. `access` is None when every client is let in, `tls` when nothing is encrypted."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        """Read what the settings name; raises SetupError."""
+        self._path = settings.access_file if settings else ""
+        self.access = Access(self._read()) if self._path else None
+        self.tls = load_tls(settings.tls_cert, settings.tls_key) if settings and settings.tls_cert else None
+
+    def reload(self) -> None:
+        """Read the access file again."""
+        if self.access is None:
+            return
+        try:
+            accounts = self._read()
+        except SetupError as error:
+            logger.error("access file not reloaded reason=%s", error)
+            return
+        self.access.replace(accounts)
+        logger.info("access file reloaded file=%s accounts=%d", self._path, len(accounts))
+
+    def caller(self, headers: Mapping[str, str], now_ms: int) -> Caller:
+        """Return the caller of these headers (names in lower case); raises Unauthorized under an access file."""
+        return ANONYMOUS if self.access is None else self.access.authenticate(headers, now_ms)
+
+    def status(self) -> dict[str, int]:
+        """Figures for people: how many accounts there are, and how many requests came with none, or a wrong one."""
+        known = self.access
+        return (
+            {"accounts": 0, "refused": 0}
+            if known is None
+            else {"accounts": len(known), "refused": known.refused}
+        )
+
+    def _read(self) -> Accounts:
+        return access.parse(read_secret(self._path, "--access-file", forbidden_mode=OTHERS), self._path)
+
+
+OPEN = Security()

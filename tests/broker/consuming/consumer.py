@@ -1,0 +1,56 @@
+"""A consumer that pops, and time that passes for what it has in hand: what the tests of this folder share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from tests.broker.on_node import batch, column
+from tests.crash.world import World
+
+from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.requests import Received, ReceiveRequest
+
+MINUTE_MS = 60_000
+GROUP, TOPIC = "g", "orders"
+
+
+def engine(world: World) -> Consuming:
+    found: Consuming = world.broker.consuming
+    return found
+
+
+async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
+    if TOPIC not in world.broker.topics():
+        await world.broker.create_topic(TOPIC, 2)
+    await world.broker.send(batch(len(bodies), topic=[TOPIC] * len(bodies), body=bodies, **columns))
+
+
+async def pop(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) -> Received:
+    return await engine(world).receive(ReceiveRequest(GROUP, TOPIC, rows=rows, **ask), wait_ms)
+
+
+def bodies(popped: Received) -> list[bytes]:
+    return [bytes(body) for body in column(popped.rows, "body")]
+
+
+async def pass_time(world: World, ms: int) -> None:
+    """Let time pass and whatever is due come back: into the retry topic or to its place."""
+    world.clock.advance(ms)
+    engine(world).wake()
+    now_ms = world.clock.wall
+
+    def all_back() -> bool:
+        held = [one for w in engine(world).leases.all() for one in w.in_flight.values()]
+        return all(one.deadline_ms > now_ms for one in held)
+
+    await world.until(all_back, "all whose time is over has come back")
+
+
+def stored(world: World, topic: str = TOPIC) -> dict[int, int]:
+    found: dict[int, int] = world.broker.offsets(GROUP, topic)
+    return found
+
+
+async def send_in_order(world: World, count: int = 4) -> None:
+    await send(world, [b"%d" % i for i in range(count)], queue_id=pa.array([0] * count, pa.int32()))

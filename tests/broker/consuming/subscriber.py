@@ -1,0 +1,63 @@
+"""A group that receives, and time that passes for its receipts: what the tests of this folder share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.broker.on_node import batch, column
+from tests.crash.world import World
+
+from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.requests import Received, ReceiveRequest
+from timeball.broker.registry.groups import SubscriptionGroup
+
+MINUTE_MS = 60_000
+GROUP, TOPIC = "g", "orders"
+AGAIN, DEAD = f"%RETRY%{GROUP}_{TOPIC}", f"%DLQ%{GROUP}"
+
+
+def engine(world: World) -> Consuming:
+    found: Consuming = world.broker.consuming
+    return found
+
+
+async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
+    if TOPIC not in world.broker.topics():
+        await world.broker.create_topic(TOPIC, 2)
+    await world.broker.send(batch(len(bodies), topic=[TOPIC] * len(bodies), body=bodies, **columns))
+
+
+async def receive(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) -> Received:
+    return await engine(world).receive(
+        ReceiveRequest(
+            GROUP, ask.pop("topic", TOPIC), rows=rows, in_log=True, **{"invisible_ms": MINUTE_MS, **ask}
+        ),
+        wait_ms,
+    )
+
+
+async def acknowledge(world: World, received: Received) -> list[bool]:
+    return await engine(world).acknowledge(received.receipts)
+
+
+def bodies(received: Received) -> list[bytes]:
+    return [bytes(body) for body in column(received.rows, "body")]
+
+
+def attempts(received: Received) -> list[int]:
+    return [times + 1 for times in column(received.rows, "reconsume_times")]
+
+
+def try_at_most(world: World, times_max: int) -> None:
+    world.broker.parts.groups.update(SubscriptionGroup(GROUP, retry_max_times=times_max))
+
+
+async def in_queue(world: World, topic: str) -> list[bytes]:
+    """All that has ever become visible in a topic."""
+    if topic not in world.broker.topics():
+        return []
+    found: list[bytes] = []
+    for queue in world.broker.queues(topic):
+        rows = await world.broker.read_queue(topic, queue, 0, 1_000)
+        found += [bytes(body) for body in column(rows, "body")]
+    return found

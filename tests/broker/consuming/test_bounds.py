@@ -1,0 +1,81 @@
+"""How much may be in hand, and what becomes of more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.broker.consuming.consumer import (
+    MINUTE_MS,
+    TOPIC,
+    bodies,
+    engine,
+    pass_time,
+    pop,
+    send,
+    send_in_order,
+    stored,
+)
+from tests.broker.on_node import column, on_node
+from tests.crash.world import World
+
+from timeball import limits
+from timeball.broker.consuming.requests import ReceiveRequest
+
+
+@on_node()
+async def test_a_queue_gives_no_more_than_may_be_in_hand(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 3)
+    await send(world, [b"%d" % i for i in range(8)])
+    popped = await pop(world)
+    assert popped.rows.num_rows == 6 and popped.rest == 2
+    waiting = asyncio.create_task(pop(world, wait_ms=30_000))
+    await world.until(lambda: world.broker.waiters._count, "it waits")
+    engine(world).acknowledge_positions(popped.receipts[:1])
+    assert (await waiting).rows.num_rows == 1
+
+
+@on_node()
+async def test_no_more_is_in_hand_altogether_than_may_be(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_HELD_MAX", 3)
+    await send(world, [b"%d" % i for i in range(8)])
+    popped = await pop(world)
+    assert popped.rows.num_rows == 3
+    assert not (await engine(world).receive(ReceiveRequest("h", TOPIC), 0)).rows.num_rows
+    engine(world).acknowledge_positions(popped.receipts)
+    assert (await engine(world).receive(ReceiveRequest("h", TOPIC), 0)).rows.num_rows == 3
+
+
+@on_node()
+async def test_what_a_group_holds_for_long_waits_in_the_log(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 4)
+    await send_in_order(world)
+    receipts = (await pop(world)).receipts
+    assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS)
+    assert stored(world)[0] == 1
+    engine(world).acknowledge_positions(receipts[1:])
+    await pass_time(world, 5 * MINUTE_MS)
+    assert not (await pop(world)).rows.num_rows
+    await world.advance(5 * MINUTE_MS)
+    again = await pop(world)
+    assert bodies(again) == [b"0"] and column(again.rows, "reconsume_times") == [1]
+
+
+@on_node()
+async def test_one_slow_message_does_not_hold_up_the_offset_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_SPAN_MAX", 10)
+    await send_in_order(world, 20)
+    slow, *others = (await pop(world, 32)).receipts
+    engine(world).acknowledge_positions(others)
+    await world.until(lambda: stored(world)[0] == 20, "the log keeps the slow one")
+    assert engine(world).acknowledge_positions([slow]) == [False]
+    await world.advance(MINUTE_MS)
+    assert bodies(await pop(world)) == [b"0"]

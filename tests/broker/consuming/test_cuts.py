@@ -1,0 +1,147 @@
+"""The power goes at every call to the disk while messages are received and answered: what was answered stays so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from tests.broker.consuming.subscriber import (
+    AGAIN,
+    DEAD,
+    MINUTE_MS,
+    TOPIC,
+    bodies,
+    engine,
+    in_queue,
+    receive,
+    send,
+    try_at_most,
+)
+from tests.crash.lives import run, until_cut
+from tests.crash.world import CutFiles, World
+from tests.crash_files import CrashFiles, Survival
+
+from timeball.broker.consuming import restart
+from timeball.broker.consuming.requests import Received
+from timeball.clock import ManualClock
+
+LONG_MS = 10 * MINUTE_MS
+SENT = [b"%d" % i for i in range(12)]
+
+
+class Told:
+    """What the world outside was told, while the power was on."""
+
+    def __init__(self, files: CutFiles) -> None:
+        self.files = files
+        self.sent: set[bytes] = set()
+        self.in_flight: set[bytes] = set()
+        self.acked: set[bytes] = set()
+        self.dead: set[bytes] = set()
+        self.moving: set[bytes] = set()  # a consumer has said something and may have had no answer
+
+    def note(self, into: set[bytes], found: list[bytes]) -> None:
+        if not self.files.cut:
+            into.update(found)
+
+
+async def work(world: World, told: Told) -> None:
+    verbs = engine(world)
+    await send(world, SENT)
+    told.note(told.sent, SENT)
+
+    async def take(rows: int) -> Received:
+        received = await receive(world, rows, invisible_ms=LONG_MS)
+        told.note(told.in_flight, bodies(received))
+        return received
+
+    async def answer(received: Received) -> None:
+        found, receipts = bodies(received), received.receipts
+        told.moving.update(found[:3])
+        if await verbs.acknowledge(receipts[:1]) == [True]:
+            told.note(told.acked, found[:1])
+        if await verbs.dead_letter(receipts[1]):
+            told.note(told.dead, found[1:2])
+        if await verbs.change_invisible_time(receipts[2], 2 * LONG_MS) is not None:
+            told.note(told.in_flight, found[2:3])
+
+    first = await take(4)
+    await answer(first)
+    assert world.node is not None
+    await world.node.upkeep.save_offsets()
+    second, third = await asyncio.gather(take(4), take(4))
+    await asyncio.gather(answer(second), answer(third), world.node.upkeep.save_offsets())
+    await world.checkpoint()
+
+
+def live(crash_at: int | None = None) -> tuple[CutFiles, Told]:
+    files, clock = CutFiles(crash_at=crash_at), ManualClock()
+    world, told = World(files, clock), Told(files)
+
+    async def steps() -> None:
+        await world.start()
+        try_at_most(world, 5)
+        await work(world, told)
+        await world.stop()
+
+    run(until_cut(world, files, steps))
+    return files, told
+
+
+async def look(image: CrashFiles, told: Told) -> None:
+    """Start on what the disk kept, and have somebody receive all there is, now and when all times are over."""
+    world = World(image, ManualClock())
+    await world.start()
+    try:
+        if TOPIC not in world.broker.topics():
+            assert not told.sent, "lost"
+            return
+        try_at_most(world, 5)
+        fresh = bodies(await receive(world, 32, invisible_ms=LONG_MS))
+        assert not told.in_flight & set(fresh), "in two hands"
+        await world.advance(3 * LONG_MS)
+        late = bodies(await receive(world, 32, invisible_ms=LONG_MS))
+        dead = await in_queue(world, DEAD)
+        assert max(Counter([*late, *dead]).values(), default=0) <= 1, "twice"
+        assert not told.acked & {*late, *dead}, "acknowledged and comes again"
+        assert told.dead <= set(dead), "a dead letter is lost"
+        assert told.sent - told.moving <= set(late), "lost"
+        # Of what was answered, or nearly so, the answer stands or the message comes.
+        assert set(fresh) <= set(late) and set(late) == set(await in_queue(world, AGAIN))
+        await world.stop()
+    finally:
+        await world.abandon()
+
+
+SURVIVALS: list[Survival] = ["nothing", "everything", "random"]
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_power_goes_at_every_call(step: int) -> None:
+    files, told = live()
+    assert len(told.acked) == len(told.dead) == 3 and len(told.in_flight) == 12, (
+        "the whole of it was lived through"
+    )
+    calls = files.calls
+    assert calls > 20
+    for call in range(1, calls + 1, step):
+        files, told = live(call)
+        for survival in SURVIVALS:
+            run(look(files.crash(call, survival), told))
+
+
+def test_a_look_would_notice_that_nobody_reads_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the step after a crash that looks what promises have done with, left out."""
+    calls = live()[0].calls
+    monkeypatch.setattr(restart, "skip_done", lambda *_: None)
+
+    def noticed(call: int) -> bool:
+        files, told = live(call)
+        try:
+            run(look(files.crash(call, "everything"), told))
+        except AssertionError as error:
+            return str(error).startswith("in two hands")
+        return False
+
+    assert any(noticed(call) for call in range(1, calls + 1))

@@ -1,0 +1,70 @@
+"""In order: one batch of a queue at a time, and what comes back is the next."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.broker.consuming.consumer import (
+    GROUP,
+    MINUTE_MS,
+    TOPIC,
+    bodies,
+    engine,
+    pass_time,
+    pop,
+    send_in_order,
+    stored,
+)
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+
+from timeball.broker.consuming.redelivery_rows import retry_topic
+
+
+@on_node()
+async def test_in_order_a_queue_gives_nothing_while_any_of_it_is_in_hand(world: World) -> None:
+    await send_in_order(world)
+    popped = await pop(world, 2, in_order=True)
+    assert bodies(popped) == [b"0", b"1"] and popped.times == [0, 0]
+    waiting = asyncio.create_task(pop(world, 2, in_order=True, wait_ms=30_000))
+    receipts = popped.receipts
+    engine(world).acknowledge_positions(receipts[:1])
+    assert not (await pop(world, in_order=True)).rows.num_rows
+    assert stored(world)[0] == 1
+    engine(world).acknowledge_positions(receipts[1:])
+    assert bodies(await waiting) == [b"2", b"3"]
+
+
+@on_node()
+async def test_in_order_what_comes_back_is_the_next_counted_and_under_a_new_receipt(world: World) -> None:
+    await send_in_order(world)
+    popped = await pop(world, 2, in_order=True)
+    engine(world).acknowledge_positions(popped.receipts[:1])
+    await pass_time(world, MINUTE_MS)
+    again = await pop(world, 2, in_order=True)
+    assert bodies(again) == [b"1", b"2"] and again.times == [1, 0]
+    assert engine(world).acknowledge_positions(popped.receipts[1:]) == [False]
+    assert engine(world).acknowledge_positions(again.receipts) == [True, True]
+    assert retry_topic(GROUP, TOPIC) not in world.broker.topics()
+
+
+@on_node()
+async def test_in_order_more_time_keeps_the_receipt(world: World) -> None:
+    await send_in_order(world, 1)
+    (receipt,) = (await pop(world, in_order=True)).receipts
+    assert await engine(world).change_invisible_time(receipt, 2 * MINUTE_MS) == receipt
+    await pass_time(world, MINUTE_MS)
+    assert not (await pop(world, in_order=True)).rows.num_rows
+    await pass_time(world, MINUTE_MS)
+    assert bodies(await pop(world, in_order=True)) == [b"0"]
+
+
+@on_node()
+async def test_in_order_the_same_attempt_is_answered_again(world: World) -> None:
+    await send_in_order(world)
+    first = await pop(world, 2, in_order=True, attempt_id="x")
+    assert not (await pop(world, 2, in_order=True, attempt_id="y")).rows.num_rows
+    again = await pop(world, 2, in_order=True, attempt_id="x")
+    assert bodies(again) == bodies(first) and again.times == [0, 0]
+    assert engine(world).acknowledge_positions(first.receipts) == [False, False]
+    assert engine(world).acknowledge_positions(again.receipts) == [True, True]

@@ -1,0 +1,159 @@
+"""kill -9 of a real broker while consumers receive and acknowledge over gRPC, again and again.
+
+What was answered holds: a message that was acknowledged never comes back, one that was handed out is in nobody else's
+hands while its time runs, and whatever was not acknowledged comes. What was under way when the broker died may have
+happened or not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tests.bounds import BOUND_S
+from tests.cli.processes import Running
+from tests.protocols.grpc.wire import Wire
+
+from timeball import Timeball
+from timeball.message import Kind
+from timeball.protocols.grpc._generated import definition_pb2 as d
+from timeball.protocols.grpc._generated import service_pb2 as s
+
+CONSUMERS, KILLS, RECEIVED_BEFORE, ROWS = 4, 3, 120, 8
+GROUP, TOPIC = "g", "orders"
+INVISIBLE_MS = 600_000  # no time is over while the test runs
+
+
+@dataclass
+class Known:
+    """Bodies by what a consumer was told. `doubtful`: acknowledged without an answer."""
+
+    received: Counter[str] = field(default_factory=Counter)
+    acked: set[str] = field(default_factory=set)
+    doubtful: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def faults(self, sent: set[str], handed_out_after: Counter[str], waiting: Counter[str]) -> list[str]:
+        """Everything that may not be. `waiting`: promises in the log that nothing has settled."""
+        total = self.received + handed_out_after
+        return [
+            *(f"{body} was handed out {n} times" for body, n in total.items() if n > 1),
+            *(f"{body} is lost" for body in sorted(sent - set(total) - set(waiting) - self.doubtful)),
+            *(f"{body} was acknowledged and waits" for body in sorted(self.acked & set(waiting))),
+            *(
+                f"{body} was handed out and nothing brings it back"
+                for body in sorted(set(total) - self.acked - self.doubtful - set(waiting))
+            ),
+            *(f"{body} waits {n} times" for body, n in waiting.items() if n > 1),
+        ]
+
+
+def serve(data: Path) -> tuple[Running, dict[str, Any]]:
+    server = Running("serve", "--json", "--port", "0", "--data", str(data))
+    return server, server.wait_line(event="ready")
+
+
+def grpc_port(ready: dict[str, Any]) -> int:
+    return int(ready["grpc"].rpartition(":")[2])
+
+
+def receive(wire: Wire) -> list[Any]:
+    return wire.receive(GROUP, TOPIC, batch_size=ROWS, invisible_ms=INVISIBLE_MS)
+
+
+def consume(port: int, number: int, known: Known, done: threading.Semaphore) -> None:
+    """Receive, and acknowledge every other message, until the broker is gone."""
+    with Wire(port, f"consumer-{number}") as wire:
+        try:
+            while True:
+                messages = receive(wire)
+                with known.lock:
+                    known.received.update(one.body.decode() for one in messages)
+                for one in messages[::2]:
+                    acknowledge(wire, one, known)
+                done.release(max(1, len(messages)))
+        except grpc.RpcError:
+            return
+
+
+def acknowledge(wire: Wire, message: Any, known: Known) -> None:
+    body = message.body.decode()
+    with known.lock:
+        known.doubtful.add(body)
+    entry = s.AckMessageEntry(
+        message_id=message.system_properties.message_id,
+        receipt_handle=message.system_properties.receipt_handle,
+    )
+    request = s.AckMessageRequest(group=d.Resource(name=GROUP), topic=d.Resource(name=TOPIC), entries=[entry])
+    wire.ask_ok("AckMessage", request)
+    with known.lock:
+        known.doubtful.discard(body)
+        known.acked.add(body)
+
+
+def promised(ball: Timeball) -> Counter[str]:
+    """Bodies of promises in the log that no row has settled."""
+    log = ball.status()["log"]
+    waiting: dict[int, str] = {}
+    for batch in ball.read_log(log["first_seq"], log["next_seq"]):
+        for row in batch.select(["seq", "kind", "body", "source_seq"]).to_pylist():
+            if row["kind"] == Kind.PROMISE:
+                waiting[row["seq"]] = row["body"].decode()
+            elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
+                waiting.pop(row["source_seq"])
+    return Counter(waiting.values())
+
+
+@pytest.mark.slow
+def test_what_was_answered_holds(tmp_path: Path) -> None:
+    known, sent = Known(), {f"m{n}" for n in range(1_500)}
+    server, ready = serve(tmp_path / "data")
+    try:
+        with Timeball(ready["endpoint"]) as ball:
+            ball.create_topic(TOPIC, 4)
+            ball.send_many([{"topic": TOPIC, "body": body.encode()} for body in sorted(sent)])
+        for _ in range(KILLS):
+            done = threading.Semaphore(0)
+            with ThreadPoolExecutor(CONSUMERS) as pool:
+                consumers = [pool.submit(consume, grpc_port(ready), n, known, done) for n in range(CONSUMERS)]
+                for _ in range(RECEIVED_BEFORE):
+                    assert done.acquire(timeout=BOUND_S)
+                assert server.end(signal.SIGKILL) == -signal.SIGKILL
+                for consumer in consumers:
+                    consumer.result()
+            server, ready = serve(tmp_path / "data")
+        assert len(known.acked) > KILLS * RECEIVED_BEFORE / 4
+        after: Counter[str] = Counter()
+        with Wire(grpc_port(ready), "last") as wire, Timeball(ready["endpoint"]) as ball:
+            while messages := receive(wire):
+                after.update(one.body.decode() for one in messages)
+            assert known.faults(sent, after, promised(ball)) == []
+    finally:
+        server.end(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("after", "waiting"),
+    [
+        (["A", "B"], ["B", "C"]),  # handed out again although it had been acknowledged
+        (["B", "D"], ["B", "C"]),  # and although its time was not over
+        (["B"], ["B"]),  # C was handed out, and nothing brings it back
+        ([], ["C"]),  # B is lost
+        (["B"], ["A", "B", "C"]),
+        (["B"], ["B", "C", "C"]),
+    ],
+)
+def test_a_fault_is_seen(after: list[str], waiting: list[str]) -> None:
+    """The negative control: A was acknowledged, C and D were handed out, D perhaps acknowledged, B never seen."""
+    known = Known(Counter(["A", "C", "D"]), {"A"}, {"D"})
+    sent = {"A", "B", "C", "D"}
+    assert known.faults(sent, Counter(["B"]), Counter(["B", "C"])) == []
+    assert known.faults(sent, Counter(["B"]), Counter(["B", "C", "D"])) == []
+    assert len(known.faults(sent, Counter(after), Counter(waiting))) == 1

@@ -1,0 +1,279 @@
+"""Leases of one queue: what is open is known, and the first open position is never passed. And of all groups in all
+queues: where a group begins, what is stored, and that idle ones are let go before there are too many.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+from tests.crash_files import CrashFiles
+
+from timeball import limits
+from timeball.broker.consuming.leases import (
+    NO_RECEIPT,
+    SWEEP_POSITIONS_MIN,
+    Leases,
+    OpenCount,
+    QueueLeases,
+)
+from timeball.errors import OverLimit
+from timeball.log.queue_file import ENTRY, EntryArray
+from timeball.log.queue_index import QueueIndex, QueueIndexes
+
+
+def entries(offsets: list[int]) -> EntryArray:
+    found = np.zeros(len(offsets), ENTRY)
+    found["seq"], found["size"] = [100 + offset for offset in offsets], 10
+    return found
+
+
+def leases_of_queue(next_offset: int = 0, index: QueueIndex | None = None) -> QueueLeases:
+    index = index or QueueIndexes(CrashFiles()).queue("t", 0)
+    return QueueLeases("g", "t", 0, index, next_offset, next_offset, OpenCount())
+
+
+def take(into: QueueLeases, offsets: list[int], pop_ms: int = 1) -> None:
+    into.lease_next(offsets, entries(offsets), pop_ms, pop_ms + 10, in_order=False)
+    into.advance(offsets[-1] + 1)
+
+
+def test_a_receipt_is_found_by_place_and_time() -> None:
+    w = leases_of_queue()
+    take(w, [0, 1], pop_ms=5)
+    held = w.lease_of(1, 5)
+    assert held is not None and (held.seq, held.size_bytes, held.deadline_ms) == (101, 10, 15)
+    assert w.lease_of(1, 6) is None and w.lease_of(2, 5) is None
+    w.done(1)
+    assert w.lease_of(1, 5) is None
+
+
+def test_what_is_given_back_is_open_has_no_receipt_and_goes_out_again_lowest_first() -> None:
+    w = leases_of_queue()
+    take(w, [0, 1, 2])
+    for offset in (2, 0):
+        w.give_back(offset)
+    assert w.lease_of(0, 1) is None and w.lease_of(0, NO_RECEIPT) is None
+    assert w.first_open == 0 and w.open_rows == 3
+    assert w.lease_returned(1, 7, 17, in_order=True) == [0]
+    assert w.lease_of(0, 7) is w.in_flight[0] and w.in_flight[0].in_order
+    assert w.lease_returned(9, 8, 18, in_order=True) == [2]
+
+
+def test_what_is_done_ahead_is_counted_until_it_is_passed() -> None:
+    w = leases_of_queue(5)
+    for offset in (6, 6, 9):
+        w.ack_ahead(offset)
+    assert w.count.rows == 2 and not w.idle and w.first_open == 5
+    w.advance(8)
+    assert w.acked_ahead == {9} and w.count.rows == 1
+    w.advance(10)
+    assert w.idle and w.count.rows == 0
+
+
+def test_forgetting_forgets_all_and_counts_it() -> None:
+    w = leases_of_queue()
+    take(w, [0, 1, 2])
+    w.give_back(1)
+    w.ack_ahead(9)
+    w.forget()
+    assert w.idle and w.count.rows == 0 and w.lease_of(0, 1) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "done", "back", "again"]), st.integers(0, 9)), max_size=60)
+)
+def test_the_first_open_position_is_the_least_that_is_neither_done_nor_unseen(
+    steps: list[tuple[str, int]],
+) -> None:
+    w, done = leases_of_queue(), set()
+    for step, n in steps:
+        if step == "take":
+            take(w, list(range(w.next_offset, w.next_offset + n + 1, 2)))
+        elif step == "again":
+            w.lease_returned(n, 1, 11, in_order=False)
+        elif w.in_flight:
+            offset = sorted(w.in_flight)[n % len(w.in_flight)]
+            if step == "done":
+                w.done(offset)
+                done.add(offset)
+            else:
+                w.give_back(offset)
+        open_ones = [*w.in_flight, *w.returned]
+        assert w.first_open == min([*open_ones, w.next_offset])
+        assert not done & set(open_ones)
+        assert w.open_rows == w.count.rows == len(open_ones)
+
+
+@given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sets(st.integers(10, 19)))
+def test_what_is_done_behind_the_first_open_position_is_told_in_stretches(
+    held: set[int], again: set[int], ahead: set[int]
+) -> None:
+    w = leases_of_queue()
+    take(w, list(range(10)))
+    for offset in range(10):
+        if offset in again - held:
+            w.give_back(offset)
+        elif offset not in held:
+            w.done(offset)
+    for offset in ahead:
+        w.ack_ahead(offset)
+    told = [offset for begin, end in w.ahead() for offset in range(begin, end)]
+    open_ = held | again
+    first = min(open_, default=10)
+    assert told == [o for o in range(first, 10) if o not in open_] + sorted(ahead)
+    assert all(begin < end for begin, end in w.ahead())
+
+
+@given(st.sets(st.integers(0, 20)), st.integers(0, 20))
+def test_after_a_crash_a_window_goes_on_behind_what_was_done(done: set[int], begin: int) -> None:
+    w = leases_of_queue(begin)
+    w.skip_done(done)
+    left = [offset for offset in range(begin, 40) if offset not in done]
+    assert w.next_offset == w.first_open == left[0]
+    assert w.acked_ahead == {offset for offset in done if offset > left[0]}
+    assert w.count.rows == len(w.acked_ahead)
+
+
+def test_one_that_is_never_given_back_does_not_keep_the_places_of_all_behind_it() -> None:
+    w = leases_of_queue()
+    take(w, [0])
+    for offset in range(1, 5_000):
+        take(w, [offset])
+        w.done(offset)
+    assert (w.first_open, w.open_rows) == (0, 1)
+    assert len(w._order) <= SWEEP_POSITIONS_MIN + 4
+    w.done(0)
+    assert w.first_open == w.next_offset == 5_000
+
+
+# ---- all groups and queues --------------------------------------------------------------------------------
+
+
+async def opened(world: World, rows: int = 3) -> Leases:
+    await world.broker.create_topic("orders", 1)
+    if rows:
+        await world.broker.send(batch(rows))
+    return Leases(world.broker.parts.offsets, world.broker.waiters, OpenCount())
+
+
+def queue(world: World, leases: Leases, group: str = "g", *, from_max: bool = False) -> QueueLeases:
+    return leases.open(group, world.broker.parts.topics.get("orders"), [0], from_max=from_max)[0]
+
+
+@on_node()
+async def test_a_new_group_begins_and_that_is_stored(world: World) -> None:
+    leases = await opened(world)
+    assert queue(world, leases).next_offset == 0
+    assert world.broker.offsets("g", "orders") == {0: 0}
+    assert queue(world, leases, "young", from_max=True).next_offset == 0
+    index = world.broker.parts.topics.get("orders").queues[0].index
+    index.hide(int(index.read(1, 1)["seq"][0]))
+    assert queue(world, leases, "h").next_offset == 1
+    assert queue(world, leases, "old", from_max=True).next_offset == 2
+
+
+@on_node()
+async def test_a_window_stays_until_somebody_else_stores_an_offset(world: World) -> None:
+    leases = await opened(world)
+    first = queue(world, leases)
+    take(first, [0, 1])
+    assert queue(world, leases) is first and leases.count.rows == 2
+    await world.broker.commit_offsets("g", "orders", {0: 1})
+    other = queue(world, leases)
+    assert other is not first and other.next_offset == 1 and leases.count.rows == 0
+    first.done(0)
+    leases.store(first)  # nobody's queue any more: it must not undo what was stored
+    assert world.broker.offsets("g", "orders") == {0: 1}
+
+
+@on_node()
+async def test_an_ack_does_not_undo_what_somebody_else_has_stored(world: World) -> None:
+    leases = await opened(world)
+    one = queue(world, leases)
+    take(one, [0, 1])
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    one.done(0)
+    assert not leases.store(one)
+    assert world.broker.offsets("g", "orders") == {0: 2}
+    assert leases.get("g", "orders", 0) is None and leases.count.rows == 0
+
+
+@on_node()
+async def test_storing_says_when_the_open_stretch_is_too_wide(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_SPAN_MAX", 1)
+    leases = await opened(world)
+    one = queue(world, leases)
+    take(one, [0])
+    assert not leases.store(one)
+    take(one, [1])
+    assert leases.store(one)
+    too_wide: list[QueueLeases] = []
+    leases.on_too_wide = too_wide.append
+    leases.store_all([one])
+    assert too_wide == [one]
+    one.done(0)
+    assert not leases.store(one) and world.broker.offsets("g", "orders") == {0: 1}
+
+
+@on_node()
+async def test_idle_windows_make_room_for_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "POP_WINDOWS_MAX", 2)
+    leases = await opened(world)
+    take(queue(world, leases, "a"), [0])
+    queue(world, leases, "b")
+    take(queue(world, leases, "c"), [0])
+    assert {w.group for w in leases.all()} == {"a", "c"}
+    with pytest.raises(OverLimit):
+        queue(world, leases, "d")
+
+
+@on_node()
+async def test_only_what_is_ahead_and_exists_is_done_ahead(world: World) -> None:
+    leases = await opened(world)
+    one = queue(world, leases)
+    take(one, [0])
+    assert [leases.ack_ahead(one, offset) for offset in (-1, 0, 1, 2, 3)] == [
+        False, False, True, True, False,
+    ]  # fmt: skip
+
+
+@on_node()
+async def test_a_crash_is_told_what_is_done_of_live_windows_that_promises_speak_of(world: World) -> None:
+    leases = await opened(world)
+    for group in ("promised", "popped", "moved"):
+        one = queue(world, leases, group)
+        one.in_log = group != "popped"
+        take(one, [0, 1, 2])
+        one.done(1)
+    await world.broker.commit_offsets("moved", "orders", {0: 2})
+    assert leases.ahead() == {"promised": {"orders": {0: [(1, 2)]}}}
+    live = {w.group for w in leases.all() if leases.is_live(w)}
+    assert live == {"promised", "popped"}
+
+
+@on_node()
+async def test_positions_that_were_done_before_a_crash_move_the_group_on(world: World) -> None:
+    leases = await opened(world, 5)
+    topic = world.broker.parts.topics.get("orders")
+    queue(world, leases)
+    leases.skip_done("g", topic, 0, [0, 1, 3, 99])
+    one = queue(world, leases)
+    assert world.broker.offsets("g", "orders") == {0: 2}
+    assert (one.next_offset, one.acked_ahead) == (2, {3}), "and what is not there is nobody's"
+
+
+@on_node()
+async def test_where_a_group_begins_is_fresh_until_somebody_has_saved_it(world: World) -> None:
+    leases = await opened(world)
+    assert not leases.has_new_groups
+    queue(world, leases)
+    assert leases.has_new_groups
+    leases.has_new_groups = False
+    queue(world, leases)
+    assert not leases.has_new_groups

@@ -1,0 +1,297 @@
+"""POP: each message to one consumer at a time, until its receipt comes back, its time is over, or it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.broker.consuming.consumer import (
+    GROUP,
+    MINUTE_MS,
+    TOPIC,
+    bodies,
+    engine,
+    pass_time,
+    pop,
+    send,
+    stored,
+)
+from tests.broker.on_node import batch, column, on_node
+from tests.crash.world import World
+
+from timeball import limits
+from timeball.broker.consuming import retry
+from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.requests import PositionReceipt, ReceiveRequest
+from timeball.broker.filters import compile_filter
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.topic import TopicConfig
+from timeball.errors import InvalidMessage, NotFound, OutOfRange
+from timeball.message import decode_properties
+
+# ---- handing out and receipts -------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_each_message_is_handed_out_once_and_acked(world: World) -> None:
+    await send(world, [b"%d" % i for i in range(10)])
+    first, second = await pop(world, 6), await pop(world, 6)
+    assert sorted(bodies(first) + bodies(second)) == [b"%d" % i for i in range(10)]
+    assert stored(world) == {0: 0, 1: 0}
+    assert engine(world).acknowledge_positions(first.receipts + second.receipts) == [True] * 10
+    assert stored(world) == {0: 5, 1: 5}
+    assert not (await pop(world)).rows.num_rows
+
+
+@on_node()
+async def test_a_receipt_counts_once_and_only_for_its_group(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world)).receipts
+    wrong = [
+        receipt._replace(group="other"), receipt._replace(offset=1), receipt._replace(topic="none"),
+        receipt._replace(queue_id=7), receipt._replace(pop_ms=receipt.pop_ms + 1), receipt._replace(pop_ms=-1),
+    ]  # fmt: skip
+    assert engine(world).acknowledge_positions(wrong) == [False] * len(wrong)
+    assert engine(world).acknowledge_positions([receipt, receipt]) == [True, False]
+
+
+@on_node()
+async def test_groups_do_not_take_from_each_other(world: World) -> None:
+    await send(world, [b"a"])
+    assert bodies(await pop(world)) == [b"a"]
+    assert bodies(await engine(world).receive(ReceiveRequest("h", TOPIC), 0)) == [b"a"]
+
+
+@on_node()
+async def test_one_queue_may_be_asked_for(world: World) -> None:
+    await send(world, [b"0", b"1"], queue_id=pa.array([0, 1], pa.int32()))
+    assert bodies(await pop(world, queue_id=1)) == [b"1"]
+    assert bodies(await pop(world)) == [b"0"]
+
+
+@on_node()
+async def test_the_offset_stands_before_the_first_message_in_hand(world: World) -> None:
+    await send(world, [b"0", b"1", b"2"], queue_id=pa.array([0, 0, 0], pa.int32()))
+    receipts = (await pop(world)).receipts
+    engine(world).acknowledge_positions([receipts[0], receipts[2]])
+    assert stored(world)[0] == 1
+    engine(world).acknowledge_positions([receipts[1]])
+    assert stored(world)[0] == 3
+
+
+@on_node()
+async def test_what_cannot_be_is_refused(world: World) -> None:
+    await send(world, [b"a"])
+    for wrong in ({"rows": 0}, {"rows": limits.POP_ROWS_MAX + 1}, {"queue_id": 9}, {"queue_id": -2},
+                  {"invisible_ms": 0}, {"invisible_ms": limits.INVISIBLE_MS_MAX + 1}):  # fmt: skip
+        with pytest.raises(OutOfRange):
+            await pop(world, **wrong)
+    with pytest.raises(NotFound):
+        await engine(world).receive(ReceiveRequest(GROUP, "none"), 0)
+    for group, topic, what in (("g" * 121, "t", "group"), ("g", "t" * 128, "topic")):
+        with pytest.raises(InvalidMessage, match=f"^{what} "):
+            await engine(world).receive(ReceiveRequest(group, topic), 0)
+
+
+@on_node()
+async def test_a_new_group_begins_where_it_is_told_or_at_a_young_queues_beginning(world: World) -> None:
+    await send(world, [b"a"])
+    assert bodies(await pop(world, from_max=True)) == [b"a"]
+    assert bodies(await engine(world).receive(ReceiveRequest("h", TOPIC, from_max=False), 0)) == [b"a"]
+
+
+@on_node()
+async def test_an_offset_set_by_somebody_else_counts(world: World) -> None:
+    await send(world, [b"0", b"1", b"2"], queue_id=pa.array([0, 0, 0], pa.int32()))
+    receipts = (await pop(world)).receipts
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 2})
+    assert bodies(await pop(world)) == [b"2"]
+    assert engine(world).acknowledge_positions(receipts[:2]) == [False, False]
+
+
+# ---- time -----------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_what_is_not_acked_in_time_comes_again_counted_and_says_whence(world: World) -> None:
+    await send(
+        world, [b"a"], tag=["t"], keys=["k"], unique_key=["u"], properties=["DELAY\x013\x02MINE\x01x\x02"]
+    )
+    popped = await pop(world, invisible_ms=MINUTE_MS)
+    await pass_time(world, MINUTE_MS - 1)
+    assert not (await pop(world)).rows.num_rows
+    await pass_time(world, 1)
+    again = await pop(world)
+    assert bodies(again) == [b"a"]
+    assert [column(again.rows, n)[0] for n in ("reconsume_times", "tag", "keys", "unique_key", "due_ms")] == [
+        1, "t", "k", "u", None,
+    ]  # fmt: skip
+    assert decode_properties(column(again.rows, "properties")[0]) == {
+        "MINE": "x", "RETRY_TOPIC": TOPIC, "1ST_POP_TIME": str(popped.pop_ms), "ORIGIN_GROUP": GROUP,
+    }  # fmt: skip
+    assert engine(world).acknowledge_positions(popped.receipts) == [False]
+    assert engine(world).acknowledge_positions(again.receipts) == [True]
+    assert stored(world) == {0: 0, 1: 0} or sum(stored(world).values()) == 1
+    assert stored(world, retry_topic(GROUP, TOPIC)) == {0: 1}
+
+
+@on_node()
+async def test_after_its_last_try_a_message_is_a_dead_letter(world: World) -> None:
+    world.broker.parts.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
+    await send(world, [b"a"])
+    for times in range(3):
+        popped = await pop(world)
+        assert column(popped.rows, "reconsume_times") == [times]
+        await pass_time(world, MINUTE_MS)
+    assert not (await pop(world)).rows.num_rows
+    dead = await world.broker.read_queue(retry.dead_letter_topic(GROUP), 0, 0, 10)
+    assert column(dead, "body") == [b"a"] and column(dead, "reconsume_times") == [3]
+
+
+@on_node()
+async def test_more_time_means_a_new_receipt(world: World) -> None:
+    await send(world, [b"a"])
+    (old,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
+    new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS)
+    assert new is not None and new != old
+    assert engine(world).acknowledge_positions([old]) == [False]
+    assert await engine(world).change_invisible_time(old, 1) is None
+    await pass_time(world, 2 * MINUTE_MS)
+    assert not (await pop(world)).rows.num_rows
+    assert engine(world).acknowledge_positions([new]) == [True]
+
+
+@on_node()
+async def test_less_time_brings_it_back_sooner(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
+    await engine(world).change_invisible_time(receipt, 10)
+    await pass_time(world, 10)
+    assert bodies(await pop(world)) == [b"a"]
+
+
+@on_node()
+async def test_a_message_may_be_given_up_at_once(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world)).receipts
+    assert await engine(world).dead_letter(receipt)
+    assert not await engine(world).dead_letter(receipt)
+    assert column(await world.broker.read_queue("%DLQ%g", 0, 0, 9), "body") == [b"a"]
+    assert sum(stored(world).values()) == 1
+
+
+@on_node()
+async def test_names_that_make_the_same_retry_topic_are_kept_apart(world: World) -> None:
+    assert retry_topic("a_b", "c") == retry_topic("a", "b_c")
+    await world.broker.send(batch(1, topic=["c"]))
+    await world.broker.send(batch(1, topic=["b_c"], body=[b"other"]))
+    assert (await engine(world).receive(ReceiveRequest("a_b", "c"), 0)).rows.num_rows
+    await pass_time(world, MINUTE_MS)
+    taken = await engine(world).receive(ReceiveRequest("a", "b_c", rows=10), 0)
+    assert bodies(taken) == [b"other"]
+    assert bodies(await engine(world).receive(ReceiveRequest("a_b", "c"), 0)) == [b"body"]
+
+
+# ---- waiting --------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_pop_waits_for_what_is_sent_and_for_what_is_released(world: World) -> None:
+    await send(world, [b"seen"])
+    engine(world).acknowledge_positions((await pop(world)).receipts)
+    waiting = asyncio.create_task(pop(world, wait_ms=30_000))
+    await world.until(lambda: world.broker.waiters._count, "it waits")
+    await send(world, [b"later"], due_ms=[world.clock.wall + 1_000])
+    assert not waiting.done()
+    await world.advance(1_000)
+    assert bodies(await waiting) == [b"later"]
+
+
+@on_node()
+async def test_a_pop_waits_for_what_comes_back(world: World) -> None:
+    await send(world, [b"a"])
+    await pop(world)
+    waiting = asyncio.create_task(pop(world, wait_ms=30_000))
+    await world.until(lambda: world.broker.waiters._count, "it waits")
+    await pass_time(world, MINUTE_MS)
+    assert bodies(await waiting) == [b"a"]
+
+
+@on_node()
+async def test_of_many_that_wait_as_many_get_something_as_there_is(world: World) -> None:
+    await send(world, [b"seen"])
+    engine(world).acknowledge_positions((await pop(world)).receipts)
+    waiting = [asyncio.create_task(pop(world, 1, wait_ms=30_000)) for _ in range(20)]
+    await world.until(lambda: engine(world)._waiting.length == 20, "they wait")
+    assert world.broker.waiters._count == 1  # one watches for all of them
+    await send(world, [b"%d" % i for i in range(15)])
+    await world.until(lambda: sum(task.done() for task in waiting) == 15, "15 got something")
+    await send(world, [b"%d" % i for i in range(15, 20)])
+    found = [body for popped in await asyncio.gather(*waiting) for body in bodies(popped)]
+    assert sorted(found) == sorted(b"%d" % i for i in range(20))
+
+
+@on_node()
+async def test_a_consumer_may_ask_whether_there_is_something(world: World) -> None:
+    await send(world, [b"a"])
+    assert await engine(world).wait_for_some(ReceiveRequest(GROUP, TOPIC), 0)
+    await pop(world)
+    assert not await engine(world).wait_for_some(ReceiveRequest(GROUP, TOPIC), 0)
+    waiting = asyncio.create_task(engine(world).wait_for_some(ReceiveRequest(GROUP, TOPIC), 30_000))
+    await world.until(lambda: world.broker.waiters._count, "it waits")
+    await send(world, [b"b"])
+    assert await waiting
+
+
+# ---- filters --------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_only_what_is_wanted_is_handed_out_and_the_rest_is_done(world: World) -> None:
+    await send(
+        world,
+        [b"%d" % i for i in range(6)],
+        tag=["Aa", "BB", "x"] * 2,
+        queue_id=pa.array([0] * 6, pa.int32()),
+    )
+    popped = await pop(world, wanted=compile_filter("BB"))  # "Aa" has the same hash
+    assert bodies(popped) == [b"1", b"4"]
+    assert stored(world)[0] == 1
+    engine(world).acknowledge_positions(popped.receipts)
+    assert stored(world)[0] == 6
+
+
+@on_node()
+async def test_a_filter_that_passes_few_finds_them_far_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("timeball.broker.consuming.selection.SCAN_ENTRIES", 4)
+    await send(world, [b"x"] * 50 + [b"hit"], tag=["no"] * 50 + ["yes"])
+    assert bodies(await pop(world, wanted=compile_filter("yes"))) == [b"hit"]
+
+
+@on_node()
+async def test_many_consumers_at_once_share(world: World) -> None:
+    await send(world, [b"%d" % i for i in range(200)])
+    taken = await asyncio.gather(*(pop(world, 7) for _ in range(40)))
+    found = [body for popped in taken for body in bodies(popped)]
+    assert sorted(found) == sorted(b"%d" % i for i in range(200))
+    assert np.all([popped.rows.num_rows <= 7 for popped in taken])
+    assert all(isinstance(r, PositionReceipt) for popped in taken for r in popped.receipts)
+
+
+@on_node()
+async def test_a_queue_that_a_topic_does_not_show_is_not_handed_out(world: World) -> None:
+    """Its receipts would be refused: who acknowledges names a queue that consumers do not have."""
+    await send(world, [b"shown", b"hidden"], queue_id=pa.array([0, 1], pa.int32()))
+    topics = world.broker.parts.topics
+    topics.configure(TOPIC, TopicConfig(read_queues=1, write_queues=2))
+    assert bodies(await pop(world)) == [b"shown"]
+    with pytest.raises(OutOfRange, match="has 1"):
+        await pop(world, queue_id=1)
+    topics.configure(TOPIC, TopicConfig(read_queues=0, write_queues=2))
+    assert [(await pop(world, in_order=each)).rows.num_rows for each in (False, True)] == [0, 0]
+    topics.configure(TOPIC, TopicConfig(read_queues=2, write_queues=2))
+    assert bodies(await pop(world)) == [b"hidden"]

@@ -1,0 +1,283 @@
+"""Whatever consumers do and whenever the power goes, the log and a model agree on every message.
+
+The model knows of each message how often it was tried and by which receipt it is held, until when. It is told what was
+answered. A message that is held is in no other hand; one that was acknowledged never comes again; one whose time is
+over comes again exactly once, counted; one that has used up its attempts is a dead letter, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tests.broker.consuming.subscriber import (
+    AGAIN,
+    DEAD,
+    GROUP,
+    TOPIC,
+    engine,
+    in_queue,
+    receive,
+    try_at_most,
+)
+from tests.broker.on_node import InTurn, column
+from tests.crash.lives import run
+from tests.crash_files import CrashFiles
+
+from timeball.broker.consuming import restart
+from timeball.broker.consuming.requests import AnyReceipt, Receipt
+from timeball.clock import ManualClock
+from timeball.config import StrategyName
+
+TIMES_MAX, INVISIBLE_MS = 2, 1_000
+STEPS = st.one_of(
+    st.tuples(st.just("send"), st.integers(1, 4)),
+    st.tuples(st.just("receive"), st.integers(1, 4)),
+    st.tuples(
+        st.sampled_from(["ack", "ack stale", "more time", "less time", "suspend", "dead letter"]),
+        st.integers(0, 9),
+    ),
+    st.tuples(st.just("wait"), st.sampled_from([1, 400, 1_000, 3_000])),
+    st.tuples(st.just("clock back"), st.sampled_from([300, 5_000, 60_000])),
+    st.tuples(st.sampled_from(["restart", "save", "power cut", "kill", "compact", "checkpoint"]), st.just(0)),
+)
+
+
+@dataclasses.dataclass
+class Message:
+    """What the model knows of one. `tried`: attempts that are over; `again`: how often it has come back."""
+
+    tried: int = 0
+    again: int = 0
+    receipt: AnyReceipt | None = None
+    until_ms: int = 0
+    counts: bool = True
+    acked: bool = False
+    dead: bool = False
+
+
+class Life:
+    """A node, and the model beside it."""
+
+    def __init__(self, schedule: StrategyName = "hour_log") -> None:
+        self.schedule = schedule
+        self.clock, self.files = ManualClock(), CrashFiles()
+        self.messages: dict[str, Message] = {}
+        self.stale: list[AnyReceipt] = []
+        self.set_back_ms = 0
+
+    async def live(self, steps: list[tuple[str, int]]) -> None:
+        self.world = InTurn(self.files, self.clock, strategy=self.schedule)
+        await self.world.start()
+        try:
+            await self.world.broker.create_topic(TOPIC, 2)
+            try_at_most(self.world, TIMES_MAX)
+            await self.world.broker.parts.writer.flushed()
+            for name, n in steps:
+                await getattr(self, name.replace(" ", "_"))(n)
+            await self.to_the_end()
+            await self.world.stop()
+        finally:
+            await self.world.abandon()
+
+    async def to_the_end(self) -> None:
+        for _ in range(TIMES_MAX + 3):
+            await self.receive(32)
+            await self.wait(5_000 + self.set_back_ms)
+        unsettled = [body for body, one in self.messages.items() if not (one.acked or one.dead)]
+        assert not unsettled, f"lost: {unsettled}"
+        dead = sorted(body.decode() for body in await in_queue(self.world, DEAD))
+        assert dead == sorted(body for body, one in self.messages.items() if one.dead), "dead letters"
+        again = [body.decode() for body in await in_queue(self.world, AGAIN)]
+        for body, one in self.messages.items():
+            assert again.count(body) == one.again, f"{body} came {again.count(body)} times, not {one.again}"
+
+    @property
+    def now_ms(self) -> int:
+        """The broker's time, which does not follow every step of the machine's clock."""
+        found: int = self.world.broker.parts.clock.now_ms()
+        return found
+
+    def in_flight(self) -> list[tuple[str, Message]]:
+        return [(body, one) for body, one in self.messages.items() if one.receipt is not None]
+
+    def pick(self, n: int) -> tuple[str, Message] | None:
+        held = self.in_flight()
+        return held[n % len(held)] if held else None
+
+    # -- what consumers do -------------------------------------------------------------------------------------
+
+    async def send(self, n: int) -> None:
+        bodies = [f"m{len(self.messages) + i}" for i in range(n)]
+        columns = {"topic": [TOPIC] * n, "body": [body.encode() for body in bodies]}
+        await self.world.broker.send(pa.RecordBatch.from_pydict(columns))
+        self.messages.update({body: Message() for body in bodies})
+
+    async def receive(self, n: int) -> None:
+        received = await receive(self.world, n, invisible_ms=INVISIBLE_MS)
+        found = zip(
+            column(received.rows, "body"),
+            column(received.rows, "reconsume_times"),
+            received.receipts,
+            strict=True,
+        )
+        for body, times, receipt in found:
+            one = self.messages[bytes(body).decode()]
+            assert one.receipt is None, f"{body!r} is in two hands"
+            assert not one.acked, f"{body!r} was acknowledged and comes again"
+            assert not one.dead, f"{body!r} is dead and comes again"
+            assert times == one.tried, f"{body!r}: attempt {times + 1} after {one.tried}"
+            one.receipt, one.until_ms, one.counts = receipt, self.now_ms + INVISIBLE_MS, True
+
+    async def ack(self, n: int) -> None:
+        if (picked := self.pick(n)) is not None:
+            assert await engine(self.world).acknowledge([self.receipt_of(picked[1])]) == [True]
+            picked[1].acked = True
+
+    async def ack_stale(self, n: int) -> None:
+        if self.stale:
+            stale = self.stale[n % len(self.stale)]
+            assert await engine(self.world).acknowledge([stale, stale]) == [False, False]
+            assert await engine(self.world).change_invisible_time(stale, 5_000) is None
+            assert not await engine(self.world).dead_letter(stale)
+
+    async def more_time(self, n: int, ms: int = 2_500, counts: bool = True) -> None:
+        if (picked := self.pick(n)) is not None:
+            one = picked[1]
+            assert isinstance(one.receipt, Receipt)
+            assert (
+                await engine(self.world).change_invisible_time(one.receipt, ms, counts=counts) == one.receipt
+            )
+            one.until_ms, one.counts = self.now_ms + ms, counts
+            await self.wait(0)
+
+    async def less_time(self, n: int) -> None:
+        await self.more_time(n, 0)
+
+    async def suspend(self, n: int) -> None:
+        await self.more_time(n, 700, counts=False)
+
+    async def dead_letter(self, n: int) -> None:
+        if (picked := self.pick(n)) is not None:
+            assert await engine(self.world).dead_letter(self.receipt_of(picked[1]))
+            picked[1].dead = True
+
+    def receipt_of(self, one: Message) -> AnyReceipt:
+        receipt, one.receipt = one.receipt, None
+        assert isinstance(receipt, Receipt)
+        self.stale.append(receipt)
+        return receipt
+
+    # -- what happens to everybody -----------------------------------------------------------------------------
+
+    async def wait(self, ms: int) -> None:
+        await self.world.advance(ms)
+        for _, one in self.in_flight():
+            if one.until_ms <= self.now_ms:
+                self.receipt_of(one)
+                one.tried += one.counts
+                one.dead = one.tried > TIMES_MAX
+                one.again += not one.dead
+
+    async def clock_back(self, ms: int) -> None:
+        self.clock.step_wall(-ms)
+        self.set_back_ms += ms
+        await self.wait(0)
+
+    async def save(self, _: int) -> None:
+        assert self.world.node is not None
+        await self.world.node.upkeep.save_offsets()
+
+    async def checkpoint(self, _: int) -> None:
+        await self.world.checkpoint()
+
+    async def compact(self, _: int) -> None:
+        if self.schedule == "hour_log":
+            await self.world.compact()
+
+    async def restart(self, _: int) -> None:
+        await self.world.restart()
+
+    async def power_cut(self, _: int, survival: Any = "nothing") -> None:
+        await self.world.abandon()
+        self.files = self.files.crash(survival=survival)
+        self.world = InTurn(self.files, self.clock, strategy=self.schedule)
+        await self.world.start()
+
+    async def kill(self, _: int) -> None:
+        await self.power_cut(0, "everything")
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(STEPS, max_size=40))
+@example(
+    [
+        ("send", 1),
+        ("receive", 1),
+        ("save", 0),
+        ("suspend", 0),
+        ("power cut", 0),
+        ("wait", 1_000),
+        ("receive", 1),
+    ]
+)
+@example(
+    [
+        ("send", 3),
+        ("receive", 2),
+        ("power cut", 0),
+        ("receive", 2),
+        ("restart", 0),
+        ("power cut", 0),
+        ("ack", 1),
+    ]
+)
+def test_the_log_and_a_model_agree_on_every_message(steps: list[tuple[str, int]]) -> None:
+    run(Life().live(steps))
+
+
+@pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(STEPS, max_size=40))
+@example(steps=[("send", 3), ("receive", 3), ("more time", 0), ("power cut", 0), ("suspend", 1), ("ack", 0)])
+def test_they_agree_whoever_keeps_the_promises(schedule: StrategyName, steps: list[tuple[str, int]]) -> None:
+    run(Life(schedule).live(steps))
+
+
+TAKEN_AND_CUT = [("send", 2), ("receive", 2), ("power cut", 0), ("receive", 2)]
+
+
+def test_a_life_would_notice_positions_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: after a crash nobody looks what the promises in the log have done with."""
+    monkeypatch.setattr(restart, "skip_done", lambda *_: None)
+    with pytest.raises(AssertionError, match="in two hands"):
+        run(Life().live(TAKEN_AND_CUT))
+
+
+def test_a_life_would_notice_an_acknowledgement_that_is_lost() -> None:
+    """Negative control: an answer that came before its rows were on the disk."""
+    life = Life()
+
+    async def believe(_: int) -> None:
+        for _, one in life.in_flight():
+            one.acked, one.receipt = True, None
+
+    life.save = believe  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="acknowledged and comes again"):
+        run(life.live([("send", 1), ("receive", 1), ("save", 0), ("wait", 3_000), ("receive", 1)]))
+
+
+def test_a_life_would_notice_a_loss() -> None:
+    """Negative control: somebody moves the group beyond what was handed out."""
+    life = Life()
+
+    async def skip(_: int) -> None:
+        await life.world.broker.commit_offsets(GROUP, TOPIC, {0: 1, 1: 1})
+
+    life.save = skip  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="lost"):
+        run(life.live([("send", 2), ("save", 0)]))

@@ -1,0 +1,220 @@
+"""Pulling: what is visible from each offset on, fairly, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, column, on_node
+from tests.broker.registry.test_topics import fresh, visible
+from tests.broker.test_waiters import turns
+from tests.crash.world import SECOND_MS, World
+
+from timeball import limits
+from timeball.broker.consuming import pull
+from timeball.broker.consuming.pull import locate
+from timeball.broker.filters import EVERYTHING, compile_filter
+from timeball.broker.registry.topics import Topic
+from timeball.errors import NotFound, OutOfRange
+
+
+def topic_with(lengths: list[int]) -> Topic:
+    """Queue q holds the numbers 1000 q, 1000 q + 1, …"""
+    topics = fresh()
+    topic = topics.ensure("a", len(lengths))
+    for at, length in enumerate(lengths):
+        if length:
+            topics.place(visible(["a"] * length, [at] * length)).index(1_000 * at)
+    return topic
+
+
+# ---- what is taken ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_rows_come_from_each_offset_on_in_order_and_as_many_as_asked(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    offsets = {q: data.draw(st.integers(0, n)) for q, n in enumerate(lengths) if data.draw(st.booleans())}
+    rows = data.draw(st.integers(1, 40))
+    taken = locate(topic_with(lengths), offsets, rows).tolist()
+    available = {q: lengths[q] - offset for q, offset in offsets.items()}
+    assert len(taken) == min(rows, sum(available.values()))
+    for queue, offset in offsets.items():
+        mine = [seq - 1_000 * queue for seq in taken if seq // 1_000 == queue]
+        assert mine == list(range(offset, offset + len(mine)))
+        # Fair: a queue gets its share, whatever the others hold.
+        assert len(mine) >= min(available[queue], rows // len(offsets))
+
+
+@pytest.mark.parametrize("rows", [0, -5])
+def test_nothing_asked_is_nothing_taken(rows: int) -> None:
+    assert len(locate(topic_with([3]), {0: 0}, rows)) == 0
+
+
+def test_more_than_a_pull_holds_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PULL_ROWS_MAX", 4)
+    assert len(locate(topic_with([9]), {0: 0}, 1 << 40)) == 4
+
+
+@pytest.mark.parametrize("offset", [-1, 4])
+def test_an_offset_outside_is_told_what_is_kept(offset: int) -> None:
+    with pytest.raises(OutOfRange, match=r"keeps offsets 0 to 3, not"):
+        locate(topic_with([3]), {0: offset}, 1)
+
+
+@pytest.mark.parametrize("queue", [-1, 1, 99])
+def test_a_queue_that_is_not_there(queue: int) -> None:
+    with pytest.raises(NotFound, match="it has 1"):
+        locate(topic_with([3]), {queue: 0}, 1)
+
+
+@on_node()
+async def test_an_answer_has_a_size_and_at_least_one_row(world: World) -> None:
+    await world.broker.send(batch(8, body=[bytes(1_000)] * 8, queue_id=pa.array([0] * 8, pa.int32())))
+    with pytest.MonkeyPatch.context() as patch:
+        for bytes_max, expected in ((1 << 20, 8), (5_000, 4), (1, 1)):
+            patch.setattr(limits, "PULL_BYTES_MAX", bytes_max)
+            rows = pull.read(world.broker.parts.reader, np.arange(1, 9))
+            assert column(rows, "seq") == list(range(1, expected + 1))
+
+
+# ---- waiting ------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_long_pull_ends_with_the_release(world: World) -> None:
+    """Without a poll in between: it is the commit that wakes."""
+    key = (await world.send("a", [SECOND_MS]))[0]
+    waiting = asyncio.ensure_future(world.broker.pull("a", {0: 0, 1: 0}, 10, 60_000))
+    await turns()
+    assert not waiting.done()
+    await world.advance(SECOND_MS)
+    assert column(await waiting, "unique_key") == [key]
+
+
+@on_node()
+async def test_a_pull_that_does_not_wait_says_that_there_is_nothing(world: World) -> None:
+    await world.broker.create_topic("new")
+    assert (await world.broker.pull("new", {0: 0}, 10, 0)).num_rows == 0
+
+
+@on_node()
+async def test_a_pull_makes_no_topic(world: World) -> None:
+    with pytest.raises(NotFound, match="'mistyped' does not exist"):
+        await world.broker.pull("mistyped", {0: 0}, 10, 0)
+    assert (await world.broker.pull("mistyped", {0: 0}, 10, 1)).num_rows == 0
+    assert "mistyped" not in world.broker.topics()
+
+
+@on_node()
+async def test_a_pull_that_comes_first_waits_for_the_message_that_makes_the_topic(world: World) -> None:
+    waiting = asyncio.ensure_future(world.broker.pull("new", {0: 0}, 10, 60_000))
+    await turns()
+    await world.broker.send(batch(1, topic=["new"], queue_id=pa.array([1], pa.int32())))
+    assert (await waiting).num_rows == 0, "told at once, so that it may ask for all queues"
+    assert (await world.broker.pull("new", {0: 0, 1: 0}, 10, 0)).num_rows == 1
+
+
+@on_node()
+async def test_waiting_does_not_bring_a_deleted_topic_back(world: World) -> None:
+    await world.broker.create_topic("a")
+    waiting = asyncio.ensure_future(world.broker.pull("a", {0: 0}, 10, 60_000))
+    await turns()
+    world.broker.parts.topics.delete("a", world.broker.parts.writer.next_seq)
+    world.broker.waiters.wake(["a"])
+    with pytest.raises(NotFound, match="'a' does not exist"):
+        await waiting
+    assert world.broker.topics() == {}
+
+
+TAGS = st.lists(st.sampled_from(["Aa", "BB", "C", None]), min_size=1, max_size=40)
+
+
+@given(
+    tags=TAGS,
+    text=st.sampled_from(["*", "Aa", "BB || C", "nobody"]),
+    rows=st.integers(1, 7),
+    scan=st.integers(1, 9),
+)
+@settings(max_examples=60)
+@on_node(queues_per_topic=1)
+async def test_all_of_them_in_order(
+    world: World, tags: list[str | None], text: str, rows: int, scan: int
+) -> None:
+    """ "Aa" and "BB" have one hash."""
+    await world.broker.send(batch(len(tags), tag=tags))
+    index = world.broker.parts.topics.get("orders").queues[0].index
+    wanted = compile_filter(text)
+    before, pull.SCAN_ROWS_MAX = pull.SCAN_ROWS_MAX, scan
+    try:
+        offset, found = 0, []
+        while offset < index.max_offset:
+            maybe = pull.candidates(index, offset, rows, wanted)
+            chosen = pull.decide(maybe, world.broker.parts.reader, wanted)
+            assert len(chosen.seqs) <= rows and chosen.next_offset > offset
+            assert all(offset <= at < chosen.next_offset for at in chosen.offsets)
+            found += chosen.offsets.tolist()
+            offset = chosen.next_offset
+    finally:
+        pull.SCAN_ROWS_MAX = before
+    names = set(text.replace(" ", "").split("||"))
+    assert found == [n for n, tag in enumerate(tags) if text == "*" or tag in names]
+
+
+@on_node(queues_per_topic=1)
+async def test_beyond_what_is_kept(world: World) -> None:
+    await world.broker.send(batch(3))
+    index = world.broker.parts.topics.get("orders").queues[0].index
+    assert len(pull.candidates(index, 3, 5, EVERYTHING).seqs) == 0
+    with pytest.raises(OutOfRange):
+        pull.candidates(index, 4, 5, EVERYTHING)
+
+
+@on_node(queues_per_topic=1)
+async def test_nothing_to_decide(world: World) -> None:
+    await world.broker.send(batch(2, tag=["A", "B"]))
+    index = world.broker.parts.topics.get("orders").queues[0].index
+    none = pull.candidates(index, 0, 5, compile_filter("C"))
+    assert pull.decide(none, world.broker.parts.reader, compile_filter("C")) is none
+    assert none.next_offset == 2 and none.seqs.dtype == np.int64
+
+
+@on_node(queues_per_topic=1)
+async def test_as_many_bytes_as_asked_but_at_least_one(world: World) -> None:
+    await world.broker.send(batch(4, tag=["A", "B", "A", "A"], body=[b"x" * 1_000] * 4))
+    index = world.broker.parts.topics.get("orders").queues[0].index
+    size_bytes = int(index.read(0, 1)["size"][0])
+    for text, of_two in (("*", [0, 1]), ("A", [0, 2])):
+        for bytes_max, offsets in ((1, [0]), (2 * size_bytes - 1, [0]), (2 * size_bytes, of_two)):
+            chosen = pull.candidates(index, 0, 9, compile_filter(text), bytes_max=bytes_max)
+            assert chosen.offsets.tolist() == offsets
+            assert chosen.next_offset == offsets[-1] + 1
+
+
+# ---- by time -------------------------------------------------------------------------------------------------------
+
+
+@given(steps=st.lists(st.integers(0, 3), max_size=12), asked=st.integers(-2, 40))
+@settings(max_examples=60)
+@on_node(queues_per_topic=1)
+async def test_bisection_finds_what_a_scan_finds(world: World, steps: list[int], asked: int) -> None:
+    begun = world.clock.wall_ms()
+    stored = []
+    for step in steps:
+        world.clock.advance(step)
+        stored.append(world.broker.parts.clock.now_ms())
+        await world.broker.send(batch())
+    parts = world.broker.parts
+    index = parts.topics.ensure("orders").queues[0].index
+    instant = begun + asked
+    first = next((n for n, ms in enumerate(stored) if ms >= instant), len(stored))
+    assert pull.offset_at(parts.reader, index, instant) == first
+    if stored:
+        last = max((n for n, ms in enumerate(stored) if ms <= instant), default=0)
+        assert pull.offset_at(parts.reader, index, instant, upper=True) == last
+    assert pull.earliest_ms(parts.reader, index) == (stored[0] if stored else -1)

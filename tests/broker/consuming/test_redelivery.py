@@ -1,0 +1,250 @@
+"""What is not acknowledged in time: nothing is done with before its copy is durable, and nobody is asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.consuming.test_leases import leases_of_queue, take
+from tests.broker.on_node import batch, column, on_node
+from tests.crash.world import World
+from tests.log.test_recovery import flip
+
+from timeball import limits
+from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.redelivery import SWEEP_ENTRIES_MIN, Deadlines
+from timeball.broker.consuming.requests import Received, ReceiveRequest
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.errors import OverLimit
+from timeball.log.format import read_frame
+
+MINUTE_MS = 60_000
+ASK = ReceiveRequest("g", "orders")
+
+
+def engine(world: World) -> Consuming:
+    found: Consuming = world.broker.consuming
+    return found
+
+
+async def popped(world: World, rows: int = 1, **columns: object) -> Received:
+    await world.broker.create_topic("orders", 1)
+    await world.broker.send(batch(rows, **columns))
+    return await engine(world).receive(ASK, 0)
+
+
+async def retries(world: World) -> pa.RecordBatch:
+    topic = "%RETRY%g_orders"
+    await world.until(lambda: topic in world.broker.topics() and world.broker.queues(topic)[0][1], "a copy")
+    return await world.broker.read_queue(topic, 0, 0, 100)
+
+
+@on_node()
+async def test_a_copy_that_cannot_be_written_now_is_written_later_and_the_receipt_counts_till_then(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receipts = (await popped(world, 2)).receipts
+    queue = engine(world).leases.all()[0]
+    with monkeypatch.context() as full:
+        full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
+        world.clock.advance(MINUTE_MS)
+        engine(world).wake()
+        await world.until(lambda: queue.in_flight[0].deadline_ms > world.clock.wall, "it has been tried")
+        assert engine(world).acknowledge_positions(receipts[:1]) == [True]
+    world.clock.advance(10_000)
+    engine(world).wake()
+    assert column(await retries(world), "unique_key") == [None]
+    await world.until(lambda: queue.idle, "both are done")
+    assert world.broker.offsets("g", "orders") == {0: 2}
+
+
+@on_node()
+async def test_what_is_asked_for_and_refused_is_as_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (receipt,) = (await popped(world)).receipts
+    with monkeypatch.context() as full:
+        full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
+        with pytest.raises(OverLimit):
+            await engine(world).dead_letter(receipt)
+    assert engine(world).acknowledge_positions([receipt]) == [True]
+
+
+@on_node()
+async def test_many_come_back_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_ROWS", 3)
+    monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_BYTES", 400)
+    await popped(world, 20, body=[b"%03d" % i * 20 for i in range(20)])
+    world.clock.advance(MINUTE_MS)
+    engine(world).wake()
+    await world.until(lambda: engine(world).leases.count.rows == 0, "all are back")
+    found = column(await retries(world), "body")
+    assert sorted(found) == [b"%03d" % i * 20 for i in range(20)]
+
+
+@on_node()
+async def test_nothing_is_acked_while_it_is_on_its_way_back(world: World) -> None:
+    (receipt,) = (await popped(world)).receipts
+    giving_up = asyncio.create_task(engine(world).dead_letter(receipt))
+    await asyncio.sleep(0)
+    assert engine(world).acknowledge_positions([receipt]) == [False]
+    assert await engine(world).change_invisible_time(receipt, 1) is None
+    assert await giving_up
+
+
+@on_node()
+async def test_what_somebody_has_moved_the_group_past_does_not_come_back(world: World) -> None:
+    await popped(world, 2)
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    assert not (await engine(world).receive(ASK, 0)).rows.num_rows
+    world.clock.advance(MINUTE_MS)
+    engine(world).wake()
+    await world.broker.send(batch(1))
+    assert (await engine(world).receive(ASK, 0)).rows.num_rows == 1
+    assert "%RETRY%g_orders" not in world.broker.topics()
+
+
+@on_node()
+async def test_the_clock_set_forward_is_noticed_without_being_told(world: World) -> None:
+    await popped(world)
+    world.clock.advance(MINUTE_MS)
+    assert column(await retries(world), "reconsume_times") == [1]
+
+
+@on_node(failing=True)
+async def test_a_disk_that_fails_stops_the_node_and_not_only_this(world: World) -> None:
+    await popped(world)
+    world.files.fail_at(world.files.calls + 1, OSError(5, "broken"), forever=True)
+    world.clock.advance(MINUTE_MS)
+    engine(world).wake()
+    with pytest.raises(OSError, match="broken"):
+        await world.until(lambda: False, "the node stops")
+
+
+@on_node()
+async def test_a_message_whose_properties_are_full_comes_back_with_what_fits(world: World) -> None:
+    """Its properties are as long as they may be, and a copy has more of them."""
+    longest = "a\x01" + "x" * (limits.PROPERTIES_BYTES_MAX - 3) + "\x02"
+    ids = [f"A{n}" for n in range(7)]
+    first = await popped(world, 7, unique_key=ids, properties=[longest if n == 2 else "" for n in range(7)])
+    assert first.rows.num_rows == 7
+    world.clock.advance(MINUTE_MS)
+    engine(world).wake()
+    queue = engine(world).leases.all()[0]
+    await world.until(lambda: not queue.in_flight, "all have come back")
+    found = await retries(world)
+    assert sorted(column(found, "unique_key")) == ids
+    assert column(found, "properties")[column(found, "unique_key").index("A2")] == longest
+
+
+@on_node()
+async def test_a_message_whose_frame_is_damaged_is_given_up_and_recorded_and_the_others_come_back(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.disable(logging.NOTSET)
+    await world.broker.create_topic("orders", 1)
+    seqs = [(await world.broker.send(batch(1, unique_key=[f"A{n}"]))).first_seq for n in range(5)]
+    received = await engine(world).receive(ASK, 0)
+    assert received.rows.num_rows == 5
+    reader = world.broker.parts.reader
+    segment = reader.segments.last
+    frame = next(f for f in segment.frame_positions if read_frame(segment.buffer, f).first_seq == seqs[2])
+    flip(world.files, segment.name, frame + 60)
+    reader._cache.clear()
+    world.clock.advance(MINUTE_MS)
+    engine(world).wake()
+    queue = engine(world).leases.all()[0]
+    await world.until(lambda: queue.idle, "none is tried for ever")
+    assert sorted(column(await retries(world), "unique_key")) == ["A0", "A1", "A3", "A4"]
+    assert world.broker.offsets("g", "orders") == {0: 5}
+    (record,) = [one for one in caplog.records if one.message.startswith("message lost")]
+    assert (
+        record.levelname == "ERROR" and f"seq={seqs[2]} " in record.message and "offset=2 " in record.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "topic"), [("g" * 60, "t" * 59), ("g" * 60, "t" * 60), ("g" * 120, "t" * 127)]
+)
+@on_node()
+async def test_every_attempt_is_counted_however_long_the_names_are(
+    world: World, group: str, topic: str
+) -> None:
+    """From 120 characters on the retry topic's name is longer than a user's may be."""
+    world.broker.parts.groups.update(SubscriptionGroup(group, retry_max_times=2))
+    await world.broker.create_topic(topic, 1)
+    await world.broker.send(batch(1, topic=[topic]))
+    for times in range(3):
+        rows = (await engine(world).receive(ReceiveRequest(group, topic), 0)).rows
+        assert column(rows, "reconsume_times") == [times]
+        world.clock.advance(MINUTE_MS)
+        engine(world).wake()
+        await world.until(lambda: all(queue.idle for queue in engine(world).leases.all()), "it has come back")
+    assert (await engine(world).receive(ReceiveRequest(group, topic), 0)).rows.num_rows == 0
+    dead = await world.broker.read_queue(f"%DLQ%{group}", 0, 0, 9)
+    assert column(dead, "reconsume_times") == [3]
+
+
+def test_the_earliest_deadline_is_told_to_whoever_adds_it() -> None:
+    w = leases_of_queue()
+    deadlines = Deadlines(w.count)
+    take(w, [0], 10)
+    take(w, [1], 5)
+    assert deadlines.next_ms() is None
+    assert deadlines.add(w, [0], 10, 20)
+    assert deadlines.add(w, [1], 5, 15)
+    assert not deadlines.add(w, [1], 5, 15)
+    assert deadlines.next_ms() == 15
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=20), st.integers(0, 50))
+def test_what_is_due_is_told_once_unless_it_is_done(pops: list[tuple[int, bool]], now_ms: int) -> None:
+    w = leases_of_queue()
+    deadlines = Deadlines(w.count)
+    for offset, (pop_ms, _) in enumerate(pops):
+        take(w, [offset], pop_ms)
+        deadlines.add(w, [offset], pop_ms, pop_ms + 10)
+    for offset, (_, is_done) in enumerate(pops):
+        if is_done:
+            w.done(offset)
+    due = [offset for of, offsets in deadlines.pop_due(now_ms) if of is w for offset in offsets]
+    expected = [o for o, (pop_ms, is_done) in enumerate(pops) if not is_done and pop_ms + 10 <= now_ms]
+    assert sorted(due) == expected
+    assert deadlines.pop_due(now_ms) == []
+
+
+def test_a_time_that_was_changed_to_what_it_had_been_is_told_once() -> None:
+    w = leases_of_queue()
+    deadlines = Deadlines(w.count)
+    take(w, [0, 1], 1)
+    deadlines.add(w, [0, 1], 1, 11)
+    deadlines.add(w, [0], 1, 11)
+    assert [(of is w, offsets) for of, offsets in deadlines.pop_due(11)] == [(True, [0, 1])]
+    assert deadlines.pop_due(11) == []
+
+
+def test_more_time_makes_the_earlier_deadline_void() -> None:
+    w = leases_of_queue()
+    deadlines = Deadlines(w.count)
+    take(w, [0], 1)
+    deadlines.add(w, [0], 1, 11)
+    w.in_flight[0].deadline_ms = 30
+    deadlines.add(w, [0], 1, 30)
+    assert deadlines.pop_due(11) == []
+    assert deadlines.pop_due(30) == [(w, [0])]
+
+
+def test_what_comes_back_early_does_not_fill_the_memory() -> None:
+    w = leases_of_queue()
+    deadlines = Deadlines(w.count)
+    for offset in range(5 * SWEEP_ENTRIES_MIN):
+        take(w, [offset], 1)
+        deadlines.add(w, [offset], 1, 11)
+        assert len(deadlines) <= SWEEP_ENTRIES_MIN + 2 * w.count.rows
+        if offset % 10:
+            w.done(offset)
+    assert sum(len(offsets) for _, offsets in deadlines.pop_due(11)) == w.count.rows

@@ -1,0 +1,162 @@
+"""Rows as promises: by columns or one by one, the same; nothing is lost of a message, and nothing acts twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import limits
+from timeball.broker.consuming import redelivery_rows, retry
+from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, ORIGIN_GROUP, POP_CK
+from timeball.message import READ_SCHEMA, Kind, build_rows, decode_properties, encode_properties
+
+GROUP, TOPIC, NOW_MS = "g", "orders", 1_700_000_000_000
+NAMES = st.sampled_from(
+    [
+        "UNIQ_KEY",
+        "a",
+        "DELAY",
+        "TIMER_DELIVER_MS",
+        POP_CK,
+        ORIGIN_GROUP,
+        retry.RETRY_TOPIC,
+        FIRST_POP_TIME,
+        "XDELAY",
+    ]
+)
+TEXTS = st.builds(
+    lambda properties, ends: encode_properties(properties) if ends else encode_properties(properties)[:-1],
+    st.dictionaries(NAMES, st.text("xyz", max_size=3), max_size=5),
+    st.booleans(),
+)
+
+
+def rows(count: int = 2, **columns: Any) -> pa.RecordBatch:
+    built = build_rows(
+        count,
+        **{"kind": 1, "topic": TOPIC, "body": [b"b"] * count, "reconsume_times": 0, "born_ms": 5, **columns},
+    )
+    return pa.RecordBatch.from_arrays(
+        [pa.array(range(7, 7 + count), pa.int64()), *built.columns], schema=READ_SCHEMA
+    )
+
+
+def dressed(texts: list[str | None]) -> list[str]:
+    found: list[str] = redelivery_rows.properties_for(
+        pa.array(texts, pa.string()), GROUP, TOPIC, NOW_MS
+    ).to_pylist()
+    return found
+
+
+@given(st.lists(st.none() | TEXTS, max_size=6))
+def test_by_columns_it_is_what_it_is_one_by_one(texts: list[str | None]) -> None:
+    adding = redelivery_rows.added(GROUP, TOPIC, NOW_MS)
+    one_by_one = [decode_properties(redelivery_rows.properties_of(text or "", adding)) for text in texts]
+    assert [decode_properties(text) for text in dressed(texts)] == one_by_one
+
+
+@given(TEXTS)
+def test_a_copy_says_whose_it_is_and_nothing_of_what_delayed_it(text: str) -> None:
+    before, (after,) = decode_properties(text), (decode_properties(one) for one in dressed([text]))
+    assert after[ORIGIN_GROUP] == GROUP
+    assert after[retry.RETRY_TOPIC] == before.get(retry.RETRY_TOPIC, TOPIC), "the first topic stays"
+    assert after[FIRST_POP_TIME] == before.get(FIRST_POP_TIME, str(NOW_MS)), "and so does the first time"
+    assert not {*retry.SPENT, POP_CK} & after.keys()
+    for name in ("UNIQ_KEY", "a", "XDELAY"):
+        assert after.get(name) == before.get(name)
+
+
+def test_properties_stay_within_what_a_wire_can_carry() -> None:
+    for room in range(0, 120, 7):
+        name_and_ends = len("long") + 2
+        text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - name_and_ends - room)})
+        (found,) = dressed([text])
+        assert len(found) <= limits.PROPERTIES_BYTES_MAX
+        after = decode_properties(found)
+        assert after["long"] == decode_properties(text)["long"], "what the producer said stays"
+        assert room < 20 or after[ORIGIN_GROUP] == GROUP
+
+
+def test_a_promise_has_everything_of_its_message() -> None:
+    source = rows(
+        tag="t", keys="k", unique_key="u", flag=3, sys_flag=4, born_host="h", queue_id=5, queue_offset=6
+    )
+    times = redelivery_rows.times_after(source)
+    made = redelivery_rows.build(
+        source, topics=["a", "b"], properties=pa.array(["p\x01q\x02", None]), times=times,
+        due_ms=times + 99, source_seq=source.column("seq"), now_ms=NOW_MS, host="here",
+    )  # fmt: skip
+    first = made.to_pylist()[0]
+    for name in ("body", "tag", "keys", "unique_key", "flag", "sys_flag", "born_ms", "born_host"):
+        assert first[name] == source.to_pylist()[0][name] is not None
+    assert (first["kind"], first["topic"], first["queue_id"], first["queue_offset"]) == (
+        Kind.PROMISE,
+        "a",
+        0,
+        None,
+    )
+    assert (first["due_ms"], first["source_seq"], first["reconsume_times"]) == (100, 7, 1)
+    assert (first["store_ms"], first["store_host"], first["accepted_ms"]) == (NOW_MS, "here", None)
+
+
+@given(st.integers(0, retry.INT_MAX), st.integers(0, 20))
+def test_the_last_attempt_goes_to_the_dead_letters(times: int, times_max: int) -> None:
+    after = redelivery_rows.times_after(rows(1, reconsume_times=times))
+    assert after.tolist() == [min(times + 1, retry.INT_MAX)]
+    (topic,) = redelivery_rows.topics_after("%RETRY%g_orders", "%DLQ%g", after, times_max)
+    assert topic == ("%DLQ%g" if min(times + 1, retry.INT_MAX) > times_max else "%RETRY%g_orders")
+    assert redelivery_rows.retry_topic(GROUP, "%RETRY%g_orders") == "%RETRY%g_orders"
+
+
+def comes_back(times: list[int], properties: str | None = None, **how: Any) -> pa.RecordBatch:
+    """What a lease in memory that ends writes: rows of `orders` for group g."""
+    source = rows(
+        len(times), reconsume_times=pa.array(times, pa.int32()), properties=[properties] * len(times)
+    )
+    after = redelivery_rows.times_after(source)
+    return redelivery_rows.build(
+        source,
+        kind=Kind.MESSAGE,
+        topics=redelivery_rows.topics_after("%RETRY%g_orders", "%DLQ%g", after, how.pop("times_max", 16)),
+        properties=redelivery_rows.properties_of_each(
+            source.column("properties"), [redelivery_rows.added(GROUP, TOPIC, 77)] * len(times)
+        ),
+        times=after,
+        now_ms=NOW_MS,
+        host="here",
+        **how,
+    )
+
+
+def test_later_copies_keep_the_first_topic_and_time_and_what_the_producer_said() -> None:
+    text = encode_properties(
+        {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "POP_CK": "x", "DELAY": "3", "own": "1"}
+    )
+    for before, after in (
+        (None, {"RETRY_TOPIC": TOPIC, "1ST_POP_TIME": "77", "ORIGIN_GROUP": GROUP}),
+        (text, {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "ORIGIN_GROUP": GROUP, "own": "1"}),
+    ):
+        (copy,) = comes_back([0], before).to_pylist()
+        assert decode_properties(copy["properties"]) == after
+        assert (copy["topic"], copy["queue_id"], copy["reconsume_times"]) == ("%RETRY%g_orders", 0, 1)
+
+
+def test_each_row_is_judged_by_its_own_attempts() -> None:
+    made = comes_back([16, 0, 15, 99])
+    assert made.column("topic").to_pylist() == ["%DLQ%g", "%RETRY%g_orders", "%RETRY%g_orders", "%DLQ%g"]
+    assert made.column("reconsume_times").to_pylist() == [17, 1, 16, 100]
+    assert set(comes_back([0, 0], times_max=-1).column("topic").to_pylist()) == {"%DLQ%g"}
+
+
+GROUPS = st.sampled_from(["a", "a_b", "ab", "b"])
+
+
+@given(GROUPS, GROUPS, st.sampled_from(["", "x\x01y\x02", "x\x01y"]), st.booleans())
+def test_a_copy_is_of_the_group_that_it_names(group: str, other: str, before: str, ended: bool) -> None:
+    own = f"{before}{'' if not before or before.endswith(chr(2)) else chr(2)}ORIGIN_GROUP\x01{group}"
+    own += "\x02" if ended else ""
+    assert redelivery_rows.is_of(other, own) == (group == other)
+    assert redelivery_rows.is_of(other, before or None)  # names no group: it is for every reader

@@ -1,0 +1,95 @@
+"""What is in hand when a consumer goes away, the broker stops or is killed, or retention lets the rows go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.broker.consuming.consumer import (
+    MINUTE_MS,
+    bodies,
+    engine,
+    pass_time,
+    pop,
+    send,
+    send_in_order,
+    stored,
+)
+from tests.broker.on_node import column, on_node
+from tests.crash.world import World
+
+
+@on_node()
+async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) -> None:
+    await send(world, [b"a"])
+    asking = asyncio.create_task(pop(world))
+    await asyncio.sleep(0)  # it has taken and waits for the reader
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert bodies(await pop(world)) == [b"a"]
+
+
+async def crash(world: World) -> None:
+    """The process is killed: what is saved is saved."""
+    assert world.node is not None
+    await world.node.upkeep.save_offsets()
+    await world.abandon()
+    world.clock.advance(1_000)
+    await world.start()
+
+
+@on_node()
+async def test_after_a_crash_what_was_in_hand_is_handed_out_again(world: World) -> None:
+    await send_in_order(world)
+    receipts = (await pop(world)).receipts
+    engine(world).acknowledge_positions([receipts[0], receipts[3]])
+    await crash(world)
+    assert bodies(await pop(world)) == [b"1", b"2", b"3"]
+
+
+@on_node()
+async def test_a_receipt_of_before_a_crash_counts_until_its_message_is_handed_out_again(world: World) -> None:
+    await send_in_order(world)
+    receipts = (await pop(world)).receipts
+    await crash(world)
+    assert engine(world).acknowledge_positions([receipts[2], receipts[2]._replace(offset=99)]) == [
+        True,
+        False,
+    ]
+    popped = await pop(world)
+    assert bodies(popped) == [b"0", b"1", b"3"]
+    assert engine(world).acknowledge_positions(receipts) == [False] * 4
+    assert engine(world).acknowledge_positions(popped.receipts) == [True] * 3
+    assert stored(world)[0] == 4
+    assert engine(world).leases.count.rows == 0
+
+
+@on_node()
+async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> None:
+    await send_in_order(world, 6)
+    receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts
+    engine(world).acknowledge_positions([receipts[0], receipts[2]])
+    world.clock.advance(1_000)
+    await world.restart()
+    assert bodies(await pop(world)) == [b"4", b"5"]
+    assert engine(world).acknowledge_positions([receipts[1], receipts[2]]) == [True, False]
+    await pass_time(world, MINUTE_MS - 1_000)
+    again = await pop(world)
+    assert bodies(again) == [b"3"] and column(again.rows, "reconsume_times") == [1]
+
+
+@on_node(retention_ms=1)
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_what_retention_has_let_go_does_not_stand_in_the_way(world: World, in_order: bool) -> None:
+    await send_in_order(world, 3)
+    await pop(world, 3, in_order=in_order, invisible_ms=MINUTE_MS)
+    for _ in range(4):  # segments hold about ten of these
+        await world.send("filler", [None] * 6, 100_000)
+        world.clock.advance(1_000)
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > 3
+    await send(world, [b"new"])
+    await pass_time(world, MINUTE_MS)
+    assert bodies(await pop(world, in_order=in_order)) == [b"new"]
+    await world.until(lambda: engine(world).leases.count.rows == 1, "only the new one is in hand")

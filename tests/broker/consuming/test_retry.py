@@ -1,0 +1,164 @@
+"""Where a message goes that comes back: RocketMQ's table, and what must not travel along."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.consuming.retry import (
+    INT_MAX,
+    SPENT,
+    Next,
+    dead_letter_topic,
+    group_of,
+    hand_back,
+    resend,
+    retry_topic,
+)
+
+USERS = {"KEYS": "order-17", "TAGS": "close", "UNIQ_KEY": "A17", "region": "eu"}
+NAMES = st.text("abcXYZ_", min_size=1, max_size=6) | st.sampled_from(sorted(SPENT))
+
+
+def back(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str) -> Next:
+    return hand_back(
+        "readers",
+        topic="orders",
+        properties={**USERS, **properties},
+        reconsume_times=times,
+        message_id="0A00000100002A9F0000000000000011",
+        delay_level=delay_level,
+        times_max=most,
+    )
+
+
+def sent(
+    delay_level: int = 3, times: int = 1, most: int = 16, in_order: bool = False, **properties: str
+) -> Next:
+    return resend(
+        "readers",
+        properties={**USERS, **properties},
+        delay_level=delay_level,
+        reconsume_times=times,
+        times_max=most,
+        in_order=in_order,
+    )
+
+
+# ---- handed back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", range(16))
+def test_each_time_waits_a_level_longer_from_the_third_on(times: int) -> None:
+    found = back(times=times)
+    assert (found.topic, found.delay_level) == ("%RETRY%readers", 3 + times)
+    assert found.reconsume_times == times + 1
+    assert found.properties["DELAY"] == str(3 + times)
+    assert not found.is_dead_letter
+
+
+@pytest.mark.parametrize("times", [16, 17, INT_MAX])
+def test_the_last_time_is_the_dead_letter(times: int) -> None:
+    found = back(times=times)
+    assert (found.topic, found.delay_level) == ("%DLQ%readers", 0)
+    assert found.is_dead_letter
+    assert found.reconsume_times == min(times + 1, INT_MAX)  # fits its column
+
+
+def test_a_level_asked_for_is_taken_as_it_is() -> None:
+    assert back(delay_level=1, times=9).delay_level == 1
+    assert back(delay_level=1_000).delay_level == 1_000  # admission knows the table, and clamps
+
+
+def test_a_level_below_zero_is_the_dead_letter_at_once() -> None:
+    assert back(delay_level=-1) == back(delay_level=-7)
+    assert back(delay_level=-1).topic == "%DLQ%readers"
+
+
+def test_a_level_asked_for_does_not_outlive_the_maximum() -> None:
+    assert back(delay_level=1, times=16).is_dead_letter
+
+
+def test_a_negative_count_is_none() -> None:
+    assert back(times=-4).delay_level == 3
+
+
+def test_the_copy_says_where_it_came_from() -> None:
+    found = back(WAIT="true")
+    assert found.properties == {
+        **USERS,
+        "RETRY_TOPIC": "orders",
+        "ORIGIN_MESSAGE_ID": "0A00000100002A9F0000000000000011",
+        "WAIT": "false",
+        "DELAY": "3",
+    }
+
+
+def test_what_the_first_time_said_stays() -> None:
+    found = back(RETRY_TOPIC="first", ORIGIN_MESSAGE_ID="1")
+    assert (found.properties["RETRY_TOPIC"], found.properties["ORIGIN_MESSAGE_ID"]) == ("first", "1")
+
+
+def test_a_dead_letter_inherits_no_delay() -> None:
+    """RocketMQ #2722: it arrived in two hours."""
+    found = back(times=16, **dict.fromkeys(SPENT, "18"))
+    assert not SPENT & found.properties.keys()
+    assert USERS.items() <= found.properties.items()
+
+
+def test_a_retry_has_its_own_level_and_no_other_delay() -> None:
+    found = back(times=2, **dict.fromkeys(SPENT, "18"))
+    assert SPENT & found.properties.keys() == {"DELAY"}
+    assert found.properties["DELAY"] == "5"
+
+
+# ---- sent by the client itself ---------------------------------------------------------------------------
+
+
+def test_a_client_has_counted_already() -> None:
+    assert sent(times=16) == Next("%RETRY%readers", {**USERS, "DELAY": "3"}, 3, 16)
+    assert sent(times=17) == Next("%DLQ%readers", USERS, 0, 17)
+
+
+def test_what_an_orderly_consumer_sends_it_has_given_up() -> None:
+    assert sent(times=3, most=3, in_order=True, DELAY="6") == Next("%DLQ%readers", USERS, 0, 3)
+    assert not sent(times=3, most=3).is_dead_letter
+
+
+def test_a_resend_keeps_its_level_alone() -> None:
+    found = sent(delay_level=7, DELAY="7", REAL_TOPIC="orders", TIMER_DELIVER_MS="99")
+    assert found == Next("%RETRY%readers", {**USERS, "DELAY": "7"}, 7, 1)
+    assert sent(delay_level=0).delay_level == sent(delay_level=-1).delay_level == 0
+
+
+# ---- both ------------------------------------------------------------------------------------------------
+
+
+def test_topics_and_groups() -> None:
+    assert group_of(retry_topic("a")) == "a"
+    assert dead_letter_topic("a") == "%DLQ%a"
+
+
+@given(
+    st.dictionaries(NAMES, st.text(max_size=4)),
+    st.integers(-5, 40) | st.integers(),
+    st.integers(),
+    st.integers(-1, 30),
+)
+def test_whatever_comes_back_goes_on_with_one_delay_or_none(
+    properties: dict[str, str], level: int, times: int, most: int
+) -> None:
+    before = dict(properties)
+    for found in (
+        hand_back(
+            "g", topic="t", properties=properties, reconsume_times=times, message_id="1", delay_level=level,
+            times_max=most,
+        ),
+        resend(
+            "g", properties=properties, delay_level=level, reconsume_times=times, times_max=most, in_order=False
+        ),
+    ):  # fmt: skip
+        assert 0 <= found.delay_level <= INT_MAX and 0 <= found.reconsume_times <= INT_MAX
+        assert SPENT & found.properties.keys() == ({"DELAY"} if found.delay_level else set())
+        assert not (found.is_dead_letter and found.delay_level)
+        assert {n for n in before if n not in SPENT} <= found.properties.keys()
+        assert properties == before

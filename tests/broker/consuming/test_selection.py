@@ -1,0 +1,110 @@
+"""What one pop takes: in order of the queue, within its rows, its bytes and what may be in hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.consuming.test_leases import leases_of_queue
+from tests.crash_files import CrashFiles
+
+from timeball import limits
+from timeball.broker.consuming.selection import Selection
+from timeball.broker.filters import EVERYTHING, compile_filter, java_hash
+from timeball.log.queue_index import QueueIndex, QueueIndexes
+
+TAGS = ["a", "b", "c"]
+
+
+def index(sizes: list[int], tags: list[str] | None = None) -> QueueIndex:
+    made = QueueIndexes(CrashFiles()).queue("t", 0)
+    hashes = np.array([java_hash(tag) for tag in tags or ["a"] * len(sizes)], dtype=np.int64)
+    made.append(np.arange(len(sizes)), np.array(sizes, dtype=np.int64), hashes)
+    return made
+
+
+def selection(rows: int = 32, pop_ms: int = 1, *, in_order: bool = False, attempt_id: str = "") -> Selection:
+    return Selection(rows, pop_ms, pop_ms + 10, in_order=in_order, attempt_id=attempt_id)
+
+
+@given(
+    st.lists(st.integers(1, 6), max_size=8),
+    st.lists(st.sampled_from(TAGS), max_size=40),
+    st.sampled_from(TAGS),
+)
+def test_pop_after_pop_takes_what_matches_in_order_and_once(
+    rows: list[int], tags: list[str], tag: str
+) -> None:
+    w = leases_of_queue(index=index([10] * len(tags), tags))
+    expected = [offset for offset, of in enumerate(tags) if of == tag]
+    taken: list[int] = []
+    for n in rows:
+        offsets = selection(n).lease(w, compile_filter(tag))
+        assert len(offsets) == min(n, len(expected) - len(taken))
+        taken += offsets
+    assert taken == expected[: len(taken)]
+    assert w.first_open == (taken[0] if taken else w.next_offset)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
+def test_bytes_are_bounded_but_the_first_row_always_goes(sizes: list[int], back: set[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "POP_BYTES_MAX", 12)
+        w = leases_of_queue(index=index([size * 4 for size in sizes]))
+        everything = selection(64)
+        while selection(64).lease(w, EVERYTHING):
+            pass
+        for offset in back & set(w.in_flight):
+            w.give_back(offset)
+        for offset in list(w.in_flight):
+            w.done(offset)
+        again = sorted(w.returned)
+        got: list[int] = []
+        while offsets := selection(64).lease(w, None):
+            assert len(offsets) == 1 or sum(4 * sizes[o] for o in offsets) <= 12
+            got += offsets
+        assert got == again and everything.found == []
+
+
+def test_what_has_come_back_goes_first_and_what_is_done_ahead_not_at_all() -> None:
+    w = leases_of_queue(index=index([10] * 6))
+    selection(2).lease(w, None)
+    w.give_back(1)
+    w.ack_ahead(3)
+    assert selection(3).lease(w, None) == [1, 2, 4]
+    assert selection(3).lease(w, None) == [5]
+
+
+def test_in_order_nothing_while_something_is_in_hand_unless_it_is_the_same_attempt() -> None:
+    w = leases_of_queue(index=index([10] * 4))
+    assert selection(2, in_order=True, attempt_id="x").lease(w, None) == [0, 1]
+    w.done(0)
+    assert selection(2, 2, in_order=True).lease(w, None) == []
+    assert selection(2, 2, in_order=True, attempt_id="y").lease(w, None) == []
+    assert selection(2, 2, in_order=True, attempt_id="x").lease(w, None) == [1, 2]
+    assert w.in_flight[1].pop_ms == 2 and w.in_flight[1].times == 0
+
+
+def test_more_that_nobody_has_looked_at_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timeball.broker.consuming.selection.SCAN_ENTRIES", 2)
+    w = leases_of_queue(index=index([10] * 3, ["a", "a", "b"]))
+    first = selection()
+    assert first.lease(w, compile_filter("b")) == [] and first.unseen
+    second = selection()
+    assert second.lease(w, compile_filter("b")) == [2] and not second.unseen
+
+
+def test_a_queue_whose_beginning_is_gone_goes_on_where_it_begins() -> None:
+    w = leases_of_queue(index=index([10] * 5))
+    w.index.hide(3)
+    assert selection().lease(w, None) == [3, 4]
+
+
+def test_a_full_window_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 2)
+    w = leases_of_queue(index=index([10] * 5))
+    assert selection().lease(w, None) == [0, 1]
+    assert selection().lease(w, None) == []
+    w.give_back(0)
+    assert selection().lease(w, None) == [0]

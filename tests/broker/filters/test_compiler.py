@@ -1,0 +1,231 @@
+"""Compiling: every text is a filter or an InvalidFilter; what it lets through is what a plain evaluator would."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+from tests.broker.filters import reference
+from tests.broker.filters.messages import Message, entries_of, rows_of
+from tests.broker.filters.reference import MESSAGES, TREES, Tree, is_delivered, show
+from tests.docs_pages import page
+
+from timeball import limits
+from timeball.broker.filters import EVERYTHING, SQL92, TAG, compile_filter
+from timeball.errors import InvalidFilter, RequestError
+
+
+def delivered(text: str, messages: list[Message]) -> list[bool]:
+    wanted = compile_filter(text, SQL92)
+    mask = wanted.exact(rows_of(messages))
+    assert mask.dtype == np.bool_
+    return mask.tolist()
+
+
+@settings(max_examples=600, deadline=None)
+@given(TREES, MESSAGES)
+def test_what_is_delivered_is_what_a_plain_evaluator_says(tree: Tree, messages: list[Message]) -> None:
+    assert delivered(show(tree), messages) == [is_delivered(tree, message) for message in messages]
+
+
+def without(defect: str, tree: Tree, message: Message) -> bool:
+    """A wrong evaluator: `or` forgets what is NULL, or an error counts as False."""
+    with pytest.MonkeyPatch.context() as patch:
+        if defect == "null is false":
+            patch.setitem(reference.EVALUATORS, "compare", lambda *args: bool(reference.compared(*args)))
+        else:
+            patch.setattr(reference, "Failed", type("Ignored", (Exception,), {}))
+            patch.setitem(reference.EVALUATORS, "compare", _lenient)
+        return is_delivered(tree, message)
+
+
+def _lenient(*args: object) -> bool | None:
+    try:
+        return reference.compared(*args)  # type: ignore[arg-type]
+    except reference.Failed:
+        return False
+
+
+@pytest.mark.parametrize("defect", ["null is false", pytest.param("error is false", marks=pytest.mark.slow)])
+def test_a_wrong_evaluator_is_noticed(defect: str) -> None:
+    def disagree(case: tuple[Tree, list[Message]]) -> bool:
+        tree, messages = case
+        return delivered(show(tree), messages) != [without(defect, tree, message) for message in messages]
+
+    tree, _ = find(
+        st.tuples(TREES, MESSAGES), disagree, settings=settings(max_examples=20_000, deadline=None)
+    )
+    assert show(tree)
+
+
+WORDS = [
+    "a", "b", "TAGS", "'x'", "''", "1", "2.5", "1e9", "TRUE", "null", "AND", "or", "NOT", "IN", "BETWEEN", "IS",
+    "CONTAINS", "STARTSWITH", "ENDSWITH", "(", ")", "=", "<>", "<", ">=", ",", "-", "+", "--", "/*", "*/", "\n", "'",
+    ".", "9" * 30, "1e999", "\x00", "é", "||", "*",
+]  # fmt: skip
+EXPRESSIONS = st.one_of(
+    st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join),
+    st.lists(st.sampled_from(WORDS), max_size=12).map("".join),
+    st.text(max_size=30),
+    st.text(st.characters(codec=None), max_size=6),  # halves of surrogate pairs among them
+    TREES.map(show),
+)
+
+
+@settings(max_examples=1_500, deadline=None)
+@given(EXPRESSIONS, st.sampled_from([TAG, SQL92]), st.booleans(), MESSAGES)
+def test_any_text_is_a_filter_or_refused(
+    text: str, expression_type: str, bit_mask: bool, messages: list[Message]
+) -> None:
+    try:
+        wanted = compile_filter(text, expression_type, bit_mask=bit_mask)
+    except InvalidFilter as refused:
+        assert refused.position is None or 1 <= refused.position <= len(text) + 1
+        return
+    assert wanted.exact(rows_of(messages)).shape == (len(messages),)
+    assert wanted.candidates(entries_of([0] * len(messages))).shape == (len(messages),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 8_000, "NOT " * 4_000, "NOT(" * 4_000, "-" * 16_000 + "1", "- " * 4_000 + "1", "a" * 16_000,
+        "a = b = " * 2_000 + "c", "a IS NULL " * 1_500, "/*" * 8_000, "--\n" * 5_000, "''" * 8_000, "'" * 16_001,
+        "a IN (" + "'', " * 4_000, "a = 1 AND " * 1_500, "1" * 16_000, "1e" * 8_000, "a>" + "9" * 5_000,
+        "a > 0." + "1" * 16_000, "(a=1)=" * 2_000 + "TRUE", "é" * 8_100,
+    ],
+)  # fmt: skip
+def test_no_text_gets_beyond_the_limits(text: str) -> None:
+    try:
+        wanted = compile_filter(text, SQL92)
+    except InvalidFilter:
+        return
+    wanted.exact(rows_of([{"a": "1"}]))
+
+
+def test_the_largest_expressions_are_fine() -> None:
+    deep = "(" * limits.FILTER_DEPTH_MAX + "a = 1" + ")" * limits.FILTER_DEPTH_MAX
+    assert delivered(deep, [{"a": "1"}, {}]) == [True, False]
+    denied = "NOT " * (limits.FILTER_DEPTH_MAX - 1) + "(a = 1)"
+    assert delivered(denied, [{"a": "2"}, {"a": "1"}, {}]) == [True, False, False]
+    wide = " OR ".join(f"a = {i}" for i in range(limits.FILTER_TOKENS_MAX // 4))
+    assert delivered(wide, [{"a": "1023"}, {"a": "1024"}, {"a": "0"}]) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "position"),
+    [
+        ("a" * (limits.FILTER_BYTES_MAX + 1), "FILTER_BYTES_MAX", None),
+        ("é" * (limits.FILTER_BYTES_MAX // 2 + 1), "FILTER_BYTES_MAX", None),
+        ("a " * (limits.FILTER_TOKENS_MAX + 1), "FILTER_TOKENS_MAX", 2 * limits.FILTER_TOKENS_MAX + 1),
+        (
+            "(" * (limits.FILTER_DEPTH_MAX + 2) + "a = 1" + ")" * (limits.FILTER_DEPTH_MAX + 2),
+            "FILTER_DEPTH_MAX",
+            3,
+        ),
+        (
+            f"a IN ({','.join(['1'.join(chr(39) * 2)] * (limits.FILTER_IN_ITEMS_MAX + 1))})",
+            "FILTER_IN_ITEMS_MAX",
+            7 + 4 * limits.FILTER_IN_ITEMS_MAX,
+        ),
+    ],
+    ids=["bytes", "bytes of two each", "tokens", "depth", "items"],
+)
+def test_a_limit_is_named_with_its_place(text: str, limit: str, position: int | None) -> None:
+    with pytest.raises(InvalidFilter, match=limit) as refused:
+        compile_filter(text, SQL92)
+    assert (refused.value.limit, refused.value.position) == (limit, position)
+    if position:
+        assert f"at character {position}" in str(refused.value)
+
+
+def test_the_limit_in_bytes_is_for_tags_too() -> None:
+    with pytest.raises(InvalidFilter, match="more than 16384 bytes"):
+        compile_filter("t" * (limits.FILTER_BYTES_MAX + 1))
+    compile_filter("t" * limits.FILTER_BYTES_MAX)
+
+
+@pytest.mark.parametrize("expression_type", [None, "", "TAG"])
+def test_a_subscription_is_one_to_tags_unless_it_says_otherwise(expression_type: str | None) -> None:
+    assert compile_filter("*", expression_type) is EVERYTHING
+    assert not compile_filter("a", expression_type).matches_all
+
+
+@pytest.mark.parametrize("expression_type", ["sql92", "CLASS", "x" * 10_000])
+def test_a_type_of_expression_that_there_is_not(expression_type: str) -> None:
+    with pytest.raises(InvalidFilter, match="it is TAG or SQL92") as refused:
+        compile_filter("a", expression_type)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("text", [None, "", " ", "*"])
+def test_sql_has_no_word_for_all(text: str | None) -> None:
+    with pytest.raises(InvalidFilter):
+        compile_filter(text, SQL92)
+
+
+def test_half_a_character() -> None:
+    with pytest.raises(InvalidFilter, match="character 3 is half") as refused:
+        compile_filter("a \ud800")
+    assert refused.value.position == 3
+
+
+def test_an_sql_filter_says_nothing_of_the_index() -> None:
+    wanted = compile_filter("a = 1", SQL92)
+    assert not wanted.matches_all
+    assert wanted.candidates(entries_of([0, 1, -5])).tolist() == [True] * 3
+    assert wanted.exact(rows_of([])).tolist() == []
+
+
+def test_a_refusal_is_the_callers() -> None:
+    assert issubclass(InvalidFilter, RequestError)
+
+
+# ---- what docs/filters.md says -----------------------------------------------------------------------------
+
+
+def shown(language: str) -> list[str]:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", page("docs/filters.md"), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_the_examples_that_are_shown_are_filters() -> None:
+    for text in shown("sql"):
+        assert not compile_filter(text, SQL92).matches_all
+    assert [compile_filter(text).matches_all for text in shown("tags")] == [True, False, False]
+    assert len(shown("sql")) > 4
+
+
+def test_the_limits_that_are_told_are_the_limits() -> None:
+    rows = re.findall(r"\| ([\d,]+)(?: bytes)? \| `(\w+)` \|", page("docs/filters.md"))
+    told = {name: int(number.replace(",", "")) for number, name in rows}
+    assert told == {name: value for name, value in vars(limits).items() if name.startswith("FILTER_")}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = 1 b", "NOT a = 5", "paid", "a = b = c", "(a = 1) = 5", "TRUE = 5", "1 = 'x'", "-a = 1", "a LIKE 'x'",
+    ],
+)  # fmt: skip
+def test_what_is_told_to_be_refused_is(text: str) -> None:
+    assert text in page("docs/filters.md") or text in ("-a = 1", "a LIKE 'x'")
+    with pytest.raises(InvalidFilter):
+        compile_filter(text, SQL92)
+
+
+def test_what_is_told_of_missing_properties_is_so() -> None:
+    messages: list[Message] = [{}, {"b": "x"}, {"a": "3000000000", "b": "0"}, {"a": "-9223372036854775808"}]
+    for text, expected in [
+        ("a = b", [False] * 4),
+        ("a <> b", [False, False, True, False]),
+        ("'x' <> a", [False, False, True, True]),
+        ("NOT (a CONTAINS 'x')", [False, False, True, True]),
+        ("a > 5", [False, False, True, False]),
+        ("a = -9223372036854775808", [False, False, False, True]),
+        ("b = 0.0 -- the end", [False, False, True, False]),
+    ]:
+        assert delivered(text, messages) == expected, text

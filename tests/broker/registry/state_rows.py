@@ -1,0 +1,47 @@
+"""A log of META rows alone, for tests of one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from timeball.broker.registry.meta import MetaLog
+from timeball.broker.service import Broker
+from timeball.message import Kind, pairs_of
+
+T = TypeVar("T")
+
+
+class StateRows:
+    """What a table has appended; `opened` is a start on it."""
+
+    def __init__(self) -> None:
+        self.appended: list[pa.RecordBatch] = []
+
+    def opened(self, make: Callable[[MetaLog], T]) -> T:
+        """A table that knows all that has been appended, and appends here."""
+        meta = MetaLog()
+        made = make(meta)
+        for rows in self.appended:
+            meta.restore(pairs_of(rows))
+        meta.open(self.appended.append, lambda: 0)
+        return made
+
+    @property
+    def count(self) -> int:
+        """How many frames there are."""
+        return len(self.appended)
+
+
+def rows_of(broker: Broker, prefix: str) -> dict[str, Any]:
+    """The values of the META rows of a prefix that are durable, by name."""
+    found: dict[str, Any] = {}
+    reader = broker.parts.reader
+    for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.META]):
+        for key, value in pairs_of(rows):
+            if key.startswith(prefix):
+                found[key.removeprefix(prefix)] = json.loads(value)
+    return found

@@ -1,0 +1,131 @@
+"""Campaigns: what was decided about each is its last row, and it has its ranges from the frame that attaches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.broker.registry.state_rows import StateRows
+
+from timeball import limits
+from timeball.broker.registry.campaigns import JOB_MS_MAX, CampaignFacts, Campaigns
+from timeball.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.message import Kind, pairs_of
+from timeball.table.attachment import Attachment, FileEntry
+
+FILE = FileEntry(
+    path="bucket=2030-01/" + "0" * 32 + ".parquet", bucket="2030-01", rows=3, size_bytes=9,
+    min_due_ms=50, max_due_ms=70, min_seq=10, max_seq=12,
+)  # fmt: skip
+ATTACH = Attachment(job="bulk", job_id="spring", epoch=0, files=[FILE], ranges=[(10, 3)])
+
+
+@pytest.fixture
+def campaigns() -> Campaigns:
+    return StateRows().opened(Campaigns)
+
+
+def plan(campaigns: Campaigns, name: str = "spring", rows: int = 3, settled_before_ms: int = 0) -> None:
+    campaigns.plan(name, rows, 1_000, 5 + len(campaigns.all()), settled_before_ms)
+
+
+def test_a_plan_is_there_once_and_one_of_nothing_has_nothing_to_attach(campaigns: Campaigns) -> None:
+    plan(campaigns)
+    plan(campaigns, rows=9)
+    assert campaigns.get("spring").rows == 3
+    plan(campaigns, "nothing", rows=0)
+    assert campaigns.get("nothing").state == "running" and campaigns.get("nothing").is_finished(0)
+    assert list(campaigns.all()) == ["spring", "nothing"]
+
+
+def test_the_row_that_goes_with_the_attach(campaigns: Campaigns) -> None:
+    assert campaigns.attached(ATTACH, 2_000) is None  # not planned: no campaign
+    plan(campaigns)
+    assert campaigns.attached(msgspec.structs.replace(ATTACH, job="rewrite"), 2_000) is None
+    row = campaigns.attached(ATTACH, 2_000)
+    assert row is not None and row.column("kind").to_pylist() == [Kind.META]
+    [(key, value)] = pairs_of(row)
+    assert key == "campaign/spring"
+    assert msgspec.json.decode(value, type=CampaignFacts) == campaigns.get("spring")
+    facts = campaigns.get("spring")
+    assert (facts.state, facts.ranges, facts.last_due_ms) == ("running", [(10, 3)], 70)
+    assert campaigns.attached(ATTACH, 3_000) is None
+    assert [facts.is_finished(ms) for ms in (70, 71)] == [False, True]
+
+
+def test_what_may_be_paused(campaigns: Campaigns) -> None:
+    with pytest.raises(NotFound, match="no campaign 'spring'"):
+        campaigns.get_attached("spring")
+    with pytest.raises(InvalidMessage, match="campaign 'a/b'"):
+        campaigns.get_attached("a/b")
+    plan(campaigns)
+    with pytest.raises(OutOfRange, match="nothing of it is attached yet"):
+        campaigns.get_attached("spring")
+    campaigns.put("spring", msgspec.structs.replace(campaigns.get("spring"), state="cancelled"))
+    with pytest.raises(InvalidMessage, match="was cancelled"):
+        campaigns.get_attached("spring")
+    with pytest.raises(InvalidMessage, match="was cancelled"):
+        campaigns.check_attach(ATTACH)
+    campaigns.check_attach(msgspec.structs.replace(ATTACH, job_id="other"))
+
+
+def test_they_are_bounded_and_those_that_are_over_give_way(
+    campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 2)
+    plan(campaigns)
+    plan(campaigns, "summer")
+    with pytest.raises(OverLimit, match="2 campaigns are not over yet"):
+        plan(campaigns, "autumn")
+    campaigns.attached(ATTACH, 2_000)
+    plan(campaigns, "autumn", settled_before_ms=71)
+    assert list(campaigns.all()) == ["summer", "autumn"]
+
+
+def test_a_cancelled_one_gives_way_when_nothing_of_it_can_come(
+    campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that gave way at once was attached afterwards by its job; one whose cancel was cut short lost its hold."""
+    monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 1)
+
+    def gives_way(**facts: Any) -> bool:
+        campaigns.put("spring", known(**facts))
+        try:
+            campaigns.plan("summer", 3, 2_000, 6, 0)
+        except OverLimit:
+            return False
+        return list(campaigns.all()) == ["summer"]
+
+    def known(**facts: Any) -> CampaignFacts:
+        return CampaignFacts(
+            state="cancelled", since_ms=1_000, planned_ms=1_000, planned_seq=5, rows=3, **facts
+        )
+
+    assert not gives_way()
+    assert not gives_way(ranges=[(10, 3)], held_from_ms=50)
+    assert gives_way(ranges=[(10, 3)])
+
+
+def test_a_cancelled_plan_gives_way_when_no_job_can_be_at_work_for_it(
+    campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 1)
+    plan(campaigns)
+    campaigns.put("spring", msgspec.structs.replace(campaigns.get("spring"), state="cancelled"))
+    with pytest.raises(OverLimit):
+        campaigns.plan("summer", 3, 1_000 + JOB_MS_MAX, 6, 0)
+    campaigns.plan("summer", 3, 1_001 + JOB_MS_MAX, 6, 0)
+    assert list(campaigns.all()) == ["summer"]
+
+
+@pytest.mark.parametrize("good", ["a", "spring-2027", "A.b_c", "x" * 100])
+def test_an_id(campaigns: Campaigns, good: str) -> None:
+    plan(campaigns, good)
+    assert campaigns.get(good).state == "planned"
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", ".hidden", "_x", "a b", "ü", "x" * 101, "spark-compact", "a\n"])
+def test_what_is_no_id(campaigns: Campaigns, bad: str) -> None:
+    with pytest.raises(InvalidMessage, match="campaign"):
+        plan(campaigns, bad)

@@ -1,0 +1,65 @@
+"""State as rows: the last value of a key counts, a frame is whole, and what cannot be read is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.broker.registry.state_rows import StateRows, rows_of
+from tests.crash.world import World
+
+from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.errors import Corrupt, SetupError
+from timeball.message import Kind
+
+CHANGES = st.lists(
+    st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers()), max_size=3), max_size=8
+)
+
+
+def table(meta: MetaLog) -> MetaTable[int]:
+    return MetaTable(meta, "number", int)
+
+
+@given(CHANGES)
+def test_the_last_value_of_a_key_counts_before_and_after_a_start(
+    frames: list[list[tuple[str, int | None]]],
+) -> None:
+    log, model = StateRows(), {}
+    kept = log.opened(table)
+    for changes in frames:
+        kept.put(changes)
+        model.update(changes)
+    model = {name: value for name, value in model.items() if value is not None}
+    again = log.opened(table)
+    assert kept.values == again.values == model
+    assert log.count == sum(bool(changes) for changes in frames), (
+        "one frame for each change, none for nothing"
+    )
+    assert {key: int(value) for key, value in again._log.values.items()} == {
+        f"number/{n}": v for n, v in model.items()
+    }
+
+
+def test_state_of_a_newer_timeball_and_values_that_are_none_are_refused() -> None:
+    meta = MetaLog()
+    table(meta)
+    with pytest.raises(SetupError, match=r"newer Timeball \('colour'\)"):
+        meta.restore([("colour/a", b"1")])
+    with pytest.raises(Corrupt, match="META row of 'number/a'"):
+        meta.restore([("number/a", b'"x"')])
+
+
+@on_node()
+async def test_a_topic_stands_before_its_first_message_in_the_same_commit(world: World) -> None:
+    writer = world.broker.parts.writer
+    before = writer.statistics.commits
+    accepted = await world.broker.send(batch(2))
+    assert writer.statistics.commits == before + 1
+    rows = [row for part in world.broker.read_log(1, 99) for row in part.to_pylist()]
+    assert [row["kind"] for row in rows] == [Kind.META, Kind.MESSAGE, Kind.MESSAGE]
+    assert (rows[0]["unique_key"], accepted.first_seq) == ("topic/orders", 2)
+    await world.broker.send(batch(2))
+    assert rows_of(world.broker, "topic/").keys() == {"orders"}
+    assert writer.next_seq == 6, "once"

@@ -1,0 +1,144 @@
+"""Consumer offsets: what a group stored is what it gets, within its queues, before and after a save."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.registry.state_rows import StateRows
+
+from timeball import limits
+from timeball.broker.registry import offsets as offsets_module
+from timeball.broker.registry.offsets import Offsets, Parked
+from timeball.errors import InvalidMessage, OutOfRange, OverLimit
+
+ENDS = {0: 10, 1: 0, 7: 3}
+NAMES = st.sampled_from(["a", "b", "%RETRY%g", "x-1_|"])
+COMMITS = st.lists(
+    st.tuples(NAMES, NAMES, st.dictionaries(st.sampled_from([0, 7]), st.integers(0, 3), max_size=2)),
+    max_size=12,
+)
+
+
+NONE = Parked(0, {})
+
+
+def fresh() -> Offsets:
+    return StateRows().opened(Offsets)
+
+
+def saved(offsets: Offsets, log: StateRows) -> Offsets:
+    offsets.save(NONE)
+    return log.opened(Offsets)
+
+
+@given(COMMITS)
+def test_the_last_commit_of_each_queue_counts_also_after_a_restart(
+    commits: list[tuple[str, str, dict[int, int]]],
+) -> None:
+    log = StateRows()
+    offsets, model = log.opened(Offsets), {}
+    for group, topic, given_offsets in commits:
+        offsets.commit(group, topic, given_offsets, ENDS)
+        model.setdefault((group, topic), {}).update(given_offsets)
+    for read in (offsets, saved(offsets, log)):
+        for (group, topic), expected in model.items():
+            assert read.get(group, topic) == expected
+            assert {queue: read.find_offset(group, topic, queue) for queue in expected} == expected
+        assert read.get("nobody", "a") == read.get("a", "nothing") == {}
+        assert read.find_offset("nobody", "a", 0) is read.find_offset("a", "a", 99) is None
+
+
+@pytest.mark.parametrize("wrong", [{0: 11}, {0: -1}, {1: 1}, {2: 0}, {0: 5, 7: 4}])
+def test_an_offset_beyond_its_queue_is_refused_and_nothing_is_stored(wrong: dict[int, int]) -> None:
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    offsets.commit("g", "t", {0: 2}, ENDS)
+    offsets.save(NONE)
+    with pytest.raises(OutOfRange, match="'t' ends at"):
+        offsets.commit("g", "t", wrong, ENDS)
+    assert offsets.get("g", "t") == {0: 2}
+    offsets.save(NONE)
+    assert log.count == 1
+
+
+def test_who_reads_what_is_known_and_can_be_forgotten() -> None:
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    for group, topic in (("g", "t"), ("g", "u"), ("h", "t")):
+        offsets.commit(group, topic, {0: 1}, ENDS)
+    assert (offsets.topics_of("g"), offsets.groups_of("t")) == (["t", "u"], ["g", "h"])
+    assert offsets.topics_of("nobody") == offsets.groups_of("nothing") == []
+    saved(offsets, log)
+    offsets.forget_topic("nothing")
+    offsets.forget_group("nobody")
+    offsets.save(NONE)
+    assert log.count == 1, "nothing has changed"
+    offsets.forget_topic("t")
+    assert saved(offsets, log).topics_of("g") == ["u"]
+    offsets.forget_group("g")
+    assert saved(offsets, log).topics_of("g") == []
+
+
+def test_a_queue_may_be_committed_to_its_end_and_back() -> None:
+    offsets = fresh()
+    for offset in (10, 0, 4):
+        offsets.commit("g", "t", {0: offset}, ENDS)
+        assert offsets.get("g", "t") == {0: offset}
+
+
+@pytest.mark.parametrize("group", ["", "a/b", "..", "a\n", "x" * (limits.GROUP_BYTES_MAX + 1)])
+def test_a_group_has_a_name_that_stock_clients_know(group: str) -> None:
+    with pytest.raises(InvalidMessage, match="group"):
+        fresh().commit(group, "t", {0: 1}, ENDS)
+
+
+def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "GROUPS_MAX", 2)
+    offsets = fresh()
+    for group in ("one", "two", "one"):
+        offsets.commit(group, "t", {0: 1}, ENDS)
+    with pytest.raises(OverLimit, match="2 consumer groups exist"):
+        offsets.commit("three", "t", {0: 1}, ENDS)
+
+
+def test_only_what_has_changed_is_saved() -> None:
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    offsets.save(NONE)
+    assert log.count == 0
+    for topic in ("t", "u"):
+        offsets.commit("g", topic, {0: 1}, ENDS)
+        offsets.save(NONE)
+        offsets.save(NONE)
+    keys = [rows.column("unique_key").to_pylist() for rows in log.appended]
+    assert keys == [["offsets/g@t", "offsets/parked"], ["offsets/g@u", "offsets/parked"]]
+
+
+def test_what_is_handed_out_is_a_copy() -> None:
+    offsets = fresh()
+    offsets.commit("g", "t", {0: 1}, ENDS)
+    offsets.get("g", "t")[0] = 9
+    assert offsets.get("g", "t") == {0: 1}
+
+
+def test_what_is_promised_is_saved_with_the_offsets_it_belongs_to() -> None:
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    offsets.commit("g", "t", {0: 2}, ENDS)
+    parked = Parked(17, {"g": {"t": {0: [(4, 6)]}}})
+    offsets.save(parked)
+    offsets.save(parked)
+    assert log.count == 1, "offsets and what is promised are one frame"
+    again = log.opened(Offsets)
+    assert again.parked == parked and again.get("g", "t") == {0: 2}
+
+
+def test_a_start_never_has_to_look_through_much_of_the_log() -> None:
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    ahead = {"g": {"t": {0: [(1, 2)]}}}
+    far = offsets_module.STALE_ROWS
+    for parked, frames in ((Parked(far, {}), 0), (Parked(far + 1, {}), 1), (Parked(far + 2, ahead), 2)):
+        offsets.save(parked)
+        assert log.count == frames

@@ -1,0 +1,418 @@
+"""Topics: offsets are dense and in log order, whoever chose the queue, and a replay gives the same again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.registry.state_rows import StateRows
+from tests.crash_files import CrashFiles
+from tests.log.small_log import SEGMENT_BYTES
+
+from timeball import limits
+from timeball.broker.filters import tag_hash, tag_mask
+from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import FilterType, Placement, Topics, check_name
+from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
+from timeball.files import Files
+from timeball.log.queue_index import Lengths
+from timeball.log.reader import LogReader
+from timeball.log.recovery import open_log
+from timeball.message import Kind, build_rows, stored_sizes
+
+QUEUES = 3
+
+END_SEQ = 10_000  # behind every row of a test
+
+
+def opened(log: StateRows, files: Files, queues: int = QUEUES) -> Topics:
+    return log.opened(lambda meta: Topics(files, meta, queues_per_topic=queues))
+
+
+def fresh(files: Files | None = None, *, queues: int = QUEUES, log: StateRows | None = None) -> Topics:
+    topics = opened(log or StateRows(), files or CrashFiles(), queues)
+    topics.load(empty_log(), {}, 1)
+    return topics
+
+
+def empty_log() -> LogReader:
+    return LogReader(open_log(CrashFiles(), segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
+
+
+def save_queues(topics: Topics, next_seq: int = END_SEQ) -> Lengths:
+    flush = topics.indexes.flush(next_seq)
+    flush.write()
+    topics.indexes.finish(flush)
+    return flush.lengths()
+
+
+def visible(names: list[str], queue_ids: list[int] | None = None, **columns: Any) -> pa.RecordBatch:
+    count = len(names)
+    return build_rows(
+        count, kind=int(Kind.MESSAGE), topic=names, queue_id=queue_ids or [-1] * count, body=b"body", **columns
+    )  # fmt: skip
+
+
+def with_places(rows: pa.RecordBatch, placement: Placement) -> pa.RecordBatch:
+    columns = {name: rows.column(name) for name in rows.schema.names}
+    columns["queue_id"] = pa.array(placement.queue_id, pa.int32())
+    columns["queue_offset"] = pa.array(placement.queue_offset)
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=rows.schema)
+
+
+def entries(topics: Topics) -> dict[tuple[str, int], list[int]]:
+    """Sequence numbers by queue."""
+    return {
+        (topic.name, at): queue.index.read(queue.index.min_offset, 1_000)["seq"].tolist()
+        for topic in topics.all()
+        for at, queue in enumerate(topic.queues)
+        if queue.index.max_offset
+    }
+
+
+BATCHES = st.lists(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 5)), min_size=1, max_size=12), max_size=6
+)
+
+
+@settings(max_examples=50)
+@given(BATCHES, st.integers(0, 6))
+def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
+    batches: list[list[tuple[str, int]]], known: int
+) -> None:
+    files, log = CrashFiles(), StateRows()
+    topics, replays, next_seq, model = fresh(files, log=log), [], 1, {}
+    for batch in batches:
+        rows = visible([name for name, _ in batch], [queue for _, queue in batch])
+        placement = topics.place(rows)
+        placed = with_places(rows, placement)
+        for i, (name, wanted) in enumerate(batch):
+            queue, offset = int(placement.queue_id[i]), int(placement.queue_offset[i])
+            assert queue == wanted % QUEUES if wanted >= 0 else 0 <= queue < QUEUES
+            assert offset == len(model.setdefault((name, queue), []))
+            model[name, queue].append(next_seq + i)
+        placement.index(next_seq)
+        assert set(placement.queues()) == {
+            (name, int(queue)) for (name, _), queue in zip(batch, placement.queue_id, strict=True)
+        }
+        replays.append((placed, np.arange(next_seq, next_seq + len(batch))))
+        next_seq += len(batch)
+        if len(replays) == known:
+            saved = (save_queues(topics, next_seq), next_seq)
+    assert entries(topics) == model
+    again = opened(log, files)
+    again.load(empty_log(), *(saved if known and len(replays) >= known else ({}, 1)))
+    for placed, seqs in replays:  # those before the checkpoint too: they are skipped
+        again.replay(placed, seqs)
+    assert entries(again) == model
+
+
+def test_rows_that_leave_the_choice_go_round_the_queues() -> None:
+    topics = fresh()
+    first = topics.place(visible(["a"] * 4)).queue_id.tolist()
+    second = topics.place(visible(["a"] * 3)).queue_id.tolist()
+    assert [*first, *second] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_rows_of_a_batch_that_are_for_later_leave_gaps_in_the_log_not_in_the_queue() -> None:
+    topics = fresh()
+    topics.place(visible(["a"] * 2, [0, 0])).index(10, np.array([11, 15]))
+    assert entries(topics) == {("a", 0): [11, 15]}
+
+
+def test_a_topic_is_made_when_it_is_named() -> None:
+    assert len(fresh().ensure("new").queues) == QUEUES
+    topics = fresh()
+    assert len(topics.ensure("new", 2).queues) == 2
+    assert topics.ensure("new").name == topics.get("new").name == "new"
+    with pytest.raises(NotFound, match="'other' does not exist"):
+        topics.get("other")
+
+
+def test_a_topic_grows_and_never_shrinks() -> None:
+    topics = fresh()
+    assert [len(topics.ensure("a", queues).queues) for queues in (2, 5, 3)] == [2, 5, 5]
+
+
+def test_what_is_saved_is_loaded() -> None:
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
+    assert log.count == 0
+    topics.ensure("a")
+    topics.ensure("b", 5)
+    assert log.count == 2
+    assert topics.ensure("b", 4) and log.count == 2
+    again = fresh(files, log=log)
+    assert {t.name: len(t.queues) for t in again.all()} == {"a": QUEUES, "b": 5}
+
+
+def test_the_longest_group_and_topic_have_a_retry_topic() -> None:
+    ours = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
+    assert fresh().ensure(ours).name == ours
+    for name in (ours + "x", "t" * (limits.TOPIC_BYTES_MAX + 1)):
+        with pytest.raises(InvalidMessage, match="topic"):
+            fresh().ensure(name)
+
+
+def test_a_topic_is_made_and_written_to_without_a_call_to_the_disk() -> None:
+    """A thousand cost what one does: one file, written and synced by the checkpoint."""
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
+    calls = files.calls
+    topics.place(visible([f"%RETRY%g{n}" for n in range(1_000)])).index(1)
+    assert files.calls == calls
+    save_queues(topics, 1_001)
+    assert files.list_dir("queues") == ["00000000000000000001.cq"]
+
+
+def test_topics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TOPICS_MAX", 2)
+    topics = fresh()
+    for name in "aba":
+        topics.ensure(name)
+    with pytest.raises(OverLimit, match="2 topics exist"):
+        topics.ensure("c")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", ".", "a\n", "ä", "x" * 6])
+def test_names_that_nobody_can_live_with(name: str) -> None:
+    check_name("%a|B_9-"[:5], 5, "topic")
+    with pytest.raises(InvalidMessage, match=r"group .*: 1 to 5 of the characters"):
+        check_name(name, 5, "group")
+
+
+def tags_indexed(topics: Topics) -> dict[str, list[int]]:
+    """What the first queue of each topic holds of its messages' tags."""
+    found = {topic.name: topic.queues[0].index.read(0, 100)["tag"].tolist() for topic in topics.all()}
+    return {name: tags for name, tags in found.items() if tags}
+
+
+TAGS = ["a", None, "b||c", "Aa", "BB", ""]
+SINGLE = [tag_hash("a"), 0, tag_hash("b||c"), tag_hash("Aa"), tag_hash("BB"), 0]
+MULTI = [tag_mask("a"), 0, tag_mask("b") | tag_mask("c"), tag_mask("Aa"), tag_mask("BB"), 0]
+
+
+def test_an_entry_holds_of_the_tag_what_the_filter_type_says() -> None:
+    assert SINGLE[3] == SINGLE[4] == 2112 and MULTI != SINGLE
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
+    topics.ensure("single")
+    topics.ensure("multi", filter_type="MULTI_TAG")
+    names = ["single", "multi"] * len(TAGS)
+    rows = visible(names, [0] * len(names), tag=[tag for tag in TAGS for _ in range(2)])
+    placement = topics.place(rows)
+    placement.index(1)
+    assert tags_indexed(topics) == {"single": SINGLE, "multi": MULTI}
+    again = fresh(files, log=log)
+    again.replay(with_places(rows, placement), np.arange(1, 1 + len(names)))
+    assert tags_indexed(again) == {"single": SINGLE, "multi": MULTI}
+
+
+@pytest.mark.parametrize(("filter_type", "expected"), [("SINGLE_TAG", SINGLE), ("MULTI_TAG", MULTI)])
+def test_a_batch_of_one_topic(filter_type: FilterType, expected: list[int]) -> None:
+    topics = fresh()
+    topics.ensure("t", 1, filter_type=filter_type)
+    topics.place(visible(["t"] * len(TAGS), tag=TAGS)).index(1)
+    assert tags_indexed(topics) == {"t": expected}
+    topics.place(visible(["t"] * 2)).index(7)
+    assert tags_indexed(topics) == {"t": [*expected, 0, 0]}
+
+
+def test_a_filter_type_is_saved_and_stays_unless_asked() -> None:
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
+    assert topics.ensure("old").filter_type == topics.ensure("old", 5).filter_type == "SINGLE_TAG"
+    assert topics.ensure("new", 1, filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+    assert topics.ensure("new", 2).filter_type == "MULTI_TAG"
+    assert {t.name: t.filter_type for t in fresh(files, log=log).all()} == {
+        "old": "SINGLE_TAG",
+        "new": "MULTI_TAG",
+    }
+
+
+def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
+    log = StateRows()
+    topics = fresh(log=log)
+    topics.ensure("t", 1)
+    assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+    assert log.count == 2
+    topics.place(visible(["t"], tag=["a"]))
+    with pytest.raises(RequestError, match="has messages: its filter type stays MULTI_TAG"):
+        topics.ensure("t", 4, filter_type="SINGLE_TAG")
+    assert len(topics.get("t").queues) == 1, "refused whole"
+    assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+    assert log.count == 2
+
+
+def test_a_filter_type_that_there_is_not() -> None:
+    topics = fresh()
+    with pytest.raises(RequestError, match="'HEAVY': it is SINGLE_TAG or MULTI_TAG"):
+        topics.ensure("t", filter_type="HEAVY")
+    assert not topics.all()
+
+
+def test_a_size_is_that_of_the_stored_message() -> None:
+    rows = visible(["ab", "c"], properties=["k\1v\2", None])
+    assert stored_sizes(rows).tolist() == [91 + 2 + 4 + 4, 91 + 1 + 4]
+
+
+# ---- configuration and deletion -----------------------------------------------------------------------------
+
+
+def put(topics: Topics, first_seq: int, name: str, rows: int = 1) -> pa.RecordBatch:
+    """Rows that are placed and durable; returned as they stand in the log."""
+    batch = visible([name] * rows)
+    placement = topics.place(batch)
+    placement.index(first_seq)
+    return with_places(batch, placement)
+
+
+def reopened(
+    topics: Topics,
+    log: StateRows,
+    files: CrashFiles,
+    lengths: dict[str, dict[int, tuple[int, int]]] | None = None,
+) -> Topics:
+    """After a restart; by default with a checkpoint of this instant."""
+    saved = save_queues(topics)
+    again = opened(log, files, 1)
+    again.load(empty_log(), saved if lengths is None else lengths, END_SEQ if lengths is None else 1)
+    return again
+
+
+def test_a_topic_shows_what_was_configured_and_after_a_restart_too() -> None:
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, log=log)
+    config = TopicConfig(2, 3, perm=4, order=True, sys_flag=1, attributes={"message.type": "FIFO"})
+    topics.configure("t", config, filter_type="MULTI_TAG")
+    for read in (topics, reopened(topics, log, files)):
+        topic = read.get("t")
+        assert (topic.read_queues, topic.write_queues, topic.perm, len(topic.queues)) == (2, 3, 4, 3)
+        assert (topic.config, topic.filter_type) == (config, "MULTI_TAG")
+
+
+def test_a_topic_nobody_configured_shows_all_its_queues() -> None:
+    topic = fresh().ensure("t")
+    assert (topic.read_queues, topic.write_queues, topic.perm) == (QUEUES, QUEUES, 6)
+
+
+def test_fewer_queues_are_hidden_and_not_taken_away() -> None:
+    topics = fresh()
+    put(topics, 0, "t", rows=8)
+    topics.configure("t", TopicConfig(3, 2))
+    assert len(topics.get("t").queues) == 3
+    before = [queue.next_offset for queue in topics.get("t").queues]
+    put(topics, 8, "t", rows=8)
+    after = [queue.next_offset for queue in topics.get("t").queues]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [4, 4, 0]
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3, 5])
+def test_a_topic_shows_at_least_what_is_asked_for(wanted: int) -> None:
+    topics = fresh()
+    topics.ensure("t", 3)
+    topics.configure("t", TopicConfig(1, 2, perm=4))
+    topic = topics.ensure("t", wanted)
+    assert (topic.read_queues, topic.write_queues) == (max(1, wanted), max(2, wanted))
+    assert len(topic.queues) == max(3, wanted)
+    assert topic.perm == 4
+
+
+def test_a_configuration_that_cannot_be_changes_nothing() -> None:
+    topics = fresh()
+    topics.configure("t", TopicConfig(2, 2))
+    for config in (TopicConfig(0, 0), TopicConfig(2, 2, perm=9)):
+        with pytest.raises(RequestError):
+            topics.configure("t", config)
+        with pytest.raises(RequestError):
+            topics.configure("u", config)
+    assert topics.get("t").config == TopicConfig(2, 2)
+    assert [topic.name for topic in topics.all()] == ["t"]
+
+
+def test_a_deleted_topic_is_gone_and_a_new_one_has_nothing_of_it() -> None:
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, queues=1, log=log)
+    put(topics, 0, "t", rows=3)
+    topics.configure("t", TopicConfig(1, 1, perm=4))
+    assert topics.delete("t", 3)
+    assert not topics.delete("t", 3)
+    for read in (topics, reopened(topics, log, files)):
+        assert read.find_topic("t") is None
+        assert read.all() == []
+        with pytest.raises(NotFound):
+            read.get("t")
+    put(topics, 3, "t", rows=2)
+    for read in (topics, reopened(topics, log, files)):
+        (queue,) = read.get("t").queues
+        assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
+        assert queue.index.read(3, 9)["seq"].tolist() == [3, 4]
+        assert read.get("t").perm == 6, "the old one's configuration went with it"
+
+
+@pytest.mark.parametrize("sent_again", [False, True])
+def test_a_replay_knows_what_came_before_the_deletion(sent_again: bool) -> None:
+    """There is no checkpoint after the deletion."""
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, queues=1, log=log)
+    old = put(topics, 0, "t", rows=3)
+    topics.delete("t", 3)
+    fresh_rows = put(topics, 3, "t", rows=2) if sent_again else None
+    again = reopened(topics, log, files, lengths={})
+    again.replay(old, np.arange(3))
+    if fresh_rows is None:
+        assert again.find_topic("t") is None
+    else:
+        again.replay(fresh_rows, np.arange(3, 5))
+        (queue,) = again.get("t").queues
+        assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
+
+
+def test_a_deletion_that_is_not_in_the_log_has_not_happened() -> None:
+    files, log = CrashFiles(), StateRows()
+    topics = fresh(files, queues=1, log=log)
+    put(topics, 0, "t", rows=35)
+    lengths = save_queues(topics)
+    topics.delete("t", 35)
+    log.appended.pop()
+    again = opened(log, files, 1)
+    again.load(empty_log(), lengths, END_SEQ)
+    assert entries(again) == {("t", 0): list(range(35))}
+
+
+def test_what_was_accepted_brings_its_topic_back() -> None:
+    topics = fresh(queues=1)
+    topics.ensure("t", 1)
+    topics.delete("t", 0)
+    put(topics, 0, "t")
+    assert topics.get("t").queues[0].index.max_offset == 1
+
+
+def test_an_emptied_topic_may_have_another_filter_type() -> None:
+    topics = fresh(queues=1)
+    put(topics, 0, "t")
+    topics.delete("t", 1)
+    assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
+
+
+def test_every_change_has_a_version() -> None:
+    topics = fresh(queues=1)
+    versions = [topics.version]
+    for change in (
+        lambda: topics.ensure("t"),
+        lambda: topics.ensure("t", 2),
+        lambda: topics.configure("t", TopicConfig(1, 1)),
+        lambda: topics.delete("t", 0),
+    ):
+        change()
+        versions.append(topics.version)
+    assert versions == sorted(set(versions))
+    topics.configure("u", TopicConfig(1, 1))
+    before = topics.version
+    topics.configure("u", TopicConfig(1, 1))
+    topics.ensure("u")
+    assert topics.version == before

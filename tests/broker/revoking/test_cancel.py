@@ -1,0 +1,496 @@
+"""Cancel: one definite verdict for each promise named, wherever it lies and whatever happens at the same time.
+
+A promise is in one of five places: in the wheel (due within the ten seconds gathered ahead), in the log's tail,
+in a file of the table, released, or cancelled. `PLACES` puts one there; what a cancel says must not depend on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import InTurn, batch, on_node
+from tests.crash.checker import check
+from tests.crash.lives import run
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+from tests.crash_files import CrashFiles
+from tests.node_fixture import running_node
+
+from timeball import limits
+from timeball.broker.revoking.cancel import cancel_rows, verdicts
+from timeball.broker.revoking.promise_lookup import Candidate, Found
+from timeball.clock import ManualClock
+from timeball.errors import OutOfRange
+from timeball.message import Int64Array, Kind
+from timeball.schedule.scheduler import Scheduler
+from timeball.wire import Verdict
+
+SOON_MS = 2 * SECOND_MS
+
+
+async def said(world: World, **named: list[object]) -> list[str]:
+    """The verdicts alone."""
+    return [verdict.verdict for verdict in await world.broker.cancel(**named)]
+
+
+async def delivered(world: World) -> list[str]:
+    """Ids of all visible rows."""
+    return sorted(row.key for row in (await world.outcome()).rows)
+
+
+# ---- a promise in each place --------------------------------------------------------------------------------
+
+
+async def in_wheel(world: World) -> str:
+    return (await world.send("a", [SOON_MS]))[0]
+
+
+async def in_tail(world: World) -> str:
+    return (await world.send("a", [FAR_MS]))[0]
+
+
+async def in_table(world: World) -> str:
+    key = await in_tail(world)
+    await world.compact()
+    assert world.broker.status()["schedule"]["tail_rows"] == 0
+    return key
+
+
+async def in_table_and_wheel(world: World) -> str:
+    """Its row lies in a file, and it has been loaded from there."""
+    key = await in_table(world)
+    await world.advance(FAR_MS - SOON_MS)
+    await world.until(lambda: world.broker.status()["schedule"]["wheel_rows"] == 1, "it is near")
+    return key
+
+
+async def in_bulk_file(world: World) -> str:
+    """Its row has never been in the log."""
+    return (await world.bulk("a", [FAR_MS], 1))[0]
+
+
+async def in_wheel_after_restart(world: World) -> str:
+    key = await in_wheel(world)
+    await world.restart()
+    return key
+
+
+async def in_table_without_checkpoint(world: World) -> str:
+    key = await in_table(world)
+    await world.stop()
+    world.files.remove("checkpoint")
+    await world.start()
+    return key
+
+
+PLACES: list[Callable[[World], object]] = [
+    in_wheel, in_tail, in_table, in_table_and_wheel, in_bulk_file, in_wheel_after_restart,
+    in_table_without_checkpoint,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_node()
+async def test_what_waits_is_cancelled_once_and_never_comes(world: World, place: Callable) -> None:
+    key = await place(world)
+    now_ms = world.clock.wall
+    first, second = await world.broker.cancel(ids=[key]), await world.broker.cancel(ids=[key])
+    assert [(v.subject, v.verdict, v.at_ms) for v in first] == [(key, "cancelled", now_ms)]
+    assert second == [Verdict(key, "already_cancelled", first[0].seq, now_ms)]
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == []
+    assert await said(world, ids=[key]) == ["already_cancelled"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_node()
+async def test_what_has_come_is_released_since_its_instant(world: World, place: Callable) -> None:
+    key = await place(world)
+    await world.advance(FAR_MS)
+    released = await world.broker.cancel(ids=[key])
+    assert [(v.verdict, v.at_ms) for v in released] == [("released", world.clock.wall)]
+    await world.advance(HOUR_MS)
+    assert await world.broker.cancel(ids=[key]) == released  # the instant does not move
+    assert await delivered(world) == [key]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_node()
+async def test_a_verdict_survives_a_restart_and_the_power(world: World, place: Callable) -> None:
+    keys = [await place(world), (await world.send("a", [SOON_MS]))[0]]
+    await world.cancel(keys)
+    image = world.files.crash(survival="nothing")
+    await world.restart()
+    assert await said(world, ids=keys) == ["already_cancelled"] * 2
+    await world.abandon()
+    left = World(image, world.clock)
+    await left.start()
+    assert await said(left, ids=keys) == ["already_cancelled"] * 2
+    await left.advance(HOUR_MS)
+    assert await delivered(left) == []
+    await left.stop()
+
+
+# ---- what a caller may name ---------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_id_key_and_number_name_the_same_promise(world: World) -> None:
+    sent = batch(3, unique_key=["one", "two", "three"], keys=["k1", "k2 x", "k3"], delay_ms=[FAR_MS] * 3)
+    first_seq = (await world.broker.send(sent)).first_seq
+    by_id = await world.broker.cancel(ids=["one"])
+    by_key = await world.broker.cancel(keys=["x"])
+    by_seq = await world.broker.cancel(seqs=[first_seq + 2])
+    assert [v.seq for v in [*by_id, *by_key, *by_seq]] == [first_seq, first_seq + 1, first_seq + 2]
+    assert {v.verdict for v in [*by_id, *by_key, *by_seq]} == {"cancelled"}
+    again = await world.broker.cancel(ids=["three"], keys=["k1"], seqs=[first_seq + 1])
+    assert {(v.subject, v.verdict) for v in again} == {
+        ("three", "already_cancelled"), ("k1", "already_cancelled"), (str(first_seq + 1), "already_cancelled"),
+    }  # fmt: skip
+
+
+@on_node()
+async def test_a_key_names_several_promises_in_all_places_at_once(world: World) -> None:
+    """One verdict each, and each the right one."""
+    released, cancelled = await in_wheel(world), await in_tail(world)
+    await world.cancel([cancelled])
+    await world.advance(SOON_MS)
+    filed = [await in_table(world), await in_bulk_file(world)]
+    waiting = [*filed, await in_tail(world), await in_wheel(world)]
+    found = await world.broker.cancel(keys=["every"])
+    # Rows of a bulk job carry no keys here: those are named by their id alone.
+    expected = {released: "released", cancelled: "already_cancelled"}
+    expected |= dict.fromkeys([key for key in waiting if key != filed[1]], "cancelled")
+    seqs = {v.seq: v.verdict for v in found}
+    named = {key: (await world.broker.cancel(ids=[key]))[0].seq for key in expected}
+    assert {key: seqs[seq] for key, seq in named.items()} == expected
+    assert len(found) == len(expected)
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == sorted([released, filed[1]])
+
+
+@on_node()
+async def test_a_key_is_a_whole_word_and_no_id(world: World) -> None:
+    columns = {"unique_key": ["id1", "id2", "id3"], "keys": ["ab abc", "b", None]}
+    await world.broker.send(batch(3, **columns, delay_ms=[FAR_MS] * 3))
+    for name in ("a", "bc", "ab abc", "AB", "id1", ""):
+        assert await said(world, keys=[name]) == ["not_found"], name
+    for name in ("ab", "b", "id", "id11", "ID1", ""):
+        assert await said(world, ids=[name]) == ["not_found"], name
+    assert await said(world, keys=["abc"], ids=["id2", "id3"]) == ["cancelled"] * 3
+
+
+@on_node()
+async def test_ids_need_not_be_unique(world: World) -> None:
+    """A producer that sent twice has two promises; both are settled."""
+    for _ in range(2):
+        await world.broker.send(batch(1, unique_key=["same"], delay_ms=[FAR_MS]))
+        await world.compact()
+    verdict = await world.broker.cancel(ids=["same"])
+    assert [v.verdict for v in verdict] == ["cancelled", "cancelled"]
+    assert len({v.seq for v in verdict}) == 2
+
+
+@on_node()
+async def test_one_promise_named_in_many_ways_is_cancelled_once(world: World) -> None:
+    seq = (await world.broker.send(batch(1, unique_key=["x"], keys=["k"], delay_ms=[FAR_MS]))).first_seq
+    found = await world.broker.cancel(ids=["x", "x"], keys=["k"], seqs=[seq, seq])
+    assert [v.subject for v in found] == ["x", "x", "k", str(seq), str(seq)]
+    assert [v.verdict for v in found] == ["cancelled", *["already_cancelled"] * 4]
+    rows = [r for part in world.broker.read_log(1, 1 << 62, [Kind.CANCEL]) for r in part.to_pylist()]
+    assert [row["source_seq"] for row in rows] == [seq]
+
+
+@on_node()
+async def test_what_is_no_promise_is_not_found(world: World) -> None:
+    message = (await world.send("a", [None]))[0]
+    promise = await in_wheel(world)
+    reserved = await world.broker.reserve(5)
+    await world.advance(SOON_MS)
+    release = [row.seq for row in (await world.outcome()).rows if row.key == promise]
+    assert await said(world, ids=[message, "nobody"], keys=["nothing"]) == ["not_found"] * 3
+    for seq in (*release, reserved, 0, -1, 1, 1 << 50):
+        assert await said(world, seqs=[seq]) == ["not_found"], seq
+
+
+@on_node()
+async def test_a_promise_without_a_name_is_cancelled_by_its_number(world: World) -> None:
+    accepted = await world.broker.send(batch(2, delay_ms=[SOON_MS, SOON_MS]))
+    kept, gone = accepted.first_seq, accepted.first_seq + 1
+    assert await said(world, seqs=[gone]) == ["cancelled"]
+    assert await said(world, seqs=[gone]) == ["already_cancelled"]
+    await world.advance(SOON_MS)
+    assert await said(world, seqs=[kept]) == ["released"]
+
+
+@on_node()
+async def test_verdicts_come_in_the_order_asked(world: World) -> None:
+    keys = await world.send("a", [FAR_MS] * 20)
+    asked = [*keys[::-1], "nobody", keys[3]]
+    assert [v.subject for v in await world.broker.cancel(ids=asked)] == asked
+
+
+@on_node()
+async def test_too_many_at_once_cancel_nothing(world: World) -> None:
+    key = await in_tail(world)
+    with pytest.raises(OutOfRange, match="split it"):
+        await world.broker.cancel(ids=[key, *["nobody"] * limits.CANCELS_PER_REQUEST_MAX])
+    assert await said(world, ids=[key]) == ["cancelled"]
+    assert await said(world) == []
+
+
+# ---- retention ----------------------------------------------------------------------------------------------
+
+
+async def let_go_of_all(world: World) -> None:
+    """Fill segments and let the old ones go, with what is said in them."""
+    before = world.broker.parts.reader.next_seq
+    for _ in range(4):
+        await world.send("filler", [None] * 6, 100_000)
+    world.clock.advance(1_000)
+    for _ in range(2):
+        await world.compact()
+        await world.checkpoint()
+        await world.let_go()
+    assert world.broker.parts.reader.first_seq >= before
+
+
+@on_node(retention_ms=1)
+async def test_a_cancel_is_remembered_when_its_row_has_been_let_go(world: World) -> None:
+    key = (await world.send("a", [HOUR_MS]))[0]
+    await world.compact()
+    assert await said(world, ids=[key]) == ["cancelled"]
+    await let_go_of_all(world)
+    assert await said(world, ids=[key]) == ["already_cancelled"]
+    await world.restart()
+    assert await world.broker.cancel(ids=[key]) == [Verdict(key, "already_cancelled", 2, None)]
+    await world.advance(2 * HOUR_MS)
+    assert key not in await delivered(world)
+
+
+@on_node(retention_ms=1)
+async def test_what_waits_in_the_table_is_cancelled_without_its_row_in_the_log(world: World) -> None:
+    keys = await world.send("a", [HOUR_MS, HOUR_MS])
+    await world.compact()
+    await let_go_of_all(world)
+    assert await said(world, ids=keys[:1], seqs=[3]) == ["cancelled", "cancelled"]
+    assert await said(world, ids=keys) == ["already_cancelled"] * 2
+
+
+@on_node(retention_ms=1)
+async def test_what_is_settled_and_let_go_is_not_known_any_more(world: World) -> None:
+    keys = await world.send("a", [SOON_MS, SOON_MS])
+    await world.cancel(keys[:1])
+    await world.advance(SOON_MS)
+    await let_go_of_all(world)
+    assert await said(world, ids=keys, seqs=[2, 3]) == [*["not_found"] * 2, *["expired"] * 2]
+
+
+@on_node(retention_ms=1)
+async def test_what_its_file_still_has_and_nothing_else_knows_is_expired(world: World) -> None:
+    """It was released, or cancelled; a guess would be no verdict."""
+    keys = await world.send("a", [SOON_MS, SOON_MS])
+    await world.compact()
+    await world.cancel(keys[:1])
+    await world.advance(SOON_MS)
+    await world.advance(2_000)
+    await let_go_of_all(world)
+    assert await world.broker.cancel(ids=keys) == [
+        Verdict(keys[0], "expired", 2),
+        Verdict(keys[1], "expired", 3),
+    ]
+    await world.restart()
+    assert await said(world, ids=keys, seqs=[2, 3]) == ["expired"] * 4
+    assert await said(world, keys=["every"]) == ["expired"] * 2
+
+
+# ---- races --------------------------------------------------------------------------------------------------
+
+TURNS = st.integers(0, 15)
+MOMENTS = st.lists(st.tuples(st.integers(0, 9), TURNS), min_size=1, max_size=12)
+
+
+async def after(turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def race(world: World, moments: list[tuple[int, int]], due_after: int, filed: bool = False) -> None:
+    """Ten promises come due, and some are cancelled, each so many turns of the loop after the start."""
+    keys = await world.send("a", [SOON_MS + i // 5 for i in range(10)])
+    if filed:
+        await world.compact()
+
+    async def cancel(number: int, turns: int) -> None:
+        await after(turns)
+        await world.cancel([keys[number]])
+
+    async def due() -> None:
+        await after(due_after)
+        world.clock.advance(SOON_MS)
+        world.broker.ticker.wake()
+
+    await asyncio.gather(due(), *(cancel(number, turns) for number, turns in moments))
+    await world.advance(1)
+
+
+async def faults(world: World) -> list[object]:
+    await world.advance(HOUR_MS)
+    await world.consume()
+    return list(check(world.observed, await world.outcome()))
+
+
+@settings(max_examples=40)
+@given(MOMENTS, TURNS, st.booleans())
+@on_node(InTurn)
+async def test_cancel_or_release_one_of_them_wins(
+    world: World, moments: list[tuple[int, int]], due_after: int, filed: bool
+) -> None:
+    """The checker knows a promise that was cancelled and came, one that did neither, and a verdict that lies."""
+    await race(world, moments, due_after, filed)
+    for said in world.observed.verdicts.values():
+        assert said[0] in ("cancelled", "released", "already_cancelled"), said
+        assert "released" not in said or set(said) == {"released"}, said
+        assert "released" in said or said.count("cancelled") == 1, said
+    assert await faults(world) == []
+
+
+def test_both_sides_win_some_races() -> None:
+    """Or the race above would be none."""
+    won: set[str] = set()
+
+    @on_node(InTurn)
+    async def once(world: World, due_after: int) -> None:
+        await race(world, [(i, i) for i in range(10)], due_after)
+        won.update(*world.observed.verdicts.values())
+
+    for due_after in range(15):
+        once(due_after=due_after)
+    assert won == {"cancelled", "released"}
+
+
+def test_a_schedule_that_cancels_what_it_has_handed_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+        return np.ones(len(seq), dtype=np.bool_)
+
+    monkeypatch.setattr(Scheduler, "cancel", careless)
+    found: set[str] = set()
+
+    @on_node(InTurn)
+    async def once(world: World) -> None:
+        await race(world, [(i, i) for i in range(10)] * 2, due_after=5)
+        found.update(fault.kind for fault in await faults(world))
+
+    once()
+    assert found >= {"resurrected", "doubled", "misjudged"}
+
+
+@settings(max_examples=25)
+@given(MOMENTS)
+@on_node(InTurn)
+async def test_cancels_while_the_tail_moves_to_the_table(
+    world: World, moments: list[tuple[int, int]]
+) -> None:
+    keys = await world.send("a", [FAR_MS] * 10)
+    asked = sorted({number for number, _ in moments})
+
+    async def later(turns: int) -> None:
+        await after(turns)
+        await world.cancel([keys[number] for number in asked])
+
+    await asyncio.gather(world.compact(), *(later(turns) for _, turns in moments))
+    for number in asked:
+        assert world.observed.verdicts[keys[number]].count("cancelled") == 1
+    assert await faults(world) == []
+    assert len(await delivered(world)) == 10 - len(asked)
+
+
+@pytest.mark.parametrize("cut_after", [1, 2])
+def test_the_power_goes_while_a_cancel_is_written(cut_after: int) -> None:
+    """Either it was told and holds, or it was not told; then it may be either, but not both."""
+
+    async def main() -> None:
+        files = CrashFiles()
+        world = World(files, ManualClock())
+        await world.start()
+        keys = await world.send("a", [SOON_MS, FAR_MS])
+        files.crash_at = files.calls + cut_after
+        asking = asyncio.ensure_future(world.cancel(keys))
+        await world.until(lambda: files.cut or asking.done(), "the cut or the answer")
+        await world.abandon()
+        for survival in ("nothing", "everything"):
+            left = World(files.crash(0, survival), replace(world.clock), deepcopy(world.observed))
+            await left.start()
+            assert await faults(left) == []
+            await left.stop()
+
+    run(main())
+
+
+# ---- on a real disk, and the parts ----------------------------------------------------------------------------
+
+
+def test_a_verdict_on_a_real_disk(tmp_path: Path) -> None:
+    clock = ManualClock()
+    columns = {"unique_key": ["x", "y"], "delay_ms": [FAR_MS, FAR_MS]}
+    with running_node(tmp_path, clock) as node:
+        node.run(node.broker.send(batch(2, **columns)))
+        assert [v.verdict for v in node.run(node.broker.cancel(ids=["x"]))] == ["cancelled"]
+    with running_node(tmp_path, clock) as node:
+        found = node.run(node.broker.cancel(ids=["x", "y", "z"]))
+        assert [v.verdict for v in found] == ["already_cancelled", "cancelled", "not_found"]
+
+
+def candidate(subject: str, seq: int) -> Candidate:
+    return Candidate(subject, seq, seq, 70 + seq, "orders", f"id{seq}", "k", 5)
+
+
+def test_cancel_rows_name_the_promises_they_settle() -> None:
+    rows = cancel_rows([candidate("a", 3), candidate("b", 9)], 50)
+    wanted = {"kind": Kind.CANCEL, "topic": "orders", "keys": "k", "store_ms": 50, "accepted_ms": 5}
+    assert [{name: row[name] for name in wanted} for row in rows.to_pylist()] == [wanted, wanted]
+    assert rows.column("source_seq").to_pylist() == [3, 9]
+    assert rows.column("due_ms").to_pylist() == [73, 79]
+    assert rows.column("unique_key").to_pylist() == ["id3", "id9"]
+
+
+def test_a_verdict_of_each_sort() -> None:
+    found = Found([candidate(s, i) for i, s in enumerate("abcd")], gone={"6": 6})
+    said = [("released", 7), ("already_cancelled", 8), ("cancelled", 50), ("expired", None)]
+    told = {seq: Verdict("", verdict, seq, at_ms) for seq, (verdict, at_ms) in enumerate(said)}
+    assert verdicts(["d", "c", "c", "b", "a", "e", "6"], found, told) == [
+        Verdict("d", "expired", 3),
+        Verdict("c", "cancelled", 2, 50),
+        Verdict("c", "already_cancelled", 2, 50),  # the second time
+        Verdict("b", "already_cancelled", 1, 8),
+        Verdict("a", "released", 0, 7),
+        Verdict("e", "not_found"),
+        Verdict("6", "expired", 6),
+    ]
+
+
+def test_of_several_the_one_that_was_ended_now_comes_first_and_then_the_newest() -> None:
+    found = Found([candidate("a", seq) for seq in (1, 2, 3, 4)])
+    said = {1: "released", 2: "cancelled", 3: "released", 4: "already_cancelled"}
+    told = {seq: Verdict("", verdict, seq, 5) for seq, verdict in said.items()}
+    assert [v.seq for v in verdicts(["a"], found, told)] == [2, 4, 3, 1]
+
+
+def test_what_was_once_cancelled_is_not_told_beside_what_has_its_id_now() -> None:
+    old, new, other = (
+        replace(candidate("a", seq), unique_key=key) for seq, key in ((1, "x"), (2, "x"), (3, "y"))
+    )
+    told = {
+        seq: Verdict("", "already_cancelled", seq, at_ms) for seq, at_ms in ((1, None), (2, None), (3, 9))
+    }
+    assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2]
+    told[1] = Verdict("", "already_cancelled", 1, 7)  # the log tells of it: a promise of its own
+    assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2, 1]

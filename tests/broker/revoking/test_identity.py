@@ -1,0 +1,230 @@
+"""A promise is one promise however often it is moved: it comes once, at its newest instant, under its first number."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.broker.revoking.test_cancel import let_go_of_all
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.broker import recovery
+from timeball.broker.revoking import cancel
+from timeball.broker.revoking.promise_lookup import Names
+from timeball.broker.revoking.recall import encode_handle
+from timeball.broker.tables import rewrite
+from timeball.log import checkpoint
+from timeball.message import Kind
+from timeball.schedule.moved import Moved
+from timeball.wire import Verdict
+
+STRATEGIES = ("hour_log", "timer_wheel", "level_cascade")
+# Soon, within the wheel's minute, beyond it, far enough for a file of another hour.
+DELAYS_MS = st.sampled_from([500, 20 * SECOND_MS, 90 * SECOND_MS, HOUR_MS, 5 * HOUR_MS])
+WHICH = st.integers(0, 3)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.just(0), DELAYS_MS),
+        st.tuples(st.just("move"), WHICH, DELAYS_MS),
+        st.tuples(st.just("back"), WHICH, st.just(0)),  # to the instant it was sent for
+        st.tuples(st.just("cancel"), WHICH, st.integers(0, 2)),
+        st.tuples(st.sampled_from(["compact", "rewrite", "restart", "lose"]), st.just(0), st.just(0)),
+        st.tuples(st.just("pass"), st.just(0), st.sampled_from([400, 15 * SECOND_MS, 80 * SECOND_MS])),
+    ),
+    min_size=3,
+    max_size=14,
+)
+
+
+class Model:
+    """What was promised last: instants by number, and which promises were cancelled."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.numbers: list[int] = []
+        self.first_ms: dict[int, int] = {}
+        self.due_ms: dict[int, int] = {}
+        self.cancelled: set[int] = set()
+
+    def waits(self, number: int) -> bool:
+        return number not in self.cancelled and self.due_ms[number] > self.world.clock.wall
+
+    async def step(self, what: str, which: int, amount: int) -> None:
+        world, broker = self.world, self.world.broker
+        if what == "send":
+            await self.send(amount)
+        elif what == "pass":
+            for _ in range(8):
+                await world.advance(amount // 8)
+        elif what in ("restart", "lose"):
+            await world.stop()
+            if what == "lose":
+                lose_caches(world)
+            await world.start()
+        elif what == "compact" and broker.parts.compacts:
+            await world.compact()
+        elif what == "rewrite":
+            await world.merge()
+        elif what in ("move", "back", "cancel") and which < len(self.numbers):
+            await self.settle(what, self.numbers[which], amount)
+
+    async def send(self, delay_ms: int) -> None:
+        key = f"k{len(self.numbers)}"
+        sent = await self.world.broker.send(batch(1, unique_key=[key], delay_ms=[delay_ms]))
+        self.numbers.append(sent.first_seq)
+        self.first_ms[sent.first_seq] = self.due_ms[sent.first_seq] = self.world.clock.wall + delay_ms
+
+    def names(self, number: int) -> tuple[dict[str, list], dict[str, list]]:
+        return {"ids": [f"k{self.numbers.index(number)}"]}, {"seqs": [number]}
+
+    async def settle(self, what: str, number: int, amount: int) -> None:
+        broker, now_ms = self.world.broker, self.world.clock.wall
+        by_id, by_number = self.names(number)
+        waited = self.waits(number)
+        if what == "cancel" and amount == 2:
+            key = by_id["ids"][0]
+            handle = encode_handle("orders", broker.parts.settings.broker_name, now_ms + 1, key)
+            if waited or number in self.cancelled:
+                assert await broker.recall("orders", handle) == key
+        elif what == "cancel":
+            [said] = await broker.cancel(**(by_id, by_number)[amount])
+            self.check(said, number, waited, "cancelled")
+        else:
+            due_ms = now_ms + amount if what == "move" else max(self.first_ms[number], now_ms)
+            [said] = await broker.reschedule(**(by_id, by_number)[amount % 3 % 2], due_ms=due_ms)
+            self.check(said, number, waited, "rescheduled")
+            if waited:
+                self.due_ms[number] = due_ms
+        if what == "cancel" and waited:
+            self.cancelled.add(number)
+        if not self.waits(number):
+            told = [await broker.cancel(**names) for names in (by_id, by_number)]
+            assert len({(v.verdict, v.seq, v.at_ms) for [v] in told}) == 1, told
+
+    def check(self, said: Verdict, number: int, waited: bool, done: str) -> None:
+        assert said.seq == number
+        ended = "already_cancelled" if number in self.cancelled else "released"
+        assert said.verdict == (done if waited else ended)
+
+    async def end(self) -> list[str]:
+        """Let all come due; return what was not as promised."""
+        for _ in range(14):
+            await self.world.advance(HOUR_MS // 2)
+        reader = self.world.broker.parts.reader
+        ends: dict[int, list[tuple[Kind, int]]] = {}
+        for rows in self.world.broker.read_log(1, reader.next_seq, [Kind.RELEASE, Kind.CANCEL]):
+            for row in rows.to_pylist():
+                ends.setdefault(row["source_seq"], []).append((Kind(row["kind"]), row["due_ms"]))
+        wanted = {
+            n: [(Kind.CANCEL if n in self.cancelled else Kind.RELEASE, self.due_ms[n])] for n in self.numbers
+        }
+        return [
+            f"{n}: {ends.get(n)}, not {wanted.get(n)}"
+            for n in {**ends, **wanted}
+            if ends.get(n) != wanted.get(n)
+        ]
+
+
+def lose_caches(world: World) -> None:
+    """Of a stopped node: what may be deleted."""
+    if world.files.exists(checkpoint.NAME):
+        world.files.remove(checkpoint.NAME)
+    for name in (
+        world.files.list_dir("pending/_delta_log") if world.files.exists("pending/_delta_log") else ()
+    ):
+        world.files.remove(f"pending/_delta_log/{name}")
+
+
+async def life(world: World, strategy: str, steps: list[tuple[str, int, int]]) -> list[str]:
+    await world.restart(strategy=strategy, timer_wheel_ms=60 * SECOND_MS)
+    model = Model(world)
+    await model.send(HOUR_MS)
+    for step in steps:
+        await model.step(*step)
+    return await model.end()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STEPS)
+def test_each_comes_once_at_its_newest_instant(strategy: str, steps: list[tuple[str, int, int]]) -> None:
+    @on_node()
+    async def run(world: World) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(rewrite, "FILES_MIN", 1)
+            assert await life(world, strategy, steps) == []
+
+    run()
+
+
+BETWEEN = ("restart", "lose", "compact", "rewrite")
+THERE_AND_BACK = [("compact", 0, 0), ("move", 0, 2 * HOUR_MS), ("compact", 0, 0), ("back", 0, 0)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_there_and_back(strategy: str, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first version lies in a file with the instant of the third."""
+    monkeypatch.setattr(rewrite, "FILES_MIN", 1)
+    steps = [one for step in THERE_AND_BACK for one in (step, (between, 0, 0))]
+
+    @on_node()
+    async def run(world: World) -> None:
+        assert await life(world, strategy, steps) == []
+
+    run()
+
+
+def test_a_recovery_that_forgets_moves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_replay_moves", lambda rows, replayed: None)
+
+    @on_node()
+    async def run(world: World) -> None:
+        steps = [("compact", 0, 0), ("move", 0, 2 * HOUR_MS), ("lose", 0, 0)]
+        assert await life(world, "hour_log", steps) != []
+
+    run()
+
+
+def test_a_map_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moved, "newest", lambda self, number: None)
+
+    @on_node(retention_ms=1)
+    async def run(world: World) -> None:
+        first = (await world.broker.send(batch(1, delay_ms=[HOUR_MS]))).first_seq
+        await world.broker.reschedule(seqs=[first], delay_ms=2 * HOUR_MS)
+        await let_go_of_all(world)
+        [verdict] = await world.broker.cancel(seqs=[first])
+        assert verdict.verdict != "cancelled"
+
+    run()
+
+
+@on_node(retention_ms=1, strategy="timer_wheel", timer_wheel_ms=60 * SECOND_MS)
+async def test_without_an_id_moved_rolled_and_let_go_of(world: World) -> None:
+    """Its number finds it, also when retention removes a row of it between the lookup and the read of its body."""
+    parts = world.broker.parts
+    first = (await world.broker.send(batch(1, delay_ms=[5 * HOUR_MS]))).first_seq
+
+    async def let_go_of(seq: int) -> None:
+        for _ in range(200):
+            if parts.reader.first_seq > seq:
+                return
+            await world.advance(60 * SECOND_MS)  # it rolls
+            await world.send("filler", [None] * 6, 100_000)
+            await world.checkpoint()
+            await world.let_go()
+        raise AssertionError(f"the log begins at {parts.reader.first_seq}")
+
+    for delay_ms in (6 * HOUR_MS, 7 * HOUR_MS):
+        [verdict] = await world.broker.reschedule(seqs=[first], delay_ms=delay_ms)
+        assert (verdict.verdict, verdict.seq) == ("rescheduled", first)
+        await let_go_of(parts.reader.next_seq - 1)
+    found = await cancel.look_up(parts, Names(seqs=[first]))
+    await let_go_of(parts.reader.next_seq - 1)
+    left = await cancel.look_again(parts, found.candidates, {})
+    assert [c.number for c in left.values()] == [first]
+    assert left[first].at_seq >= parts.reader.first_seq > found.candidates[0].at_seq
+    [verdict] = await world.broker.cancel(seqs=[first])
+    assert (verdict.verdict, verdict.seq) == ("cancelled", first)

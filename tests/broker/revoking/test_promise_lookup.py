@@ -1,0 +1,159 @@
+"""Which promises a name means, and what the log says of them; what cancels make of that is in test_cancel.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.broker.on_node import batch, column, on_node
+from tests.broker.revoking.test_cancel import let_go_of_all
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, World
+
+from timeball import limits
+from timeball.broker.revoking import promise_lookup
+from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search, scan
+from timeball.errors import OutOfRange
+from timeball.message import Kind, build_rows
+from timeball.table.data_file import DataFile
+
+
+def look_up(
+    world: World, thorough: bool = False, files: list[DataFile] | None = None, **names: object
+) -> Found:
+    parts = world.broker.parts
+    files = parts.hour_log.pending.all() if files is None else files
+    search = Search(parts.reader, parts.key_index, parts.outcomes.moved, Names(**names))
+    search.search(files)
+    missing = search.missing(thorough=thorough)
+    if missing:
+        search.add_rows(scan(parts.reader, missing))
+    return search.result()
+
+
+def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
+    parts = world.broker.parts
+    rows = promise_lookup.read(parts.reader, parts.hour_log.pending.all(), candidates)
+    return dict(zip(column(rows, "seq"), column(rows, "body"), strict=True))
+
+
+def test_too_many_names_for_one_request() -> None:
+    half = limits.CANCELS_PER_REQUEST_MAX // 2
+    Names(ids=["x"] * half, keys=["x"] * (half - 1), seqs=[1]).check()
+    with pytest.raises(OutOfRange, match="split it"):
+        Names(ids=["x"] * half, keys=["x"] * half, seqs=[1]).check()
+
+
+@on_node()
+async def test_the_same_promise_in_the_log_and_in_a_file_is_one(world: World) -> None:
+    """Compaction copies a row before the log lets it go."""
+    [key] = await world.send("a", [FAR_MS])
+    await world.compact()
+    by_id, by_seq = look_up(world, ids=[key]).candidates, look_up(world, seqs=[2]).candidates
+    assert [(c.seq, c.in_table, c.at_seq, c.accepted_ms) for c in by_id] == [(2, True, 2, world.clock.wall)]
+    assert [(c.seq, c.in_table, c.at_seq, c.accepted_ms) for c in by_seq] == [(2, True, 2, world.clock.wall)]
+
+
+@on_node()
+async def test_bodies_come_from_wherever_they_lie(world: World) -> None:
+    filed = await world.bulk("a", [FAR_MS, 2 * FAR_MS, FAR_MS + 1], 1)
+    logged = await world.send("a", [FAR_MS, FAR_MS])
+    found = look_up(world, ids=[*filed, *logged]).candidates
+    assert {c.in_table for c in found} == {True, False}
+    assert sorted(bodies(world, found).values()) == sorted(
+        world.observed.sent[key].body for key in filed + logged
+    )
+    lost = Candidate("x", 1 << 40, 1 << 40, found[0].due_ms, "a", None, None, 0, in_table=True)
+    assert bodies(world, [found[0], lost]).keys() == {found[0].seq}
+    assert bodies(world, []) == {}
+
+
+@on_node()
+async def test_what_ended_a_promise_without_an_id_is_found_in_the_log(world: World) -> None:
+    first = (await world.broker.send(batch(3, delay_ms=[1_000, FAR_MS, FAR_MS]))).first_seq
+    await world.broker.cancel(seqs=[first + 1])
+    await world.advance(1_000)
+    assert look_up(world, seqs=[first, first + 1]).settled == {}
+    found = look_up(world, thorough=True, seqs=[first, first + 1, first + 2])
+    assert {seq: ended.verdict for seq, ended in found.settled.items()} == {
+        first: "released", first + 1: "already_cancelled",
+    }  # fmt: skip
+    assert found.settled[first].at_ms == world.clock.wall
+
+
+@on_node()
+async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: World) -> None:
+    [key] = await world.bulk("a", [1_000], 1)
+    seq = look_up(world, ids=[key]).candidates[0].seq
+    await world.advance(1_000)
+    found = look_up(world, files=[], seqs=[seq])
+    assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
+    # Set aside, and never anybody's.
+    assert look_up(world, seqs=[await world.broker.reserve(3)]) == Found()
+
+
+@on_node()
+async def test_what_is_on_its_way_back_to_a_consumer_is_nobodys_to_cancel(world: World) -> None:
+    """It has the id and the keys of a message that was delivered: to cancel it would be to lose that."""
+    for group in ("billing", "billing_orders"):
+        world.broker.parts.groups.ensure(group)
+    topics = ["orders", "%RETRY%billing", "%DLQ%billing", "%RETRY%billing_orders"]
+    names = {"unique_key": ["x"] * 4, "keys": ["k"] * 4, "topic": topics}
+    first = (await world.broker.send(batch(4, due_ms=[world.clock.wall + HOUR_MS] * 4, **names))).first_seq
+    for found in (look_up(world, ids=["x"]), look_up(world, keys=["k"])):
+        assert [c.topic for c in found.candidates] == ["orders"]
+    assert [c.topic for c in look_up(world, ids=["x"], topic=topics[1]).candidates] == [topics[1]]
+    assert [c.topic for c in look_up(world, seqs=[first + 2]).candidates] == [topics[2]]
+    await world.compact()
+    assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
+
+
+@on_node()
+async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
+    world.broker.parts.groups.ensure("billing")
+    levels = {"topic": ["orders", "%RETRY%billing"], "unique_key": ["x", "x"]}
+    await world.broker.send(batch(2, delay_level=np.array([5, 5], dtype=np.int32), **levels))
+    assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
+
+
+@pytest.mark.parametrize("kind", [Kind.PROMISE, Kind.RELEASE, Kind.CANCEL])
+@on_node()
+async def test_a_half_message_and_its_end_are_no_promise(world: World, kind: Kind) -> None:
+    await world.send("a", [None])
+    row = build_rows(1, kind=int(kind), topic="a", unique_key="half", body=b"", store_ms=1, source_seq=1)
+    seq, durable = world.broker.parts.writer.append(row)
+    await durable
+    assert look_up(world, ids=["half", "k00000"], seqs=[1, seq]) == Found()
+
+
+@on_node()
+async def test_moves_and_ends_of_just_these(world: World) -> None:
+    first = (await world.broker.send(batch(4, delay_ms=[1_000, HOUR_MS, HOUR_MS, HOUR_MS]))).first_seq
+    seqs = range(first, first + 4)
+    for delay_ms in (5_000, 9_000):
+        await world.broker.reschedule(seqs=[seqs[1]], delay_ms=delay_ms)
+    await world.broker.cancel(seqs=[seqs[1], seqs[2]])
+    await world.advance(1_000)
+    reader = world.broker.parts.reader
+    rows = scan(reader, {seqs[0], seqs[1], 1 << 40})
+    assert [(row["kind"], row["source_seq"]) for row in rows] == [
+        (Kind.MOVED, seqs[1]), (Kind.MOVED, seqs[1]), (Kind.CANCEL, seqs[1]), (Kind.RELEASE, seqs[0]),
+    ]  # fmt: skip
+    assert scan(reader, {seqs[3]}) == []
+
+
+@on_node(retention_ms=1)
+async def test_a_segment_that_goes_meanwhile_is_missing_and_no_fault(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
+    await world.advance(1_000)
+    await let_go_of_all(world)
+    reader, kept_from = world.broker.parts.reader, world.broker.parts.reader.first_seq
+    assert kept_from > first
+    # As seen just before it went: then the first look at it fails.
+    seen = iter([first, kept_from, kept_from])
+    monkeypatch.setattr(type(reader), "first_seq", property(lambda self: next(seen)))
+    assert scan(reader, {first}) == []
+    seen = iter([first, first])
+    with pytest.raises(OutOfRange):
+        scan(reader, {first})

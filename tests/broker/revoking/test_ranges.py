@@ -1,0 +1,304 @@
+"""A bulk job's promises are ended as one object: the count is definite, and what was counted never comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import AsyncMock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.bounds import BOUND_S
+from tests.broker.on_node import InTurn, on_node
+from tests.broker.revoking.test_cancel import delivered, said
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball import limits
+from timeball.broker.revoking import ranges
+from timeball.broker.revoking.ranges import check
+from timeball.errors import NotFound, OutOfRange, RequestError
+from timeball.message import CANCEL_REASON, Kind, decode_properties
+from timeball.table.attachment import overlap, within
+from timeball.table.data_file import DataFile, overlapping
+from timeball.wire import RangesCancelled
+
+SOON_MS = 2 * SECOND_MS
+DAY_MS = 24 * HOUR_MS
+
+
+async def attached(
+    world: World, delays_ms: Sequence[int], epoch: int = 1
+) -> tuple[list[str], tuple[int, int]]:
+    """Ids in the order of their instants, and the range of their numbers."""
+    keys = await world.bulk("a", delays_ms, epoch)
+    entries = world.broker.parts.hour_log.pending.live_entries()
+    newest = max(entry.max_seq for entry in entries)
+    return keys, (newest - len(keys) + 1, len(keys))
+
+
+def cancel_log(world: World) -> list[tuple[int, str]]:
+    """(promise, reason) of every CANCEL row."""
+    parts = world.broker.parts
+    rows = parts.reader.rows(parts.reader.first_seq, parts.reader.next_seq, [Kind.CANCEL])
+    return [
+        (row["source_seq"], decode_properties(row["properties"] or "").get(CANCEL_REASON, ""))
+        for batch in rows
+        for row in batch.to_pylist()
+    ]
+
+
+# ---- what is counted, and what comes ------------------------------------------------------------------------
+
+
+@on_node()
+async def test_what_waits_of_a_job_is_ended_wherever_it_lies_and_nothing_else(world: World) -> None:
+    others, _ = await attached(world, [SOON_MS, FAR_MS], 1)
+    single = await world.send("a", [FAR_MS])
+    keys, numbers = await attached(world, [SECOND_MS, SOON_MS, SOON_MS, FAR_MS, 40 * DAY_MS], 2)
+    await world.advance(SECOND_MS)  # the first is released, the next two are in the wheel
+    assert await said(world, ids=[keys[3]]) == ["cancelled"]
+
+    first = await world.broker.cancel_ranges([numbers], "campaign spring")
+    assert first == RangesCancelled(rows=5, cancelled=3, already_cancelled=1, settled=2)
+    assert sorted(cancel_log(world)) == sorted(
+        (numbers[0] + at, "" if at == 3 else "campaign spring") for at in (1, 2, 3, 4)
+    )
+    again = await world.broker.cancel_ranges([numbers])
+    assert again == RangesCancelled(rows=5, cancelled=0, already_cancelled=4, settled=5)
+    await world.advance(41 * DAY_MS)
+    assert await delivered(world) == sorted([keys[0], *others, *single])
+    assert await said(world, ids=keys) == ["released"] + ["already_cancelled"] * 4
+
+
+@pytest.mark.parametrize("reason", ["x\x02NEXT\x017", "x\n"])
+@on_node()
+async def test_a_reason_that_would_be_more_than_one_property(world: World, reason: str) -> None:
+    _, numbers = await attached(world, [FAR_MS])
+    with pytest.raises(RequestError, match="printable"):
+        await world.broker.cancel_ranges([numbers], reason)
+    assert cancel_log(world) == []
+
+
+@on_node()
+async def test_what_was_moved_has_left_the_job(world: World) -> None:
+    keys, numbers = await attached(world, [FAR_MS, FAR_MS])
+    await world.broker.reschedule(ids=keys[:1], delay_ms=HOUR_MS)
+    counted = await world.broker.cancel_ranges([numbers], "campaign spring")
+    assert counted == RangesCancelled(rows=2, cancelled=1, already_cancelled=1, settled=1)
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == keys[:1]
+
+
+@on_node()
+async def test_what_was_counted_survives_a_restart_without_a_checkpoint(world: World) -> None:
+    keys, numbers = await attached(world, [SOON_MS, FAR_MS, FAR_MS + DAY_MS])
+    assert (await world.broker.cancel_ranges([numbers])).cancelled == 3
+    await world.stop()
+    world.files = world.files.crash(survival="nothing")
+    if world.files.exists("checkpoint"):
+        world.files.remove("checkpoint")
+    await world.start()
+    assert (await world.broker.cancel_ranges([numbers])).cancelled == 0
+    await world.advance(3 * DAY_MS)
+    assert await delivered(world) == []
+    assert await said(world, ids=keys) == ["already_cancelled"] * 3
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@on_node()
+async def test_what_was_released_is_not_said_to_be_cancelled_after_a_restart(
+    world: World, saved: bool
+) -> None:
+    """All that was settled before a restart, and not covered by the mark, was counted as cancelled."""
+    keys, numbers = await attached(world, [SECOND_MS] * 3 + [FAR_MS] * 2)
+    assert await said(world, ids=keys[3:4]) == ["cancelled"]
+    await world.bulk("a", [0], 2)
+    await world.advance(SECOND_MS)
+    assert await delivered(world) != []
+    if saved:
+        await world.checkpoint()
+    await world.stop()
+    world.files = world.files.crash(survival="nothing")
+    await world.start()
+    counted = await world.broker.cancel_ranges([numbers])
+    assert counted == RangesCancelled(rows=5, cancelled=1, already_cancelled=1, settled=4)
+
+
+@on_node()
+async def test_several_ranges_are_one_call_and_a_rewrite_in_between_changes_nothing(world: World) -> None:
+    (_, one), (_, other) = await attached(world, [FAR_MS] * 3, 1), await attached(world, [FAR_MS] * 4, 2)
+    await world.rewrite(1)
+    assert (await world.broker.cancel_ranges([other, one])).cancelled == 7
+    await world.advance(2 * DAY_MS)
+    assert await delivered(world) == []
+
+
+@on_node()
+async def test_an_attach_that_is_not_done_yet_is_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers were used up and its files not yet in the table: all were said to be settled, and were delivered."""
+    first = await world.broker.reserve(3)
+    scheduler, asked = world.broker.parts.scheduler, []
+    attach = scheduler.attach
+
+    async def slowly(*args: object) -> None:
+        asked.append(asyncio.ensure_future(world.broker.cancel_ranges([(first, 3)])))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        await attach(*args)
+
+    monkeypatch.setattr(scheduler, "attach", slowly)
+    monkeypatch.setattr(world.broker, "reserve", AsyncMock(return_value=first))
+    await world.bulk("a", [SOON_MS] * 3, 1)
+    assert (await asked[0]).cancelled == 3
+    await world.advance(DAY_MS)
+    assert await delivered(world) == []
+
+
+@on_node(retention_ms=1)
+async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rewrite took them out and retention removed them: the call failed at a file that was gone."""
+    _, numbers = await attached(world, [HOUR_MS, FAR_MS, 40 * DAY_MS])
+    read = ranges.group_in_ranges
+    loop = asyncio.get_running_loop()
+
+    async def replace_all() -> None:
+        for epoch, file in enumerate(world.broker.parts.hour_log.pending.all()):
+            await world.rewrite(epoch)
+            file.close()  # what is mapped could still be read
+        await world.advance(SECOND_MS)
+
+    async def let_go() -> None:
+        assert world.node is not None
+        monkeypatch.setattr(ranges, "group_in_ranges", read)
+        await replace_all()
+        await world.let_go()
+
+    started: list[asyncio.Task[None]] = []
+
+    def first_read(file: DataFile, *args: Any) -> object:
+        loop.call_soon_threadsafe(lambda: started.append(loop.create_task(let_go())))
+        return read(file, *args)
+
+    monkeypatch.setattr(ranges, "group_in_ranges", first_read)
+    cancel = ranges._cancel
+
+    async def behind_it(*args: Any) -> int:
+        await started[0]
+        return await cancel(*args)
+
+    monkeypatch.setattr(ranges, "_cancel", behind_it)
+    before = {f"pending/{entry.path}" for entry in world.broker.parts.hour_log.pending.live_entries()}
+    assert (await world.broker.cancel_ranges([numbers])).cancelled == 3
+    assert not before & {f"pending/{e.path}" for e in world.broker.parts.hour_log.pending.live_entries()}
+    await world.let_go()
+    assert not any(world.files.exists(name) for name in before)
+
+
+@on_node()
+async def test_many_ranges_are_looked_up_at_once(world: World) -> None:
+    """Each was compared with each reservation and read from the log, all on the event loop: seconds."""
+    _, (first, rows) = await attached(world, [FAR_MS] * limits.ATTACH_FILES_MAX)
+    world.broker.parts.ledger.reserved |= {(1 << 50) + at: 1 for at in range(limits.RESERVATIONS_MAX)}
+    begin_s = time.perf_counter()
+    check(world.broker.parts, [(first + at, 1) for at in range(rows)])
+    assert time.perf_counter() - begin_s < BOUND_S / 20
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from([SECOND_MS, SOON_MS, 9 * SECOND_MS, HOUR_MS]), min_size=1, max_size=12),
+    st.sampled_from([0, SECOND_MS, SOON_MS, 10 * SECOND_MS]),
+    st.integers(0, 6),
+)
+def test_at_the_very_instant_each_is_either_counted_or_delivered(
+    delays_ms: list[int], passed_ms: int, turns: int
+) -> None:
+    @on_node(InTurn)
+    async def race(world: World) -> None:
+        keys, numbers = await attached(world, delays_ms)
+        moving = asyncio.ensure_future(world.advance(passed_ms))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        ended = await world.broker.cancel_ranges([numbers])
+        await moving
+        verdicts = await said(world, ids=keys)
+        assert verdicts.count("already_cancelled") == ended.cancelled
+        assert verdicts.count("released") == ended.settled
+        await world.advance(DAY_MS)
+        came = await delivered(world)
+        assert came == sorted(key for key, said in zip(keys, verdicts, strict=True) if said == "released")
+
+    race()
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_numbers_that_no_bulk_job_has_attached_are_refused(world: World) -> None:
+    keys, (first, rows) = await attached(world, [FAR_MS] * 3)
+    await world.send("a", [FAR_MS, None])
+    in_log = world.broker.parts.writer.next_seq - 2
+    kept = await world.broker.reserve(10)
+    for asked, error, text in (
+        ([(kept, 10)], NotFound, "set aside"),
+        ([(first, rows), (kept + 9, 1)], NotFound, "set aside"),
+        ([(in_log, 1)], OutOfRange, "not the range of a bulk attach"),
+        ([(first, rows), (first + rows - 1, 1)], OutOfRange, "named twice"),
+        ([(1 << 40, 1)], OutOfRange, "beyond"),
+    ):
+        with pytest.raises(error, match=text):
+            await world.broker.cancel_ranges(asked)
+    assert await said(world, ids=keys) == ["cancelled"] * 3  # none was touched
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=6, unique_by=lambda r: r[0]
+    ),
+    st.lists(st.integers(0, 80), max_size=30),
+)
+def test_a_number_lies_in_a_range_or_not(ranges: list[tuple[int, int]], seqs: list[int]) -> None:
+    apart = [
+        (first, min(rows, next_first - first))
+        for (first, rows), (next_first, _) in zip(
+            sorted(ranges), [*sorted(ranges)[1:], (1000, 0)], strict=True
+        )
+    ]
+    expected = [any(first <= seq < first + rows for first, rows in apart) for seq in seqs]
+    assert within(np.array(seqs, dtype=np.int64), apart).tolist() == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=6), st.data())
+def test_a_span_shares_a_number_with_a_range_or_not(
+    spans: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=6))
+    apart, first = [], 0
+    for gap, rows in sizes:
+        apart.append((first + gap, rows))
+        first += gap + rows
+    begin, count = np.array(spans, np.int64).reshape(-1, 2).T
+    expected = [
+        any(set(range(low, low + size)) & set(range(at, at + rows)) for at, rows in apart)
+        for low, size in spans
+    ]
+    assert overlap(begin, begin + count, apart[::-1]).tolist() == expected
+
+
+@on_node()
+async def test_only_files_that_may_hold_the_numbers_are_read_and_the_soonest_first(world: World) -> None:
+    await attached(world, [FAR_MS], 1)
+    _, numbers = await attached(world, [40 * DAY_MS, SOON_MS, FAR_MS], 2)
+    files = overlapping(world.broker.parts.hour_log.pending.all(), [numbers])
+    begins = [file.entry.min_due_ms for file in files]
+    assert begins == sorted(begins) and sum(file.entry.rows for file in files) == 3

@@ -1,0 +1,175 @@
+"""Recall: what each way to answer says of what waits, was too late, moved, unknown, or is long forgotten."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.broker.revoking.test_cancel import delivered, let_go_of_all
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, World
+
+from timeball.broker.revoking.recall import Handle, RecallRefused, decode_handle, encode_handle, recall
+from timeball.errors import InvalidMessage, NotFound
+
+SOON_MS = 2_000
+BOTH = pytest.mark.parametrize("answers", ["definite", "rocketmq"])
+
+
+async def sent(world: World, delay_ms: int, key: str = "x", topic: str = "a") -> str:
+    """The handle of a promise."""
+    due_ms = world.clock.wall + delay_ms
+    await world.broker.send(batch(1, unique_key=[key], due_ms=[due_ms], topic=[topic]))
+    return encode_handle(topic, "timeball", due_ms, key)
+
+
+async def refused(world: World, handle: str) -> tuple[str, int | None]:
+    with pytest.raises(RecallRefused) as refusal:
+        await recall(world.broker.parts, "a", handle)
+    assert refusal.value.sentence == str(refusal.value)
+    return refusal.value.verdict, refusal.value.at_ms
+
+
+@BOTH
+@on_node()
+async def test_what_waits_is_taken_back_and_twice_is_success_twice(world: World, answers: str) -> None:
+    await world.restart(recall_answers=answers)
+    handle = await sent(world, FAR_MS)
+    for _ in range(2):
+        assert await recall(world.broker.parts, "a", handle) == "x"
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == []
+
+
+@BOTH
+@on_node()
+async def test_what_is_of_another_topic_stays(world: World, answers: str) -> None:
+    await world.restart(recall_answers=answers)
+    mine, _ = await sent(world, FAR_MS), await sent(world, FAR_MS, topic="b")
+    await recall(world.broker.parts, "a", mine)
+    await world.advance(HOUR_MS)
+    assert [row.place.topic for row in (await world.outcome()).rows] == ["b"]
+
+
+@BOTH
+@on_node()
+async def test_what_has_come_is_refused(world: World, answers: str) -> None:
+    await world.restart(recall_answers=answers)
+    handle = await sent(world, SOON_MS)
+    await world.advance(SOON_MS)
+    instant_ms = world.clock.wall
+    await world.advance(SOON_MS)
+    told = ("released", instant_ms if answers == "definite" else None)
+    assert await refused(world, handle) == told
+    assert await delivered(world) == ["x"]
+
+
+@on_node()
+async def test_what_was_moved_is_found_by_its_old_handle(world: World) -> None:
+    handle = await sent(world, SOON_MS)
+    await world.broker.reschedule(ids=["x"], delay_ms=HOUR_MS)
+    await world.advance(FAR_MS)
+    assert await recall(world.broker.parts, "a", handle) == "x"
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == []
+
+
+@on_node()
+async def test_what_was_moved_to_sooner_may_have_come(world: World) -> None:
+    handle = await sent(world, HOUR_MS)
+    await world.broker.reschedule(ids=["x"], delay_ms=SOON_MS)
+    await world.advance(SOON_MS)
+    assert await refused(world, handle) == ("released", world.clock.wall)
+
+
+@on_node()
+async def test_what_was_never_there(world: World) -> None:
+    await sent(world, FAR_MS)
+    forged = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "nobody")
+    assert await refused(world, forged) == ("not_found", None)
+    assert await refused(world, encode_handle("a", "timeball", 5, "nobody")) == ("not_found", None)
+    await world.restart(recall_answers="rocketmq")
+    assert await recall(world.broker.parts, "a", forged) == "nobody", (
+        "as RocketMQ: any handle of an instant ahead"
+    )
+
+
+@on_node(retention_ms=1)
+async def test_what_is_older_than_the_log_is_not_known_any_more(world: World) -> None:
+    old = await sent(world, SOON_MS)
+    await world.advance(SOON_MS)
+    await let_go_of_all(world)
+    assert await refused(world, old) == ("expired", None)
+    ahead = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "nobody")
+    assert await refused(world, ahead) == ("not_found", None)
+
+
+@BOTH
+@on_node()
+async def test_what_is_no_handle_of_ours(world: World, answers: str) -> None:
+    await world.restart(recall_answers=answers)
+    handle = await sent(world, FAR_MS)
+    await sent(world, FAR_MS, topic="b")
+    for topic, text, sentence in (
+        ("a", "@@@", "is invalid"),
+        ("b", handle, "another topic"),
+        ("a", encode_handle("a", "elsewhere", world.clock.wall + FAR_MS, "x"), "another broker"),
+    ):
+        with pytest.raises(InvalidMessage, match=sentence):
+            await recall(world.broker.parts, topic, text)
+    with pytest.raises(NotFound, match="not exist"):
+        await recall(world.broker.parts, "nobody", handle)
+    await world.advance(HOUR_MS)
+    assert await delivered(world) == ["x", "x"]
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters=" "), min_size=1, max_size=40)
+
+
+def encoded(text: str | bytes) -> str:
+    return base64.urlsafe_b64encode(text.encode() if isinstance(text, str) else text).decode()
+
+
+def test_the_bytes_are_rocketmqs() -> None:
+    handle = encode_handle("Orders", "broker-a", 1_700_000_000_123, "7F0000010001")
+    assert handle == "djEgT3JkZXJzIGJyb2tlci1hIDE3MDAwMDAwMDAxMjMgN0YwMDAwMDEwMDAx"
+    assert base64.urlsafe_b64decode(handle) == b"v1 Orders broker-a 1700000000123 7F0000010001"
+
+
+@given(topic=NAMES, broker=NAMES, due_ms=st.integers(0, 1 << 62), key=NAMES)
+def test_a_handle_says_what_it_was_made_of(topic: str, broker: str, due_ms: int, key: str) -> None:
+    handle = encode_handle(topic, broker, due_ms, key)
+    assert decode_handle(handle) == Handle(topic, broker, due_ms, key)
+    assert decode_handle(handle.rstrip("=")) == Handle(topic, broker, due_ms, key)
+
+
+def test_items_behind_the_fifth_are_ignored() -> None:
+    assert decode_handle(encoded("v1 t b 5 k later additions")) == Handle("t", "b", 5, "k")
+
+
+@pytest.mark.parametrize("key", ["", "two words"])
+def test_what_no_handle_can_name_gets_none(key: str) -> None:
+    assert encode_handle("t", "b", 5, key) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "!", "a", "djE+", "x" * 3_000, encoded("v2 t b 5 k"), encoded("v1 t b 5"), encoded("v1 t b five k"),
+        encoded("v1 t b -5 k"), encoded("v1  t b 5 k"), encoded(b"\xff\xfe v1 t b 5 k"),
+    ],
+)  # fmt: skip
+def test_what_is_no_handle_is_refused(text: str) -> None:
+    with pytest.raises(InvalidMessage, match="recall handle"):
+        decode_handle(text)
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_is_a_handle_or_refused(text: str) -> None:
+    try:
+        assert isinstance(decode_handle(text), Handle)
+    except InvalidMessage as error:
+        assert "recall handle" in str(error)

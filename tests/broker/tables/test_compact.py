@@ -1,0 +1,103 @@
+"""Compaction by the broker: what may still wait is moved, once, with all that was said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.broker.on_node import batch, column, on_node
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+from tests.crash_files import CrashFiles
+from tests.table.small_table import NOW_MS, table_rows
+
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.tables import compact
+from timeball.message import TABLE_SCHEMA
+from timeball.table.data_file import DataFile
+from timeball.table.layout import FOLDER
+
+# ---- what is moved ------------------------------------------------------------------------------------------
+
+
+def in_table(world: World) -> list[dict[str, Any]]:
+    """All rows of the table, as they lie in its files."""
+    files = world.broker.parts.hour_log.pending.all()
+    parts = [file.rows_between((-1, 0), (1 << 62, 0)) for file in files]
+    assert all(part.schema == TABLE_SCHEMA for part in parts)
+    return sorted((row for part in parts for row in part.to_pylist()), key=lambda row: row["seq"])
+
+
+@on_node()
+async def test_what_waits_is_moved_with_all_its_columns(world: World) -> None:
+    whole = {
+        "tag": ["t"], "keys": ["k l"], "unique_key": ["id"], "properties": ["a\1b\2"], "born_ms": [7],
+        "born_host": ["far"], "flag": [1], "sys_flag": [2], "reconsume_times": [3], "queue_id": [1],
+        "due_ms": [world.clock.wall + HOUR_MS],
+    }  # fmt: skip
+    await world.broker.send(batch(1, **whole))
+    attached = await world.broker.compact()
+    assert (attached.watermark, attached.version) == (3, 1)
+    sent = {name: values[0] for name, values in whole.items()}
+    stamped = {"seq": 2, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall, "number": None}
+    assert in_table(world) == [{**sent, **stamped}]
+    await world.advance(HOUR_MS)
+    released = (await world.broker.read_queue("orders", 1, 0, 1)).to_pylist()[0]
+    assert {name: released[name] for name in sent} == sent
+    assert (released["accepted_ms"], released["source_seq"]) == (stamped["accepted_ms"], 2)
+
+
+@on_node()
+async def test_what_is_released_stays_where_it_is_and_what_is_no_promise_too(world: World) -> None:
+    await world.send("a", [None, SECOND_MS, FAR_MS, None, 2 * FAR_MS])
+    await world.advance(SECOND_MS)
+    await world.compact()
+    assert [row["seq"] for row in in_table(world)] == [4, 6]
+    assert world.broker.status()["schedule"]["tail_rows"] == 0
+
+
+@on_node()
+async def test_each_run_begins_where_the_last_one_ended(world: World) -> None:
+    for _ in range(3):
+        await world.send("a", [FAR_MS, None])
+        await world.compact()
+    assert [row["seq"] for row in in_table(world)] == [2, 5, 8]  # 1 is the topic, 4 and 7 are the TABLE rows
+
+
+@on_node()
+async def test_a_long_tail_is_moved_in_runs(world: World) -> None:
+    await world.send("a", [FAR_MS] * 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compact, "RUN_ROWS_MAX", 4)
+        marks = [(await world.broker.compact()).watermark for _ in range(2)]
+    assert marks == [5, 9]
+    assert [row["seq"] for row in in_table(world)] == list(range(2, 9))
+    assert world.broker.status()["schedule"]["tail_rows"] == 3
+
+
+def test_files_are_a_bucket_each_and_none_for_no_rows() -> None:
+    files = CrashFiles()
+    assert compact.write_files(files, table_rows([]), NOW_MS) == []
+    rows = table_rows([NOW_MS + 2 * HOUR_MS, NOW_MS, NOW_MS + 1])  # in no order
+    near, far = compact.write_files(files, rows, NOW_MS)
+    assert (near.rows, far.rows) == (2, 1)
+    assert column(DataFile(files, near).rows_between((0, 0), (1 << 62, 0)), "seq") == [2, 3]
+    assert files.exists(f"{FOLDER}/{far.path}")
+
+
+@on_node(compact_rows=10)
+async def test_receipts_that_were_acknowledged_are_not_moved_and_not_looked_at_again(world: World) -> None:
+    await world.send("a", [HOUR_MS] * 8)
+    await world.send("now", [None] * 12)
+    verbs = world.broker.consuming
+    received = await verbs.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS, in_log=True), 0)
+    assert await verbs.acknowledge(received.receipts) == [True] * 12
+    await world.node.upkeep.compact_if_worth()  # type: ignore[union-attr]
+    assert world.broker.status()["schedule"]["table_rows"] == 8
+    assert world.broker.mover.tail_count.rows == 0
+    watermark = world.broker.status()["watermark"]
+    received = await verbs.receive(ReceiveRequest("h", "now", invisible_ms=HOUR_MS, in_log=True), 0)
+    await verbs.acknowledge(received.receipts)
+    await world.node.upkeep.compact_if_worth()  # type: ignore[union-attr]
+    assert world.broker.status()["watermark"] > watermark, "nothing was left to move, and that is known"
+    assert world.broker.mover.tail_count.rows == 0

@@ -1,0 +1,248 @@
+"""Moving: one change of the pending table at a time, whole or not at all, and the same change only once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import InTurn, batch, on_node
+from tests.broker.tables.test_compact import in_table
+from tests.crash.checker import check
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, World
+from tests.starving import no_descriptors, no_room
+from tests.table.small_table import attachment, table_rows, write
+from tests.table.test_catalog import seqs
+
+from timeball import limits
+from timeball.cli.exit_codes import ExitCode, explain
+from timeball.errors import Corrupt, DiskFailed, InvalidMessage, NotFound, OutOfRange, OverLimit, Unavailable
+from timeball.message import Kind
+from timeball.table.attachment import Attachment, FileEntry, decode_change
+
+
+def written(world: World, first_seq: int, rows: int) -> list[FileEntry]:
+    """Files of promises due in an hour."""
+    now_ms = world.clock.wall
+    return write(world.files, table_rows([now_ms + HOUR_MS] * rows, first_seq=first_seq), now_ms)
+
+
+async def bulk_of(world: World, rows: int, **fields: Any) -> Attachment:
+    """Files written, numbers reserved; not attached."""
+    first_seq = await world.broker.reserve(rows)
+    files = written(world, first_seq, rows)
+    return attachment(files, **{"job": "bulk", "ranges": [(first_seq, rows)], **fields})
+
+
+def delta_seqs(world: World) -> list[int]:
+    """What a stranger reads from the table."""
+    return seqs(DeltaTable(world.broker.status()["table"]["uri"]))
+
+
+# ---- reserve ------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_reserved_numbers_are_nobody_else_s_and_outlive_a_restart(world: World) -> None:
+    await world.send("a", [None])
+    first, second = await asyncio.gather(world.broker.reserve(10), world.broker.reserve(5))
+    assert (first, second) == (4, 15)  # each behind the row that says so
+    assert (await world.broker.send(batch(1))).first_seq == 21  # its topic is 20
+    await world.restart()
+    assert world.broker.parts.ledger.reserved == {4: 10, 15: 5}
+    assert (await world.broker.send(batch(1))).first_seq == 22
+    with pytest.raises(InvalidMessage):
+        await world.broker.reserve(0)
+
+
+# ---- attach -------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_bulk_is_in_the_table_and_comes_when_it_is_due(world: World) -> None:
+    keys = await world.bulk("a", [FAR_MS, HOUR_MS, 5], 1)
+    assert len(delta_seqs(world)) == 3
+    await world.advance(HOUR_MS)
+    await world.consume()
+    assert sorted(row.key for row in (await world.outcome()).rows) == sorted(keys)
+    assert check(world.observed, await world.outcome()) == []
+
+
+@on_node()
+async def test_an_attach_that_is_repeated_changes_nothing(world: World) -> None:
+    """Whether the job tries again at once, at the same time, or after a restart."""
+    change = await bulk_of(world, 3)
+    answers = await asyncio.gather(*(world.broker.attach(change) for _ in range(3)))
+    assert [answer.repeated for answer in answers] == [False, True, True]
+    assert {answer.version for answer in answers} == {1}
+    await world.restart()
+    assert (await world.broker.attach(change)).repeated
+    assert len(in_table(world)) == len(delta_seqs(world)) == 3
+    older = attachment([], job="bulk", job_id=change.job_id, epoch=change.epoch - 1)
+    assert (await world.broker.attach(older)).repeated
+
+
+@on_node()
+async def test_a_refused_attach_leaves_the_table_as_it_was_and_may_be_put_right(world: World) -> None:
+    right = await bulk_of(world, 3)
+    await world.send("a", [FAR_MS])
+    compact = {"job": "compact", "from_seq": 2, "to_seq": 3}
+    wrong: list[tuple[type[Exception], dict[str, Any]]] = [
+        (OutOfRange, {"ranges": [(right.ranges[0][0], 2)]}),
+        (OutOfRange, {**compact, "files": [], "ranges": []}),
+        (NotFound, {"job": "rewrite", "ranges": [], "removes": ["bucket=2026-11/none.parquet"]}),
+        (OverLimit, {"files": right.files * (limits.ATTACH_FILES_MAX + 1)}),
+    ]
+    for error, fields in wrong:
+        with pytest.raises(error):
+            asked = {"files": right.files, "job": "bulk", "ranges": right.ranges, **fields}
+            await world.broker.attach(attachment(**asked))
+    world.files.replace(f"pending/{right.files[0].path}", b"PAR1 no footer")
+    with pytest.raises(Corrupt, match="restore this file"):
+        await world.broker.attach(right)
+    assert (in_table(world), world.broker.status()["table"]["version"]) == ([], 0)
+    again = written(world, right.ranges[0][0], 3)
+    whole = attachment(again, job="bulk", ranges=right.ranges)
+    assert not (await world.broker.attach(whole)).repeated
+    assert len(in_table(world)) == 3
+
+
+@on_node()
+async def test_a_wrong_beginning_is_told_the_right_one(world: World) -> None:
+    await world.send("a", [FAR_MS] * 4)
+    await world.compact()
+    with pytest.raises(OutOfRange, match="the watermark is 6"):
+        await world.broker.attach(attachment([], job="compact", from_seq=1, to_seq=7, job_id="another"))
+
+
+@on_node()
+async def test_a_caller_who_goes_away_leaves_no_attach_half_done(world: World) -> None:
+    change = await bulk_of(world, 3)
+    asking = asyncio.ensure_future(world.broker.attach(change))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert (await world.broker.attach(change)).repeated
+    assert len(in_table(world)) == len(delta_seqs(world)) == 3
+
+
+@pytest.mark.parametrize("call", range(1, 12))
+@on_node(failing=True)
+async def test_a_disk_that_fails_in_the_middle_stops_the_broker_or_is_refused(
+    world: World, call: int
+) -> None:
+    """Never a broker that goes on with a log that says one thing and a table that says another."""
+    change = await bulk_of(world, 3)
+    before = world.files.calls
+    world.files.fail_at(before + call, DiskFailed("the disk is gone"))
+    try:
+        await world.broker.attach(change)
+        assert world.files.calls - before < call, "every call up to here was needed"
+        return
+    except Exception as error:
+        assert "disk is gone" in str(error) or "has stopped" in str(error)
+    changes = [
+        decode_change(body)
+        for part in world.broker.read_log(1, 1 << 60, [Kind.TABLE])
+        for body in part.column("body").to_pylist()
+    ]
+    decided = [one for one in changes if isinstance(one, Attachment)]
+    assert world.failure is not None or not decided
+    image = world.files.crash(survival="everything")
+    left = World(image, world.clock)
+    await left.start()
+    repeated = (await left.broker.attach(change)).repeated
+    assert repeated or not decided  # a row that was being written may have come through
+    assert len(in_table(left)) == len(delta_seqs(left)) == 3
+    await left.stop()
+
+
+def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[None]]) -> ExitStack:
+    """From the next commit of the Delta table on, the operating system fails the library; until this is closed."""
+    stack, external = ExitStack(), world.files.external
+
+    def starved(name: str) -> str:
+        path = external(name)
+        stack.enter_context(failing())
+        return path
+
+    world.files.external = starved  # type: ignore[method-assign]
+    stack.callback(setattr, world.files, "external", external)
+    return stack
+
+
+@pytest.mark.parametrize("failing", [no_descriptors, no_room])
+@on_node(failing=True)
+async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
+    world: World, failing: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """The watermark is in the log and the files are not in the table: a checkpoint must not say that all is done."""
+    await world.send("a", [FAR_MS, FAR_MS, HOUR_MS])
+    with fails_in_delta(world, failing), pytest.raises(DiskFailed, match="pending/_delta_log") as raised:
+        await world.compact()
+    assert world.failure is raised.value
+    assert explain(raised.value)[1] == ExitCode.STORAGE and "os error" in explain(raised.value)[0]
+    with pytest.raises(Unavailable, match="half way"):
+        await world.broker.mover.compact(even_without_promises=True)
+    await world.checkpoint()
+    await world.stop()
+    await world.start()
+    await world.advance(HOUR_MS)
+    await world.consume()
+    assert check(world.observed, await world.outcome()) == []
+    assert len(delta_seqs(world)) == 3
+
+
+# ---- compact ------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_nothing_to_move_is_no_attach(world: World) -> None:
+    assert await world.broker.compact() is None
+    await world.send("a", [None] * 3)
+    assert await world.broker.compact() is None
+    assert world.broker.status()["watermark"] == 1
+    assert (await world.broker.mover.compact(even_without_promises=True)).watermark == 5
+    assert world.broker.status()["log"]["next_seq"] == 6
+
+
+VERBS = st.lists(
+    st.sampled_from(["send", "compact", "bulk", "merge", "checkpoint", "cancel"]), min_size=2, max_size=8
+)
+
+
+@settings(max_examples=30)
+@given(VERBS, st.integers(0, 3))
+@on_node(InTurn)
+async def test_changes_that_overlap_lose_and_double_nothing(
+    world: World, verbs: list[str], apart: int
+) -> None:
+    """All at once, a few turns of the loop apart."""
+    first = await world.send("a", [FAR_MS, HOUR_MS, 5])
+
+    async def later(number: int, verb: str) -> None:
+        for _ in range(number * apart):
+            await asyncio.sleep(0)
+        if verb == "send":
+            await world.send("a", [FAR_MS, None])
+        elif verb == "bulk":
+            await world.bulk("a", [FAR_MS, HOUR_MS], number + 1)
+        elif verb == "cancel":
+            await world.cancel(first[:1])
+        else:
+            await getattr(world, verb)()
+
+    # Bulk epochs must come in order, as those of one job do.
+    await asyncio.gather(*(later(number, verb) for number, verb in enumerate(verbs)))
+    assert sorted(row["seq"] for row in in_table(world)) == delta_seqs(world)
+    await world.restart()
+    await world.advance(2 * HOUR_MS)
+    await world.consume()
+    assert check(world.observed, await world.outcome()) == []

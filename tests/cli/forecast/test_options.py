@@ -1,0 +1,87 @@
+"""What the options of `timeball forecast` ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from timeball.cli.forecast.options import THE_OTHERS, Bars, Extra, Moment, Window, parse_moment, parse_rates
+from timeball.errors import RequestError
+from timeball.pipeline.views import consumer_model, due_histogram
+
+
+def test_the_light_copies_say_what_the_pipeline_says() -> None:
+    assert [str(unit) for unit in Bars] == [str(unit) for unit in due_histogram.Unit]
+    assert THE_OTHERS == consumer_model.THE_OTHERS
+
+
+@pytest.mark.parametrize(
+    ("text", "at_ms"),
+    [
+        ("1896080400000", 1_896_080_400_000),
+        ("2030-01-31T09:00:00Z", 1_896_080_400_000),
+        ("36h", 1_000 + 36 * 3_600_000),
+        ("1h30m", 1_000 + 90 * 60_000),
+    ],
+)
+def test_a_moment_is_an_instant_or_so_much_later(text: str, at_ms: int) -> None:
+    assert parse_moment(text).at_ms(1_000) == at_ms
+
+
+@pytest.mark.parametrize("text", ["soon", "2030-01-31T09:00:00", "", "1.5"])
+def test_what_is_neither_is_told_both(text: str) -> None:
+    with pytest.raises(RequestError, match="or how long from now: 90s, 36h, 7d"):
+        parse_moment(text)
+
+
+def test_rates_for_all_and_for_some() -> None:
+    assert parse_rates(["500"]) == {"*": 500}
+    assert parse_rates(["500", "orders=0.5", "a%b= 1_000"]) == {"*": 500, "orders": 0.5, "a%b": 1000}
+    assert parse_rates([]) == {}
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf", "orders=", "=5", "orders=fast", ""])
+def test_no_rate(text: str) -> None:
+    with pytest.raises(RequestError, match="--consumer-rate"):
+        parse_rates([text])
+
+
+def test_a_rate_given_twice() -> None:
+    with pytest.raises(RequestError, match="--consumer-rate 'a=2': given twice"):
+        parse_rates(["a=1", "a=2"])
+
+
+def test_a_window_holds_something() -> None:
+    assert Window().bounds(5) == (None, None)
+    assert Window(Moment(1, is_relative=True), Moment(9)).bounds(5) == (6, 9)
+    with pytest.raises(RequestError, match="--until lies before now"):
+        Window(end=Moment(5)).bounds(5)
+    with pytest.raises(RequestError, match="--until lies before --from"):
+        Window(Moment(7), Moment(6)).bounds(5)
+    with pytest.raises(RequestError, match="--version and --timestamp: give one"):
+        Window(version=0, timestamp_ms=0).check()
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (Extra(rows=1), "--extra-rows and --extra-at"),
+        (Extra(at=Moment(1)), "--extra-rows and --extra-at"),
+        (Extra(over_ms=1), "--extra-over says nothing"),
+        (Extra(topic="a"), "--extra-topic says nothing"),
+        (Extra(column="a"), "--extra-column says nothing"),
+    ],
+)
+def test_half_an_extra(extra: Extra, sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        extra.check()
+
+
+def test_an_extra_from_numbers_and_from_a_file(tmp_path: Path) -> None:
+    assert Extra().is_none
+    (tmp_path / "a.csv").write_text("due_ms\n5000\n")
+    extra = Extra(rows=10, at=Moment(2_000, is_relative=True), file=tmp_path / "a.csv", topic="t")
+    extra.check()
+    load = extra.load(1_000)
+    assert (load.topics, load.second.tolist(), load.rows.tolist()) == (("t",), [3, 5], [10, 1])

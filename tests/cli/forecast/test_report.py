@@ -1,0 +1,200 @@
+"""What `timeball forecast` counts on a real broker, and its document: as it is, and with what is only thought of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.cli.forecast.days import EIGHT_MS, EXTRA, NINE_MS, TEN_MS, answered, asked, counted
+from tests.cli.forecast.days import NO_EXTRA as NONE
+from tests.cli.unreachable import NOWHERE
+from tests.node_fixture import running_node
+from tests.pipeline.traffic import send
+
+from timeball.cli.forecast.options import Extra, Moment, Window
+from timeball.cli.forecast.report import answer, count, describe, show_span
+from timeball.errors import NotFound, Unavailable
+from timeball.limits import DAY_MS
+from timeball.pipeline.views.due_histogram import Peak
+from timeball.pipeline.views.forecast import Bar
+
+
+def test_what_waits_in_bars_peaks_and_topics() -> None:
+    document = answered().document
+    assert (document.waiting, document.extra, document.from_ms, document.until_ms) == (110, 0, EIGHT_MS, None)
+    assert document.load.curve == [Bar(NINE_MS, 100), Bar(TEN_MS, 10)]
+    assert document.load.peaks == [Peak(NINE_MS, 100, 100), Peak(TEN_MS, 1, 10)]
+    assert list(document.load.topics) == ["orders", "mail"]
+    assert document.what_if is document.rate_needed is None
+    assert answered().queues == {}
+
+
+def test_an_extra_load_is_in_the_bars_and_beside_the_rest() -> None:
+    found = answered(EXTRA, rates={"*": 10}, within_ms=2_000)
+    document = found.document
+    assert (document.waiting, document.extra, document.load.rows) == (110, 60, 170)
+    assert document.load.curve == [Bar(NINE_MS, 100), Bar(TEN_MS, 70)]
+    assert document.what_if and document.what_if_extra
+    assert (document.what_if.queues["*"].rows, document.what_if_extra.queues["*"].rows) == (110, 170)
+    assert document.what_if_extra.queues["*"].lateness_max_ms == 10_000
+    assert document.rate_needed == pytest.approx(50, rel=0.002)
+    assert document.rate_needed_extra == pytest.approx(
+        50, rel=0.002
+    )  # a hundred at nine are the worst of both
+    assert list(found.queues) == ["*"]
+
+
+def test_only_some_topics_but_all_that_is_extra() -> None:
+    document = answered(EXTRA, topics=["mail"]).document
+    assert (document.waiting, document.extra) == (10, 60)
+    assert list(document.load.topics) == ["campaign", "mail"]
+
+
+def test_what_is_extra_outside_of_the_window_is_counted_apart() -> None:
+    wide = Extra(rows=60, at=Moment(TEN_MS), over_ms=60_000)
+    document = answer(counted((NINE_MS, TEN_MS + 30_000)), asked(), wide).document
+    assert (document.extra, document.extra_outside) == (30, 30)
+    early = answer(counted(), asked(), Extra(rows=5, at=Moment(EIGHT_MS - 1_000))).document
+    assert (early.extra, early.extra_outside) == (0, 5)
+
+
+def test_a_backlog_is_there_from_the_beginning_of_the_window() -> None:
+    document = answered(rates={"*": 10}, backlog=600, within_ms=60_000).document
+    assert document.what_if
+    outcome = document.what_if.queues["*"]
+    assert (outcome.backlog_max, outcome.backlog_max_at_ms, outcome.caught_up_ms) == (
+        600,
+        EIGHT_MS,
+        EIGHT_MS + 60_000,
+    )
+    assert document.rate_needed == pytest.approx(10, rel=0.002)
+
+
+def test_only_what_came_of_some_topics_is_held_against_them() -> None:
+    document = answer(counted(came=90), asked(topics=["orders"]), Extra()).document
+    assert document.check and (document.check.said, document.check.came) == (100, 90)
+    others = answer(counted(came=90), asked(topics=["mail"]), Extra()).document
+    assert others.check and (others.check.said, others.check.came, others.check.same_hour) == (0, 0, 1)
+    assert answered().document.check is None
+
+
+def test_what_is_counted_within_the_window_as_of_now_or_of_a_version(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", compact_self=False) as node:
+        send(node.endpoint, 10)
+        node.run(node.broker.compact())
+        send(node.endpoint, 5, topic="mail", after_ms=DAY_MS)
+        found = count(node.endpoint, None, Window(), by_topic=True)
+        assert {name: part.total for name, part in found.load.by_topic().items()} == {"orders": 10, "mail": 5}
+        assert (found.version, found.is_whole, found.due) == (1, True, (None, None))
+        near = count(node.endpoint, None, Window(end=Moment(2 * DAY_MS, is_relative=True)))
+        assert (near.load.total, near.load.topics) == (5, ("",))
+        node.run(node.broker.compact())
+        send(node.endpoint, 5)
+        assert count(node.endpoint, None, Window(version=1)).load.total == 10  # what waited when it was made
+        assert count(node.endpoint, None, Window(version=0)).load.total == 0
+        made = count(node.endpoint, None, Window(timestamp_ms=found.now_ms + DAY_MS))
+        assert (made.version, made.load.total) == (2, 15)
+        with pytest.raises(NotFound, match="no version so old"):
+            count(node.endpoint, None, Window(timestamp_ms=1_000))
+
+
+def test_a_broker_that_is_not_there_is_told_at_once() -> None:
+    with pytest.raises(Unavailable, match="no broker answers"):
+        count(NOWHERE, None, Window())
+
+
+def lines(**more: object) -> list[str]:
+    return list(describe(answered(**more).document))  # type: ignore[arg-type]
+
+
+def test_bars_then_the_sum_then_peaks_and_topics() -> None:
+    nine, ten, total, *rest = lines()
+    assert nine.startswith("2030-01-31T09  ███") and nine.endswith(" 100")
+    assert ten.startswith("2030-01-31T10  ███") and ten.endswith(" 10")
+    assert total == "110 due from 2030-01-31T08:00:00Z; version 7, as of 2030-01-31T08:00:00Z"
+    assert rest == [
+        "peaks:",
+        "  2030-01-31T09:00:00Z  100 in the second, 100 in its minute",
+        "  2030-01-31T10:00:00Z  1 in the second, 10 in its minute",
+        "topics:",
+        "  orders  100 rows, 2030-01-31T09:00:00Z to 2030-01-31T09:00:00Z, at most 100 at 2030-01-31T09:00:00Z",
+        "  mail    10 rows, 2030-01-31T10:00:00Z to 2030-01-31T10:00:09Z, at most 1 at 2030-01-31T10:00:00Z",
+    ]
+
+
+def test_empty_bars_between_are_shown_unless_they_are_most() -> None:
+    minutes = lines(by="minute", by_topic=False, peaks=0)
+    assert [line[:16] for line in minutes] == ["2030-01-31T09:00", "2030-01-31T10:00", "110 due from 203"]
+    hours = list(describe(answered(Extra(rows=1, at=Moment(1_896_094_800_000)), by_topic=False).document))
+    assert [line[:13] for line in hours[:5]] == [f"2030-01-31T{hour:02}" for hour in (9, 10, 11, 12, 13)]
+    assert [line.split()[-1] for line in hours[:5]] == ["100", "10", "0", "0", "1"]
+
+
+def test_what_would_be_late_as_it_is_and_with_more() -> None:
+    shown = lines(extra=EXTRA, rates={"orders": 10, "*": 60}, within_ms=2_000, by_topic=False, peaks=0)
+    assert shown[2].startswith("110 due from 2030-01-31T08:00:00Z, 60 extra;")
+    assert shown[3:] == [
+        "consumers of orders at 10 a second, as it is:",
+        "  lateness: half within 5.0 s, 99 % within 9.9 s, all within 10.0 s",
+        "  backlog: at most 100 at 2030-01-31T09:00:00Z, worked off by 2030-01-31T09:00:10Z",
+        "consumers of the other topics at 60 a second, as it is:",
+        "  lateness: half within 8 ms, 99 % within 16 ms, all within 17 ms",
+        "  backlog: at most 1 at 2030-01-31T10:00:00Z, worked off by 2030-01-31T10:00:00Z",
+        "all of these, as it is: half within 4.5 s, 99 % within 9.9 s, all within 10.0 s",
+        "consumers of orders at 10 a second, with the extra rows:",
+        "  lateness: half within 5.0 s, 99 % within 9.9 s, all within 10.0 s",
+        "  backlog: at most 100 at 2030-01-31T09:00:00Z, worked off by 2030-01-31T09:00:10Z",
+        "consumers of the other topics at 60 a second, with the extra rows:",
+        "  lateness: half within 433 ms, 99 % within 1.0 s, all within 1.0 s",
+        "  backlog: at most 61 at 2030-01-31T10:00:00Z, worked off by 2030-01-31T10:00:01Z",
+        "all of these, with the extra rows: half within 1.5 s, 99 % within 9.8 s, all within 10.0 s",
+        "to keep all within 2s, one queue takes 50.0 a second, 50.0 with the extra rows",
+    ]
+
+
+def test_topics_that_nobody_takes() -> None:
+    assert lines(rates={"mail": 5}, by_topic=False)[-1] == "no --consumer-rate for: orders 100"
+
+
+def test_what_is_not_in_it_is_said() -> None:
+    outside = answer(counted(is_whole=False), asked(), Extra(rows=3, at=Moment(0))).document
+    shown = list(describe(outside))
+    assert any(line.startswith("the log no longer has all of its tail of then") for line in shown)
+    assert "3 extra rows lie outside of this time, and are not in it" in shown
+    whole = list(describe(answer(counted(), asked(), NONE).document))
+    assert not any("no longer" in line or "outside" in line for line in whole)
+
+
+def test_what_paused_campaigns_hold_is_said() -> None:
+    """While a campaign was paused the forecast showed nothing of it, as if nothing were to come."""
+    found = replace(counted(), held={"autumn": 1_000, "spring": 20})
+    document = answer(found, asked(), NONE).document
+    assert document.held == found.held
+    told = "1,020 more are held by paused campaigns, and are not in it: autumn, spring"
+    assert told in list(describe(document))
+    assert not any("paused" in line for line in lines())
+
+
+def test_an_older_forecast_and_what_came() -> None:
+    shown = list(describe(answer(counted(came=90), asked(), NONE).document))
+    assert shown[-2:] == [
+        "until 2030-01-31T09:59:50Z: 100 were foretold, 90 came",
+        "  the same in seconds 94.7%, in minutes 94.7%, in hours 94.7%",
+    ]
+    assert not any("foretold" in line for line in lines())
+
+
+@pytest.mark.parametrize(
+    ("span_ms", "text"),
+    [
+        (0, "0 ms"),
+        (999, "999 ms"),
+        (2_449, "2.4 s"),
+        (200_000, "3 min 20 s"),
+        (5 * 3_600_000 + 7 * 60_000, "5 h 7 min"),
+        (76 * 3_600_000, "3 d 4 h"),
+    ],
+)
+def test_a_lateness_as_people_say_it(span_ms: int, text: str) -> None:
+    assert show_span(span_ms) == text

@@ -1,0 +1,112 @@
+"""Sizes, durations and instants: what people write, and what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.cli.units import (
+    parse_duration_ms,
+    parse_instant_ms,
+    parse_property,
+    parse_size_bytes,
+    show_bytes,
+    show_ms,
+)
+from timeball.errors import InvalidDelay, RequestError
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("268435456", 268_435_456),
+        ("256MiB", 268_435_456),
+        ("256 mib", 268_435_456),
+        ("1.5KiB", 1_536),
+        ("1GB", 1_000_000_000),
+        ("2TiB", 2 << 40),
+        ("7B", 7),
+    ],
+)
+def test_a_size_is_read(text: str, size_bytes: int) -> None:
+    """Both families of units, any case, with and without a blank."""
+    assert parse_size_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1M", "1 xB", "0.3B", "1e6", "1 MiB 2"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    """Also "1M", which means two different numbers to two people."""
+    with pytest.raises(RequestError):
+        parse_size_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "duration_ms"),
+    [
+        ("250", 250),
+        ("250ms", 250),
+        ("90s", 90_000),
+        ("1.5s", 1_500),
+        ("1h30m", 5_400_000),
+        ("1h 30m", 5_400_000),
+        ("72H", 259_200_000),
+        ("7d", 604_800_000),
+        ("2w", 1_209_600_000),
+    ],
+)
+def test_a_duration_is_read(text: str, duration_ms: int) -> None:
+    """A bare number is milliseconds, as the options' names say."""
+    assert parse_duration_ms(text) == duration_ms
+
+
+@pytest.mark.parametrize("text", ["", "h", "1x", "-5s", "1h-30m", "0.5ms", "10 minutes", "1.5"])
+def test_a_duration_that_is_none_is_refused(text: str) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(RequestError):
+        parse_duration_ms(text)
+
+
+@given(st.integers(min_value=0, max_value=10**13))
+def test_a_duration_survives_being_shown(duration_ms: int) -> None:
+    """What help and errors print can be typed in again."""
+    assert parse_duration_ms(show_ms(duration_ms)) == duration_ms
+
+
+@given(st.integers(min_value=0, max_value=1023), st.sampled_from([0, 10, 20, 30]))
+def test_a_size_in_one_unit_survives_being_shown(count: int, shift: int) -> None:
+    """What help prints can be typed in again."""
+    assert parse_size_bytes(show_bytes(count << shift)) == count << shift
+
+
+@pytest.mark.parametrize(
+    ("text", "instant_ms"),
+    [
+        ("1970-01-01T00:00:01Z", 1_000),
+        ("2030-01-31T09:00:00+01:00", 1_896_076_800_000),
+        ("1896076800000", 1_896_076_800_000),
+    ],
+)
+def test_an_instant_is_read(text: str, instant_ms: int) -> None:
+    """ISO 8601 with an offset, or milliseconds."""
+    assert parse_instant_ms(text) == instant_ms
+
+
+def test_an_instant_without_a_zone_is_refused_with_the_reason() -> None:
+    """A local time would fire elsewhere at another instant."""
+    with pytest.raises(InvalidDelay, match="time zone"):
+        parse_instant_ms("2030-01-31T09:00:00")
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "", "2030-13-01T00:00:00Z"])
+def test_an_instant_that_is_none_is_refused(text: str) -> None:
+    """With an example of one that is."""
+    with pytest.raises(InvalidDelay, match="no instant"):
+        parse_instant_ms(text)
+
+
+def test_a_property_has_a_name_and_a_value() -> None:
+    """The value may contain the separator."""
+    assert parse_property("region=eu=west") == ("region", "eu=west")
+    for text in ("region", "=eu", ""):
+        with pytest.raises(RequestError):
+            parse_property(text)

@@ -1,0 +1,390 @@
+"""The offline look: it shows what recovery would find, names what is damaged, and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+from tests.log.small_log import AtOnce, batch, bodies, fill, opened, read_all, reopened
+
+from timeball.errors import Corrupt, NotFound, SetupError
+from timeball.files import Files, RealFiles
+from timeball.inspect.folder import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
+from timeball.log import checkpoint as cp
+from timeball.log.recovery import open_log
+from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name
+from timeball.message import Kind, build_rows
+
+SMALL = 4096  # segments of two frames
+
+
+def everything(files: Files) -> list[Found]:
+    folder = FolderDump(files)
+    return [*folder.damage, *(found for segment in folder.segments for found in folder.walk(segment))]
+
+
+def shown(found: list[Found]) -> dict[int, bytes]:
+    """Body by sequence number."""
+    rows: dict[int, bytes] = {}
+    for each in found:
+        if isinstance(each, FrameFound):
+            rows.update(enumerate(bodies([each.rows]), each.frame.first_seq))
+    return rows
+
+
+def damage(found: list[Found]) -> list[Damage]:
+    return [each for each in found if isinstance(each, Damage)]
+
+
+def flip(files: CrashFiles, name: str, at: int) -> None:
+    file = files.open(name)
+    file.write_at(at, bytes([files.content(name)[at] ^ 0xFF]))
+    file.close()
+
+
+def save(files: Files, seq: int) -> None:
+    nothing = np.empty(0, np.int64)
+    cp.save(files, cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing))
+
+
+def three_segments() -> tuple[CrashFiles, list[bytes]]:
+    files = CrashFiles()
+    expected = fill(files, 20)
+    assert len(reopened(files).segments.all) == 3, "the fixture is too small"
+    return files, expected
+
+
+# ---- a whole log -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2_000)), max_size=12))
+def test_it_shows_the_frames_that_recovery_finds(commits: list[tuple[int, int]]) -> None:
+    files = CrashFiles()
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+            for rows, body_bytes in commits:
+                await log.append(batch(log.writer.next_seq, rows, body_bytes=body_bytes))
+
+    asyncio.run(write())
+    found = everything(files)
+    segments = open_log(files, segment_bytes=SMALL, now_ms=0).segments
+    frames = [
+        (f.segment.ordinal, f.frame.position, f.frame.first_seq) for f in found if isinstance(f, FrameFound)
+    ]
+    assert frames == [
+        (segment.ordinal, position, seq)
+        for segment in segments.all
+        for position, seq in zip(segment.frame_positions, segment.frame_seqs, strict=True)
+    ]
+    assert len(frames) == len(found)
+    assert shown(found) == read_all(segments)
+
+
+def test_segments_say_what_they_are() -> None:
+    files, _ = three_segments()
+    first, second, third = reopened(files).segments.all
+    prepare(files, 4, SMALL)
+    found = FolderDump(files).segments
+    assert [(s.ordinal, s.is_last, s.is_spare) for s in found] == [
+        (1, False, False), (2, False, False), (3, True, False), (4, False, True),
+    ]  # fmt: skip
+    assert [(s.first_seq, s.until_seq) for s in found] == [
+        (1, second.first_seq), (second.first_seq, third.first_seq), (third.first_seq, None), (None, None),
+    ]  # fmt: skip
+    assert found[0].name == first.name and found[0].size_bytes == first.buffer.size
+    assert found[0].created_ms and found[3].created_ms is None
+
+
+def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
+    files = CrashFiles()
+    mixed = build_rows(3, kind=pa.array([Kind.PROMISE, Kind.CANCEL, Kind.PROMISE], pa.int8()), topic="t")
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce()) as log:
+            await log.append(mixed)
+            await log.writer.append(build_rows(1, kind=int(Kind.TABLE), body=b"9"), span=10)[1]
+
+    asyncio.run(write())
+    first, second = (found for found in everything(files) if isinstance(found, FrameFound))
+    assert first.kinds() == {"PROMISE": 2, "CANCEL": 1}
+    assert (second.kinds(), second.frame.rows, second.frame.span) == ({"TABLE": 1}, 1, 10)
+    assert kind_counts(build_rows(2, kind=99)) == {"99": 2}, "a kind nobody knows has its number"
+
+
+def test_a_new_folder_holds_nothing_and_that_is_no_damage() -> None:
+    files = CrashFiles()
+    assert everything(files) == []
+    reopened(files)
+    assert everything(files) == []
+
+
+def test_looking_changes_nothing() -> None:
+    files, _ = three_segments()
+    save(files, 5)
+    flip(files, segment_name(2), 500)
+    flip(files, segment_name(3), 64 + 300)
+    calls = files.calls
+    assert damage(everything(files))
+    assert files.calls == calls
+
+
+# ---- torn or damaged -------------------------------------------------------------------------------------
+
+
+def test_a_torn_tail_is_no_damage_and_recovery_cuts_as_much() -> None:
+    files = CrashFiles()
+    expected = fill(files, 3)
+    position = reopened(files).segments.last.frame_positions[-1]
+    flip(files, segment_name(1), position + 300)
+    *frames, torn = everything(files)
+    assert isinstance(torn, Torn)
+    assert (torn.file, torn.position) == (segment_name(1), position)
+    assert list(shown(frames).values()) == expected[:6]
+    assert reopened(files).cut_bytes == torn.size_bytes
+    assert len(everything(files)) == 2, "and then it is gone"
+
+
+def test_damage_that_was_acknowledged_is_named_and_stepped_over() -> None:
+    files = CrashFiles()
+    expected = fill(files, 4)
+    position = reopened(files).segments.last.frame_positions[1]
+    flip(files, segment_name(1), position + 300)
+    (wrong,) = damage(found := everything(files))
+    assert (wrong.file, wrong.position) == (segment_name(1), position)
+    assert "checksum" in wrong.text and "acknowledged" in wrong.text
+    assert list(shown(found).values()) == expected[:3] + expected[6:]
+    assert [type(each) for each in found] == [FrameFound, Damage, FrameFound, FrameFound]
+
+
+def test_damage_in_a_sealed_segment_costs_one_frame() -> None:
+    files, expected = three_segments()
+    segment = reopened(files).segments.all[1]
+    at, seq = segment.frame_positions[-1], segment.frame_seqs[-1]
+    flip(files, segment_name(2), at + 70)
+    found = everything(files)
+    assert [d.position for d in damage(found)] == [at, None], "the frame, and that the segment ends too early"
+    assert shown(found) == {n: body for n, body in enumerate(expected, 1) if not seq <= n < seq + 3}
+
+
+def test_a_frame_that_belongs_elsewhere_is_damage() -> None:
+    files, _ = three_segments()
+    segment = reopened(files).segments.all[0]
+    first, second, third, fourth = segment.frame_positions[:4]
+    assert second - first == fourth - third, "one frame must fit into the place of the other"
+    content = files.content(segment_name(1))
+    file = files.open(segment_name(1))
+    file.write_at(third, content[first:second])
+    (wrong,) = damage(everything(files))
+    assert wrong.position == third and "begins with seq 1, expected 7" in wrong.text
+
+
+def test_a_damaged_header_does_not_hide_the_frames() -> None:
+    files, expected = three_segments()
+    for ordinal, at in ((1, 3), (2, 17), (3, 60)):
+        damaged = files.crash(survival="everything")
+        flip(damaged, segment_name(ordinal), at)
+        found = everything(damaged)
+        assert (segment_name(ordinal), 0) in [(d.file, d.position) for d in damage(found)]
+        assert list(shown(found).values()) == expected
+
+
+def test_rows_of_another_schema_behind_a_right_checksum_are_damage() -> None:
+    files = CrashFiles()
+    fill(files, 1)
+    content = bytearray(files.content(segment_name(1)))
+    (length,) = struct.unpack_from("<I", content, 64 + 8)
+    content[128:140] = b"no message !"
+    struct.pack_into("<I", content, 64 + 52, 0)
+    struct.pack_into("<I", content, 64 + 52, google_crc32c.value(bytes(content[64 : 64 + length])))
+    files.open(segment_name(1)).write_at(0, bytes(content))
+    (wrong,) = damage(everything(files))
+    assert wrong.position == 64 and "not our rows" in wrong.text
+
+
+def test_whatever_byte_is_flipped_it_agrees_with_recovery() -> None:
+    """What recovery refuses is damage here, and what recovery takes is shown, row for row."""
+    files = CrashFiles()
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
+            for n in range(5):
+                await log.append(batch(1 + 2 * n, 2))
+
+    asyncio.run(write())
+    expected = read_all(open_log(files, segment_bytes=SMALL, now_ms=0).segments)
+    refused = taken = 0
+    for name in [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER)]:
+        content = files.content(name)
+        for at in range(0, len(content), 5):
+            flip(files, name, at)
+            found = everything(files)
+            assert shown(found).items() <= expected.items(), (name, at)
+            try:
+                rows = read_all(open_log(files, segment_bytes=SMALL, now_ms=0).segments)
+            except (Corrupt, SetupError):
+                assert damage(found), (name, at)
+                refused += 1
+            else:
+                assert not damage(found) and shown(found) == rows, (name, at)
+                taken += 1
+            files.open(name).write_at(0, content)
+    assert refused > 700 and taken > 70
+
+
+# ---- files -----------------------------------------------------------------------------------------------
+
+
+def test_a_missing_segment_is_named() -> None:
+    files, _ = three_segments()
+    files.remove(segment_name(2))
+    wrong = damage(everything(files))
+    assert segment_name(2) in [d.file for d in wrong]
+
+
+def test_a_blank_segment_between_others_and_data_behind_a_blank_header() -> None:
+    files, _ = three_segments()
+    blank = files.crash(survival="everything")
+    blank.open(segment_name(2)).write_at(0, bytes(blank.size(segment_name(2))))
+    assert (segment_name(2), 0) in [(d.file, d.position) for d in damage(everything(blank))]
+    files.open(segment_name(2)).write_at(0, bytes(64))
+    assert "its header is blank" in damage(everything(files))[0].text
+
+
+def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
+    files = CrashFiles()
+    fill(files, 1)
+    begin_segment(prepare(files, 2, SMALL), 2, 4, 0)
+    flip(files, segment_name(2), 20)
+    assert not damage(everything(files))
+    assert FolderDump(files).segments[1].is_spare
+
+
+def test_a_segment_of_a_newer_format_is_a_matter_of_set_up() -> None:
+    files = CrashFiles()
+    fill(files, 1)
+    header = bytearray(files.content(segment_name(1))[:60])
+    struct.pack_into("<I", header, 8, 2)
+    files.open(segment_name(1)).write_at(
+        0, bytes(header) + struct.pack("<I", google_crc32c.value(bytes(header)))
+    )
+    with pytest.raises(SetupError, match="newer"):
+        FolderDump(files)
+
+
+def test_the_checkpoint_is_held_against_the_log() -> None:
+    files, _ = three_segments()
+    save(files, 61)
+    assert everything(files) and not damage(everything(files))
+    save(files, 62)
+    (wrong,) = damage(everything(files))
+    assert wrong.file == segment_name(3) and "knows of seq 61" in wrong.text
+    gone = CrashFiles()
+    save(gone, 62)
+    assert [d.text for d in damage(everything(gone))] == [
+        "the log is gone, but the checkpoint knows of seq 61"
+    ]
+
+
+def test_a_damaged_or_a_lost_checkpoint() -> None:
+    files, _ = three_segments()
+    save(files, 10)
+    flip(files, cp.NAME, 30)
+    assert [d.file for d in damage(everything(files))] == [cp.NAME]
+    assert FolderDump(files).checkpoint is None
+    files.remove(cp.NAME)
+    assert not damage(everything(files)), "the whole log is there: it is only replayed"
+    files.remove(segment_name(1))
+    assert ["restore it" in d.text for d in damage(everything(files))] == [True]
+
+
+# ---- while a broker writes -------------------------------------------------------------------------------
+
+
+def test_retention_may_take_a_segment_away_while_we_list() -> None:
+    class Retention(CrashFiles):
+        """Lets the oldest segments go between a listing and the first look at a file."""
+
+        gone: list[str]
+
+        def map_readonly(self, name: str) -> pa.Buffer:
+            if name.endswith(".log") and self.gone:
+                self.remove(self.gone.pop(0))
+            return super().map_readonly(name)
+
+    files, expected = three_segments()
+    files.__class__, files.gone = Retention, [segment_name(1), segment_name(2)]  # type: ignore[attr-defined]
+    save(files, 61)
+    found = everything(files)
+    assert not damage(found)
+    assert list(shown(found).values()) == expected[-len(shown(found)) :]
+    assert [s.ordinal for s in FolderDump(files).segments] == [3]
+
+
+def test_a_listing_that_never_holds_ends() -> None:
+    class Restless(CrashFiles):
+        """Every file is gone when it is looked at."""
+
+        def map_readonly(self, name: str) -> pa.Buffer:
+            raise NotFound(name)
+
+    files, _ = three_segments()
+    files.__class__ = Restless
+    with pytest.raises(NotFound, match="faster than they can be listed"):
+        FolderDump(files)
+
+
+def test_a_commit_that_is_finished_while_we_look_is_no_damage() -> None:
+    class Writing(CrashFiles):
+        """At the first look the middle frame is half written; when its follower is seen, it is whole."""
+
+        def map_readonly(self, name: str) -> pa.Buffer:
+            now = super().map_readonly(name)
+            self.looks = getattr(self, "looks", 0) + name.endswith(".log")
+            if self.looks != 1:
+                return now
+            half = bytearray(now)
+            half[middle + 600 : last] = bytes(last - middle - 600)
+            return pa.py_buffer(bytes(half))
+
+    files = CrashFiles()
+    expected = fill(files, 3)
+    _, middle, last = reopened(files).segments.last.frame_positions
+    files.__class__ = Writing
+    assert list(shown(everything(files)).values()) == expected
+    assert files.looks == 2, "it was looked at again"  # type: ignore[attr-defined]
+
+
+def test_beside_a_writer_there_is_never_damage_and_nothing_acknowledged_is_missing(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+
+    async def work() -> None:
+        async with opened(files) as log:
+            acknowledged = 0
+
+            async def write() -> None:
+                nonlocal acknowledged
+                for _ in range(30):
+                    await log.append(batch(1 + acknowledged, 3))
+                    acknowledged += 3
+
+            writing = asyncio.ensure_future(write())
+            while not writing.done():
+                before = acknowledged
+                found = await asyncio.to_thread(everything, RealFiles(tmp_path))
+                assert not damage(found)
+                rows = shown(found)
+                assert list(rows) == list(range(1, len(rows) + 1)) and len(rows) >= before
+            await writing
+            assert log.writer.statistics.rolls > 1
+
+    asyncio.run(asyncio.wait_for(work(), 60))

@@ -1,0 +1,30 @@
+"""What shares a frame of a commit: neighbours do, rows that set numbers aside or carry flags do not."""
+
+import asyncio
+
+from timeball.log.commit import Entry
+from timeball.log.writer import _group
+from timeball.message import meta_rows
+
+
+def frames(*entries: tuple[int, int, int]) -> list[tuple[int, int, int, int]]:
+    """Return (first_seq, span, flags, rows) of the frames of entries of one row, each (first_seq, span, flags)."""
+
+    async def work() -> list[tuple[int, int, int, int]]:
+        loop, rows = asyncio.get_running_loop(), meta_rows([("key", b"value")], now_ms=0)
+        appended = [
+            Entry(rows, first_seq, span, rows.nbytes, loop.create_future(), None, flags)
+            for first_seq, span, flags in entries
+        ]
+        return [(group.first_seq, group.span, group.flags, group.rows.num_rows) for group in _group(appended)]
+
+    return asyncio.run(work())
+
+
+def test_neighbours_share_a_frame() -> None:
+    assert frames((1, 1, 0), (2, 1, 0), (3, 1, 0)) == [(1, 3, 0, 3)]
+
+
+def test_rows_that_set_numbers_aside_or_carry_flags_have_a_frame_of_their_own() -> None:
+    alone = frames((1, 1, 0), (2, 10, 0), (12, 1, 0), (13, 1, 1), (14, 1, 0))
+    assert alone == [(1, 1, 0, 1), (2, 10, 0, 1), (12, 1, 0, 1), (13, 1, 1, 1), (14, 1, 0, 1)]

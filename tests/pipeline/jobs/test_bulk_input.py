@@ -1,0 +1,221 @@
+"""Tests of timeball.pipeline.jobs.bulk_input: the rules as Spark expressions, and what an instant is."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from timeball import limits, rules
+from timeball.errors import InvalidMessage
+from timeball.message import decode_properties
+from timeball.pipeline.jobs import bulk_input
+from timeball.pipeline.jobs.bulk_input import Columns, screen
+from timeball.pipeline.source import promise_columns
+
+NOW_MS = 1_800_000_000_000
+MAX_DUE_MS = NOW_MS + limits.DELAY_MS_MAX
+KEYS, KEYS_BYTES = limits.KEYS_PER_MESSAGE_MAX, limits.KEYS_BYTES_MAX
+
+# Around the edge of every rule; the first of each is fine.
+EDGES: dict[str, list[object]] = {
+    "topic": ["t", None, "", "a b", "ä", "a\n", "a\n\n", "t" * 127, "t" * 128, "%|a-Z_9"],
+    "body": [b"x", None, b"", b"x" * limits.BODY_BYTES_MAX, b"x" * (limits.BODY_BYTES_MAX + 1)],
+    "due_ms": [NOW_MS, 0, -1, NOW_MS - 5, MAX_DUE_MS, MAX_DUE_MS + 1, limits.INSTANT_MS_MAX + 1, 2**62],
+    "tag": [None, "", "t" * 255, "t" * 256, "ß" * 127, "ß" * 128],
+    "keys": [
+        None,
+        "a b",
+        " ".join("k" * KEYS),
+        " ".join("k" * (KEYS + 1)),
+        "k" * KEYS_BYTES,
+        "k" * (KEYS_BYTES + 1),
+        " " * (KEYS - 1),
+        " " * KEYS,
+    ],
+    "unique_key": [None, "", "u" * 255, "u" * 256],
+    "properties": [None, "", "p" * 32_767, "p" * 32_768],
+}
+TYPES = {"body": pa.binary(), "due_ms": pa.int64()}
+SAMPLE_ROWS = 400
+
+
+def edge_rows() -> pa.Table:
+    """Each edge by itself, and rows with a random one in every column: large ones are rare, for the memory."""
+    rng = np.random.default_rng(1)
+    names = list(EDGES)
+    rows = [
+        {name: EDGES[name][0] for name in names} | {name: value} for name in names for value in EDGES[name]
+    ]
+    small = {name: [v for v in EDGES[name] if not isinstance(v, bytes) or len(v) < 9] for name in names}
+    for _ in range(SAMPLE_ROWS):
+        rows.append({name: small[name][int(rng.integers(len(small[name])))] for name in names})
+    return pa.table(
+        {name: pa.array([row[name] for row in rows], TYPES.get(name, pa.string())) for name in names}
+    )
+
+
+COLUMNS = Columns(
+    due="due_ms",
+    topic="topic",
+    keys="keys",
+    tag="tag",
+    unique_key="unique_key",
+    properties="properties",
+)
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
+    """The same rows, by the same rule: else the sink would refuse what was promised to be fine, or less."""
+    rows = edge_rows()
+    broken = promise_columns.first_broken(promise_columns.normalise(rows, NOW_MS), NOW_MS)
+    wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
+    found = screen(spark.createDataFrame(rows), COLUMNS, NOW_MS).select("reason").toArrow().to_pydict()
+    assert found["reason"] == wanted
+    assert len(set(wanted)) == len(rules.RULES) - 1 + 1  # each rule but that of the queue, and none at all
+
+
+@pytest.mark.spark
+def test_a_rule_that_differs_is_noticed(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    real = bulk_input.breaks
+
+    def off_by_one(rule: rules.Rule, now_ms: int) -> Column:
+        return f.octet_length("tag") > 254 if rule.column == "tag" else real(rule, now_ms)
+
+    monkeypatch.setattr(bulk_input, "breaks", off_by_one)
+    with pytest.raises(AssertionError):
+        test_the_expressions_find_what_the_sink_would(spark)
+
+
+def due_of(
+    spark: SparkSession, values: list[str], zone: str | None = None
+) -> list[tuple[int | None, str | None]]:
+    """(due_ms, reason) of rows whose instants are these SQL expressions, of one type."""
+    stacked = ", ".join(f"({number}, {value})" for number, value in enumerate(values))
+    frame = spark.sql(f"select number, due, 'b' as body from values {stacked} as v(number, due)")
+    found = screen(frame, Columns(topic_name="t", zone=zone), NOW_MS)
+    rows = found.select("row.number", "due_ms", "reason").collect()
+    return [(row["due_ms"], row["reason"]) for row in sorted(rows, key=lambda row: row["number"])]
+
+
+def ms(text: str) -> int:
+    return round(dt.datetime.fromisoformat(text).timestamp() * 1000)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("zone", "instants"),
+    [
+        (None, {"1800000000123L": 1_800_000_000_123, "18L": 18}),
+        (
+            None,
+            {
+                "timestamp'2027-03-01 09:00:00.000001+01:00'": ms("2027-03-01T09:00:00.001+01:00"),
+                "timestamp'2027-03-01 09:00:00.002+01:00'": ms("2027-03-01T09:00:00.002+01:00"),
+            },
+        ),
+        (
+            "Europe/Paris",
+            {
+                "timestamp_ntz'2027-03-01 09:00:00.5'": ms("2027-03-01T09:00:00.500+01:00"),
+                "timestamp_ntz'2027-07-01 09:00:00'": ms("2027-07-01T09:00:00+02:00"),
+                "timestamp_ntz'2027-03-28 02:30:00'": ms("2027-03-28T03:30:00+02:00"),  # skipped
+                "timestamp_ntz'2027-10-31 02:30:00'": ms("2027-10-31T02:30:00+02:00"),  # twice
+            },
+        ),
+        ("Asia/Tokyo", {"date'2027-07-01'": ms("2027-07-01T00:00:00+09:00")}),
+        (
+            "Asia/Tokyo",
+            {
+                "'2027-03-01T09:00:00Z'": ms("2027-03-01T09:00:00+00:00"),
+                "' 2027-03-01 09:00:00.25+05:30 '": ms("2027-03-01T09:00:00.250+05:30"),
+                "'2027-03-01T09:00:00+01'": ms("2027-03-01T09:00:00+01:00"),
+                "'2027-03-01T09:00:00'": ms("2027-03-01T09:00:00+09:00"),
+                "'2027-03-01'": ms("2027-03-01T00:00:00+09:00"),
+                "'1800000000123'": 1_800_000_000_123,
+            },
+        ),
+    ],
+)
+def test_an_instant(spark: SparkSession, zone: str | None, instants: dict[str, int]) -> None:
+    assert due_of(spark, list(instants), zone) == [(due, None) for due in instants.values()]
+
+
+@pytest.mark.spark
+def test_the_sessions_own_zone_means_nothing(spark: SparkSession) -> None:
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        at = ms("2027-07-01T09:00:00+02:00")
+        assert due_of(spark, ["timestamp_ntz'2027-07-01 09:00:00'"], "Europe/Paris") == [(at, None)]
+        texts = ["'2027-07-01 09:00:00'", "'2027-07-01T07:00:00Z'"]
+        assert due_of(spark, texts, "Europe/Paris") == [(at, None)] * 2
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before or "UTC")
+
+
+@pytest.mark.spark
+def test_no_instant(spark: SparkSession) -> None:
+    wrong = {
+        "cast(null as string)": bulk_input.NO_INSTANT,
+        "'tomorrow'": bulk_input.NO_INSTANT,
+        "''": bulk_input.NO_INSTANT,
+        "'2027-02-30T09:00:00Z'": bulk_input.NO_INSTANT,
+        "'2027-03-01T09:00:00'": bulk_input.NO_ZONE,
+        "'2027-03-01'": bulk_input.NO_ZONE,
+        "'-5'": "due: before 1970",
+        "'9999999999999999999999'": bulk_input.NO_INSTANT,
+    }
+    assert [why for _, why in due_of(spark, list(wrong))] == list(wrong.values())
+    for kind in ("timestamp", "bigint"):
+        assert due_of(spark, [f"cast(null as {kind})"]) == [(None, bulk_input.NO_INSTANT)]
+
+
+@pytest.mark.spark
+def test_bodies_and_properties_from_columns(spark: SparkSession) -> None:
+    frame = spark.sql(
+        "select 1L as due, 'a' as k, 7 as n, map('x', 'y', 'z', null) as p, struct(1 as i) as s"
+    )
+    given = Columns(topic_name="t", body=None, keys="k", properties="p")
+    row = screen(frame, given, NOW_MS).collect()[0]
+    assert (row["body"], row["keys"]) == ('{"n":7,"s":{"i":1}}', "a")
+    assert decode_properties(row["properties"]) == {"x": "y", "z": ""}
+    assert screen(frame, Columns(topic_name="t", body="s"), NOW_MS).collect()[0]["body"] == '{"i":1}'
+    assert screen(frame, Columns(topic_name="t", body="n"), NOW_MS).collect()[0]["body"] == "7"
+    assert screen(frame, Columns(topic="k", body="n"), NOW_MS).select("topic", "row.s").collect()[0][0] == "a"
+
+
+def schema(frame: DataFrame, **columns: str | None) -> None:
+    bulk_input.check(frame.schema, Columns(**{"topic_name": "t", **columns}))
+
+
+@pytest.mark.spark
+def test_a_column_that_cannot_be_is_named(spark: SparkSession) -> None:
+    frame = spark.sql("select 1L as due, 'b' as body, timestamp_ntz'2027-01-01 00:00:00' as at, true as b")
+    wrong: list[tuple[dict[str, str | None], str]] = [
+        ({"due": "when"}, "column when: there is none; there are due, body, at, b"),
+        ({"due": "at"}, "column at: timestamp_ntz, a wall-clock time that names no instant"),
+        ({"due": "b"}, "column b: boolean; wanted a timestamp"),
+        ({"due": "at", "zone": "Paris"}, "zone 'Paris': unknown"),
+        ({"topic": "body"}, "either a topic or the column"),
+        ({"topic_name": None}, "either a topic or the column"),
+        ({"keys": "c"}, "column c: there is none"),
+    ]
+    for columns, said in wrong:
+        with pytest.raises(InvalidMessage, match=said):
+            schema(frame, **columns)
+    schema(frame, due="at", zone="Europe/Paris")
+
+
+@pytest.mark.spark
+def test_columns_with_blanks_and_dots_in_their_names(spark: SparkSession) -> None:
+    frame = spark.sql("select 1L as `due at`, 'b' as `a.b`, 'k' as `k``k`")
+    row = screen(frame, Columns(topic_name="t", due="due at", body="a.b", keys="k`k"), NOW_MS).collect()[0]
+    assert (row["due_ms"], row["body"], row["keys"], row["reason"]) == (1, "b", "k", None)

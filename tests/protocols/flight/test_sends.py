@@ -1,0 +1,57 @@
+"""Small batches travel together and are still accepted or refused one by one."""
+
+import asyncio
+import json
+import logging
+
+import pyarrow as pa
+import pytest
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.access import ANONYMOUS, Caller
+from timeball.protocols.flight.sends import Sends, refusal
+from timeball.protocols.flight.window import Budget, Slot, Window
+
+PLAIN = pa.schema([("topic", pa.string()), ("body", pa.binary())])
+
+
+def entry(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBatch, Slot, Caller]:
+    batch = pa.record_batch([pa.array([topic] * rows), pa.array([b"x"] * rows)], PLAIN)
+    slot = window.enter(batch.nbytes)
+    assert slot is not None
+    return batch, slot, ANONYMOUS
+
+
+def test_each_batch_has_its_own_answer_though_one_is_refused(node: RunningNode) -> None:
+    window = Window(Budget())
+    topics = ["inbox", "inbox", "a/b", "inbox"]
+    entries = [entry(window, rows, topic=topic) for rows, topic in enumerate(topics, 1)]
+    box = Sends(node.broker.sends, node.loop)
+
+    async def put_all() -> None:  # on the loop, so that all of them are there when it drains
+        for batch, slot, _ in entries:
+            box.put(batch, slot, ANONYMOUS)
+
+    node.run(put_all())
+    eventually(lambda: all(slot.answer for _, slot, _ in entries), "all are answered")
+    first, second, refused, last = (json.loads(slot.answer or b"") for _, slot, _ in entries)
+    assert refused["error"] == "invalid_name"
+    assert [answer["rows"] for answer in (first, second, last)] == [1, 2, 4]
+    assert second["first_seq"] == first["first_seq"] + 1
+    assert last["first_seq"] == second["first_seq"] + 2
+
+
+def test_a_closed_loop_is_an_answer_too(node: RunningNode) -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    window = Window(Budget())
+    batch, slot, _ = entry(window, 1)
+    Sends(node.broker.sends, loop).put(batch, slot, ANONYMOUS)
+    assert json.loads(slot.answer or b"")["error"] == "unavailable"
+    assert window.wait_empty(0) is False
+
+
+def test_a_fault_of_ours_is_logged_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert b"secret" not in refusal(ValueError("secret"))
+    assert "secret" in caplog.text

@@ -1,0 +1,87 @@
+"""Requests on their way: read when there is room, bounded over all connections, and nobody is kept out by others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from tests.node_fixture import RunningNode, eventually
+from tests.protocols.grpc.wire import Wire, d, s
+
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.grpc import server as module
+from timeball.protocols.grpc.server import REQUEST_BYTES_MAX, SERVICE_NAME
+
+MIB = 1024 * 1024
+
+
+def shares_of(node: RunningNode) -> ByteShares:
+    assert node.node.grpc is not None
+    return node.node.grpc._server._received
+
+
+def large(topic: str = "orders") -> s.SendMessageRequest:
+    message = d.Message(topic=d.Resource(name=topic), body=bytes(4 * MIB))
+    message.system_properties.message_id = "01" + "0" * 32
+    return s.SendMessageRequest(messages=[message])
+
+
+def test_large_sends_of_one_address_share_its_room_and_all_get_on(node: RunningNode, wire: Wire) -> None:
+    shares, most = shares_of(node), 0
+    shares.bytes_max = 4 * REQUEST_BYTES_MAX
+    sends = [wire.later("SendMessage", large()) for _ in range(12)]
+    while not all(send.done() for send in sends):
+        most = max(most, shares.held_bytes)
+    assert {send.result().status.code for send in sends} == {d.Code.OK}
+    assert 0 < most <= shares.bytes_max
+    eventually(lambda: not shares.held_bytes, "all is given back")
+
+
+def test_who_sends_nothing_of_what_it_has_begun_has_no_room_for_long(
+    node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls without a request take all the room of their address; it comes back, and others were not kept out."""
+    monkeypatch.setattr(module, "READ_S", 0.3)
+    shares = shares_of(node)
+    shares.bytes_max = 4 * REQUEST_BYTES_MAX
+
+    def never() -> Iterator[bytes]:
+        eventually(lambda: done, "the test has ended")
+        yield from ()
+
+    done: list[bool] = []
+    channel = grpc.insecure_channel(f"127.0.0.1:{node.node.grpc_port}")
+    begun = [channel.stream_unary(f"/{SERVICE_NAME}/SendMessage").future(never()) for _ in range(6)]
+    try:
+        eventually(lambda: shares.waiting, "some wait")
+        assert shares.held_bytes <= 2 * REQUEST_BYTES_MAX, "half of all"
+        assert shares.fits("10.0.0.1", REQUEST_BYTES_MAX)
+        wire.ask_ok("SendMessage", large())
+        codes = {call.exception().code() for call in begun}
+        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        eventually(lambda: not shares.held_bytes and not shares.waiting, "all is given back")
+    finally:
+        done.append(True)
+        channel.close()
+
+
+def test_a_client_that_goes_while_it_waits_leaves_nothing(node: RunningNode) -> None:
+    shares = shares_of(node)
+    shares.bytes_max = REQUEST_BYTES_MAX
+
+    async def fill() -> None:
+        shares.add("10.0.0.1", REQUEST_BYTES_MAX)
+
+    async def empty() -> None:
+        shares.remove("10.0.0.1", REQUEST_BYTES_MAX)
+
+    node.run(fill())
+    with Wire.to(node, "hasty") as hasty:
+        calls = [hasty.later("SendMessage", large()) for _ in range(3)]
+        eventually(lambda: shares.waiting == 3, "no room")
+        for call in calls:
+            call.cancel()
+        eventually(lambda: not shares.waiting, "they have gone")
+    node.run(empty())
+    assert not shares.held_bytes

@@ -1,0 +1,276 @@
+"""Pulls over a real socket: found, filtered, waited for, moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.stored_message import StoredMessage, decode_stored
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.protocols.remoting.handlers.test_sends import sent
+from tests.protocols.remoting.pairs import Pair, context_of
+from tests.protocols.remoting.wire import Wire
+
+from timeball import Timeball
+from timeball.protocols.remoting.calls import Call
+from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
+from timeball.protocols.remoting.handlers.pulls import Pulls
+
+PULL, LITE = RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE
+
+
+def pull(wire: Wire, offset: int = 0, *, code: int = PULL, topic: str = "orders", **more: object) -> int:
+    fields = {
+        "consumerGroup": "group", "topic": topic, "queueId": 0, "queueOffset": offset, "maxMsgNums": 32,
+        "sysFlag": PullFlag.SUBSCRIPTION, "commitOffset": 0, "suspendTimeoutMillis": 0, "subscription": "*",
+        "subVersion": 0, **more,
+    }  # fmt: skip
+    return wire.send(code, **fields)
+
+
+def pulled(wire: Wire, offset: int = 0, **more: object) -> Command:
+    return wire.answer_to(pull(wire, offset, **more))
+
+
+def messages(answer: Command) -> list[StoredMessage]:
+    assert answer.code == ResponseCode.SUCCESS, (answer.code, answer.remark)
+    return decode_stored(answer.body)
+
+
+def bodies(answer: Command) -> list[bytes]:
+    return [message.body for message in messages(answer)]
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+@pytest.mark.parametrize("code", [PULL, LITE])
+def test_what_was_sent_is_pulled(node: RunningNode, serialisation: int, code: int) -> None:
+    with Wire.to(node, serialisation) as wire:
+        receipt = sent(wire, b"first", properties={"KEYS": "k"})
+        sent(wire, b"second")
+        answer = pulled(wire, code=code)
+    first, second = messages(answer)
+    assert (first.body, second.body) == (b"first", b"second")
+    assert (first.topic, first.queue_id, first.queue_offset) == ("orders", 0, 0)
+    assert f"{first.seq:016X}" == receipt.ext["msgId"][-16:]
+    assert first.properties["KEYS"] == "k"
+    assert first.store_host.port == node.node.remoting_port
+    assert (answer.ext["nextBeginOffset"], answer.ext["minOffset"], answer.ext["maxOffset"]) == (
+        "2",
+        "0",
+        "2",
+    )
+
+
+def test_as_many_as_asked_and_no_more(wire: Wire) -> None:
+    for n in range(5):
+        sent(wire, b"%d" % n)
+    answer = pulled(wire, 1, maxMsgNums=3)
+    assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"1", b"2", b"3"], "4")
+
+
+def test_as_many_bytes_as_asked_but_at_least_one(wire: Wire) -> None:
+    for _ in range(5):
+        sent(wire, bytes(1_000))
+    answer = pulled(wire, maxMsgBytes=2_600)
+    assert (len(bodies(answer)), answer.ext["nextBeginOffset"]) == (2, "2")
+    assert len(bodies(pulled(wire, maxMsgBytes=1))) == 1
+
+
+def test_what_flight_clients_send_has_the_properties_that_rocketmqs_look_for(
+    node: RunningNode, wire: Wire
+) -> None:
+    node.run(node.broker.create_topic("orders", 1))
+    with Timeball(node.endpoint) as ball:
+        ball.send("orders", b"x", tag="A", keys=["k1"], properties={"TAGS2": "no"}, message_id="I" * 32)
+    [message] = messages(pulled(wire))
+    assert message.properties == {"TAGS2": "no", "UNIQ_KEY": "I" * 32, "TAGS": "A", "KEYS": "k1"}
+
+
+def test_only_some_tags(wire: Wire) -> None:
+    """ "Aa" and "BB" have one hash; the broker tells them apart, not the client."""
+    for tag in ("Aa", "BB", "C", "Aa"):
+        sent(wire, tag.encode(), properties={"TAGS": tag})
+    assert bodies(pulled(wire, subscription="Aa")) == [b"Aa", b"Aa"]
+    assert bodies(pulled(wire, subscription="BB || C")) == [b"BB", b"C"]
+    nothing = pulled(wire, subscription="D")
+    assert (nothing.code, nothing.ext["nextBeginOffset"]) == (ResponseCode.PULL_RETRY_IMMEDIATELY, "4")
+    collided = pulled(wire, 1, subscription="BB")
+    assert bodies(collided) == [b"BB"]
+
+
+def test_sql(wire: Wire) -> None:
+    for n in range(4):
+        sent(wire, b"%d" % n, properties={"n": str(n)})
+    answer = pulled(wire, subscription="n BETWEEN 1 AND 2", expressionType="SQL92")
+    assert bodies(answer) == [b"1", b"2"]
+    bad = pulled(wire, subscription="n >", expressionType="SQL92")
+    assert bad.code == ResponseCode.SUBSCRIPTION_PARSE_FAILED
+
+
+def test_offsets_outside(wire: Wire) -> None:
+    sent(wire)
+    for offset, told in ((7, "1"), (-3, "0")):
+        answer = pulled(wire, offset)
+        assert (answer.code, answer.ext["nextBeginOffset"]) == (ResponseCode.PULL_OFFSET_MOVED, told)
+    assert pulled(wire, 1).code == ResponseCode.PULL_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({"topic": "nobody"}, ResponseCode.TOPIC_NOT_EXIST),
+        ({"queueId": 99}, ResponseCode.INVALID_PARAMETER),
+        ({"queueId": -1}, ResponseCode.INVALID_PARAMETER),
+        ({"subscription": "||"}, ResponseCode.SUBSCRIPTION_PARSE_FAILED),
+        ({"sysFlag": 0}, ResponseCode.SUBSCRIPTION_NOT_EXIST),
+        ({"consumerGroup": "no/such"}, ResponseCode.INVALID_PARAMETER),
+    ],
+)
+def test_refusals(wire: Wire, more: dict[str, object], code: int) -> None:
+    sent(wire)
+    answer = pulled(wire, **more)
+    assert (answer.code, bool(answer.remark)) == (code, True)
+
+
+def suspended(wire: Wire, offset: int, **more: object) -> int:
+    flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
+    return pull(wire, offset, sysFlag=int(flags), suspendTimeoutMillis=60_000, **more)
+
+
+def waiting(node: RunningNode) -> int:
+    return node.broker.waiters._count
+
+
+def test_a_pull_waits_for_a_send(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1)
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    with Wire.to(node) as other:
+        sent(other, b"woken")
+    assert bodies(wire.answer_to(opaque)) == [b"woken"]
+
+
+def test_a_pull_waits_for_a_release(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1)
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    due_ms = node.broker.parts.clock.now_ms() + 50
+    with Wire.to(node) as other:
+        sent(other, b"later", properties={"TIMER_DELIVER_MS": str(due_ms)})
+    [message] = messages(wire.answer_to(opaque))
+    assert message.body == b"later"
+    assert message.store_ms >= due_ms
+
+
+def test_a_waiting_pull_sleeps_on_what_is_not_for_it(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1, subscription="B")
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    with Wire.to(node) as other:
+        sent(other, b"not this")
+        eventually(lambda: waiting(node) == 1, "it waits again")
+        sent(other, b"this", properties={"TAGS": "B"})
+    answer = wire.answer_to(opaque)
+    assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"this"], "3")
+
+
+def test_waiting_ends(wire: Wire) -> None:
+    sent(wire)
+    flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
+    answer = pulled(wire, 1, sysFlag=int(flags), suspendTimeoutMillis=20)
+    assert answer.code == ResponseCode.PULL_NOT_FOUND
+
+
+def test_who_waits_on_a_topic_that_is_deleted_is_told(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1)
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    with Wire.to(node) as other:
+        other.ask_ok(RequestCode.DELETE_TOPIC_IN_BROKER, topic="orders")
+    assert wire.answer_to(opaque).code == ResponseCode.TOPIC_NOT_EXIST
+    assert "orders" not in node.broker.topics()
+
+
+@on_node()
+async def test_what_comes_as_a_pull_begins_to_wait_is_found(world: World) -> None:
+    """Its commit woke nobody: the pull had looked, and did not wait yet."""
+    await world.broker.create_topic("orders", 1)
+    pair, rooms = await Pair.made(), Pulls(context_of(world.broker)).handlers
+    fields = {
+        "consumerGroup": "group",
+        "topic": "orders",
+        "queueId": 0,
+        "queueOffset": 0,
+        "subscription": "*",
+    }
+    flags = int(PullFlag.SUBSCRIPTION | PullFlag.SUSPEND)
+    ext = {**fields, "sysFlag": flags, "suspendTimeoutMillis": 15_000}
+    call = Call(pair.connection, Command(PULL, ext={name: str(value) for name, value in ext.items()}))
+    begun: Any = rooms[PULL](call)
+    await world.broker.send(batch(1))
+
+    async def wait(*_: object) -> bool:
+        raise AssertionError("it waits for what is there")
+
+    world.broker.waiters.wait = wait
+    assert bodies(await begun) == [b"body"]
+    pair.close()
+
+
+def test_a_client_that_leaves_no_longer_waits(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    with Wire.to(node) as other:
+        suspended(other, 1)
+        eventually(lambda: waiting(node) == 1, "the pull waits")
+    eventually(lambda: waiting(node) == 0, "forgotten")
+
+
+def test_a_pull_may_carry_an_offset(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    flags = PullFlag.SUBSCRIPTION | PullFlag.COMMIT_OFFSET
+    pulled(wire, 1, sysFlag=int(flags), commitOffset=1)
+    assert node.broker.offsets("group", "orders") == {0: 1}
+
+
+def test_after_a_restart_everything_is_still_there(tmp_path: Path) -> None:
+    for begun in range(2):
+        with running_node(tmp_path) as node, Wire.to(node) as wire:
+            sent(wire, b"%d" % begun)
+            assert bodies(pulled(wire)) == [b"0", b"1"][: begun + 1]
+
+
+def beat(wire: Wire, text: str = "*", version: int = 1, model: str = "CLUSTERING") -> None:
+    subscription = {"topic": "orders", "subString": text, "subVersion": version, "expressionType": "TAG"}
+    consumer = {
+        "groupName": "group", "consumeType": "CONSUME_PASSIVELY", "messageModel": model,
+        "consumeFromWhere": "CONSUME_FROM_LAST_OFFSET", "subscriptionDataSet": [subscription],
+    }  # fmt: skip
+    body = {"clientID": "one", "producerDataSet": [], "consumerDataSet": [consumer]}
+    wire.ask_ok(RequestCode.HEART_BEAT, body)
+
+
+def test_the_members_subscription_counts_when_the_pull_has_none(wire: Wire) -> None:
+    for tag in "AB":
+        sent(wire, tag.encode(), properties={"TAGS": tag})
+    beat(wire, "B", version=5)
+    assert bodies(pulled(wire, sysFlag=0, subVersion=5)) == [b"B"]
+    assert pulled(wire, sysFlag=0, subVersion=6).code == ResponseCode.SUBSCRIPTION_NOT_LATEST
+    beat(wire, "*", version=6)
+    # Whoever wants everything need not wait for the heartbeat that says so again.
+    assert bodies(pulled(wire, sysFlag=0, subVersion=7)) == [b"A", b"B"]
+
+
+def test_a_group_that_may_not_broadcast(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    beat(wire, model="BROADCASTING")
+    assert len(bodies(pulled(wire, sysFlag=0, subVersion=1))) == 1
+    config = {"groupName": "group", "consumeBroadcastEnable": False}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
+    refused = pulled(wire, sysFlag=0, subVersion=1)
+    assert (refused.code, "broadcast" in str(refused.remark)) == (ResponseCode.NO_PERMISSION, True)
+    beat(wire, version=2)
+    assert len(bodies(pulled(wire, sysFlag=0, subVersion=2))) == 1

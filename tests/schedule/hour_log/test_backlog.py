@@ -1,0 +1,409 @@
+"""`hour_log`: what is its own, besides the contract and the five questions; and how far the sending has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule, run_state_machine_as_test
+from tests.schedule.contract import FAST, UNTIL_CAUGHT
+from tests.schedule.machine import Machine
+from tests.schedule.moves import sleep_through
+from tests.schedule.rigs import AHEAD_MS, HourLogRig
+from tests.schedule.stage import Built, Restart
+from tests.schedule.world import World
+
+from timeball import limits
+from timeball.clock import ManualClock
+from timeball.key_hash import hash_text
+from timeball.message import Kind, int64
+from timeball.schedule.hour_log import pending
+from timeball.schedule.outcomes import NOTHING_SENT, Outcomes, ReleaseCursor
+from timeball.schedule.scheduler import Scheduler
+from timeball.table.layout import KEYS_FOLDER
+
+HOUR, DAY = limits.HOUR_MS, limits.DAY_MS
+
+
+# -- the state a successor starts from -------------------------------------------------------------------------
+
+
+class TickRig(HourLogRig):
+    """Saves the cursor in a checkpoint, and computes it at a restart from the release records since."""
+
+    def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
+        self.outcomes = outcomes
+        outcomes.cursor = self.tick_now(world, restart)
+        return super().build(world, restart, outcomes)
+
+    def state(self, state: Any) -> object:
+        return self.outcomes.cursor
+
+    def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
+        cursor = NOTHING_SENT if restart.state is None else restart.state
+        assert isinstance(cursor, ReleaseCursor)
+        saved_seq = world.checkpoints[-1].seq if world.checkpoints else 1
+        for rows in world.reader.rows(saved_seq, world.reader.next_seq, [Kind.RELEASE]):
+            cursor = cursor.after(int64(rows.column("due_ms")))
+        return cursor
+
+
+class SavedOnly(TickRig):
+    """Believes the checkpoint, and not the log behind it."""
+
+    def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
+        return restart.state if isinstance(restart.state, ReleaseCursor) else NOTHING_SENT
+
+
+class CountsTwice(TickRig):
+    """Begins too early, with records that the checkpoint has counted."""
+
+    def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
+        tick = super().tick_now(world, restart)
+        if world.checkpoints:
+            for rows in world.reader.rows(world.reader.first_seq, world.checkpoints[-1].seq, [Kind.RELEASE]):
+                tick = tick.after(int64(rows.column("due_ms")))
+        return tick
+
+
+DUES_MS = st.lists(st.integers(0, 2_500), min_size=1, max_size=6)
+
+
+class TickMachine(Machine):
+    """Whatever happens, the state is what a plain look at all that was ever sent says."""
+
+    @rule(saved_ms=DUES_MS, newer_ms=DUES_MS)
+    def die_with_a_newer_log(self, saved_ms: list[int], newer_ms: list[int]) -> None:
+        self.send(saved_ms)
+        self.world.save()
+        self.send(newer_ms)
+        self.restart(back=0, power_cut=None, unheard=False)
+
+    def send(self, dues_ms: list[int]) -> None:
+        self.world.admit([self.world.now_ms + ms for ms in dues_ms])
+        self.world.advance(max(dues_ms))
+        self.drain(1_000_000)
+        self.world.release()
+
+    @invariant()
+    def knows_how_far_it_has_come(self) -> None:
+        sent = np.array(list(self.world.model.released.values()), np.int64)
+        assert tick_of(self.world) == NOTHING_SENT.after(sent)
+
+
+def tick_of(world: World) -> ReleaseCursor:
+    return world.strategy.outcomes.cursor
+
+
+def run_ticks(new_rig: Callable[[], TickRig], settings: hypothesis.settings) -> None:
+    machine = type("Ticks", (TickMachine,), {"new_rig": staticmethod(new_rig)})
+    run_state_machine_as_test(machine, settings=settings)
+
+
+def test_the_tick_is_what_the_release_records_say() -> None:
+    run_ticks(TickRig, FAST)
+
+
+@pytest.mark.parametrize("wrong", [SavedOnly, CountsTwice])
+def test_a_tick_that_is_not_is_caught(wrong: type[TickRig]) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ticks(wrong, UNTIL_CAUGHT)
+    assert caught.traceback[-1].name == "knows_how_far_it_has_come"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(TickRig())
+    yield world
+    world.close()
+
+
+def test_an_older_state_and_a_newer_log_repeat_nothing(world: World) -> None:
+    """The second being sent has four messages; two are sent, one is on its way, when the machine dies."""
+    second_ms = world.now_ms - world.now_ms % 1_000 + 2_000
+    before = world.admit([second_ms - 700, second_ms - 600])
+    of_second = world.admit([second_ms + ms for ms in (10, 20, 30, 900)])
+    world.advance(second_ms - world.now_ms)
+    assert [seq for _, seq in world.drain()] == before
+    world.release()
+    world.save()  # the older state
+    saved = tick_of(world)
+    assert saved == ReleaseCursor(second_ms - 1_000, 2)
+    world.advance(20)
+    assert [seq for _, seq in world.drain()] == of_second[:2]
+    world.release()
+    assert tick_of(world) == ReleaseCursor(second_ms, 2)
+    world.advance(10)
+    assert [seq for _, seq in world.drain()] == of_second[2:3]
+    assert tick_of(world) == ReleaseCursor(second_ms, 2), "handed out is not sent"
+    world.restart()
+    assert world.checkpoints[-1].state == saved
+    assert tick_of(world) == ReleaseCursor(second_ms, 2), "the newer log knows better"
+    world.advance(1_000)
+    assert [seq for _, seq in world.drain()] == of_second[2:]
+    world.release()
+    assert tick_of(world) == ReleaseCursor(second_ms, 4)
+
+
+def test_a_promise_that_came_too_late_is_sent_and_is_no_step_back(world: World) -> None:
+    world.admit([world.now_ms])
+    world.drain()
+    world.release()
+    world.save()
+    tick = tick_of(world)
+    (late,) = world.admit([world.now_ms - DAY])
+    assert [seq for _, seq in world.drain()] == [late]
+    world.release()
+    assert tick_of(world) == tick
+    world.restart()
+    assert tick_of(world) == tick
+    assert world.drain() == [], "named by its own record"
+
+
+# -- started behind the clock, and ahead of it -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("down_ms", [1_500, HOUR, 400 * DAY])
+@pytest.mark.parametrize("compacted", [False, True])
+def test_behind_the_clock_what_is_overdue_is_sent_at_once_and_in_order(
+    world: World, down_ms: int, compacted: bool
+) -> None:
+    start_ms = world.now_ms
+    world.admit([start_ms])
+    world.drain()
+    world.release()
+    world.save()
+    dues = sorted(start_ms + down_ms * i // 20 for i in range(1, 30))
+    world.admit(dues[::-1])
+    if compacted:
+        world.attach_now(world.prepare_compact())
+    world.advance(down_ms)
+    world.restart()
+    assert tick_of(world) <= ReleaseCursor(start_ms, 1)
+    overdue = [due for due in dues if due <= world.now_ms]
+    assert [due for due, _ in world.drain(limit=7)] == overdue
+    assert [due for due, _ in sleep_through(world)] == dues[len(overdue) :]
+
+
+def started_ahead(world: World, ahead_ms: int) -> tuple[int, list[int]]:
+    """The machine that sent until now dies; its successor's clock is `ahead_ms` behind. Returns the instant of the
+    tick, and the instants of what waits still."""
+    sent_ms = world.now_ms
+    world.admit([sent_ms - 10, sent_ms - 10, sent_ms])
+    left = [sent_ms + 1, sent_ms + AHEAD_MS // 2, sent_ms + AHEAD_MS + 500, sent_ms + 3 * DAY]
+    world.admit(left)
+    assert len(world.drain()) == 3
+    world.release()
+    world.save()
+    world.manual.step_wall(-ahead_ms)
+    world.restart()
+    assert world.now_ms == sent_ms - ahead_ms
+    return sent_ms, left
+
+
+@pytest.mark.parametrize("ahead_ms", [1_500, HOUR, 40 * DAY])
+def test_ahead_of_the_clock_it_sleeps_until_aligned(world: World, ahead_ms: int) -> None:
+    sent_ms, left = started_ahead(world, ahead_ms)
+    tick = tick_of(world)
+    assert tick.tick_ms > world.now_ms - 1_000
+    assert world.drain() == [], "nothing again, nothing early"
+    world.check_sleep()
+    world.advance(sent_ms - world.now_ms)
+    assert world.drain() == [], "aligned, and what was sent stays sent"
+    assert tick_of(world) == tick
+    assert [due for due, _ in sleep_through(world)] == left
+
+
+@pytest.mark.parametrize("ahead_ms", [1_500, HOUR, 40 * DAY])
+def test_ahead_of_the_clock_what_is_promised_meanwhile_is_sent_at_its_instant(
+    world: World, ahead_ms: int
+) -> None:
+    sent_ms, left = started_ahead(world, ahead_ms)
+    tick = tick_of(world)
+    between = [world.now_ms, world.now_ms + 1, sent_ms - ahead_ms // 3, sent_ms - 1]
+    world.admit([*between, sent_ms + 2 * DAY])
+    kept = [due for due, _ in sleep_through_to(world, sent_ms)]
+    assert kept == between
+    world.release()
+    assert tick_of(world).tick_ms == tick.tick_ms, "how far the sending had come, it had come"
+    assert [due for due, _ in sleep_through(world)] == sorted([*left, sent_ms + 2 * DAY])
+
+
+def sleep_through_to(world: World, until_ms: int) -> list[tuple[int, int]]:
+    """As a ticker, to the millisecond; stops at `until_ms`."""
+    taken = []
+    while True:
+        taken += world.drain()
+        world.check_sleep()
+        upcoming = world.strategy.next_due_ms()
+        if upcoming is None or upcoming >= until_ms:
+            world.advance(until_ms - world.now_ms)
+            return taken
+        world.advance(upcoming - world.now_ms)
+
+
+# -- files that bring what is late -----------------------------------------------------------------------------
+
+
+def test_what_a_file_brings_late_is_not_settled_before_it_is_opened(world: World) -> None:
+    world.drain()
+    due_ms = world.now_ms - 1_000
+    world.reader_thread.is_open = False
+    world.attach_now(world.prepare_bulk([due_ms, world.now_ms + AHEAD_MS * 3]))
+    world.take()
+    world.turn()
+    assert world.strategy.settled_before_ms == due_ms
+    world.reader_thread.is_open = True
+    assert [due for due, _ in world.drain()] == [due_ms]
+
+
+def test_files_that_are_far_are_not_looked_into(world: World) -> None:
+    world.drain()
+    world.attach_now(world.prepare_bulk([world.now_ms + AHEAD_MS * 3]))
+    world.take()
+    world.turn()
+    assert not world.strategy.is_busy
+
+
+def test_a_file_does_not_go_before_what_it_has_late_is_opened(world: World) -> None:
+    world.drain()
+    world.attach_now(world.prepare_bulk([world.now_ms - 5, world.now_ms + DAY]))
+    world.attach_now(world.prepare_rewrite())
+    assert len(world.drain()) == 1
+    world.advance(DAY)
+    assert len(world.drain()) == 1
+
+
+def test_an_opening_that_fails_is_told(world: World) -> None:
+    world.drain()
+    world.attach_now(world.prepare_bulk([world.now_ms]))
+    world.live_files()[0].positions_between = lambda low, high: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    world.reader_thread.is_open = False
+    world.take()
+    world.turn()
+    world.reader_thread.is_open = True
+    world.reader_thread.step()
+    for _ in range(3):
+        world.turn()
+    assert isinstance(world.failures.pop(), ZeroDivisionError)
+
+
+# -- open files ------------------------------------------------------------------------------------------------
+
+WINDOW_HOURS = 5  # those before the horizon's, its own, and those after it
+
+
+def open_files(world: World) -> int:
+    return world.backlog.statistics()["open_files"]
+
+
+def hourly(world: World, hours: int) -> list[int]:
+    """A file an hour, three promises in each; returns their instants."""
+    start_ms = world.now_ms - world.now_ms % HOUR + HOUR
+    dues = [start_ms + hour * HOUR + ms for hour in range(hours) for ms in (0, HOUR // 2, HOUR - 1)]
+    world.admit(dues)
+    world.attach_now(world.prepare_compact())
+    assert len(world.live_files()) == hours
+    return dues
+
+
+def test_a_walk_through_many_hours_keeps_few_files_open(world: World) -> None:
+    dues = hourly(world, 40)
+    assert open_files(world) == 0, "far away, and written by others"
+    seen, taken = set(), []
+    while (upcoming := world.strategy.next_due_ms()) is not None:
+        world.advance(upcoming - world.now_ms)
+        taken += world.drain()
+        seen.add(open_files(world))
+    assert [due for due, _ in taken] == dues
+    assert 0 < max(seen) <= WINDOW_HOURS
+
+
+def test_look_ups_leave_no_file_open(world: World) -> None:
+    hourly(world, 40)
+    world.files.make_dir(KEYS_FOLDER)
+    for number in range(0, 120, 7):
+        hashes = hash_text(pa.array([f"body {number}"]))
+        found = [file.find_rows(hashes) for file in world.live_files()]
+        assert sum(rows.num_rows for rows in found) == 1
+    seq = world.live_files()[9].entry.min_seq
+    assert sum(file.find_seqs(np.array([seq])).num_rows for file in world.live_files()) == 1
+    assert open_files(world) == 0
+
+
+def test_without_closing_they_would_all_be_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the three above."""
+    monkeypatch.setattr(pending, "OPEN_MS", 400 * DAY)
+    hourly(world, 40)
+    world.advance(50 * HOUR)
+    world.drain()
+    assert open_files(world) == 40
+
+
+# -- no idle turning -------------------------------------------------------------------------------------------
+
+
+class Counted(Scheduler):
+    """Writes down when it is asked."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked_ms: list[int] = []
+
+    def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+        self.asked_ms.append(now_ms)
+        return super().take_due(now_ms, limit)
+
+
+def asked_through(dues: list[int], compacted: bool) -> tuple[list[int], list[int]]:
+    """Sleep through these delays as a ticker does; the instants promised, and those at which `due` was called."""
+    world = World(HourLogRig(scheduler=Counted))
+    strategy = world.strategy
+    assert isinstance(strategy, Counted)
+    instants = sorted(world.now_ms + ms for ms in dues)
+    world.admit(instants)
+    if compacted:
+        world.attach_now(world.prepare_compact())
+    assert [due for due, _ in sleep_through(world)] == instants
+    world.close()
+    return instants, strategy.asked_ms
+
+
+SPARSE = [
+    [90 * DAY, 5 * 365 * DAY],
+    [10 * DAY + day * 7 * DAY + day for day in range(50)],
+    [30 * DAY + i for i in range(500)],
+    [minute * 60_000 for minute in range(1, 200)],
+]
+
+
+@pytest.mark.parametrize("dues", SPARSE)
+@pytest.mark.parametrize("compacted", [False, True])
+def test_it_is_asked_for_what_it_keeps_and_not_for_the_time_between(dues: list[int], compacted: bool) -> None:
+    instants, asked_ms = asked_through(dues, compacted)
+    begin_ms, near_ms = asked_ms[0], 2 * AHEAD_MS
+    for now_ms in asked_ms:
+        assert now_ms <= begin_ms + near_ms or any(abs(now_ms - due) <= near_ms for due in instants), (
+            f"asked {(now_ms - begin_ms) / HOUR:.3f} hours after the start, with nothing near"
+        )
+    # Each instant is asked for, and a gather goes ahead of it and one behind it; the budget cuts what is many.
+    assert len(asked_ms) <= 2 * len(set(instants)) + 6 * len({due // 10_000 for due in instants}) + 20
+
+
+def test_twice_the_time_is_no_more_ticks() -> None:
+    counts = [len(asked_through([days * DAY * i for i in range(1, 20)], True)[1]) for days in (1, 10, 100)]
+    assert max(counts) <= 1.5 * min(counts)
+
+
+def test_without_what_was_learnt_it_turns_for_a_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: two promises in the file of one hour."""
+    hour_ms = 30 * HOUR - ManualClock.wall % HOUR
+    dues = [hour_ms + 60_000, hour_ms + 50 * 60_000]
+    learnt = len(asked_through(dues, True)[1])
+    monkeypatch.setattr("timeball.table.data_file.DataFile.first_due_from", lambda *args: None)
+    assert len(asked_through(dues, True)[1]) > 10 * learnt

@@ -1,0 +1,237 @@
+"""The arithmetic of hops: what `store` relies on when it opens queues by the ends of hops alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.config import Settings
+from timeball.limits import DAY_MS, DELAY_MS_MAX, HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.schedule.delay_levels.levels import LevelTable
+from timeball.schedule.level_cascade.placement import (
+    DRIFT_MS,
+    DURATION_MS,
+    HOPS_MAX,
+    LEAD_MS_MIN,
+    NAMES,
+    NEAR,
+    QUEUES,
+    enter,
+    first,
+    first_due_ms,
+    following,
+    is_last,
+    lead_ms_of,
+    plan,
+    rest,
+)
+
+NOW = 1_700_000_000_000
+REMAINING = st.one_of(
+    st.integers(-DAY_MS, 30 * SECOND_MS), st.integers(0, 3 * DAY_MS), st.integers(0, DELAY_MS_MAX)
+)
+LEADS = st.sampled_from([1, 1_000, 4_000, 10_000, 60_000]).map(lead_ms_of)
+# A list made for a remaining time, and how long ago that was.
+PROMISES = st.tuples(REMAINING, st.integers(0, 2 * HOUR_MS) | st.integers(0, 3_000), st.integers(0, 8))
+
+
+def columns(promises: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(due_ms, what is left of a list that is as old as that, after so many of its levels)."""
+    due = NOW + np.array([remaining for remaining, _, _ in promises])
+    hops = plan(due - NOW + np.array([ago for _, ago, _ in promises]))
+    for at, (_, _, taken) in enumerate(promises):
+        for _ in range(taken):
+            hops[at] = rest(hops[at : at + 1])[0]
+    return due, hops
+
+
+@given(promises=st.lists(PROMISES, min_size=1, max_size=20), lead_ms=LEADS)
+def test_where_a_promise_waits(promises: list[tuple[int, int, int]], lead_ms: int) -> None:
+    due, hops = columns(promises)
+    entered = enter(due, hops, NOW, lead_ms)
+    for due_ms, queue, hop_end_ms in zip(
+        due.tolist(), entered.queue.tolist(), entered.hop_end_ms.tolist(), strict=True
+    ):
+        assert 0 <= queue < QUEUES
+        assert (queue == NEAR) == (due_ms - NOW <= lead_ms)
+        assert hop_end_ms == NOW + int(DURATION_MS[(queue + 1) // 2])
+        if queue == NEAR:
+            continue
+        if is_last(queue):
+            assert due_ms - lead_ms <= hop_end_ms <= due_ms + DRIFT_MS
+            # Opened half the lead early at the latest, and then it is not late.
+            assert hop_end_ms - lead_ms // 2 < due_ms
+        else:
+            assert hop_end_ms < due_ms - lead_ms
+        assert due_ms >= first_due_ms(queue, hop_end_ms, lead_ms)
+
+
+@given(promises=st.lists(PROMISES, min_size=1, max_size=20), lead_ms=LEADS)
+def test_a_list_that_fits_is_kept(promises: list[tuple[int, int, int]], lead_ms: int) -> None:
+    due, hops = columns(promises)
+    found = following(due, hops, NOW)
+    level = first(hops)
+    kept = (level > 0) & (NOW + DURATION_MS[level] <= due + DRIFT_MS)
+    assert np.array_equal(found[kept], hops[kept])
+    assert np.array_equal(found[~kept], plan(due - NOW)[~kept])
+    far = due - NOW > lead_ms
+    assert np.array_equal(enter(due, hops, NOW, lead_ms).left[far], rest(found)[far])
+
+
+@given(
+    remaining_ms=st.integers(0, 2 * DAY_MS),
+    late_ms=st.lists(st.integers(0, 400) | st.integers(0, HOUR_MS), min_size=1, max_size=12),
+    lead_ms=LEADS,
+)
+def test_however_late_the_hops_are_the_last_is_opened_in_time(
+    remaining_ms: int, late_ms: list[int], lead_ms: int
+) -> None:
+    """Each hop begins as late as it likes; the last one must be near before the instant, or when the hop was over."""
+    now_ms, due_ms, turn = NOW, np.array([NOW + remaining_ms]), 0
+    hops = plan(due_ms - now_ms)
+    while True:
+        entered = enter(due_ms, hops, now_ms, lead_ms)
+        queue, hop_end_ms = int(entered.queue[0]), int(entered.hop_end_ms[0])
+        if queue == NEAR:
+            break
+        hops = entered.left
+        if is_last(queue):
+            assert hop_end_ms - lead_ms // 2 <= due_ms[0] - DRIFT_MS
+            break
+        now_ms, turn = hop_end_ms + late_ms[turn % len(late_ms)], turn + 1
+    assert turn <= 40
+
+
+def test_a_list_is_used_up_as_it_was_made_when_hops_are_a_little_late() -> None:
+    """2 h 59 min 59 s, each hop 100 ms late: 2h 50m 9m, and the seconds are near already."""
+    now_ms, due_ms = NOW, np.array([NOW + 3 * HOUR_MS - SECOND_MS])
+    hops, waited = plan(due_ms - now_ms), []
+    while (entered := enter(due_ms, hops, now_ms, 10_000)).queue[0] != NEAR:
+        waited.append(NAMES[(int(entered.queue[0]) - 1) // 2])
+        if is_last(int(entered.queue[0])):
+            break
+        now_ms, hops = int(entered.hop_end_ms[0]) + 100, entered.left
+    assert waited == ["2h", "50m", "9m", "50s"]
+
+
+def test_after_a_long_stop_the_list_is_made_anew() -> None:
+    """An hour was left as 50m 9m 50s 9s; half of it went by while nobody looked."""
+    due_ms = np.array([NOW + 30 * MINUTE_MS])
+    hops = plan(np.array([HOUR_MS - SECOND_MS]))
+    entered = enter(due_ms, hops, NOW, 10_000)
+    assert NAMES[(int(entered.queue[0]) - 1) // 2] == "30m"
+
+
+@pytest.mark.parametrize("ahead_ms", [1_000, 4_000, 10_000])
+def test_the_lead(ahead_ms: int) -> None:
+    assert lead_ms_of(ahead_ms) == max(ahead_ms, LEAD_MS_MIN)
+
+
+# ---- the table of levels, and the lists made of it -------------------------------------------------------------
+
+WITHIN = st.integers(0, DAY_MS)
+# Tens and ones of each unit that are two levels: neither odd nor in the table.
+TWO = {"h": {4, 6, 8}, "m": set[int](), "s": {2, 4, 6, 8}}
+
+
+def unpacked(hops: int) -> list[int]:
+    found = []
+    while hops:
+        found.append(hops & 63)
+        hops >>= 6
+    return found
+
+
+def names(remaining_ms: int) -> list[str]:
+    return [NAMES[level - 1] for level in unpacked(int(plan(np.array([remaining_ms]))[0]))]
+
+
+def test_a_number_means_what_it_means_to_rocketmq() -> None:
+    table = LevelTable.parse(Settings().delay_levels)
+    assert len(set(NAMES)) == len(NAMES) == 32
+    assert DURATION_MS[1:19].tolist() == list(table.durations_ms)
+    assert DURATION_MS.tolist() == [0, *LevelTable.parse(" ".join(NAMES)).durations_ms]
+
+
+@pytest.mark.parametrize(
+    ("remaining_ms", "expected"),
+    [
+        (0, []),
+        (-1, []),
+        (999, []),
+        (1_000, ["1s"]),
+        (1_999, ["1s"]),
+        (2 * SECOND_MS, ["1s", "1s"]),
+        (8 * SECOND_MS, ["7s", "1s"]),
+        (2 * HOUR_MS, ["2h"]),
+        (4 * HOUR_MS, ["3h", "1h"]),
+        (
+            18 * HOUR_MS + 47 * MINUTE_MS + 36 * SECOND_MS,
+            ["10h", "7h", "1h", "40m", "7m", "30s", "5s", "1s"],
+        ),
+        (DAY_MS - 1, ["20h", "3h", "50m", "9m", "50s", "9s"]),
+        (DAY_MS, ["20h", "3h", "1h"]),
+        (DAY_MS + 1, ["20h"]),
+        (DELAY_MS_MAX, ["20h"]),
+    ],
+)
+def test_read_off_a_clock(remaining_ms: int, expected: list[str]) -> None:
+    assert names(remaining_ms) == expected
+
+
+@given(st.lists(WITHIN, min_size=1, max_size=50))
+def test_the_sum_never_exceeds_what_remains_and_lacks_less_than_a_second(remaining: list[int]) -> None:
+    lists = [unpacked(hops) for hops in plan(np.array(remaining)).tolist()]
+    for remaining_ms, hops in zip(remaining, lists, strict=True):
+        assert remaining_ms - SECOND_MS < sum(int(DURATION_MS[level]) for level in hops) <= remaining_ms
+        assert len(hops) <= HOPS_MAX
+
+
+def test_the_longest_list_has_eight_levels() -> None:
+    every_second = plan(np.arange(0, DAY_MS + 1, SECOND_MS))
+    hops = np.zeros(len(every_second), dtype=np.int64)
+    while every_second.any():
+        hops += first(every_second) > 0
+        every_second = rest(every_second)
+    assert hops.max() == HOPS_MAX
+
+
+@pytest.mark.parametrize(
+    ("unit", "unit_ms", "count"), [("h", HOUR_MS, 25), ("m", MINUTE_MS, 60), ("s", SECOND_MS, 60)]
+)
+def test_one_level_a_digit_or_two(unit: str, unit_ms: int, count: int) -> None:
+    for value in range(count):
+        tens, ones = divmod(value, 10)
+        expected = (tens > 0) + (0 if not ones else 2 if ones in TWO[unit] else 1)
+        assert len(names(value * unit_ms)) == expected, f"{value}{unit}"
+
+
+@given(WITHIN)
+def test_largest_first(remaining_ms: int) -> None:
+    durations = [int(DURATION_MS[level]) for level in unpacked(int(plan(np.array([remaining_ms]))[0]))]
+    assert durations == sorted(durations, reverse=True)
+
+
+@given(remaining_ms=st.integers(0, DELAY_MS_MAX))
+def test_list_after_list_comes_within_a_second_and_never_beyond(remaining_ms: int) -> None:
+    """What a cascade without any drift does; a year is 438 hops and then some."""
+    left, hops = remaining_ms, 0
+    while left >= SECOND_MS:
+        for level in unpacked(int(plan(np.array([left]))[0])):
+            left, hops = left - int(DURATION_MS[level]), hops + 1
+            assert left >= 0
+    assert hops <= remaining_ms // (20 * HOUR_MS) + HOPS_MAX
+
+
+@given(WITHIN)
+def test_first_and_rest_are_the_list(remaining_ms: int) -> None:
+    hops = plan(np.array([remaining_ms]))
+    expected = unpacked(int(hops[0]))
+    found = []
+    while first(hops)[0]:
+        found.append(int(first(hops)[0]))
+        hops = rest(hops)
+    assert found == expected
+    assert first(hops).tolist() == [0]

@@ -1,0 +1,234 @@
+"""The five questions, asked of a backlog alone: what it was given is given up, once, in time, and after any restart.
+
+    every promise is opened before it is due, or holds back `first_due_ms` · no promise is opened twice, unless it was
+    written again meanwhile · `first_due_ms` is never after what has not been opened · what `needed_seq` lets go of
+    is needed by nothing · a restart from any state, with what came since, forgets nothing that is not settled
+
+A `Walk` asks them in an order that chance chooses, and plays the scheduler: it settles what is opened, and writes again
+what is to be. A backlog joins with one class.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from tests.schedule.readback import column
+from tests.schedule.stage import Restart, Rig
+from tests.schedule.world import World
+
+from timeball import limits
+from timeball.message import Kind, build_rows, int64
+from timeball.schedule.backlog import Opened, Rewritten
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.locations import NOTHING, Waiting
+from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
+
+STEPS, SEEDS = 120, 6
+DISTANCES_MS = (0, 1, 999, 5_000, 9_999, 12_000, 61_000, 200_000, limits.HOUR_MS, 5 * limits.HOUR_MS)
+
+
+class Walk:
+    """A backlog and the truth about it, side by side."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self.chance, self.rig = random.Random(seed), rig
+        self.world = World(rig)  # for its log, files, clock and reader thread
+        self.due: dict[int, int] = {}
+        self.row: dict[int, int] = {}
+        self.opened: set[int] = set()  # and neither settled nor given back
+        self.settled: set[int] = set()
+        self.saved: tuple[object, int] = (None, 1)  # a state, and the log's end then
+        self.build(None, 1)
+
+    # -- the scheduler's part ----------------------------------------------------------------------------------
+
+    def build(self, state: object, saved_seq: int) -> None:
+        """Begin again, with what a checkpoint kept and what the log says since."""
+        self.outcomes = Outcomes()
+        self.outcomes.restore(NOTHING_SETTLED)
+        done = sorted(self.settled)
+        self.outcomes.add_settled(column(map(self.due.__getitem__, done)), column(done))
+        left = sorted(self.due.keys() - self.settled)
+        since = [seq for seq in left if self.row[seq] >= saved_seq]
+        restart = Restart(state=state, since=self.waiting(since), waiting=self.waiting(left))
+        built = self.rig.build(self.world, restart, self.outcomes)
+        self.backlog: Any = built.backlog
+        self.opened = set()
+        self.take_over(self.backlog.restore(built.state, NOTHING_SETTLED, built.waiting, self.world.now_ms))
+
+    def waiting(self, seqs: list[int]) -> Waiting:
+        due, row = (column(map(known.__getitem__, seqs)) for known in (self.due, self.row))
+        return Waiting(due, column(seqs), row) if seqs else NOTHING
+
+    def take_over(self, opened: Opened) -> None:
+        seqs = opened.seq.tolist()
+        assert len(set(seqs)) == len(seqs), "given up twice in one go"
+        fresh = {seq for seq in seqs if seq not in self.settled}
+        assert not fresh & self.opened, f"given up twice: {sorted(fresh & self.opened)}"
+        assert fresh <= self.due.keys(), "never added"
+        assert all(self.due[seq] == due for seq, due in zip(seqs, opened.due_ms.tolist(), strict=True))
+        self.opened |= fresh
+        again = opened.part(opened.rewrites & np.isin(opened.seq, column(fresh)))
+        if len(again):
+            self.rewrite(again)
+
+    def rewrite(self, promises: Opened) -> None:
+        """Their new rows are durable, unless the power goes before; then they lie where they lay."""
+        if self.chance.random() < 0.3:
+            return self.restart()
+        first_seq = self.append(len(promises))
+        rows = np.arange(first_seq, first_seq + len(promises))
+        self.row |= dict(zip(promises.seq.tolist(), rows.tolist(), strict=True))
+        self.opened -= set(promises.seq.tolist())
+        if self.chance.random() < 0.2:
+            return self.restart()  # durable, and nobody was told
+        kept = Waiting(promises.due_ms, promises.seq, rows)
+        near = self.backlog.add(kept, self.world.now_ms, Rewritten(promises.row_seq, promises.note))
+        self.opened |= set(promises.seq[near].tolist())
+        return None
+
+    def append(self, count: int) -> int:
+        """Rows that stand for others: only their numbers count here."""
+        rows = build_rows(
+            count, kind=int(Kind.MOVED), topic="t", queue_id=-1, store_ms=self.world.now_ms, source_seq=1
+        )
+
+        async def append() -> int:
+            return await self.world.writer.append(rows)[1]
+
+        return self.world.run(append())
+
+    # -- the steps ---------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        steps = [self.add, self.add, self.open, self.open, self.settle, self.advance, self.save, self.restart]
+        self.chance.choice(steps)()
+        self.check()
+
+    def add(self) -> None:
+        dues = [
+            self.world.now_ms + self.chance.choice(DISTANCES_MS) for _ in range(self.chance.randint(1, 12))
+        ]
+        rows = build_rows(
+            len(dues), kind=int(Kind.PROMISE), topic="t", queue_id=-1, store_ms=self.world.now_ms, due_ms=dues
+        )
+        rows, seqs = self.rig.encode(rows, self.backlog), list[int]()
+
+        async def append() -> None:
+            first_seq, durable = self.world.writer.append(rows)
+            await durable
+            seqs.extend(range(first_seq, first_seq + len(dues)))
+
+        self.world.run(append())
+        self.rig.keep(rows, seqs[0])
+        self.due |= dict(zip(seqs, int64(rows["due_ms"]).tolist(), strict=True))
+        self.row |= dict(zip(seqs, seqs, strict=True))
+        near = self.backlog.add(self.waiting(seqs), self.world.now_ms)
+        self.opened |= set(np.array(seqs)[near].tolist())
+
+    def open(self) -> None:
+        now_ms, ahead_ms = self.world.now_ms, self.rig.ahead_ms
+        for _ in range(1_000):
+            first_ms = self.backlog.first_due_ms
+            if first_ms - ahead_ms // 2 > now_ms:
+                break
+            found: list[Opened] = []
+
+            async def open_(found: list[Opened] = found) -> None:
+                found.append(await self.backlog.open(now_ms, now_ms + ahead_ms))
+
+            self.world.run(open_())
+            self.take_over(found[0])
+        else:
+            raise AssertionError("there is always something to open")
+        late = [seq for seq in self.unopened() if self.due[seq] <= now_ms]
+        assert not late, f"due and not given up: {late}"
+
+    def settle(self) -> None:
+        done = sorted(self.opened)[: self.chance.randint(0, 20)]
+        if self.chance.random() < 0.3:  # cancelled, wherever it is
+            done += [seq for seq in self.unopened() if self.chance.random() < 0.2]
+        self.outcomes.cancel(column(map(self.due.__getitem__, done)), column(done))
+        self.settled |= set(done)
+        self.opened -= set(done)
+
+    def advance(self) -> None:
+        first_ms = self.backlog.first_due_ms
+        near_ms = 0 if first_ms == FAR_MS else max(0, first_ms - self.world.now_ms)
+        self.world.advance(self.chance.choice([1, 1_000, 9_000, 70_000, near_ms]))
+
+    def save(self) -> None:
+        files = self.backlog.files_to_sync()
+        state = self.rig.state(self.backlog.state(self.settled_ms))
+        for _, some in files:
+            for file in some:
+                file.sync()
+        self.saved = state, self.world.writer.next_seq
+
+    def restart(self) -> None:
+        self.build(*self.saved)
+
+    # -- what holds between any two of them --------------------------------------------------------------------
+
+    def unopened(self) -> list[int]:
+        return sorted(self.due.keys() - self.opened - self.settled)
+
+    @property
+    def settled_ms(self) -> int:
+        first_ms = self.backlog.first_due_ms
+        dues = [self.due[seq] for seq in self.opened] + [self.due[seq] for seq in self.unopened()]
+        return min([self.world.now_ms, first_ms, *dues])
+
+    def check(self) -> None:
+        first_ms, dues = self.backlog.first_due_ms, [self.due[seq] for seq in self.unopened()]
+        assert not dues or first_ms <= min(dues), f"{first_ms} is after {min(dues)}"
+        needed = self.backlog.needed_seq(self.settled_ms)
+        if self.rig.has_table:
+            assert needed is None, "the watermark says it"
+            return
+        rows = [self.row[seq] for seq in self.due.keys() - self.settled]
+        assert not rows or (needed is not None and needed <= min(rows)), (
+            f"{needed} is needed, and so is {min(rows)}"
+        )
+
+
+def walk(new_rig: Callable[[], Rig], seed: int, steps: int = STEPS) -> Walk:
+    """Take as many steps; everything is settled at the end, and nothing is left of it."""
+    it = Walk(new_rig(), seed)
+    with closing(it.world):
+        for _ in range(steps):
+            it.step()
+        for _ in range(1_000):
+            it.open()
+            it.settled |= it.opened
+            done = sorted(it.settled)
+            it.outcomes.add_settled(column(map(it.due.__getitem__, done)), column(done))
+            it.opened.clear()
+            first_ms = it.backlog.first_due_ms
+            if first_ms == FAR_MS:
+                break
+            it.world.advance(max(0, first_ms - it.world.now_ms))
+        assert not it.unopened()
+        it.world.advance(limits.DAY_MS)
+        assert it.backlog.needed_seq(it.world.now_ms) is None, "nothing waits"
+    return it
+
+
+class Questions:
+    """See the module; a backlog joins with `new_rig`."""
+
+    new_rig: ClassVar[Callable[[], Rig]]
+
+    @pytest.mark.parametrize("seed", range(SEEDS))
+    def test_whatever_is_asked_in_whatever_order(self, seed: int) -> None:
+        walk(type(self).new_rig, seed)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", range(SEEDS, 20 * SEEDS))
+    def test_whatever_is_asked_for_long(self, seed: int) -> None:
+        walk(type(self).new_rig, seed, 4 * STEPS)

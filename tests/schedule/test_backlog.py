@@ -1,0 +1,55 @@
+"""The four backlogs under the five questions, and those that answer them wrongly."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from tests.schedule import wrong
+from tests.schedule.questions import Questions, walk
+from tests.schedule.rigs import DEFAULT, CascadeRig, HourLogRig, LevelsRig, WheelRig
+
+SEEDS_MAX = 60
+
+
+class TestHourLog(Questions):
+    new_rig = HourLogRig
+
+
+class TestTimerWheel(Questions):
+    new_rig = WheelRig
+
+
+class TestTimerWheelOfThreeDays(Questions):
+    new_rig = partial(WheelRig, slots=DEFAULT)
+
+
+class TestLevelCascade(Questions):
+    new_rig = CascadeRig
+
+
+class TestDelayLevels(Questions):
+    new_rig = LevelsRig
+
+
+@pytest.mark.parametrize(
+    ("rig", "backlog"),
+    [
+        *((WheelRig, one) for one in (
+            wrong.LooseLatch, wrong.OnlyTheLastBatch, wrong.BeginsWithAnEmptyRing, wrong.OpensOnce,
+            wrong.KeepsOnlyTheFar, wrong.LeavesItWhereItStood,
+        )),
+        *((CascadeRig, one) for one in (wrong.StaysWhereItWas, wrong.ForgetsTheNear, wrong.ForgetsWhatCame)),
+        *((LevelsRig, one) for one in (
+            wrong.SavesTheEnd, wrong.SkipsToTheEnd, wrong.TakesQueuesForSorted, wrong.LosesEntries,
+        )),
+    ],
+    ids=lambda value: value.__name__,
+)  # fmt: skip
+def test_a_wrong_answer_is_noticed(rig: type[HourLogRig], backlog: type) -> None:
+    for seed in range(SEEDS_MAX):
+        try:
+            walk(partial(rig, backlog), seed)
+        except AssertionError:
+            return
+    raise AssertionError(f"{backlog.__name__} went unnoticed")

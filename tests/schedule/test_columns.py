@@ -1,0 +1,64 @@
+"""Columns against plain lists: chosen, joined, cut into runs, and the leading records of sorted ones."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.message import Int64Array
+from timeball.schedule import columns
+from timeball.schedule.columns import leading, runs_of, with_column
+from timeball.schedule.locations import Waiting
+
+
+def waiting(numbers: list[int]) -> Waiting:
+    column = np.array(numbers, np.int64)
+    return Waiting(column * 10, column, column * 2)
+
+
+def test_rows_are_chosen_and_joined_together() -> None:
+    part = waiting([1, 2, 3]).part(np.array([True, False, True]))
+    both = Waiting.joined([part, waiting([4])])
+    assert len(both) == 3
+    assert [both.due_ms.tolist(), both.seq.tolist(), both.row_seq.tolist()] == [
+        [10, 30, 40],
+        [1, 3, 4],
+        [2, 6, 8],
+    ]
+    assert Waiting.joined([part]) is part
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
+def test_runs_are_those_of_equal_values(values: list[int]) -> None:
+    begins, counts = runs_of(np.array(values, np.int64))
+    assert counts.tolist() == [len(list(group)) for _, group in groupby(values)]
+    assert begins.tolist() == [0, *np.cumsum(counts)[:-1].tolist()]
+
+
+@given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 21), st.integers(1, 9), st.integers(0, 40))
+def test_leading_records_are_found_in_few_reads(
+    dues: list[int], before_ms: int, probe: int, begin: int
+) -> None:
+    records = np.zeros(len(dues), np.dtype([("due_ms", "<i8")]))
+    records["due_ms"] = sorted(dues)
+    begin, reads = min(begin, len(dues)), list[int]()
+
+    def read(low: int, high: int) -> Int64Array:
+        reads.append(high - low)
+        return records[low:high]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "PROBE", probe)
+        found = leading(read, "due_ms", begin, len(dues), before_ms)["due_ms"].tolist()
+    assert found == [due for due in sorted(dues)[begin:] if due < before_ms]
+    assert len(reads) <= 3, "nothing, the probe, and one of all that is left"
+
+
+def test_a_column_is_replaced_where_it_stands() -> None:
+    rows = pa.RecordBatch.from_pydict({"a": [1], "b": [2]})
+    assert with_column(rows, "a", pa.array([7])).to_pydict() == {"a": [7], "b": [2]}

@@ -1,0 +1,67 @@
+"""Tests of timeball.schedule.holds, and of what outcomes say of promises that are held."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.message import Int64Array
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.holds import Holds
+from timeball.schedule.outcomes import Outcomes
+
+
+def numbers(*values: int) -> Int64Array:
+    return np.array(values, np.int64)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.tuples(st.sets(st.integers(0, 9)), st.integers(0, 50))),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 130)), max_size=30),
+)
+def test_a_promise_is_held_when_it_lies_in_a_range_and_is_due_late_enough(
+    held: dict[str, tuple[set[int], int]], asked: list[tuple[int, int]]
+) -> None:
+    holds, expected = Holds(), {}
+    for at, (name, (tens, from_ms)) in enumerate(held.items()):
+        # Ranges of four numbers; those of one campaign are none of another's.
+        ranges = [(ten * 12 + at * 4, 4) for ten in tens]
+        holds.add(name, ranges, from_ms)
+        expected |= {first + n: from_ms for first, _ in ranges for n in range(4)}
+    due_ms, seq = (np.array([one[at] for one in asked], np.int64) for at in (0, 1))
+    wanted = [number in expected and due >= expected[number] for due, number in asked]
+    assert holds.contains(due_ms, seq).tolist() == wanted
+    assert holds.from_ms == min((from_ms for _, from_ms in held.values()), default=FAR_MS)
+    for name in [*held, "of another name"]:
+        holds.remove(name)
+    assert not holds.contains(due_ms, seq).any() and not len(holds)
+
+
+def test_the_mark_passes_over_what_is_held_and_its_settled_pairs_are_remembered() -> None:
+    outcomes, far = Outcomes(), 1_000
+    due, seq = numbers(100, 100, 100, 200), numbers(10, 11, 12, 50)
+    outcomes.move_mark(90, 60)
+    assert outcomes.hold("spring", [(10, 3)], 95) == 95
+    assert outcomes.cancel(due[:1], seq[:1]).all()
+    outcomes.move_mark(far, 60)
+    assert outcomes.is_settled(due, seq).tolist() == [True, False, False, True]
+    assert outcomes.was_cancelled(due, seq).tolist() == [True, False, False, False]
+    assert outcomes.settled().seq.tolist() == [10]  # a checkpoint says so, too
+    assert outcomes.cancel(due, seq).tolist() == [False, True, True, False]
+    outcomes.holds.remove("spring")
+    assert outcomes.is_settled(due, seq).all()
+    outcomes.move_mark(far + 1, 60)
+    assert len(outcomes) == 0
+
+
+def test_what_was_settled_before_the_pause_is_not_held() -> None:
+    """Nothing of it is remembered by name; of a job that came after the mark all is."""
+    outcomes = Outcomes()
+    outcomes.move_mark(100, 60)
+    assert outcomes.hold("old", [(10, 3)], 40) == 100  # another job's promises are due before
+    assert outcomes.hold("new", [(70, 3)], 40) == 40
+    outcomes.add_late([(20, 3)])
+    assert outcomes.hold("late", [(20, 3)], 40) == 40
+    asked = numbers(50, 50, 50)
+    assert outcomes.is_settled(asked, numbers(11, 71, 21)).tolist() == [True, False, False]

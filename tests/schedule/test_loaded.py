@@ -1,0 +1,205 @@
+"""What is near is loaded ahead, in bounded memory, and handed out in order, whatever came when and by which way.
+
+The strategies on top run the whole contract; here are the edges that are this module's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from tests.schedule.rigs import HourLogRig
+from tests.schedule.world import World
+
+from timeball.broker.delivery import moved_rows
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.loaded import Loaded, Source
+from timeball.schedule.locations import take_promises
+from timeball.schedule.outcomes import Outcomes
+
+AHEAD_MS = 10_000
+
+
+class Stage(World):
+    """A log with promises in it, and a `Loaded` that is told of them."""
+
+    def __init__(self, gather_bytes: int = 1 << 30) -> None:
+        super().__init__(HourLogRig())
+        self.outcomes, self.source = Outcomes(), Source(self.backlog.read_bodies)
+        self.changes = 0
+        self.near = Loaded(
+            self.reader_thread, self.outcomes, [self.source],
+            ahead_ms=AHEAD_MS, gather_bytes=gather_bytes, on_change=self.changed, on_failure=self.failures.append,
+        )  # fmt: skip
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def promise(self, dues: list[int]) -> np.ndarray:
+        """Rows in the log that nobody has been told of."""
+        return np.array(self.admit(dues), dtype=np.int64)
+
+    def admit_near(self, dues: list[int]) -> list[int]:
+        seqs = self.promise(dues)
+        self.near.add(self.source, take_promises(self.reader, seqs), self.now_ms)
+        return seqs.tolist()
+
+    def expect(self, dues: list[int]) -> list[int]:
+        seqs = self.promise(dues)
+        self.near.expect(self.source, np.array(dues), seqs, seqs)
+        return seqs.tolist()
+
+    def all_due(self, below_ms: int = FAR_MS, limit: int = 1_000) -> list[tuple[int, int]]:
+        return self.run(self._all_due(below_ms, limit))
+
+    async def _all_due(self, below_ms: int, limit: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        while True:
+            rows = self.near.take_due(self.now_ms, limit, below_ms)
+            if rows is not None:
+                assert rows.num_rows <= limit
+                found += list(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True))
+            elif self.near.is_gathering:
+                await self._let_load()
+            else:
+                return found
+
+    async def _let_load(self) -> None:
+        while self.near.is_gathering:
+            self.reader_thread.step()
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.close()
+
+
+def test_what_has_no_body_yet_holds_back_what_is_later(stage: Stage) -> None:
+    now = stage.now_ms
+    (early,) = stage.expect([now + 5])
+    (late,) = stage.admit_near([now + 6])
+    stage.advance(10)
+    stage.reader_thread.is_open = False
+
+    async def first() -> None:
+        assert stage.near.take_due(stage.now_ms, 10, FAR_MS) is None
+
+    stage.run(first())
+    assert stage.near.is_gathering and stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, (
+        "the end of a gather is told"
+    )
+    stage.reader_thread.is_open = True
+    assert stage.all_due() == [(now + 5, early), (now + 6, late)]
+
+
+def test_what_the_far_structure_still_holds_back_stays_here(stage: Stage) -> None:
+    now = stage.now_ms
+    one, two = stage.admit_near([now + 5, now + 6])
+    stage.advance(10)
+    assert stage.all_due(below_ms=now + 6) == [(now + 5, one)]
+    assert stage.near.next_ms(stage.now_ms, now + 6) == FAR_MS, "or the ticker would turn in place"
+    assert stage.all_due(below_ms=now + 7) == [(now + 6, two)]
+
+
+def test_wakes_to_load_before_the_instant(stage: Stage) -> None:
+    due_ms = stage.now_ms + 60_000
+    stage.expect([due_ms])
+    assert stage.near.next_ms(stage.now_ms, FAR_MS) == due_ms - AHEAD_MS // 2
+    stage.advance(60_000 - AHEAD_MS // 2)
+    assert stage.all_due() == []
+    assert stage.near.wheel_rows == 1
+    assert stage.near.next_ms(stage.now_ms, FAR_MS) == due_ms
+
+
+def test_memory_is_bounded_and_nothing_starves() -> None:
+    stage = Stage(gather_bytes=1)
+    try:
+        now = stage.now_ms
+        seqs = stage.expect([now + 100 + i for i in range(20)])
+        stage.admit_near([now + 90])
+        most = 0
+        found: list[tuple[int, int]] = []
+        for _ in range(130):
+            stage.advance(1)
+            found += stage.all_due()
+            most = max(most, stage.near.wheel_rows)
+        assert most <= 2
+        assert [seq for _, seq in found[1:]] == seqs
+    finally:
+        stage.close()
+
+
+def test_what_has_moved_is_loaded_from_where_it_lies(stage: Stage) -> None:
+    due_ms = stage.now_ms + 5
+    seqs = stage.promise([due_ms] * 2)
+    at = stage.writer.next_seq
+    rows = moved_rows(take_promises(stage.reader, seqs[:1]), now_ms=stage.now_ms)
+
+    async def move() -> None:
+        await stage.writer.append(rows)[1]
+
+    stage.run(move())
+    stage.near.expect(stage.source, np.full(2, due_ms), seqs, np.array([at, seqs[1]]))
+    stage.advance(5)
+    assert stage.all_due() == [(due_ms, seq) for seq in seqs.tolist()]
+
+
+def test_a_body_that_cannot_be_read_is_told(stage: Stage) -> None:
+    stage.near.expect(stage.source, np.array([stage.now_ms]), np.array([9_999]), np.array([9_999]))
+    stage.all_due()
+    assert len(stage.failures) == 1
+    stage.failures.clear()
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["admit", "expect", "cancel", "advance", "take"]),
+            st.lists(st.integers(-50, 30_000), min_size=1, max_size=8),
+        ),
+        max_size=25,
+    ),
+    gather_bytes=st.sampled_from([1, 4_096, 1 << 30]),
+)
+def test_every_promise_once_and_in_order(steps: list[tuple[str, list[int]]], gather_bytes: int) -> None:
+    stage = Stage(gather_bytes)
+    try:
+        waiting: dict[int, int] = {}
+        for step, values in steps:
+            dues = [max(0, stage.now_ms + value) for value in values]
+            if step == "advance":
+                stage.advance(abs(values[0]))
+            elif step == "take":
+                taken = stage.all_due(limit=3)
+                expected = sorted((due, seq) for seq, due in waiting.items() if due <= stage.now_ms)
+                assert taken == expected
+                for _, seq in taken:
+                    del waiting[seq]
+            elif step == "cancel" and waiting:
+                seq = sorted(waiting)[values[0] % len(waiting)]
+                assert stage.outcomes.cancel(np.array([waiting.pop(seq)]), np.array([seq])).all()
+            elif step in ("admit", "expect"):
+                seqs = stage.admit_near(dues) if step == "admit" else stage.expect(dues)
+                waiting |= dict(zip(seqs, dues, strict=True))
+        first = stage.near.first_due_ms()
+        assert not waiting or first <= min(waiting.values())
+    finally:
+        stage.close()
+
+
+def test_the_log_is_needed_from_where_a_promise_lies_now(stage: Stage) -> None:
+    """One that was moved does not need the row it came in."""
+    far_ms = stage.now_ms + 60_000
+    seqs = stage.promise([far_ms] * 3)
+    stage.near.expect(stage.source, np.full(2, far_ms), seqs[1:], np.array([90, seqs[2]]))
+    assert stage.near.needed_seq() == seqs[2]
+    stage.near.expect(stage.source, np.full(1, far_ms), seqs[:1], np.array([80]))
+    assert stage.near.needed_seq() == seqs[2]

@@ -1,0 +1,324 @@
+"""What has become of promises, against a plain dictionary: nothing is forgotten that the mark does not cover."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import ClassVar
+
+import hypothesis
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from timeball.message import Int64Array
+from timeball.schedule.outcomes import Outcomes, ReleaseCursor, Settled
+
+Pair = tuple[int, int]
+
+SETTINGS = hypothesis.settings(max_examples=100, stateful_step_count=25, deadline=None)
+UNTIL_CAUGHT = hypothesis.settings(
+    SETTINGS, max_examples=500, database=None, derandomize=True, report_multiple_bugs=False,
+    phases=[hypothesis.Phase.generate],
+)  # fmt: skip
+# Few instants, so that promises share one and the mark passes many.
+DUES = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+CHOICE = st.integers(0, 1 << 16)
+BEGINNING = -(1 << 62)
+NONE = np.empty(0, np.int64)
+
+
+def columns(pairs: Iterable[Pair]) -> tuple[Int64Array, Int64Array]:
+    listed = list(pairs)
+    return np.array([due for due, _ in listed], np.int64), np.array([seq for _, seq in listed], np.int64)
+
+
+class Machine(RuleBasedStateMachine):
+    """Promises are numbered as in a log; some numbers are set aside and come later, as a bulk attach."""
+
+    new: ClassVar[type[Outcomes]] = Outcomes
+
+    @initialize()
+    def open(self) -> None:
+        self.outcomes = type(self).new()
+        self.next_seq = 1
+        self.state: dict[Pair, str] = {}
+        self.flights: list[list[Pair]] = []
+        self.sent: list[int] = []  # instants of all that was ever released
+
+    def those(self, *states: str) -> list[Pair]:
+        return sorted(pair for pair, state in self.state.items() if state in states)
+
+    # -- promises come -------------------------------------------------------------------------------------
+
+    @rule(dues=DUES)
+    def admit(self, dues: list[int]) -> None:
+        self.state.update({(due, self.next_seq + i): "waits" for i, due in enumerate(dues)})
+        self.next_seq += len(dues)
+
+    @rule(dues=DUES, marks=st.booleans())
+    def attach(self, dues: list[int], marks: bool) -> None:
+        """Numbers are set aside, and the mark may move before their promises come."""
+        first_seq = self.next_seq
+        self.next_seq += len(dues)
+        if marks:
+            self.move_mark(0)
+        self.outcomes.add_late([(first_seq, len(dues))])
+        self.state.update({(due, first_seq + i): "waits" for i, due in enumerate(dues)})
+
+    # -- and go --------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 6))
+    def hand_out(self, count: int) -> None:
+        flight = self.those("waits")[:count]
+        if flight:
+            due_ms, seq = columns(flight)
+            self.outcomes.hand_out(due_ms, seq, due_ms)
+            self.flights.append(flight)
+            self.state.update(dict.fromkeys(flight, "in flight"))
+
+    @rule(count=st.integers(1, 6))
+    def release(self, count: int) -> None:
+        if self.flights:
+            flight = self.flights.pop(0)
+            done, left = flight[:count], flight[count:]
+            self.outcomes.released(columns(done)[1])
+            self.sent += [due for due, _ in done]
+            self.state.update(dict.fromkeys(done, "released"))
+            if left:
+                self.flights.insert(0, left)
+
+    @rule(choice=CHOICE)
+    def cancel(self, choice: int) -> None:
+        chosen = [pair for i, pair in enumerate(sorted(self.state)) if choice >> i & 1]
+        answers = self.outcomes.cancel(*columns(chosen)).tolist()
+        assert answers == [self.state[pair] == "waits" for pair in chosen]
+        self.state.update({pair: "cancelled" for pair, was in zip(chosen, answers, strict=True) if was})
+
+    # -- and are forgotten ---------------------------------------------------------------------------------
+
+    @rule(less=st.integers(0, 3))
+    def let_the_mark_move(self, less: int) -> None:
+        self.move_mark(less)
+
+    def move_mark(self, less: int) -> None:
+        open_ = self.those("waits", "in flight")
+        before_ms = (open_[0][0] if open_ else 13) - less
+        self.outcomes.move_mark(before_ms, self.next_seq)
+        if before_ms >= 13:
+            assert len(self.outcomes) == 0, "all is covered, so nothing is held"
+
+    @rule()
+    def restart(self) -> None:
+        saved, cursor = self.outcomes.settled(), self.outcomes.cursor
+        self.outcomes = type(self).new()
+        self.outcomes.restore(saved, cursor)
+        for flight in self.flights:
+            self.state.update(dict.fromkeys(flight, "waits"))
+        self.flights = []
+
+    # -- what holds between any two steps ------------------------------------------------------------------
+
+    @invariant()
+    def knows_what_is_settled(self) -> None:
+        pairs = sorted(self.state)
+        answers = self.outcomes.is_settled(*columns(pairs)).tolist()
+        wanted = [self.state[pair] in ("released", "cancelled") for pair in pairs]
+        assert answers == wanted, [p for p, a, w in zip(pairs, answers, wanted, strict=True) if a != w]
+
+    @invariant()
+    def never_calls_cancelled_what_was_not(self) -> None:
+        pairs = sorted(self.state)
+        was = self.outcomes.was_cancelled(*columns(pairs)).tolist()
+        for pair, answer in zip(pairs, was, strict=True):
+            assert not answer or self.state[pair] == "cancelled", pair
+
+    @invariant()
+    def holds_what_is_in_flight(self) -> None:
+        in_flight = self.those("in flight")
+        assert self.outcomes.first_in_flight_ms == (in_flight[0][0] if in_flight else None)
+        assert len(in_flight) <= len(self.outcomes) <= len(self.state)
+        assert self.outcomes.cancelled_rows <= len(self.those("cancelled"))
+
+    @invariant()
+    def knows_how_far_it_has_come(self) -> None:
+        assert self.outcomes.cursor == ReleaseCursor().after(np.array(self.sent, np.int64))
+
+
+def run(new: type[Outcomes], settings: hypothesis.settings) -> None:
+    run_state_machine_as_test(type("Machine", (Machine,), {"new": new}), settings=settings)
+
+
+def test_it_knows_what_has_become_of_each() -> None:
+    run(Outcomes, SETTINGS)
+
+
+class ForgetsBulk(Outcomes):
+    """Believes that whatever has a low number came early."""
+
+    def add_late(self, ranges: Iterable[tuple[int, int]]) -> None:
+        pass
+
+
+class MarksAllNumbers(Outcomes):
+    """Lets the mark cover promises that have not come yet."""
+
+    def move_mark(self, before_ms: int, next_seq: int) -> None:
+        super().move_mark(before_ms, 1 << 62)
+
+
+class MovesBack(Outcomes):
+    """Lets the mark move back, past what it has let be forgotten."""
+
+    def move_mark(self, before_ms: int, next_seq: int) -> None:
+        super().move_mark(before_ms, next_seq)
+        self._mark = Settled(before_ms, NONE, NONE, next_seq)
+
+
+class CancelsWhatIsInFlight(Outcomes):
+    """Takes back what has been handed out."""
+
+    def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+        flights = self._in_flight.copy()
+        self._in_flight.clear()
+        answers = super().cancel(due_ms, seq)
+        self._in_flight.extend(flights)
+        return answers
+
+
+class CountsWhatIsNotDurable(Outcomes):
+    """Says that a message is sent when it is handed out."""
+
+    def hand_out(self, due_ms: Int64Array, seq: Int64Array, recorded_ms: Int64Array) -> None:
+        super().hand_out(due_ms, seq, recorded_ms)
+        self.cursor = self.cursor.after(due_ms)
+
+
+class SavesTheMarkAlone(Outcomes):
+    """Leaves out of a checkpoint what is settled behind the mark."""
+
+    def settled(self) -> Settled:
+        return Settled(self._mark.before_ms, NONE, NONE, self._mark.before_seq, self._mark.late)
+
+
+WRONG = [
+    ForgetsBulk,
+    MarksAllNumbers,
+    MovesBack,
+    CancelsWhatIsInFlight,
+    CountsWhatIsNotDurable,
+    SavesTheMarkAlone,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_one_is_caught(wrong: type[Outcomes]) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run(wrong, UNTIL_CAUGHT)
+    assert caught.traceback[-1].path.name == "test_outcomes.py"
+
+
+def test_releases_in_another_order_are_refused() -> None:
+    outcomes = Outcomes()
+    for pairs in ([(1, 1), (2, 2)], [(3, 3)]):
+        due_ms, seq = columns(pairs)
+        outcomes.hand_out(due_ms, seq, due_ms)
+    with pytest.raises(AssertionError, match="in the order"):
+        outcomes.released(np.array([3]))
+
+
+def test_what_the_mark_covers_costs_nothing() -> None:
+    outcomes = Outcomes()
+    pairs = [(due, due + 1) for due in range(1_000)]
+    outcomes.cancel(*columns(pairs[::2]))
+    outcomes.hand_out(*columns(pairs[1::2]), columns(pairs[1::2])[0])
+    outcomes.released(columns(pairs[1::2])[1])
+    assert (len(outcomes), outcomes.cancelled_rows) == (1_000, 500)
+    outcomes.move_mark(998, 2_000)
+    assert (len(outcomes), outcomes.cancelled_rows) == (2, 1)
+    assert outcomes.is_settled(*columns(pairs)).all()
+
+
+def test_a_pair_is_settled_and_its_number_at_another_instant_is_not() -> None:
+    """A promise may go on at another instant, and back to the first but one."""
+    outcomes = Outcomes()
+    assert outcomes.cancel(*columns([(10, 1), (20, 1), (30, 2)])).all()
+    asked = columns([(10, 1), (20, 1), (30, 1), (10, 2), (30, 2)])
+    assert outcomes.is_settled(*asked).tolist() == [True, True, False, False, True]
+    assert outcomes.waits(*asked).tolist() == [False, False, True, True, False]
+
+
+def test_what_counts_as_sent_earlier_than_it_was_promised_for_is_sent_now() -> None:
+    """A delay level's message after a clock was set back: it does not take the cursor into the future."""
+    outcomes = Outcomes()
+    outcomes.hand_out(*columns([(90_000, 1)]), np.array([5_500]))
+    outcomes.released(np.array([1]))
+    assert outcomes.cursor == ReleaseCursor(5_000, 1)
+    assert outcomes.is_settled(*columns([(90_000, 1)])).all()
+
+
+def test_at_first_nothing_is_settled() -> None:
+    outcomes = Outcomes()
+    assert not outcomes.is_settled(*columns([(0, 1), (-(1 << 40), 2)])).any()
+    settled = outcomes.settled()
+    assert (settled.before_ms, settled.before_seq, len(settled.seq), settled.late) == (BEGINNING, 0, 0, ())
+
+
+# ---- the cursor, against a plain count of what has been sent ------------------------------------------------
+
+# Few seconds, so that many promises share one; instants in any order, as after a clock that was set back.
+CURSOR_DUES = st.lists(st.integers(0, 5_500), max_size=40)
+
+
+def counted(dues: list[int]) -> ReleaseCursor:
+    seconds = Counter(due // 1_000 for due in dues)
+    last = max(seconds, default=0)
+    return ReleaseCursor(last * 1_000, seconds[last])
+
+
+def after(tick: ReleaseCursor, dues: list[int]) -> ReleaseCursor:
+    return tick.after(np.array(dues, np.int64))
+
+
+@given(CURSOR_DUES, st.lists(st.integers(0, 40), max_size=5))
+def test_it_is_the_last_second_and_its_count_however_records_are_parted(
+    dues: list[int], cuts: list[int]
+) -> None:
+    bounds = [0, *sorted(cuts), len(dues)]
+    tick = ReleaseCursor()
+    for begin, end in pairwise(bounds):
+        before, tick = tick, after(tick, dues[begin:end])
+        assert tick >= before, "it never goes back"
+    assert tick == counted(dues)
+
+
+@given(CURSOR_DUES, CURSOR_DUES)
+def test_the_order_of_the_records_does_not_matter(first: list[int], then: list[int]) -> None:
+    assert after(after(ReleaseCursor(), first), then) == after(after(ReleaseCursor(), then), first)
+
+
+def test_what_came_too_late_leaves_it_as_it_is() -> None:
+    tick = after(ReleaseCursor(), [7_100, 7_200, 8_000, 8_999])
+    assert tick == ReleaseCursor(8_000, 2)
+    assert after(tick, [7_999, 3]) == tick
+    assert after(tick, [7_999, 8_500]) == ReleaseCursor(8_000, 3), (
+        "late by milliseconds is of this second still"
+    )
+
+
+def test_a_state_that_counts_a_record_twice_is_another() -> None:
+    """Its control: the checkpoint's place in the log matters, to the row."""
+    dues = [1_000, 2_000, 2_500, 2_999]
+    saved = after(ReleaseCursor(), dues[:2])
+    assert after(saved, dues[2:]) == counted(dues)
+    assert after(saved, dues[1:]) != counted(dues)
+    assert after(saved, dues[3:]) != counted(dues)
+
+
+def test_before_anything_is_sent() -> None:
+    assert after(ReleaseCursor(), []) == ReleaseCursor(0, 0)
+    assert after(ReleaseCursor(), [0]) == ReleaseCursor(0, 1)

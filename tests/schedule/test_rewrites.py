@@ -1,0 +1,200 @@
+"""What is written again: read in chunks, in order, without what is settled, and not done before it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.schedule.rigs import HourLogRig
+from tests.schedule.world import World
+
+from timeball.errors import OutOfRange
+from timeball.message import Int64Array
+from timeball.schedule.backlog import Opened
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.locations import take_promises
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.rewrites import Rewrites
+
+CHUNK_BYTES = 1_000_000
+
+
+class Noting(HourLog):
+    """A backlog that remembers with which notes its rows were written again."""
+
+    def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
+        self.noted = [*getattr(self, "noted", []), *note.tolist()]
+        assert len(note) == promises.num_rows
+        return promises
+
+
+def opened(dues: list[int], seq: Int64Array) -> Opened:
+    return Opened(np.array(dues), seq, seq, seq * 10, np.ones(len(seq), np.bool_))
+
+
+class Stage(World):
+    """A log with promises in it, and `Rewrites` for them."""
+
+    backlog: Noting
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__(HourLogRig(Noting))
+        self.outcomes = Outcomes()
+        self.rewrites = Rewrites(
+            self.reader, self.reader_thread, self.outcomes, chunk_bytes=chunk_bytes,
+            on_change=lambda: None, on_failure=self.failures.append,
+        )  # fmt: skip
+
+    def begin(self, dues: list[int]) -> Int64Array:
+        seqs = np.array(self.admit(dues), dtype=np.int64)
+
+        async def add() -> None:
+            self.rewrites.add(self.backlog, opened(dues, seqs))
+
+        self.run(add())
+        return seqs
+
+    def take(self, limit: int = 100) -> list[int]:  # type: ignore[override]
+        async def take() -> pa.RecordBatch | None:
+            while self.rewrites.is_loading:
+                self.reader_thread.step()
+                await asyncio.sleep(0)
+            return self.rewrites.take_rows(limit)
+
+        rows = self.run(take())
+        if rows is None:
+            return []
+        seqs = rows["seq"].to_numpy()
+        assert rows.equals(take_promises(self.reader, seqs))
+        return list(seqs.tolist())
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.close()
+
+
+def test_each_comes_back_with_its_old_row_and_note_when_it_is_durable(stage: Stage) -> None:
+    far_ms = stage.now_ms + 1_000_000
+    first, second = stage.begin([far_ms, far_ms + 1]), stage.begin([far_ms + 2])
+    assert stage.take() == first.tolist()
+    assert stage.take() == second.tolist()
+    assert stage.take() == []
+    assert (stage.rewrites.first_due_ms(), stage.rewrites.in_flight_rows) == (far_ms, 3)
+    batch = stage.rewrites.rewritten(first[:1])
+    assert batch.backlog is stage.backlog
+    assert (batch.promises.row_seq.tolist(), batch.promises.note.tolist()) == ([first[0]], [first[0] * 10])
+    assert (stage.rewrites.rows, stage.rewrites.first_due_ms()) == (2, far_ms + 1)
+    stage.rewrites.rewritten(first[1:])
+    stage.rewrites.rewritten(second)
+    assert (stage.rewrites.rows, stage.rewrites.first_due_ms()) == (0, FAR_MS)
+    assert stage.rewrites.needed_seq() is None
+
+
+def test_the_row_it_lies_in_is_needed_until_the_new_one_is_durable(stage: Stage) -> None:
+    seqs = stage.begin([stage.now_ms + 1_000_000] * 2)
+    assert stage.rewrites.needed_seq() == seqs[0]
+    stage.take(1)
+    assert stage.rewrites.needed_seq() == seqs[0]
+    stage.rewrites.rewritten(seqs[:1])
+    assert stage.rewrites.needed_seq() == seqs[1]
+
+
+def test_what_is_settled_on_the_way_is_left_out(stage: Stage) -> None:
+    far_ms = stage.now_ms + 1_000_000
+    seqs = stage.begin([far_ms] * 4)
+    stage.outcomes.cancel(np.array([far_ms]), seqs[1:2])
+    assert stage.take(1) == [seqs[0]]
+    stage.outcomes.cancel(np.array([far_ms]), seqs[2:3])
+    assert stage.take() == [seqs[3]]
+    stage.rewrites.rewritten(seqs[:1])
+    stage.rewrites.rewritten(seqs[3:])
+    assert stage.rewrites.rows == 0
+
+
+def test_what_is_settled_on_the_move_holds_up_nothing(stage: Stage) -> None:
+    dues = [stage.now_ms + ms for ms in (300, 100, 200, 100)]
+    seqs = stage.begin(dues)
+    later = stage.begin([stage.now_ms + 250])
+    first_due_ms = stage.rewrites.first_due_ms
+    assert first_due_ms() == dues[1]
+    stage.outcomes.cancel(np.array([dues[1]]), seqs[1:2])
+    assert first_due_ms() == dues[3]
+    stage.outcomes.cancel(np.array(dues[2:]), seqs[2:])
+    assert first_due_ms() == dues[0] - 50
+    assert stage.take() == [seqs[0]]
+    stage.outcomes.cancel(np.array([dues[0] - 50]), later)
+    assert first_due_ms() == dues[0], "in flight"
+    stage.outcomes.cancel(np.array(dues[:1]), seqs[:1])
+    assert first_due_ms() == FAR_MS
+
+
+def test_all_settled_before_they_were_read(stage: Stage) -> None:
+    far_ms = stage.now_ms + 1_000_000
+    stage.reader_thread.is_open = False
+    first, second = stage.begin([far_ms]), stage.begin([far_ms] * 2)
+    stage.outcomes.cancel(np.full(2, far_ms), second)
+    stage.reader_thread.is_open = True
+    assert stage.take() == first.tolist()
+    assert stage.backlog.noted == (first * 10).tolist(), "the settled are not read"
+
+
+def test_memory_is_bounded_by_chunks() -> None:
+    stage = Stage(chunk_bytes=2_000)
+    try:
+        seqs = stage.begin([stage.now_ms + 1_000_000] * 200)
+        taken: list[int] = []
+        most = 0
+        while len(taken) < len(seqs):
+            most = max(most, stage.rewrites.rows_in_memory)
+            got = stage.take()
+            assert got
+            taken += got
+        assert taken == seqs.tolist()
+        assert 0 < most < 100
+    finally:
+        stage.close()
+
+
+def test_taking_at_every_turn_of_the_loop_gets_all() -> None:
+    """Between the end of a read and its callback there is a turn; what is taken in it must start the next read."""
+    stage = Stage(chunk_bytes=2_000)
+    dues = [stage.now_ms + 1_000_000] * 200
+    seqs = np.array(stage.admit(dues), dtype=np.int64)
+
+    async def take_all() -> list[int]:
+        taken: list[int] = []
+        stage.rewrites.add(stage.backlog, opened(dues, seqs))
+        for _ in range(10 * len(seqs)):
+            rows = stage.rewrites.take_rows(100)
+            taken += [] if rows is None else rows["seq"].to_pylist()
+            await asyncio.sleep(0)
+        return taken
+
+    assert stage.run(take_all()) == seqs.tolist()
+    stage.close()
+
+
+def test_another_order_is_refused(stage: Stage) -> None:
+    seqs = stage.begin([stage.now_ms + 1_000_000] * 2)
+    stage.take()
+    with pytest.raises(AssertionError, match="order"):
+        stage.rewrites.rewritten(seqs[1:])
+
+
+def test_a_row_that_cannot_be_read_is_told(stage: Stage) -> None:
+    async def add() -> None:
+        stage.rewrites.add(stage.backlog, opened([9_999], np.array([9_999])))
+        while stage.rewrites.is_loading:
+            stage.reader_thread.step()
+            await asyncio.sleep(0)
+
+    stage.run(add())
+    assert [type(error) for error in stage.failures] == [OutOfRange]
+    stage.failures.clear()

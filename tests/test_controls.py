@@ -1,0 +1,76 @@
+"""`CONTROLS.md` and the code name the same negative controls."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.controls import CONTROLS, WRONG
+
+ROOT = Path(__file__).parent.parent
+NAMED = re.compile(r"_(is|are|be)_(noticed|caught)$|_would_notice_|_(sees|notices)_")
+SAID = re.compile(r'(#|""").*\bcontrols?\b', re.IGNORECASE)
+
+# Tests that are named like controls, and why they are none.
+NO_CONTROLS = {
+    "tests/test_security.py::test_who_watches_the_broker_sees_who_was_not_let_in": "a feature of the broker",
+    "tests/broker/consuming/test_redelivery.py::test_the_clock_set_forward_is_noticed_without_being_told": "a clock",
+    "tests/broker/test_transactions.py::test_nobody_sees_a_half": "a rule of transactions",
+    "tests/pipeline/source/test_log_reader.py::test_a_query_sees_every_row_once_over_a_restart": "a stream",
+    "tests/pipeline/source/test_queue_reader.py::test_a_query_sees_every_row_once_over_a_restart": "a stream",
+}
+
+
+def looks_like_a_control(name: str, text: str) -> bool:
+    return bool(NAMED.search(name) or SAID.search(text))
+
+
+def functions() -> Iterator[tuple[str, str, str]]:
+    """Return each test function: pytest's id, its name, its text."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        page = path.read_text("utf-8")
+        lines = page.splitlines()
+        for node in ast.parse(page).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                file = path.relative_to(ROOT).as_posix()
+                yield f"{file}::{node.name}", node.name, "\n".join(lines[node.lineno : node.end_lineno])
+
+
+def test_the_list_names_the_controls_of_the_code() -> None:
+    tests = {test: looks_like_a_control(name, text) for test, name, text in functions()}
+    assert not CONTROLS - tests.keys(), f"listed, but not there: {sorted(CONTROLS - tests.keys())}"
+    controls = {test for test, does in tests.items() if does and test not in NO_CONTROLS}
+    missing = sorted(test.removeprefix("tests/") for test in controls - CONTROLS)
+    assert not missing, f"a line each in tests/CONTROLS.md: {missing}"
+
+
+def wrong_parts() -> set[str]:
+    """Return the classes of schedule/wrong.py (their own parts have no docstring), and those that others list."""
+    page = ast.parse((ROOT / "tests/schedule/wrong.py").read_text("utf-8"))
+    found = {node.name for node in page.body if isinstance(node, ast.ClassDef) and ast.get_docstring(node)}
+    for path in (ROOT / "tests/schedule").rglob("test_*.py"):
+        for listed in re.findall(
+            r'(?:^WRONG = |"wrong", )\[([\w\s,]+)\]', path.read_text("utf-8"), re.MULTILINE
+        ):
+            found |= set(re.findall(r"\w+", listed))
+    return found
+
+
+def test_the_list_names_what_is_wrong_on_purpose() -> None:
+    assert wrong_parts() == WRONG
+
+
+def test_what_is_marked_is_run(request: pytest.FixtureRequest) -> None:
+    assert all(
+        (item.get_closest_marker("control") is not None) == (item.nodeid.partition("[")[0] in CONTROLS)
+        for item in request.session.items
+    )
+
+
+def test_a_control_that_is_not_listed_is_noticed() -> None:
+    assert looks_like_a_control("test_a_wrong_row_is_noticed", "    assert 1\n")
+    assert looks_like_a_control("test_rows", "    # The control: another row.\n")
+    assert not looks_like_a_control("test_rows", "    controls = 1\n")

@@ -1,0 +1,98 @@
+"""The rules of a message: both forms of each say the same, of any value; a control has them differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from timeball import limits, rules
+from timeball.errors import InvalidDelay, InvalidMessage
+
+NOW_MS = 1_900_000_000_000
+TYPES = {"body": pa.binary(), "queue_id": pa.int32(), "due_ms": pa.int64()}
+
+
+def column(name: str, values: list[Any]) -> pa.Array:
+    return pa.array(values, TYPES.get(name, pa.string()))
+
+
+def near(bound: int) -> st.SearchStrategy[int]:
+    return st.integers(max(0, bound - 2), bound + 2)
+
+
+TEXTS = {
+    name: near(most).flatmap(lambda n: st.sampled_from(["k" * n, "é" * (n // 2), "é" * (n // 2) + "x"]))
+    for name, most in rules.BYTES_MAX.items()
+    if name not in ("body", "topic")
+}
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    **TEXTS,
+    "topic": st.text("aZ9%|_-/. é\n", max_size=4) | near(limits.TOPIC_BYTES_MAX).map("t".__mul__),
+    "body": near(limits.BODY_BYTES_MAX).map(bytes),
+    "keys": TEXTS["keys"] | near(limits.KEYS_PER_MESSAGE_MAX).map(lambda n: " ".join("k" * n)),
+    "queue_id": st.integers(-3, limits.QUEUES_PER_TOPIC_MAX + 2),
+    "due_ms": st.integers(-2, 2)
+    | st.sampled_from([limits.INSTANT_MS_MAX, NOW_MS + limits.DELAY_MS_MAX]).flatmap(near),
+}
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.text[:30])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_column_and_its_values_are_told_the_same(rule: rules.Rule, data: st.DataObject) -> None:
+    values = data.draw(st.lists(VALUES[rule.column], min_size=1, max_size=2))
+    told = rule.in_column(column(rule.column, values), NOW_MS)
+    assert told.tolist() == [rule.in_value(value, NOW_MS) for value in values]
+
+
+@pytest.mark.parametrize("name", sorted(rules.BYTES_MAX.keys() - {"topic"}))
+@settings(max_examples=25)
+@given(data=st.data())
+def test_what_is_told_early_is_told_of_the_column_too(name: str, data: st.DataObject) -> None:
+    value = data.draw(VALUES[name])
+    late = [rule.text for rule in rules.RULES if rule.column == name and rule.in_value(value, NOW_MS)]
+    assert rules.fault(name, value) == (late[0] if late else None)
+    refused = None
+    try:
+        rules.check_columns({name: column(name, [None, value])})
+    except InvalidMessage as error:
+        refused = str(error)
+    assert refused == (f"row 1: {late[0]}" if late else None)
+
+
+def test_a_null_breaks_no_rule_but_that_of_a_value_that_is_missing() -> None:
+    columns = {name: column(name, [None]) for name in {rule.column for rule in rules.RULES}}
+    broken = {rule.text for rule in rules.RULES if rule.in_column(columns[rule.column], NOW_MS).any()}
+    assert broken == {"body: missing", rules.RULES[0].text}
+
+
+def test_each_row_has_the_first_rule_that_it_breaks() -> None:
+    columns = {
+        "topic": column("topic", ["fine", "a/b", "fine", "fine"]),
+        "body": column("body", [b"x", None, None, b"x"]),
+        "due_ms": column("due_ms", [NOW_MS, -1, -1, NOW_MS + limits.DELAY_MS_MAX + 1]),
+    }
+    first = rules.first_broken(columns, 4, NOW_MS)
+    assert [index if index < 0 else rules.RULES[index].text[:12] for index in first] == [
+        -1, "topic: missi", "body: missin", "due: more th",
+    ]  # fmt: skip
+
+
+def test_an_instant_out_of_its_bounds_is_named_with_its_row() -> None:
+    values = np.array([0, 5, 11], dtype=np.int64)
+    rules.check_instants("due_ms", values, 0, 11)
+    with pytest.raises(InvalidDelay, match="due_ms 11 of row 2: between 0 and 10"):
+        rules.check_instants("due_ms", values, 0, 10)
+    assert rules.is_too_far(11, 0, 10) and not rules.is_too_far(10, 0, 10)
+
+
+def test_a_rule_whose_forms_differ_is_seen() -> None:
+    """Negative control: characters counted in place of bytes."""
+    rule = next(rule for rule in rules.RULES if rule.column == "tag")
+    text = "é" * (limits.TAG_BYTES_MAX // 2 + 1)
+    assert rule.in_column(column("tag", [text]), NOW_MS).any() != (len(text) > limits.TAG_BYTES_MAX)

@@ -1,0 +1,155 @@
+"""How many files one message passes through: upper bounds, which are lowered as the ways get shorter.
+
+A reader follows a message from file to file. A new stage on a way shows here before it shows in a benchmark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.protocols.grpc.wire import Wire as GrpcWire
+from tests.protocols.remoting.wire import Wire
+from tests.walks import Walk, Walks, entered
+
+from timeball import limits
+from timeball.message import encode_properties
+from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.schedule import scheduler
+
+# Walk -> files, changes of file. Lower a bound as soon as the way is shorter. The goal of a send is 18 files and 45
+# changes, of which the changes are reached; those of a receive (25 and 90) and of a message that comes due (20 files)
+# are reached.
+SEND_MAX = (22, 45)
+RECEIVE_MAX = (25, 87)
+RELEASE_MAX = (19, 62)
+
+TRIES = 10  # the node's own upkeep, or a busy machine, may lengthen some of them
+SLACK = 6  # a bound that has become this loose is lowered with the change that did it
+NEAR_MS = 700  # far enough to be acknowledged before it is due, near enough to be in memory at once
+WATCHED_MS = 100  # of that, the time watched: what the node does by itself every second is rarely in it
+
+
+@pytest.fixture(scope="module")
+def walks() -> Iterator[Walks]:
+    walks = Walks()
+    with walks.installed():
+        yield walks
+
+
+@pytest.fixture(scope="module")
+def node(walks: Walks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with running_node(tmp_path_factory.mktemp("walks") / "data") as running:
+        running.run(running.broker.create_topic("orders", 4))
+        yield running
+
+
+def check(
+    walks: Walks,
+    node: RunningNode,
+    bound: tuple[int, int],
+    prepare: Callable[[], object],
+    request: Callable[[], object],
+) -> None:
+    """Refuse a walk that is longer than its bound, or so much shorter that the bound is of no use."""
+    found = []
+    for _ in range(TRIES):
+        prepare()
+        idle(node)
+        found.append(walks.of(lambda: (request(), idle(node))))
+        # One that is much shorter was watched too late on a busy machine, or all of them are.
+        if within(found[-1], bound) and len(found[-1].files) > bound[0] - SLACK:
+            return
+    shortest = min(found, key=lambda walk: (not walk.files, walk.changes))
+    assert within(shortest, bound), f"at most {bound}, but this is\n{shortest}"
+    raise AssertionError(f"lower the bound {bound}: this is\n{shortest}")
+
+
+def within(walk: Walk, bound: tuple[int, int]) -> bool:
+    files, changes = bound
+    return len(walk.files) <= files and walk.changes <= changes
+
+
+def idle(node: RunningNode) -> None:
+    """Wait until the node's loop has run what the last request left ready to run."""
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    node.run(turns())
+
+
+def send_delayed(wire: Wire, in_ms: int = 3_600_000) -> None:
+    due_ms = time.time_ns() // 1_000_000 + in_ms
+    properties = {"UNIQ_KEY": "AB" * 16, "WAIT": "true", "TIMER_DELIVER_MS": str(due_ms)}
+    wire.ask_ok(
+        RequestCode.SEND_MESSAGE_V2, b"body", a="producers", b="orders", c="TBW102", d=4, e=0, f=0,
+        g=due_ms, h=0, i=encode_properties(properties), j=0, k=False, m=False,
+    )  # fmt: skip
+
+
+def visible(node: RunningNode) -> int:
+    return sum(high for _, high in node.broker.queues("orders").values())
+
+
+def test_a_delayed_send_over_remoting(walks: Walks, node: RunningNode) -> None:
+    with Wire.to(node) as wire:
+        send_delayed(wire)
+        check(walks, node, SEND_MAX, lambda: None, lambda: send_delayed(wire))
+
+
+def test_a_receive_of_one_message_over_grpc(walks: Walks, node: RunningNode) -> None:
+    with Wire.to(node) as wire, GrpcWire.to(node) as consumer:
+
+        def due() -> None:
+            before = visible(node)
+            send_delayed(wire, in_ms=1)
+            eventually(lambda: visible(node) > before, "it is visible")
+
+        def receive() -> None:
+            assert len(consumer.receive("g", "orders", batch_size=1)) == 1
+
+        due()
+        receive()
+        check(walks, node, RECEIVE_MAX, due, receive)
+
+
+def test_a_due_message_becomes_visible(
+    walks: Walks, node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Once a second the scheduler moves its mark, for all that was settled meanwhile: that is no one message's way.
+    monkeypatch.setattr(scheduler, "MARK_EVERY_MS", limits.HOUR_MS)
+    with Wire.to(node) as wire:
+        before = 0
+
+        def send() -> None:
+            nonlocal before
+            before, due_s = visible(node), time.time() + NEAR_MS / 1000
+            send_delayed(wire, in_ms=NEAR_MS)
+            time.sleep(max(0, due_s - WATCHED_MS / 1000 - time.time()))
+
+        check(
+            walks,
+            node,
+            RELEASE_MAX,
+            send,
+            lambda: eventually(lambda: visible(node) > before, "it is visible"),
+        )
+
+
+def test_a_walk_sees_a_stage_more() -> None:
+    """The control: the same send with one more file on its way is over a bound that fits it."""
+    walk = Walk((("a", "b", "a"), ("c",)))
+    longer = Walk((("a", "b", "d", "a"), ("c",)))
+    bound = (len(walk.files), walk.changes)
+    assert within(walk, bound) and not within(longer, bound)
+
+
+def test_a_walk_counts_what_it_should() -> None:
+    walk = Walk((("a", "a", "b", "a"), ("c",)))
+    assert (len(walk.files), walk.changes) == (3, 2)
+    assert list(entered(("a", "a", "b", "a"))) == ["a", "b", "a"]

@@ -1,0 +1,77 @@
+"""Requests as clients make them are what the broker decodes, and answers as it makes them what clients decode."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import wire
+from timeball.protocols.flight import codec
+
+OFFSETS = st.dictionaries(
+    st.integers(0, wire.QUEUE_ID_MAX), st.integers(0, wire.INT64_MAX), min_size=1, max_size=3
+)
+NAMES = st.text("abc%|-_", min_size=1, max_size=8)
+NUMBERS = st.integers(0, wire.INT64_MAX)
+LEASED = {"group": NAMES, "topic": NAMES, "receipts": st.lists(NAMES, min_size=1, max_size=3)}
+REQUESTS = {
+    "status": st.just(wire.Nothing()),
+    "create_topic": st.builds(wire.CreateTopic, topic=NAMES, queues=st.integers(1, 1_024)),
+    "queues": st.builds(wire.Queues, topic=NAMES),
+    "offsets": st.builds(wire.GetOffsets, group=NAMES, topic=NAMES),
+    "commit": st.builds(wire.Commit, group=NAMES, topic=NAMES, offsets=OFFSETS),
+    "ack": st.builds(wire.Acknowledge, **LEASED),
+    "change_invisible_time": st.builds(wire.ChangeInvisibleTime, **LEASED, counts=st.booleans()),
+    "dead_letter": st.builds(wire.DeadLetter, **LEASED),
+    "cancel": st.builds(wire.Cancel, keys=st.lists(NAMES, min_size=1, max_size=3)),
+    "reschedule": st.builds(wire.Reschedule, seqs=st.lists(NUMBERS, min_size=1, max_size=3), due_ms=NUMBERS),
+    "cancel_range": st.builds(wire.CancelRange, ranges=st.just([(1, 5)]), reason=st.text(max_size=5)),
+    "campaigns": st.builds(wire.Campaigns, campaign=st.none() | NAMES),
+    "campaign": st.builds(wire.ChangeCampaign, campaign=NAMES, change=st.sampled_from(["pause", "resume"])),
+    "starts": st.builds(wire.Starts, from_seq=NUMBERS, to_seq=NUMBERS),
+    "reserve": st.builds(wire.Reserve, rows=st.integers(1, 2**40)),
+    "compactor": st.builds(wire.Lease, lease_ms=st.integers(0, 1_000)),
+    "dispatcher": st.builds(wire.DispatcherLease, lease_ms=st.integers(0, 1_000)),
+}
+TICKETS = [
+    wire.ReadLog(from_seq=1, to_seq=5, kinds=[1, 2], columns=["seq", "topic"]),
+    wire.ReadLog(from_seq=1, to_seq=1),
+    wire.ReadQueue(topic="t", queue_id=3, offset=7, rows=1),
+    wire.Pull(topic="t", offsets={0: 5, 3: 1}, rows=10, wait_ms=5),
+    wire.Receive(topic="t", group="g", rows=10, wait_ms=5, latest=True),
+]
+
+
+def test_every_request_but_the_attachment_is_here() -> None:
+    same_body = {"topics", "compact"}  # as status
+    assert REQUESTS.keys() | same_body | {"attach"} == codec.ACTIONS.keys()
+
+
+@pytest.mark.parametrize("verb", REQUESTS)
+@given(data=st.data())
+def test_a_request_is_decoded_as_it_was_made(verb: str, data: st.DataObject) -> None:
+    request = data.draw(REQUESTS[verb])
+    assert codec.decode_action(verb, msgspec.json.encode(request)) == request
+
+
+@pytest.mark.parametrize("ticket", TICKETS)
+def test_a_ticket_is_decoded_as_it_was_made(ticket: wire.Ticket) -> None:
+    assert codec.decode_ticket(msgspec.json.encode(ticket)) == ticket
+
+
+def test_an_acknowledgement_and_a_refusal_are_told_apart() -> None:
+    ack = msgspec.json.decode(codec.encode(wire.SendAck(5, 2, 7)), type=wire.SendAnswer)
+    assert ack == wire.SendAnswer(5, 2, 7) and ack.error is None
+    refused = msgspec.json.decode(codec.encode(wire.SendRefusal("over_limit", "later")), type=wire.SendAnswer)
+    assert (refused.error, refused.text) == ("over_limit", "later")
+    brought = msgspec.json.decode(codec.encode(wire.ReleaseAck(3, 1)), type=wire.ReleaseAnswer)
+    assert brought == wire.ReleaseAnswer(3, 1)
+
+
+def test_a_verdict_says_whether_the_message_will_not_be_delivered() -> None:
+    made = codec.encode([wire.Verdict("a", "cancelled", 5, 7), wire.Verdict("b", "not_found")])
+    cancelled, missing = msgspec.json.decode(made, type=list[wire.Verdict])
+    assert cancelled == wire.Verdict("a", "cancelled", 5, 7) and cancelled.cancelled
+    assert missing == wire.Verdict("b", "not_found") and not missing.cancelled
