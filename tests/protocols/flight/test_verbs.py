@@ -49,9 +49,8 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
     assert answers["offsets"] == {"offsets": {"0": 0}}
     assert answers["queues"] == {"queues": {"0": {"min": 0, "max": 0}, "1": {"min": 0, "max": 0}}}
     assert answers["topics"]["topics"]["verbs"] == {"queues": 2}
-    assert (
-        answers["status"]["log"]["next_seq"] == answers["reserve"]["first_seq"] - 1
-    )  # and the row that says so
+    # Between the two lie the row that reserves, and the offsets where their moment comes just then.
+    assert answers["status"]["log"]["next_seq"] < answers["reserve"]["first_seq"]
     assert answers["ack"] == answers["dead_letter"] == {"valid": []}
     assert answers["change_invisible_time"] == {"receipts": []}
     assert answers["campaigns"]["campaigns"] == [answers["campaign"]]
@@ -150,6 +149,7 @@ def test_a_message_that_is_given_up_is_a_dead_letter(node: RunningNode) -> None:
 
 
 def test_a_client_that_goes_while_it_waits_leaves_no_lease(node: RunningNode) -> None:
+    send(node, 1)  # whichever test comes first: the group needs a topic
     receive(node, "gone")
 
     async def leave() -> None:
