@@ -42,7 +42,7 @@ slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
 interop: $(STAMP)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK)
-	$(BIN)/python -m pytest -m "interop" $(ARGS)
+	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)
 
 wheel-check: $(STAMP)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
 	$(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)

@@ -1,5 +1,5 @@
 """Stock clients against a real broker. A client that cannot be had here is skipped, and the end of the run says so in
-capitals; with TIMEBALL_INTEROP=required it fails instead.
+capitals (tests/not_tested.py); with TIMEBALL_INTEROP=required it fails instead.
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ from tests.interop.drivers import Driver
 from tests.interop.grpc_conversation import ALL as GRPC
 from tests.interop.grpc_conversation import GrpcConversation
 from tests.interop.stock_broker import StockBroker, stock_broker
-from tests.interop.stock_clients import command, missing
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if gone := missing():
-        terminalreporter.section("STOCK CLIENTS NOT TESTED", sep="!", red=True, bold=True)
-        for name, why in gone.items():
-            terminalreporter.line(f"NOT TESTED: {name}: {why}", red=True, bold=True)
+from tests.interop.stock_clients import command
 
 
 @pytest.fixture(scope="session")

@@ -42,11 +42,6 @@ def command(name: str) -> list[str]:
     pytest.skip(f"{name}: {found}")
 
 
-def missing() -> dict[str, Missing]:
-    """The clients that were asked for and could not be had."""
-    return {name: why for name, why in _made.items() if isinstance(why, Missing)}
-
-
 def mqadmin(broker: StockBroker, *arguments: str) -> str:
     """What RocketMQ's administration tool printed; it tells of failures by printing them."""
     done = subprocess.run(

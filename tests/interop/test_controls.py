@@ -60,7 +60,6 @@ def no_such_client(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_missing_client_is_skipped_with_its_reason(no_such_client: str) -> None:
     with pytest.raises(pytest.skip.Exception, match="tin can: there is no tin can here"):
         stock_clients.command(no_such_client)
-    assert list(stock_clients.missing()) == [no_such_client]
 
 
 def test_a_missing_client_fails_where_it_is_required(
