@@ -1,4 +1,7 @@
-"""1,000 damages over every kind of file: 0 silent differences. It is told, by name, or nothing has changed."""
+"""Damage of every kind of file: 0 silent differences. It is told, by name, or nothing has changed.
+
+Another CUT_SEED draws other damages.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +64,11 @@ def test_some_damage_is_never_silent() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", ["hour_log", "retained"])
-def test_500_damages_are_never_silent(variant: str) -> None:
+def test_many_damages_are_never_silent(variant: str) -> None:
     kept, expected = folder(variant)
-    results = [result(kept, expected, damage) for damage in drawn(kept, 500, SEED)]
+    results = [result(kept, expected, damage) for damage in drawn(kept, 150, SEED)]
     assert wrong(results) == []
-    assert min(Counter(one.outcome for one in results).values()) > 25, (
+    assert min(Counter(one.outcome for one in results).values()) > 7, (
         "damage that nobody meets proves nothing"
     )
 
@@ -90,13 +93,13 @@ def test_a_flipped_bit_in_a_strategys_files_hides_no_promise(variant: str, kind:
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize(("variant", "kind"), KEPT)
-def test_300_damages_of_a_folder_with_a_strategys_files_are_never_silent(variant: str, kind: str) -> None:
+def test_many_damages_of_a_folder_with_a_strategys_files_are_never_silent(variant: str, kind: str) -> None:
     """Half of them in the files of the strategy, which are made anew."""
     kept, expected = folder(variant)
-    own = [result(kept, expected, damage) for damage in of_own_files(kept, kind, 150)]
+    own = [result(kept, expected, damage) for damage in of_own_files(kept, kind, 50)]
     assert wrong(own) == []
     assert {one.outcome for one in own} == {"same"}
-    others = [result(kept, expected, damage) for damage in drawn(kept, 150, SEED)]
+    others = [result(kept, expected, damage) for damage in drawn(kept, 50, SEED)]
     assert wrong(others) == []
     assert "refused" in {one.outcome for one in others}, "damage that nobody meets proves nothing"
 

@@ -74,7 +74,7 @@ PASSING = {
 
 
 class Clocks:
-    """See the module; a part of `contract.Contract`."""
+    """Set the clock, stop it, send it far ahead; a part of `contract.Contract`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
 

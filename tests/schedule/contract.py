@@ -70,7 +70,7 @@ def unfounded(contract: type[Contract]) -> list[str]:
 
 
 class Contract(Moves, Clocks, Cuts):
-    """See the module."""
+    """Ask a strategy for all that the contract says; it joins with `new_rig`."""
 
     # How far the suite sleeps from instant to instant; less where a promise is written again every few seconds.
     far_ms: ClassVar[int] = 400 * limits.DAY_MS

@@ -39,7 +39,7 @@ MANY: list[Survival] = ["nothing", "everything", "random", "random"]
 
 
 class Cuts:
-    """See the module; a part of `contract.Contract`."""
+    """Cut the power at each call; a part of `contract.Contract`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
     # In the slow part. A strategy under the contract for a second time, with less room, say, takes every twelfth.

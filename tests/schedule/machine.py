@@ -39,7 +39,7 @@ WALL_STEPS_MS = st.one_of(
 
 
 class Machine(RuleBasedStateMachine):
-    """See the module."""
+    """Do anything to a world, step by step."""
 
     new_rig: ClassVar[Callable[[], Rig]]
 

@@ -18,7 +18,7 @@ CALLS_MAX = 10_000
 
 
 class Moves:
-    """See the module; a part of `contract.Contract`."""
+    """Ask of promises that are written again; a part of `contract.Contract`."""
 
     def test_what_is_on_the_move_may_be_cancelled(self, world: World) -> None:
         seqs = world.admit([world.now_ms + FAR_MS] * 6)
