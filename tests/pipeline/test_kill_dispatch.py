@@ -32,7 +32,7 @@ ROWS = 20_000  # of a wave
 WAVES_MAX = 10  # until Spark is warm
 SPREAD_MS = 10_000
 AHEAD_MS = 4_000
-LIVES = 3
+LIVES = 2
 
 
 @pytest.fixture
