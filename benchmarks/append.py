@@ -36,9 +36,8 @@ def run(small: bool = False) -> Report:
 def _case(report: Report, server: Server, label: str, rows: int, in_flight: int, batches: int) -> None:
     prepared = [messages(rows, seed=1 + number % 16) for number in range(min(batches, 16))]
     load = [prepared[number % len(prepared)] for number in range(batches)]
-    cpu_s = server.cpu_s()
-    latency_ms, seconds = drive(server.endpoint, load, in_flight)
-    used_s = server.cpu_s() - cpu_s
+    with server.spending(label) as spent:
+        latency_ms, seconds = drive(server.endpoint, load, in_flight)
     sent = rows * batches
     p50, p99, worst = quantiles(latency_ms)
     bar = RATE_BAR if rows == 10_000 else None
@@ -46,4 +45,4 @@ def _case(report: Report, server: Server, label: str, rows: int, in_flight: int,
     report.add(f"{label}: ack p50", p50, "ms")
     report.add(f"{label}: ack p99", p99, "ms")
     report.add(f"{label}: ack max", worst, "ms")
-    report.add(f"{label}: server CPU", used_s / sent * 1e6, "us/msg")
+    report.add_cost(spent, sent)

@@ -70,13 +70,12 @@ def _case(
 ) -> None:  # fmt: skip
     seconds = SECONDS_SMALL if small else SECONDS
     load(server.grpc, programs, *shape, seconds / 4)  # the first calls pay for code paths never run before
-    cpu_s = server.cpu_s()
-    outcome = load(server.grpc, programs, *shape, seconds)
-    used_s = server.cpu_s() - cpu_s
+    with server.spending(label) as spent:
+        outcome = load(server.grpc, programs, *shape, seconds)
     assert outcome.messages and outcome.calls, f"{label}: nothing went through"
     report.add(f"{label}: rate", outcome.messages / outcome.seconds, "msg/s", bar)
-    report.add(f"{label}: server CPU", used_s / outcome.messages * 1e6, "us/msg")
-    report.add(f"{label}: server CPU a call", used_s / outcome.calls * 1e6, "us/call")
+    report.add_cost(spent, outcome.messages)
+    report.add(f"{label}: server CPU a call", spent.cpu_s / outcome.calls * 1e6, "us/call")
     report.add(f"{label}: load's own CPU", outcome.cpu_s / outcome.messages * 1e6, "us/msg")
     report.add(f"{label}: failed, missing", outcome.failures, "calls")
     if outcome.latency_ms:

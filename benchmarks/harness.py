@@ -25,6 +25,7 @@ import numpy.typing as npt
 import psutil
 import pyarrow as pa
 
+from benchmarks.report import Spent
 from timeball import Timeball
 from timeball.message import Kind
 
@@ -33,6 +34,10 @@ BODY_BYTES = 128
 ANY_PORTS = ["--name-server-port", "0", "--remoting-port", "0", "--grpc-port", "0"]
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers: time on a CPU, user and system
 TOPIC = "bench"
+CHECKOUT = Path(__file__).resolve().parents[1]
+# The row to be profiled, and those that there were; set by `profiling`.
+_profiled: str | None = None
+_rows: list[str] = []
 
 
 class Server:
@@ -41,7 +46,9 @@ class Server:
     def __init__(self, data: Path, *options: str, **environment: str) -> None:
         self.data = data
         self._environment = {**os.environ, **environment}
-        self._command = [sys.executable, "-m", "timeball", "serve", "--json", "--port", "0", *ANY_PORTS]
+        self._ticks = data.with_name("ticks.json")
+        program = ["timeball"] if _profiled is None else ["benchmarks.profiled", str(self._ticks)]
+        self._command = [sys.executable, "-m", *program, "serve", "--json", "--port", "0", *ANY_PORTS]
         self._command += ["--data", str(data), *options]
         self.started_ms = 0
         self.start()
@@ -50,7 +57,7 @@ class Server:
         """Start the process and wait for its ready line."""
         self.started_ms = now_ms()
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, text=True, env=self._environment
+            self._command, stdout=subprocess.PIPE, text=True, env=self._environment, cwd=CHECKOUT
         )
         ready = _first_line(self._process, READY_S)
         self.endpoint: str = ready["endpoint"]
@@ -65,6 +72,22 @@ class Server:
         clock_getcpuclockid(3) computes; Python has no name for it.
         """
         return time.clock_gettime(~self.process.pid << 3 | _CPU_CLOCK)
+
+    @contextmanager
+    def spending(self, row: str) -> Iterator[Spent]:
+        """Measure the CPU time of what is done within; by stage if it is the row to be profiled."""
+        _rows.append(row)
+        spent = Spent(row)
+        if row == _profiled:
+            os.kill(self.process.pid, signal.SIGUSR1)
+        begin_s = self.cpu_s()
+        yield spent
+        spent.cpu_s = self.cpu_s() - begin_s
+        if row == _profiled:
+            os.kill(self.process.pid, signal.SIGUSR2)
+            wait_until(self._ticks.exists, READY_S, "the counts of the profile")
+            spent.ticks = json.loads(self._ticks.read_text())
+            self._ticks.unlink()
 
     def memory_bytes(self) -> tuple[int, int]:
         """(held, mapped): what the process itself holds in RAM, and the pages of mapped files that it has touched.
@@ -100,6 +123,18 @@ class Server:
     def _close(self) -> None:
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+@contextmanager
+def profiling(row: str | None) -> Iterator[list[str]]:
+    """Start servers that can say where a row's CPU time goes; yields the rows that were run."""
+    global _profiled
+    _profiled = row
+    _rows.clear()
+    try:
+        yield _rows
+    finally:
+        _profiled = None
 
 
 @contextmanager

@@ -109,18 +109,18 @@ def run(small: bool = False) -> Report:
             consumer.start()
         seconds = SECONDS_SMALL if small else SECONDS
         time.sleep(seconds / 4)  # the first calls pay for code paths never run before
-        begun, acked, cpu_s = time.perf_counter(), sum(each.acked for each in consumers), server.cpu_s()
-        own_s = time.process_time()
-        time.sleep(seconds)
-        rows = sum(each.acked for each in consumers) - acked
-        passed_s, used_s = time.perf_counter() - begun, server.cpu_s() - cpu_s
-        own_s = time.process_time() - own_s
+        label = f"pop {ROWS} and ack each, {CONSUMERS}x1"
+        with server.spending(label) as spent:
+            begun, acked = time.perf_counter(), sum(each.acked for each in consumers)
+            own_s = time.process_time()
+            time.sleep(seconds)
+            rows = sum(each.acked for each in consumers) - acked
+            passed_s, own_s = time.perf_counter() - begun, time.process_time() - own_s
         over.set()
         for consumer in consumers:
             consumer.join(BOUND_S)
-        label = f"pop {ROWS} and ack each, {CONSUMERS}x1"
         report.add(f"{label}: rate", rows / passed_s, "msg/s", RATE_BAR)
-        report.add(f"{label}: server CPU", used_s / rows * 1e6, "us/msg")
+        report.add_cost(spent, rows)
         report.add(f"{label}: load's own CPU", own_s / rows * 1e6, "us/msg")
         report.add(f"{label}: failed, missing", sum(each.failures for each in consumers), "requests")
     return report

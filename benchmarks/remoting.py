@@ -46,12 +46,11 @@ def run_case(
     seconds = SECONDS_SMALL if small else SECONDS
     # The first calls pay for code paths never run before.
     load(server.remoting, warm_up or ring, *shape, seconds / 4)
-    cpu_s = server.cpu_s()
-    outcome = load(server.remoting, ring, *shape, seconds, once=warm_up is not None)
-    used_s = server.cpu_s() - cpu_s
+    with server.spending(label) as spent:
+        outcome = load(server.remoting, ring, *shape, seconds, once=warm_up is not None)
     messages = outcome.answers * rows
     report.add(f"{label}: rate", messages / outcome.seconds, "msg/s", bar)
-    report.add(f"{label}: server CPU", used_s / messages * 1e6, "us/msg")
+    report.add_cost(spent, messages)
     report.add(f"{label}: load's own CPU", outcome.cpu_s / messages * 1e6, "us/msg")
     report.add(f"{label}: failed, missing", outcome.failures, "requests")
     if outcome.latency_ms:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+LEAST_SHARE = 0.01  # of a row's CPU, of a stage that is shown
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -27,12 +29,22 @@ class Figure:
 
 
 @dataclass
+class Spent:
+    """What a row cost the server."""
+
+    row: str
+    cpu_s: float = 0.0
+    ticks: dict[str, int] = field(default_factory=dict)  # by stage, if the row is profiled
+
+
+@dataclass
 class Report:
     """The figures of one benchmark. `small` marks a run whose figures mean nothing."""
 
     name: str
     small: bool
     figures: list[Figure] = field(default_factory=list)
+    stages: dict[str, list[Figure]] = field(default_factory=dict)  # of a row that was profiled
 
     def add(
         self,
@@ -45,6 +57,16 @@ class Report:
         """Note one figure."""
         self.figures.append(Figure(name, float(value), unit, bar, better))
 
+    def add_cost(self, spent: Spent, messages: int) -> None:
+        """Note the server's CPU a message; of a profiled row also that of each stage, the largest first."""
+        each_us = spent.cpu_s / messages * 1e6
+        self.add(f"{spent.row}: server CPU", each_us, "us/msg")
+        if counted := sum(spent.ticks.values()):
+            self.stages[spent.row] = [
+                Figure(stage, each_us * count / counted, "us/msg")
+                for stage, count in sorted(spent.ticks.items(), key=lambda item: -item[1])
+            ]
+
     def value(self, name: str) -> float:
         """The figure of this name."""
         return next(figure.value for figure in self.figures if figure.name == name)
@@ -55,13 +77,24 @@ class Report:
             {"name": f.name, "value": f.value, "unit": f.unit, "bar": f.bar, "ratio": _finite(f.ratio)}
             for f in self.figures
         ]
-        return {"benchmark": self.name, "small": self.small, "figures": figures}
+        stages = {row: {f.name: f.value for f in found} for row, found in self.stages.items()}
+        document = {"benchmark": self.name, "small": self.small, "figures": figures}
+        return {**document, "stages": stages} if stages else document
 
     def lines(self) -> list[str]:
         """For people: name, value, and the bar where there is one."""
         title = f"{self.name}{'  (small: the figures mean nothing)' if self.small else ''}"
         width = max((len(figure.name) for figure in self.figures), default=0)
-        return [title, *(f"  {figure.name:<{width}}  {_show(figure)}" for figure in self.figures)]
+        lines = [title, *(f"  {figure.name:<{width}}  {_show(figure)}" for figure in self.figures)]
+        for row, stages in self.stages.items():
+            whole = sum(stage.value for stage in stages)
+            lines.append(f"  server CPU of {row!r} by stage, of {whole:.1f} us/msg:")
+            shown = [stage for stage in stages if stage.value >= whole * LEAST_SHARE]
+            lines += [f"  {stage.value:8.2f}  {stage.value / whole:4.0%}  {stage.name}" for stage in shown]
+            if rest := stages[len(shown) :]:
+                left = sum(stage.value for stage in rest)
+                lines.append(f"  {left:8.2f}  {left / whole:4.0%}  {len(rest)} more")
+        return lines
 
 
 @dataclass

@@ -9,11 +9,14 @@ import importlib
 import json
 import math
 import re
-from types import ModuleType
+import sys
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from benchmarks import NAMES
-from benchmarks.report import Report
+from benchmarks.profiled import LOOP, OTHER_THREADS, PACKAGE, stage_of
+from benchmarks.report import Report, Spent
 from tests.cli.in_process import run_here
 from tests.cli.processes import timeball
 
@@ -198,3 +201,39 @@ def test_the_screen_shows_what_is_not_measured() -> None:
     ended = timeball("bench", "append", "--size", "small")
     assert ended.returncode == 0, ended.stderr
     assert "not measured: the network (loopback)" in ended.stdout
+
+
+def test_a_profiled_row_is_divided_into_stages() -> None:
+    """Their sum is the row's cost."""
+    row = "1 row, 64 in flight"
+    ended = run_here("bench", "append", "--size", "small", "--json", "--profile", row)
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    cost = next(f["value"] for f in document["figures"] if f["name"] == f"{row}: server CPU")
+    assert math.isclose(sum(document["stages"][row].values()), cost)
+
+
+def test_a_tick_is_put_down_to_the_packages_innermost_function_below_the_event_loop() -> None:
+    frames: dict[str, object] = {"stage": lambda: stage_of(sys._getframe())}
+    for name, file in (("handler", "edge.py"), ("_run_once", "elsewhere.py"), ("select", "elsewhere.py")):
+        folder = "/" if file == "elsewhere.py" else PACKAGE
+        exec(compile(f"def {name}(called): return called()", folder + file, "exec"), frames)
+    stage, handler, loop, select = (frames[name] for name in ("stage", "handler", "_run_once", "select"))
+    assert loop(partial(handler, stage)) == "edge.py handler"  # type: ignore[operator]
+    assert handler(partial(loop, stage)) == LOOP  # type: ignore[operator]
+    assert stage_of(SimpleNamespace(f_code=select.__code__)) == OTHER_THREADS  # type: ignore[arg-type, attr-defined]
+
+
+def test_a_row_that_is_not_there_is_refused_by_name() -> None:
+    ended = run_here("bench", "append", "--size", "small", "--json", "--profile", "2 rows")
+    assert ended.returncode == 2 and "no row is named '2 rows': there are 1 row, 1 in flight," in ended.stderr
+
+
+def test_the_screen_shows_the_large_stages_and_the_sum_of_the_others() -> None:
+    report = Report("x", small=False)
+    report.add_cost(Spent("r", cpu_s=1e-3, ticks={"a": 300, "b": 96, "c": 3, "d": 1}), 100)
+    assert [line.split() for line in report.lines()[-3:]] == [
+        ["7.50", "75%", "a"],
+        ["2.40", "24%", "b"],
+        ["0.10", "1%", "2", "more"],
+    ]

@@ -35,6 +35,14 @@ def bench(
     size: Annotated[
         Size, typer.Option("--size", help="'small' is for tests: its figures mean nothing.")
     ] = Size.FULL,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="ROW",
+            help="Also print the server's CPU time by stage of the row of this name, as 'send JSON 8x512'.",
+        ),
+    ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list them.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -46,6 +54,7 @@ def bench(
       timeball bench append punctual
       timeball bench --json > figures.jsonl
       timeball bench burst --size small
+      timeball bench remoting --profile "send JSON 8x512"
       timeball bench soak                 # an hour
     """
     found = _load()
@@ -60,15 +69,21 @@ def bench(
     unknown = sorted(set(names or ()) - found.keys())
     if unknown:
         raise RequestError(f"no benchmark named {', '.join(unknown)}: there are {', '.join(found)}")
-    for name in names or [name for name in found if not getattr(found[name], "ONLY_BY_NAME", False)]:
-        left_out = _not_measured(found[name])
-        report = found[name].run(small=size is Size.SMALL)
-        if as_json:
-            print_json({**report.as_dict(), "not_measured": left_out})
-        else:
-            for line in report.lines():
-                print_line(line)
-            print_line(f"  not measured: {left_out}\n")
+    chosen = names or [name for name in found if not getattr(found[name], "ONLY_BY_NAME", False)]
+    with importlib.import_module("benchmarks.harness").profiling(profile) as rows:
+        for name in chosen:
+            _print(found[name].run(small=size is Size.SMALL), _not_measured(found[name]), as_json)
+    if profile is not None and profile not in rows:
+        raise RequestError(f"--profile: no row is named {profile!r}: there are {', '.join(rows)}")
+
+
+def _print(report: Any, left_out: str, as_json: bool) -> None:
+    if as_json:
+        print_json({**report.as_dict(), "not_measured": left_out})
+        return
+    for line in report.lines():
+        print_line(line)
+    print_line(f"  not measured: {left_out}\n")
 
 
 def _not_measured(module: Any) -> str:
