@@ -173,7 +173,7 @@ class Clocks:
     @pytest.mark.slow
     @pytest.mark.timeout(1_200)
     def test_ten_years_in_many_steps(self, world: World) -> None:
-        ten_years(world, random.Random(0), steps=600)
+        ten_years(world, random.Random(0), steps=200)
 
 
 def ten_years(world: World, chance: random.Random, *, steps: int) -> None:

@@ -78,7 +78,7 @@ class Contract(Moves, Clocks, Cuts):
     exempt: ClassVar[dict[str, str]] = {}
     new_rig: ClassVar[Callable[[], Rig]]
     examples: ClassVar[int] = FAST.max_examples
-    slow_factor: ClassVar[int] = 8
+    slow_factor: ClassVar[int] = 4
 
     @pytest.fixture
     def world(self) -> Iterator[World]:
@@ -431,7 +431,7 @@ class Variant(Contract):
     """A strategy under the contract once more, with less room, say: cut at every twelfth call, and for half as long."""
 
     cuts_step = 12
-    slow_factor = 4
+    slow_factor = 2
     # The slow part of each of the two does the same, and more.
     test_anything_in_any_order = None  # type: ignore[assignment]
     test_a_spread_of_power_cuts = None  # type: ignore[assignment]

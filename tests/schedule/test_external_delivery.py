@@ -191,8 +191,8 @@ def test_a_dispatcher_is_at_work(times: Times, brought: int, monkeypatch: pytest
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("times", [nothing, half, too_late, anyhow])
 def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
-    run(DispatchRig(times), 60, 60)
-    run(DispatchRig(times, gather_bytes=1 << 30), 30, 60)
+    run(DispatchRig(times), 25, 60)
+    run(DispatchRig(times, gather_bytes=1 << 30), 12, 60)
 
 
 # -- negative controls -----------------------------------------------------------------------------------------
