@@ -151,8 +151,11 @@ def test_a_schedule_that_cancels_what_it_hands_out_is_noticed(
     with running_node(tmp_path / "data") as node:
         race = Race(node, seed=7)
         monkeypatch.setattr(Scheduler, "cancel", careless)
-        race.round(0)
-        assert any("ends" in fault for fault in race.finish())
+        for number in range(ROUNDS_MAX):  # a slow machine aims better each time
+            race.round(number)
+            if any("ends" in fault for fault in race.finish()):
+                return
+        raise AssertionError("went unnoticed")
 
 
 PROMISED = {"kind": Kind.PROMISE, "due_ms": 50, "store_ms": 1}
