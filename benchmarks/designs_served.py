@@ -223,10 +223,12 @@ class Bench:
     ) -> tuple[int, int]:
         """(due, stamp) of the first release since the server's start that was on time."""
         give_up_ms = now_ms() + 2 * window_ms
+        # A toy's figure means nothing, and a busy machine may need all of its window for the start.
+        on_time_ms = NEVER_MS if self._small else ON_TIME_MS
         while now_ms() < give_up_ms:
             found = releases(ball, near_seq)
             late = found["store_ms"] - found["due_ms"]
-            on_time = np.flatnonzero((found["store_ms"] > server.started_ms) & (late <= ON_TIME_MS))
+            on_time = np.flatnonzero((found["store_ms"] > server.started_ms) & (late <= on_time_ms))
             if len(on_time):
                 return int(found["due_ms"][on_time[0]]), int(found["store_ms"][on_time[0]])
             time.sleep(LOOK_S)

@@ -22,10 +22,11 @@ ON_TIME_MS = 20
 
 def run(small: bool = False) -> Report:
     """Measure; seconds."""
-    report = Report("restart", small)
+    report, hour_ms = Report("restart", small), 3_600_000
     tail_rows = 2_000 if small else 1_000_000
     window_ms = 4_000 if small else 12_000
-    hour_ms = 3_600_000
+    # A toy's figure means nothing, and a busy machine may need all of its window for the start.
+    on_time_ms = hour_ms if small else ON_TIME_MS
     with serving("--no-compact-self") as (server, ball):
         far = np.random.default_rng(5).integers(2 * hour_ms, 48 * hour_ms, tail_rows)
         send_promises(ball, now_ms() + far)
@@ -40,7 +41,7 @@ def run(small: bool = False) -> Report:
             found = releases(fresh)
             recovered_rows = fresh.status()["schedule"]["tail_rows"]
         late = found["store_ms"] - found["due_ms"]
-        on_time = (found["store_ms"] > server.started_ms) & (late <= ON_TIME_MS)
+        on_time = (found["store_ms"] > server.started_ms) & (late <= on_time_ms)
         first_ms = found["store_ms"][on_time].min() - server.started_ms
         report.add("process start to first on-time release", first_ms / 1_000, "s", BAR_S, "lower")
         report.add("in the tail after the restart", recovered_rows, "promises")
