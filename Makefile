@@ -19,7 +19,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spark slow interop wheel-check check bench lock up
+.PHONY: help setup demo test spark slow interop wheel-check check bench versus lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ check: $(STAMP)   ## lint, format, types, import contracts
 
 bench: $(STAMP)   ## the benchmarks
 	$(BIN)/timeball bench $(ARGS)
+
+versus: $(STAMP)   ## the same work on RocketMQ and on Timeball, into docs/versus.md (mvn, a Java 17, cc)
+	$(BIN)/python -m benchmarks.versus $(ARGS)
 
 lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
 	$(COMPILE) --no-deps --group build -o requirements/build.txt

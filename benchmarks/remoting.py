@@ -72,7 +72,7 @@ def run(small: bool = False) -> Report:
                 bar = SEND_BARS.get(shape) if serialisation == JSON else None
                 run_case(report, server, label, ring, shape, 1, small, bar)
         for rows in BATCHES:
-            ring = Ring([_batch(number, rows) for number in range(64)])
+            ring = Ring([batch_request(number, rows) for number in range(64)])
             run_case(report, server, f"batches of {rows}", ring, (8, 32), rows, small)
         _pulls(report, server, ball, small)
     return report
@@ -98,22 +98,25 @@ def _pulls(report: Report, server: Server, ball: Timeball, small: bool) -> None:
 def _pass(begins: list[int], span: int, rows: int) -> list[bytes]:
     """Pulls of `span` messages of each queue from its begin on, a stretch of each queue in turn."""
     return [
-        _pull(queue, begin + at, rows) for at in range(0, span, rows) for queue, begin in enumerate(begins)
+        pull_request(queue, begin + at, rows)
+        for at in range(0, span, rows)
+        for queue, begin in enumerate(begins)
     ]
 
 
-def send_request(number: int, serialisation: int, **properties: str) -> bytes:
-    """One message as Java's producer sends it, with these properties besides its own."""
+def send_request(number: int, serialisation: int, body: bytes = b"", **properties: str) -> bytes:
+    """One message as Java's producer sends it, with these properties besides its own; random bytes without a body."""
     fields = _fields(number % QUEUES) | {"i": _properties(**properties)}
     return encode(
         Command(
-            code=RequestCode.SEND_MESSAGE_V2, opaque=number + 1, ext=fields, body=os.urandom(BODY_BYTES), version=409,
-            serialisation=serialisation,
+            code=RequestCode.SEND_MESSAGE_V2, opaque=number + 1, ext=fields, body=body or os.urandom(BODY_BYTES),
+            version=409, serialisation=serialisation,
         )
     )  # fmt: skip
 
 
-def _batch(number: int, rows: int) -> bytes:
+def batch_request(number: int, rows: int) -> bytes:
+    """A batch as Java's producer sends it."""
     body = encode_batch([BatchRecord(0, os.urandom(BODY_BYTES), _properties()) for _ in range(rows)])
     fields = _fields(number % QUEUES) | {"i": "", "m": "true"}
     return encode(
@@ -121,14 +124,15 @@ def _batch(number: int, rows: int) -> bytes:
     )
 
 
-def _pull(queue: int, offset: int, rows: int) -> bytes:
+def pull_request(queue: int, offset: int, rows: int, opaque: int = 1) -> bytes:
+    """A pull that does not wait for messages."""
     fields = {
         "consumerGroup": "bench", "topic": TOPIC, "queueId": queue, "queueOffset": offset, "maxMsgNums": rows,
         "sysFlag": int(PullFlag.SUBSCRIPTION), "commitOffset": 0, "suspendTimeoutMillis": 15_000,
         "subscription": "*", "subVersion": 0, "expressionType": "TAG",
     }  # fmt: skip
     ext = {name: str(value) for name, value in fields.items()}
-    return encode(Command(code=RequestCode.PULL_MESSAGE, opaque=1, ext=ext, version=409))
+    return encode(Command(code=RequestCode.PULL_MESSAGE, opaque=opaque, ext=ext, version=409))
 
 
 def _fields(queue: int) -> dict[str, str]:

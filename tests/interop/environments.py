@@ -69,6 +69,16 @@ def mqadmin() -> list[str]:
     return [tool("java", "default-jdk"), *JAVA_OPTIONS, "-cp", f"{jars('v5')}/*", main]
 
 
+def rocketmq(*options: str) -> list[str]:
+    """RocketMQ itself, 5.5.0: what runs a class of it. For `benchmarks/versus`."""
+    return [tool("java", "default-jdk"), *options, "-cp", f"{jars('server')}/*"]
+
+
+def versus() -> list[str]:
+    """All that `make versus` needs besides: a C compiler, for its load generator."""
+    return [tool("cc", "gcc"), *rocketmq()]
+
+
 def venv_python(name: str, lock: Path) -> str:
     """A virtual environment with what the lock names and nothing else; its Python."""
 

@@ -1,0 +1,113 @@
+"""The rounds of a run: which brokers are up when, and whose turn it is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.harness import TOPIC
+from benchmarks.report import brief
+from benchmarks.versus import pulling, sending
+from benchmarks.versus.peers import GRPC, REMOTING, Flush, Peer, TimeballPeer
+from benchmarks.versus.rocketmq import RocketMQ
+from benchmarks.versus.table import Figures
+from benchmarks.versus.wire import Link
+from benchmarks.versus.work import QUEUES, Bench, Sample, Work
+
+WORK: list[Work] = [*sending.WORK, *pulling.WORK]
+GROUPS = list(dict.fromkeys(work.group for work in WORK))
+
+
+def peers_in(folder: Path, flush: Flush, wire: str) -> list[Peer]:
+    """Return the brokers that are compared, not started; ours is the last."""
+    for name in ("rocketmq", "timeball"):
+        (folder / name).mkdir(parents=True)
+    return [
+        RocketMQ(folder / "rocketmq", flush, proxy=wire == GRPC),
+        TimeballPeer(folder / "timeball", flush),
+    ]
+
+
+def run(figures: Figures, bench: Bench, folder: Path, flush: Flush, work: Sequence[Work]) -> None:
+    """Do all the work on all peers, round by round in turn."""
+    for wire in (REMOTING, GRPC):
+        if shared := [each for each in work if each.wire == wire and not each.fresh]:
+            with _started(peers_in(folder / f"shared-{wire}", flush, wire), bench) as peers:
+                for each in shared:
+                    _rounds(figures, bench, each, peers)
+        for number, each in enumerate(each for each in work if each.wire == wire and each.fresh):
+            _fresh_rounds(figures, bench, each, folder / f"fresh-{wire}-{number}", flush)
+
+
+def _rounds(figures: Figures, bench: Bench, work: Work, peers: Sequence[Peer]) -> None:
+    for number in range(figures.rounds):
+        for peer in peers:
+            if work.wire in peer.addresses:
+                _keep(figures, work, peer, number, work.measure(peer, bench))
+
+
+def _fresh_rounds(figures: Figures, bench: Bench, work: Work, folder: Path, flush: Flush) -> None:
+    """One peer at a time, new for each measurement: the other has memory and disk to itself."""
+    for number in range(figures.rounds):
+        for at in range(len(figures.peers)):
+            own = folder / f"{number}-{at}"
+            peer = peers_in(own, flush, work.wire)[at]
+            with _started([peer], bench):
+                _keep(figures, work, peer, number, work.measure(peer, bench))
+            shutil.rmtree(own)
+
+
+def _keep(figures: Figures, work: Work, peer: Peer, number: int, samples: Sequence[Sample]) -> None:
+    figures.add(peer.name, work.rows, samples)
+    for row, sample in zip(work.rows, samples, strict=True):
+        more = "" if sample.cpu_us is None else f", {sample.cpu_us:.1f} us CPU a message"
+        if sample.p99_ms is not None:
+            more += f", p99 {sample.p99_ms:.1f} ms"
+        if sample.failures:
+            more += f", {sample.failures} FAILED"
+        say(
+            f"{row.name}, round {number + 1} of {figures.rounds}: {peer.name} {brief(sample.value)} {row.unit}{more}"
+        )
+
+
+@contextmanager
+def _started(peers: Sequence[Peer], bench: Bench) -> Iterator[Sequence[Peer]]:
+    """Brokers that are up and warm, with a topic; ended whatever happens."""
+    try:
+        for peer in peers:
+            say(f"starting {peer.settings}")
+            peer.start()
+            if REMOTING in peer.addresses:
+                with Link(peer.addresses[REMOTING]) as link:
+                    link.create_topic(TOPIC, QUEUES)
+                sending.warm(peer, bench)
+        yield peers
+    finally:
+        for peer in peers:
+            peer.stop()
+
+
+@contextmanager
+def working_folder() -> Iterator[Path]:
+    """A temporary folder that is kept, with the brokers' logs, when an error ends the run."""
+    folder = Path(tempfile.mkdtemp(prefix="timeball-versus-"))
+    try:
+        yield folder
+    except Exception:
+        for data in [*folder.rglob("store"), *folder.rglob("data")]:
+            shutil.rmtree(data, ignore_errors=True)
+        say(f"the brokers' logs are kept in {folder}")
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder)
+
+
+def say(text: str) -> None:
+    """Print a line of progress, beside what the run prints as its result."""
+    print(f"versus: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,56 @@
+"""Sends and batches of 128-byte messages with JSON headers, as stock Java producers send them (SEND_MESSAGE_V2).
+
+C x W: C connections with W requests in flight each. A batch holds 32 messages; its latency is the request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+from benchmarks.remoting import RING, batch_request, send_request
+from benchmarks.versus.peers import REMOTING, Peer
+from benchmarks.versus.work import Bench, Row, Sample, Work, measured
+from timeball.protocols.remoting.codec.frame import JSON
+
+SHAPES = [(8, 512), (64, 16), (256, 1), (64, 1), (1, 1)]
+WARM_SHAPE = (64, 16)
+BATCH_ROWS, BATCH_SHAPE, BATCH_RING = 32, (8, 8), 64
+
+
+@cache
+def sends() -> list[bytes]:
+    """A ring of sends, the same for all peers."""
+    return [send_request(number, JSON) for number in range(RING)]
+
+
+@cache
+def batches() -> list[bytes]:
+    """A ring of batches."""
+    return [batch_request(number, BATCH_ROWS) for number in range(BATCH_RING)]
+
+
+def _measure(
+    requests: Callable[[], list[bytes]], shape: tuple[int, int], rows: int, peer: Peer, bench: Bench
+) -> list[Sample]:
+    load = partial(bench.load.run, peer.addresses[REMOTING], requests(), shape, rows=rows)
+    load(seconds=bench.seconds / 4)  # the first calls pay for code paths never run before
+    return [measured(peer, lambda: load(seconds=bench.seconds))]
+
+
+def warm(peer: Peer, bench: Bench) -> None:
+    """Let a broker that has just started compile what it will run."""
+    bench.load.run(peer.addresses[REMOTING], sends(), WARM_SHAPE, 2 * bench.seconds)
+
+
+WORK = [
+    Work("send", (Row(f"send {shape[0]}x{shape[1]}", "msg/s"),), partial(_measure, sends, shape, 1))
+    for shape in SHAPES
+]
+WORK.append(
+    Work(
+        "batch",
+        (Row(f"batches of {BATCH_ROWS}, {BATCH_SHAPE[0]}x{BATCH_SHAPE[1]}", "msg/s"),),
+        partial(_measure, batches, BATCH_SHAPE, BATCH_ROWS),
+    )
+)

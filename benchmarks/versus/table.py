@@ -1,0 +1,151 @@
+"""Figures of a run: medians of the rounds, ratios, and the page that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+from benchmarks.report import brief
+from benchmarks.versus.work import Row, Sample
+
+BUSY = (
+    "**The machine did other work when this run began: the rates and latencies are not to be quoted, and the CPU per"
+    " message only with care.**"
+)
+HOW = """\
+`make versus` writes this page: the same work, round by round in turn, on brokers that are both up and warm. A cell is
+the median of {rounds}. Bodies have 128 bytes, headers are as stock Java clients send them, each answer's code is
+checked. C x W: C connections with W requests in flight each. CPU is the server's, user and system, from the first
+request to the last answer."""
+SMALL = "**A small run: the figures mean nothing.**"
+
+
+@dataclass
+class Figures:
+    """The samples of a run, and what has to be said with them. Ours is the last of `peers`."""
+
+    peers: dict[str, list[str]]  # name -> how it was started
+    machine: dict[str, str]
+    date: str
+    rounds: int
+    small: bool
+    busy: bool
+    load_averages: tuple[float, float]  # before and after
+    not_measured: str
+    rows: list[Row] = field(default_factory=list)
+    samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)  # by row and peer
+
+    def add(self, peer: str, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+        """Keep what one measurement said."""
+        for row, sample in zip(rows, samples, strict=True):
+            if row not in self.rows:
+                self.rows.append(row)
+            self.samples.setdefault((row.name, peer), []).append(sample)
+
+    def cell(self, row: Row, peer: str) -> Sample | None:
+        """Return the medians of a row, and the sum of its failures; None where the peer cannot do it."""
+        samples = self.samples.get((row.name, peer))
+        if not samples:
+            return None
+        return Sample(
+            median(sample.value for sample in samples),
+            _median([sample.p50_ms for sample in samples]),
+            _median([sample.p99_ms for sample in samples]),
+            _median([sample.cpu_us for sample in samples]),
+            sum(sample.failures for sample in samples),
+        )
+
+    def ratio(self, row: Row, other: str) -> float | None:
+        """Return ours divided by the other's."""
+        ours, theirs = self.cell(row, list(self.peers)[-1]), self.cell(row, other)
+        if ours is None or theirs is None or not theirs.value:
+            return None
+        return ours.value / theirs.value
+
+    def failures(self) -> list[str]:
+        """Return a line for each row and peer with requests that failed."""
+        cells = [(row.name, peer, self.cell(row, peer)) for row in self.rows for peer in self.peers]
+        return [f"{peer}, {row}: {c.failures}" for row, peer, c in cells if c is not None and c.failures]
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json: one document, with each sample."""
+        rows = []
+        for row in self.rows:
+            others = list(self.peers)[:-1]
+            cells = {peer: self.cell(row, peer) for peer in self.peers}
+            rows.append(
+                {
+                    **asdict(row),
+                    "ratios": {other: self.ratio(row, other) for other in others},
+                    "medians": {peer: cell and asdict(cell) for peer, cell in cells.items()},
+                    "samples": {
+                        peer: [asdict(s) for s in self.samples.get((row.name, peer), [])]
+                        for peer in self.peers
+                    },
+                }
+            )
+        said = {
+            "peers": self.peers, "machine": self.machine, "date": self.date, "rounds": self.rounds, "small": self.small,
+            "busy": self.busy, "load_averages": self.load_averages, "not_measured": self.not_measured,
+        }  # fmt: skip
+        return {"benchmark": "versus", **said, "rows": rows}
+
+    def table(self) -> list[str]:
+        """Return the Markdown table."""
+        names = list(self.peers)
+        ours, others = names[-1], names[:-1]
+        head = ["", *names, *(f"{ours} / {other}" for other in others)]
+        head += [f"p50 / p99 ms, {name}" for name in names] + [f"CPU us/msg, {name}" for name in names]
+        lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
+        for row in self.rows:
+            cells = [self.cell(row, name) for name in names]
+            less = "; less is better" if row.better == "lower" else ""
+            words = [f"{row.name}, {row.unit}{less}"]
+            words += ["" if cell is None else brief(cell.value) for cell in cells]
+            words += [_ratio(self.ratio(row, other)) for other in others]
+            words += [_latencies(cell) for cell in cells]
+            words += [
+                "" if cell is None or cell.cpu_us is None else brief(round(cell.cpu_us, 1)) for cell in cells
+            ]
+            lines.append(_line(words))
+        return lines
+
+
+def page(figures: Figures) -> str:
+    """Return docs/versus.md."""
+    before, after = figures.load_averages
+    *others, ours = figures.peers
+    parts = [
+        f"# {ours} beside {', '.join(others)}",
+        HOW.format(rounds=f"{figures.rounds} round" + "s" * (figures.rounds > 1)),
+    ]
+    parts += [SMALL] if figures.small else []
+    parts += [BUSY] if figures.busy else []
+    parts.append("\n".join(figures.table()))
+    failures = figures.failures()
+    parts.append("Requests that failed: " + ("; ".join(failures) if failures else "none") + ".")
+    parts.append("\n".join(f"- {setting}" for settings in figures.peers.values() for setting in settings))
+    machine = "; ".join(f"{name}: {value}" for name, value in figures.machine.items())
+    parts.append(f"Measured {figures.date}. {machine}. Load average {before:.1f} before, {after:.1f} after.")
+    parts.append(figures.not_measured)
+    return "\n\n".join(parts) + "\n"
+
+
+def _line(words: Sequence[str]) -> str:
+    return "| " + " | ".join(words) + " |"
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _latencies(cell: Sample | None) -> str:
+    if cell is None or cell.p50_ms is None or cell.p99_ms is None:
+        return ""
+    return f"{brief(round(cell.p50_ms, 2))} / {brief(round(cell.p99_ms, 2))}"

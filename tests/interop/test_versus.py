@@ -1,0 +1,116 @@
+"""`make versus` runs small, with RocketMQ really started; and its load generator sees an answer that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
+
+import psutil
+import pytest
+from benchmarks.remoting import pull_request, send_request
+from benchmarks.versus.load import Generator
+from tests.interop.environments import Missing
+from tests.interop.stock_clients import command
+
+from timeball.protocols.remoting.codec.frame import JSON, Command, Splitter, decode, encode
+
+ROOT = Path(__file__).parents[2]
+RUN_S = 240
+NAMES = ["batches of 32, 8x8", "pulls of 32, 8x4, first read", "pulls of 32, 8x4, second read"]
+
+
+@pytest.fixture
+def generator(tmp_path: Path) -> Generator:
+    command("versus")
+    return Generator(tmp_path)
+
+
+def test_it_runs_small_and_leaves_no_process(tmp_path: Path) -> None:
+    command("versus")
+    page = tmp_path / "versus.md"
+    words = ["--small", "--rounds", "1", "--rows", "batch,pull", "--json", "--page", str(page)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.versus", *words],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert [row["name"] for row in document["rows"]] == NAMES
+    for row in document["rows"]:
+        assert row["ratios"]["RocketMQ"] > 0
+        assert row["medians"]["Timeball"]["failures"] == 0  # RocketMQ refuses what waits for 200 ms
+        for cell in row["medians"].values():
+            assert cell["value"] > 0 and cell["cpu_us"] > 0
+            assert 0 < cell["p50_ms"] <= cell["p99_ms"]
+    assert "the figures mean nothing" in page.read_text()
+    mine = [
+        p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])
+    ]
+    assert mine == []
+    assert [path.name for path in tmp_path.iterdir()] == ["versus.md"]
+
+
+@contextmanager
+def answering(answer: Callable[[Command], Command]) -> Iterator[str]:
+    """A server of one connection, in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            splitter = Splitter()
+            with connection:
+                while data := connection.recv(65_536):
+                    answers = [answer(decode(frame)) for frame in splitter.feed(data)]
+                    # In reverse: an answer is known by its opaque, not by its turn.
+                    connection.sendall(b"".join(encode(each) for each in reversed(answers)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join(RUN_S)
+
+
+SENDS = [send_request(number, JSON) for number in range(40)]
+
+
+def test_an_answer_with_a_wrong_code_is_counted_and_noticed(generator: Generator) -> None:
+    """The control of each row: a broker that refuses every fourth message is not measured as one that takes it."""
+    with answering(lambda asked: Command(2 if asked.opaque % 4 == 0 else 0, asked.opaque, flag=1)) as address:
+        outcome = generator.run(address, SENDS, (1, 8), 30.0, limit=40)
+    assert (outcome.answers, outcome.messages, outcome.failures) == (40, 30, 10)
+    assert outcome.codes == {"2": 10}
+
+
+def test_a_pull_with_too_few_messages_is_counted_and_noticed(generator: Generator) -> None:
+    """The control of pulls: code 0 is not enough."""
+    pulls = [pull_request(0, 32 * number, 32, number + 1) for number in range(4)]
+    stored = (100).to_bytes(4, "big") + bytes(96)
+
+    def answer(asked: Command) -> Command:
+        return Command(0, asked.opaque, flag=1, body=stored * (31 if asked.opaque == 2 else 32))
+
+    with answering(answer) as address:
+        outcome = generator.run(address, pulls, (1, 2), 30.0, limit=4, rows=32, stored=1)
+    assert (outcome.answers, outcome.messages, outcome.failures) == (4, 96, 1)
+
+
+def test_an_answer_to_another_request_ends_the_load(generator: Generator) -> None:
+    with answering(lambda asked: Command(0, 99, flag=1)) as address:
+        with pytest.raises(RuntimeError, match="no request in flight"):
+            generator.run(address, SENDS, (1, 1), 30.0)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Missing, match="there is no cc here"):
+        Generator(tmp_path)
+    assert which("cc") is None

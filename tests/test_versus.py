@@ -1,0 +1,71 @@
+"""The page that `make versus` writes says what the figures say. That it runs: tests/interop/test_versus.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from benchmarks.versus.__main__ import main
+from benchmarks.versus.table import BUSY, SMALL, Figures, page
+from benchmarks.versus.work import Row, Sample
+
+SEND, BURST, ONE = Row("send 64x1", "msg/s"), Row("burst", "s", "lower"), Row("disk", "MB", "lower")
+
+
+def figures(*, small: bool = False, busy: bool = False) -> Figures:
+    found = Figures(
+        {"RocketMQ": ["RocketMQ 5.5.0, SYNC_FLUSH"], "Timeball": ["Timeball 0.1.0, sync"]},
+        {"CPU": "A CPU", "cores": "2", "disk": "vda ext4"}, "2026-11-23", 3, small, busy, (0.2, 1.9),
+        "Not measured: the network.",
+    )  # fmt: skip
+    for value in (900.0, 1_000.0, 5_000.0):
+        found.add("RocketMQ", [SEND], [Sample(value, 1.0, 10.0, 88.44)])
+    for value, failures in ((730.0, 0), (2_000.0, 2), (10.0, 1)):
+        found.add("Timeball", [SEND], [Sample(value, 5.0, 10.25, 73.06, failures)])
+    found.add("RocketMQ", [BURST], [Sample(3.4)])
+    found.add("Timeball", [BURST, ONE], [Sample(0.62), Sample(855.0)])
+    return found
+
+
+def test_a_row_has_medians_a_ratio_latencies_and_cpu() -> None:
+    head, rule, send, burst, one = figures().table()
+    assert head.count("|") == rule.count("|") == send.count("|") == one.count("|")
+    assert head.startswith("|  | RocketMQ | Timeball | Timeball / RocketMQ | p50 / p99 ms, RocketMQ |")
+    assert send == "| send 64x1, msg/s | 1,000 | 730 | 0.73 | 1 / 10 | 5 / 10.2 | 88.4 | 73.1 |"
+    assert burst == "| burst, s; less is better | 3.40 | 0.62 | 0.18 |  |  |  |  |"
+    assert one == "| disk, MB; less is better |  | 855 |  |  |  |  |  |"
+
+
+def test_the_page_says_how_it_was_measured_and_what_failed() -> None:
+    text = page(figures())
+    assert text.startswith("# Timeball beside RocketMQ\n")
+    assert "median of 3 rounds" in text
+    assert "Requests that failed: Timeball, send 64x1: 3." in text
+    assert "- RocketMQ 5.5.0, SYNC_FLUSH\n- Timeball 0.1.0, sync\n" in text
+    assert (
+        "Measured 2026-11-23. CPU: A CPU; cores: 2; disk: vda ext4. Load average 0.2 before, 1.9 after."
+        in text
+    )
+    assert text.endswith("Not measured: the network.\n")
+    assert BUSY not in text and SMALL not in text
+
+
+def test_the_page_of_a_busy_machine_or_a_small_run_says_so() -> None:
+    assert BUSY in page(figures(busy=True)) and SMALL in page(figures(small=True))
+
+
+def test_the_document_has_each_sample() -> None:
+    document = json.loads(json.dumps(figures().as_dict()))
+    send, burst, one = document["rows"]
+    assert [sample["value"] for sample in send["samples"]["RocketMQ"]] == [900, 1_000, 5_000]
+    assert send["ratios"] == {"RocketMQ": 0.73}
+    assert send["medians"]["Timeball"]["failures"] == 3
+    assert burst["better"] == "lower"
+    assert one["medians"]["RocketMQ"] is None and one["ratios"] == {"RocketMQ": None}
+
+
+def test_rows_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--rows", "send,sned"])
+    assert ended.value.code == 2
+    assert "no rows named sned: there are send," in capsys.readouterr().err
