@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from benchmarks.stored_message import StoredMessage
 from benchmarks.versus.__main__ import main
+from benchmarks.versus.delays import wrong
 from benchmarks.versus.table import BUSY, SMALL, Figures, page
 from benchmarks.versus.work import Row, Sample
+
+from timeball.protocols.remoting.codec.records import NO_HOST
 
 SEND, BURST, ONE = Row("send 64x1", "msg/s"), Row("burst", "s", "lower"), Row("disk", "MB", "lower")
 
@@ -15,7 +19,7 @@ SEND, BURST, ONE = Row("send 64x1", "msg/s"), Row("burst", "s", "lower"), Row("d
 def figures(*, small: bool = False, busy: bool = False) -> Figures:
     found = Figures(
         {"RocketMQ": ["RocketMQ 5.5.0, SYNC_FLUSH"], "Timeball": ["Timeball 0.1.0, sync"]},
-        {"CPU": "A CPU", "cores": "2", "disk": "vda ext4"}, "2026-11-23", 3, small, busy, (0.2, 1.9),
+        {"CPU": "A CPU", "cores": "2", "disk": "vda ext4"}, "2026-11-23", 3, small, 200_000, busy, (0.2, 1.9),
         "Not measured: the network.",
     )  # fmt: skip
     for value in (900.0, 1_000.0, 5_000.0):
@@ -39,7 +43,7 @@ def test_a_row_has_medians_a_ratio_latencies_and_cpu() -> None:
 def test_the_page_says_how_it_was_measured_and_what_failed() -> None:
     text = page(figures())
     assert text.startswith("# Timeball beside RocketMQ\n")
-    assert "median of 3 rounds" in text
+    assert "median of 3 rounds" in " ".join(text.split()) and "200,000 scheduled messages" in text
     assert "Requests that failed: Timeball, send 64x1: 3." in text
     assert "- RocketMQ 5.5.0, SYNC_FLUSH\n- Timeball 0.1.0, sync\n" in text
     assert (
@@ -62,6 +66,20 @@ def test_the_document_has_each_sample() -> None:
     assert send["medians"]["Timeball"]["failures"] == 3
     assert burst["better"] == "lower"
     assert one["medians"]["RocketMQ"] is None and one["ratios"] == {"RocketMQ": None}
+
+
+def stored(due_ms: int, store_ms: int) -> StoredMessage:
+    body = f"{due_ms}....".encode()
+    return StoredMessage(0, "t", 0, 0, body, {}, 0, 0, 0, NO_HOST, store_ms, NO_HOST, 0, 0)
+
+
+def test_a_scheduled_message_that_is_early_missing_or_doubled_is_noticed() -> None:
+    due_ms = 1_790_000_000_000
+    good = [stored(due_ms + n, due_ms + n) for n in range(5)]
+    assert wrong(good, 5) == 0
+    assert wrong([*good, stored(due_ms, due_ms - 1)], 6) == 1
+    assert wrong(good[1:], 5) == 1
+    assert wrong([*good, good[0]], 5) == 1
 
 
 def test_rows_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

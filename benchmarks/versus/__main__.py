@@ -48,11 +48,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace) -> Figures:
     work = [each for each in WORK if each.group in options.rows]
-    bench_size = WAITING_SMALL if options.small else WAITING
+    waiting = options.waiting or (WAITING_SMALL if options.small else WAITING)
     before = machine.load_average()
     with working_folder() as folder:
         load = Generator(folder)
-        bench = Bench(load, options.small, options.waiting or bench_size)
+        bench = Bench(load, options.small, waiting)
         settings: dict[str, list[str]] = {}
         for wire in dict.fromkeys(each.wire for each in work):
             for peer in peers_in(folder / f"named-{wire}", options.flush, wire):
@@ -60,7 +60,7 @@ def _measure(options: argparse.Namespace) -> Figures:
                 known += [peer.settings] if peer.settings not in known else []
         not_measured = (package.__doc__ or "").partition("Not measured: ")[2]
         figures = Figures(
-            settings, machine.describe(), f"{datetime.now(UTC):%Y-%m-%d}", options.rounds, options.small,
+            settings, machine.describe(), f"{datetime.now(UTC):%Y-%m-%d}", options.rounds, options.small, waiting,
             machine.is_busy(before), (before, before), f"Not measured: {' '.join(not_measured.split())}",
         )  # fmt: skip
         run(figures, bench, folder, options.flush, work)

@@ -57,6 +57,11 @@ class Peer(ABC):
         """Return the resident memory, pages of mapped files included."""
         return sum(process.memory_info().rss for process in self.processes()) / 2**20
 
+    def anonymous_mb(self) -> float:
+        """Return the resident memory without mapped files, whose pages the kernel takes back when it needs them."""
+        infos = [process.memory_info() for process in self.processes()]
+        return sum(info.rss - info.shared for info in infos) / 2**20
+
     def disk_mb(self) -> float:
         """Return the blocks that the data folder's files have on the disk."""
         files = [path for path in self.data.rglob("*") if path.is_file()]

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from benchmarks.harness import TOPIC
 from benchmarks.report import brief
-from benchmarks.versus import pulling, sending
+from benchmarks.versus import delays, pulling, sending
 from benchmarks.versus.peers import GRPC, REMOTING, Flush, Peer, TimeballPeer
 from benchmarks.versus.rocketmq import RocketMQ
 from benchmarks.versus.table import Figures
 from benchmarks.versus.wire import Link
 from benchmarks.versus.work import QUEUES, Bench, Sample, Work
 
-WORK: list[Work] = [*sending.WORK, *pulling.WORK]
+WORK: list[Work] = [*sending.WORK, *pulling.WORK, *delays.WORK]
 GROUPS = list(dict.fromkeys(work.group for work in WORK))
 
 
@@ -56,7 +56,7 @@ def _fresh_rounds(figures: Figures, bench: Bench, work: Work, folder: Path, flus
         for at in range(len(figures.peers)):
             own = folder / f"{number}-{at}"
             peer = peers_in(own, flush, work.wire)[at]
-            with _started([peer], bench):
+            with _started([peer]):
                 _keep(figures, work, peer, number, work.measure(peer, bench))
             shutil.rmtree(own)
 
@@ -75,8 +75,8 @@ def _keep(figures: Figures, work: Work, peer: Peer, number: int, samples: Sequen
 
 
 @contextmanager
-def _started(peers: Sequence[Peer], bench: Bench) -> Iterator[Sequence[Peer]]:
-    """Brokers that are up and warm, with a topic; ended whatever happens."""
+def _started(peers: Sequence[Peer], bench: Bench | None = None) -> Iterator[Sequence[Peer]]:
+    """Brokers that are up, with a topic, and warm if there is a bench; ended whatever happens."""
     try:
         for peer in peers:
             say(f"starting {peer.settings}")
@@ -84,7 +84,8 @@ def _started(peers: Sequence[Peer], bench: Bench) -> Iterator[Sequence[Peer]]:
             if REMOTING in peer.addresses:
                 with Link(peer.addresses[REMOTING]) as link:
                     link.create_topic(TOPIC, QUEUES)
-                sending.warm(peer, bench)
+                if bench is not None:
+                    sending.warm(peer, bench)
         yield peers
     finally:
         for peer in peers:

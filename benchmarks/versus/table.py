@@ -17,7 +17,9 @@ HOW = """\
 `make versus` writes this page: the same work, round by round in turn, on brokers that are both up and warm. A cell is
 the median of {rounds}. Bodies have 128 bytes, headers are as stock Java clients send them, each answer's code is
 checked. C x W: C connections with W requests in flight each. CPU is the server's, user and system, from the first
-request to the last answer."""
+request to the last answer, for each message that went through. Beside lateness the latencies are those of the
+lateness, elsewhere those of the answers. The rows of a burst and of waiting are about {waiting} scheduled messages;
+the memory is the broker's process."""
 SMALL = "**A small run: the figures mean nothing.**"
 
 
@@ -30,6 +32,7 @@ class Figures:
     date: str
     rounds: int
     small: bool
+    waiting: int
     busy: bool
     load_averages: tuple[float, float]  # before and after
     not_measured: str
@@ -86,8 +89,9 @@ class Figures:
                 }
             )
         said = {
-            "peers": self.peers, "machine": self.machine, "date": self.date, "rounds": self.rounds, "small": self.small,
-            "busy": self.busy, "load_averages": self.load_averages, "not_measured": self.not_measured,
+            "peers": self.peers, "machine": self.machine, "date": self.date, "rounds": self.rounds,
+            "small": self.small, "waiting": self.waiting, "busy": self.busy, "load_averages": self.load_averages,
+            "not_measured": self.not_measured,
         }  # fmt: skip
         return {"benchmark": "versus", **said, "rows": rows}
 
@@ -118,7 +122,9 @@ def page(figures: Figures) -> str:
     *others, ours = figures.peers
     parts = [
         f"# {ours} beside {', '.join(others)}",
-        HOW.format(rounds=f"{figures.rounds} round" + "s" * (figures.rounds > 1)),
+        HOW.format(
+            rounds=f"{figures.rounds} round" + "s" * (figures.rounds > 1), waiting=f"{figures.waiting:,}"
+        ),
     ]
     parts += [SMALL] if figures.small else []
     parts += [BUSY] if figures.busy else []
