@@ -42,6 +42,10 @@ RECEIVE_SHAPE = (8, 1)
 PRELOADED, PRELOADED_SMALL = 200_000, 6_000
 OK = b"\x08\xa0\x9c\x01"  # a status with code 20000, as its first field
 GROUP = "bench"
+CLIENT = {  # who calls, as a Java client says it
+    "x-mq-client-id": f"bench@{os.getpid()}@0@1", "x-mq-language": "JAVA", "x-mq-protocol": "v2",
+    "x-mq-client-version": "5.2.0", "x-mq-request-id": "a" * 36, "x-mq-date-time": "20260101T000000Z",
+}  # fmt: skip
 
 
 Programs = Callable[[int, Tally], Program]
@@ -53,14 +57,14 @@ def run(small: bool = False) -> Report:
     with serving() as (server, ball):
         ball.create_topic(TOPIC, QUEUES)
         for shape, rows, bar in SEND_CASES:
-            ring = [_send(server.grpc, number, rows) for number in range(RING)]
+            ring = [send_call(server.grpc, number, rows) for number in range(RING)]
             label = f"send {rows} a call, {shape[0]}x{shape[1]}"
-            _case(report, server, label, partial(_sender, ring, rows), shape, small, bar)
+            _case(report, server, label, partial(sender, ring, rows), shape, small, bar)
     with serving() as (server, ball):
         ball.create_topic(TOPIC, QUEUES)
         ball.send_many(messages(PRELOADED_SMALL if small else PRELOADED))
         label = f"receive {RECEIVE_ROWS} and ack, {RECEIVE_SHAPE[0]}x{RECEIVE_SHAPE[1]}"
-        _case(report, server, label, partial(_consumer, server.grpc), RECEIVE_SHAPE, small)
+        _case(report, server, label, partial(consumer, server.grpc), RECEIVE_SHAPE, small)
     return report
 
 
@@ -84,7 +88,8 @@ def _case(
         report.add(f"{label}: answer p99", p99, "ms")
 
 
-def _sender(ring: list[Request], rows: int, number: int, tally: Tally) -> Program:
+def sender(ring: list[Request], rows: int, number: int, tally: Tally) -> Program:
+    """A producer: the next request of the ring when the last one has been answered."""
     at = number * 31
     while True:
         body = yield ring[at % RING]
@@ -94,7 +99,8 @@ def _sender(ring: list[Request], rows: int, number: int, tally: Tally) -> Progra
         tally.failures += not good
 
 
-def _consumer(address: str, _: int, tally: Tally) -> Program:
+def consumer(address: str, _: int, tally: Tally) -> Program:
+    """A consumer that receives messages and acknowledges them, over and over."""
     group, topic = d.Resource(name=GROUP), d.Resource(name=TOPIC)
     asking = s.ReceiveMessageRequest(
         group=group, message_queue=d.MessageQueue(topic=topic, id=-1), batch_size=RECEIVE_ROWS,
@@ -124,7 +130,7 @@ def _consumer(address: str, _: int, tally: Tally) -> Program:
         tally.failures += not good
 
 
-def _send(address: str, number: int, rows: int) -> Request:
+def send_call(address: str, number: int, rows: int) -> Request:
     """As a Java producer sends it."""
     found = s.SendMessageRequest()
     for _ in range(rows):
@@ -140,11 +146,4 @@ def _send(address: str, number: int, rows: int) -> Request:
 
 
 def _headers(address: str, call: str) -> bytes:
-    return header_block(
-        address, SERVICE_NAME, call,
-        **{
-            "grpc-timeout": "3S", "x-mq-client-id": f"bench@{os.getpid()}@0@1", "x-mq-language": "JAVA",
-            "x-mq-protocol": "v2", "x-mq-client-version": "5.2.0", "x-mq-request-id": "a" * 36,
-            "x-mq-date-time": "20260101T000000Z",
-        },
-    )  # fmt: skip
+    return header_block(address, SERVICE_NAME, call, **{"grpc-timeout": "30S", **CLIENT})

@@ -4,6 +4,7 @@ in the queues. Both brokers are asked the same.
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from types import TracebackType
@@ -46,6 +47,16 @@ class Link:
             writeQueueNums=queues, perm=6, topicFilterType="SINGLE_TAG", topicSysFlag=0, order="false",
         )  # fmt: skip
 
+    def create_group(self, group: str) -> None:
+        """Make a consumer group, as mqadmin does."""
+        config = {
+            "groupName": group,
+            "consumeEnable": True,
+            "consumeBroadcastEnable": True,
+            "retryQueueNums": 1,
+        }
+        self._checked(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, json.dumps(config).encode())
+
     def ends(self, topic: str, queues: int) -> list[int]:
         """Return the offset behind the last message of each queue."""
         answers = [self._checked(RequestCode.GET_MAX_OFFSET, topic=topic, queueId=q) for q in range(queues)]
@@ -63,15 +74,15 @@ class Link:
             yield from found
             begin += len(found)
 
-    def _checked(self, code: int, **fields: object) -> Command:
-        answer = self._ask(code, **fields)
+    def _checked(self, code: int, body: bytes = b"", **fields: object) -> Command:
+        answer = self._ask(code, body, **fields)
         if answer.code != ResponseCode.SUCCESS:
             raise RuntimeError(f"request {code} is answered {answer.code}: {answer.remark}")
         return answer
 
-    def _ask(self, code: int, **fields: object) -> Command:
+    def _ask(self, code: int, body: bytes = b"", **fields: object) -> Command:
         ext = {name: str(value) for name, value in fields.items()}
-        return self._send(encode(Command(code=code, opaque=1, ext=ext, version=409)))
+        return self._send(encode(Command(code=code, opaque=1, ext=ext, body=body, version=409)))
 
     def _send(self, request: bytes) -> Command:
         self._socket.sendall(request)
