@@ -1,4 +1,4 @@
-"""Pulls of 32 messages: the first read of what has just been sent in batches, and the second read of the same.
+"""Pulls of 32 messages: the first read of what has just been sent in batches, and the second read of the newest.
 
 Each pull's answer must hold 32 stored messages, or it has failed.
 """
@@ -14,11 +14,12 @@ from benchmarks.versus.work import QUEUES, Bench, Row, Sample, Work, measured
 
 PULL_ROWS, SHAPE = 32, (8, 4)
 FRESH, FRESH_SMALL = 262_144, 8_192  # messages of a first read
+AGAIN = 65_536  # and at most so many of a second, over and over
 BOUND_S = 120.0
 
 
 def measure(peer: Peer, bench: Bench) -> list[Sample]:
-    """Send messages, pull each once, then pull the same over and over."""
+    """Send messages, pull each once, then pull the newest over and over."""
     address = peer.addresses[REMOTING]
     fresh = FRESH_SMALL if bench.small else FRESH
     with Link(address) as link:
@@ -33,7 +34,9 @@ def measure(peer: Peer, bench: Bench) -> list[Sample]:
     older = _pulls(begins, middles)
     bench.load.run(address, older, SHAPE, BOUND_S, limit=len(older), **options)
     first = measured(peer, lambda: bench.load.run(address, ring, SHAPE, BOUND_S, limit=len(ring), **options))
-    second = measured(peer, lambda: bench.load.run(address, ring, SHAPE, bench.seconds, **options))
+    newest = [max(middle, end - AGAIN // QUEUES) for middle, end in zip(middles, ends)]
+    again = _pulls(newest, ends)
+    second = measured(peer, lambda: bench.load.run(address, again, SHAPE, bench.seconds, **options))
     return [first, second]
 
 
