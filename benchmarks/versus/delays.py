@@ -58,9 +58,9 @@ def steady(rate: int, peer: Peer, bench: Bench) -> list[Sample]:
 def burst(peer: Peer, bench: Bench) -> list[Sample]:
     """Have many messages due at one instant; the time from then until all can be pulled, and the CPU of it."""
     address = peer.addresses[REMOTING]
-    probe = bench.load.run(address, sends(), WARM_SHAPE, bench.seconds / 4)
-    # As long as sending them will take, twice: a message that is sent behind its instant is not scheduled.
-    due_ms = now_ms() + int(2_000 * bench.waiting * probe.seconds / probe.messages) + AHEAD_MS
+    probe = bench.load.run(address, sends(), LOAD_SHAPE, bench.seconds / 2)
+    # As long as sending them will take, thrice: a message that is sent behind its instant is not scheduled.
+    due_ms = now_ms() + int(3_000 * bench.waiting * probe.seconds / probe.messages) + AHEAD_MS
     with Link(address) as link:
         begins = link.ends(TOPIC, QUEUES)
         sent = _send_waiting(peer, bench, due_ms)
