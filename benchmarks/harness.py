@@ -61,6 +61,7 @@ class Server:
         )
         ready = _first_line(self._process, READY_S)
         self.endpoint: str = ready["endpoint"]
+        self.name_server: str = ready["name_server"]
         self.remoting: str = ready["remoting"]
         self.grpc: str = ready["grpc"]
         self.process = psutil.Process(self._process.pid)

@@ -1,12 +1,12 @@
 """The same work on Apache RocketMQ 5.5.0 and on Timeball, side by side in one run: `make versus`.
 
     machine.py     the machine, as the page names it
-    load.c         the load generator; load.py compiles and runs it
+    load.c         the load generator, with ring.h; load.py compiles and runs it
     peers.py       a broker that is measured: start, stop, kill, addresses, CPU, memory, disk; Timeball
     rocketmq.py    RocketMQ: name server and broker, or the proxy in local mode
     wire.py        one remoting connection: topics, offsets, stored messages
     work.py        a piece of work, the rows it fills, what one measurement says
-    sending.py, pulling.py, delays.py, calls.py     the work
+    sending.py, pulling.py, delays.py, calls.py, stock.py     the work
     table.py       medians, ratios, the page docs/versus.md
     __main__.py    options and rounds
 
@@ -14,6 +14,6 @@ Each round runs a piece of work on one broker, then on the other; both are up an
 load generator. A broker that is added later is one more class beside RocketMQ and one more column: work asks a peer
 which wires it speaks, and leaves its cells empty where it speaks none of them.
 
-Not measured: the network (loopback), other disks, TLS, several brokers, replication, real clients (their own work is
-many times the wire's), producers beside consumers, cold reads: what is pulled has just been written and is in memory.
+Not measured: the network (loopback), other disks, TLS, several brokers, replication, producers beside consumers, cold
+reads: what is pulled has just been written and is in memory.
 """

@@ -2,7 +2,7 @@
 
    Each connection walks its stretch of a ring of encoded requests and keeps a fixed number of them in flight. The n-th
    frame of the ring bears the opaque n + 1, so an answer names its request and latencies are right whatever the order
-   of the answers. An answer with another code than 0, or to no request in flight, is counted as failed.
+   of the answers. An answer with another code than 0 is counted as failed; one to no request in flight ends the load.
 
      load file=FRAMES host=A port=N connections=N in_flight=N seconds=S
           [limit=N]     send N requests in all, none of the ring twice if it holds so many
@@ -11,7 +11,8 @@
           [stored=1]    answers hold stored messages: count them, and fail an answer that holds not `rows` of them
           [stamp=MS]    write the instant MS from now over each 9999999999999 of a request before it is sent
 
-   Prints one JSON object. Exit 2: the arguments or the file are wrong; 3: the server fell silent or hung up. */
+   Prints one JSON object. Exit 2: the arguments or the file are wrong; 3: the server fell silent or hung up, or answers
+   what was not asked. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -25,26 +26,19 @@
 #include <sys/epoll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "ring.h"
+
 #define READ_BYTES (1 << 20)
 #define SILENCE_S 30
-#define STAMP "9999999999999"
-#define STAMP_BYTES 13
-#define STAMPS_MAX 4
 #define CODES 4096
 
 struct options {
     const char *file, *host;
     long port, connections, in_flight, limit, rows, stored, stamp_ms;
     double seconds, rate;
-};
-
-struct frame {
-    uint8_t *begin, *end;
-    uint8_t *stamps[STAMPS_MAX];
 };
 
 struct connection {
@@ -59,19 +53,11 @@ struct connection {
 };
 
 static struct options opt = {.connections = 1, .in_flight = 1, .rows = 1, .seconds = 1};
-static struct frame *frames; /* twice the ring, so that a slice never wraps */
-static long count;
 static struct connection *links;
 static int polling;
 static long answered, failed, messages, codes[CODES];
 static double *latency_ms;
 static size_t latencies, latency_room;
-
-static void die(int status, const char *text)
-{
-    fprintf(stderr, "load: %s\n", text);
-    exit(status);
-}
 
 static uint64_t now_ns(clockid_t clock)
 {
@@ -85,84 +71,6 @@ static double cpu_s(void)
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
     return u.ru_utime.tv_sec + u.ru_stime.tv_sec + (u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
-}
-
-static uint32_t int32_at(const uint8_t *p)
-{
-    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
-}
-
-static void *room(size_t bytes)
-{
-    void *p = calloc(1, bytes);
-    if (!p)
-        die(2, "out of memory");
-    return p;
-}
-
-/* The number behind a key of a JSON header, -1 when there is none. Quotes within a value are escaped, so no value
-   looks like a key. */
-static long field(const uint8_t *header, size_t bytes, const char *key, size_t key_bytes)
-{
-    const uint8_t *p = memmem(header, bytes, key, key_bytes), *end = header + bytes;
-    long value = 0;
-    if (!p)
-        return -1;
-    for (p += key_bytes; p < end && *p == ' '; p++)
-        ;
-    if (p == end || *p < '0' || *p > '9')
-        return -1;
-    for (; p < end && *p >= '0' && *p <= '9'; p++)
-        value = value * 10 + (*p - '0');
-    return value;
-}
-#define FIELD(header, bytes, key) field(header, bytes, "\"" key "\":", sizeof(key) + 2)
-
-/* ---- the ring ------------------------------------------------------------------------------------------------- */
-
-static void find_stamps(struct frame *f)
-{
-    uint8_t *p = f->begin;
-    int n = 0;
-    while (n < STAMPS_MAX && (p = memmem(p, (size_t)(f->end - p), STAMP, STAMP_BYTES))) {
-        f->stamps[n++] = p;
-        p += STAMP_BYTES;
-    }
-    if (opt.stamp_ms && !n)
-        die(2, "stamp= is given, and a frame has no " STAMP);
-}
-
-static void read_ring(void)
-{
-    struct stat info;
-    int fd = open(opt.file, O_RDONLY);
-    if (fd < 0 || fstat(fd, &info))
-        die(2, "cannot read the file of frames");
-    size_t bytes = (size_t)info.st_size, got = 0;
-    uint8_t *data = room(2 * bytes + 1);
-    while (got < bytes) {
-        ssize_t n = read(fd, data + got, bytes - got);
-        if (n <= 0)
-            die(2, "cannot read the file of frames");
-        got += (size_t)n;
-    }
-    close(fd);
-    memcpy(data + bytes, data, bytes);
-    for (size_t at = 0; at < bytes; at += 4 + int32_at(data + at))
-        count++;
-    if (!count)
-        die(2, "the file of frames is empty");
-    frames = room(2 * (size_t)count * sizeof *frames);
-    uint8_t *p = data;
-    for (long i = 0; i < 2 * count; i++) {
-        frames[i].begin = p;
-        frames[i].end = p += 4 + int32_at(p);
-        if (p > data + 2 * bytes || frames[i].begin[4])
-            die(2, "the file does not hold frames with JSON headers");
-        if (FIELD(frames[i].begin + 8, int32_at(frames[i].begin + 4), "opaque") != i % count + 1)
-            die(2, "the n-th frame must bear the opaque n + 1");
-        find_stamps(&frames[i]);
-    }
 }
 
 /* ---- requests ------------------------------------------------------------------------------------------------- */
@@ -452,7 +360,7 @@ static void read_options(int argc, char **argv)
 int main(int argc, char **argv)
 {
     read_options(argc, argv);
-    read_ring();
+    read_ring(opt.file, opt.stamp_ms > 0);
     if (opt.in_flight > count)
         die(2, "the ring is shorter than the window");
     connect_all();

@@ -15,7 +15,7 @@ from benchmarks.harness import Server
 from timeball import __version__
 
 Flush = Literal["sync", "async"]
-REMOTING, GRPC = "remoting", "grpc"
+REMOTING, GRPC, NAME_SERVER = "remoting", "grpc", "name server"
 
 
 class Peer(ABC):
@@ -87,7 +87,8 @@ class TimeballPeer(Peer):
     def start(self) -> None:
         """See Peer."""
         self._server = Server(self.data, "--durability", self._flush)
-        self.addresses = {REMOTING: self._server.remoting, GRPC: self._server.grpc}
+        server = self._server
+        self.addresses = {REMOTING: server.remoting, GRPC: server.grpc, NAME_SERVER: server.name_server}
 
     def stop(self) -> None:
         """See Peer."""

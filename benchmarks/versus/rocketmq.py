@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 from tests.interop.environments import rocketmq
 
-from benchmarks.versus.peers import GRPC, REMOTING, Flush, Peer
+from benchmarks.versus.peers import GRPC, NAME_SERVER, REMOTING, Flush, Peer
 from benchmarks.versus.wire import Link
 
 VERSION = "5.5.0"
@@ -28,7 +28,7 @@ HEAP = ["-Xms1g", "-Xmx1g"]
 START_S = 120.0
 HOST = "127.0.0.1"
 PORTS, PORT_BLOCK = (15_000, 32_000), 8
-NAME_SERVER = "org.apache.rocketmq.namesrv.NamesrvStartup"
+NAMESRV = "org.apache.rocketmq.namesrv.NamesrvStartup"
 BROKER = "org.apache.rocketmq.broker.BrokerStartup"
 PROXY = "org.apache.rocketmq.proxy.ProxyStartup"
 FLUSHES = {"sync": "SYNC_FLUSH", "async": "ASYNC_FLUSH"}
@@ -63,7 +63,9 @@ class RocketMQ(Peer):
             "grpcServerPort": grpc, "remotingListenPort": proxied, "proxyMode": "LOCAL",
         }  # fmt: skip
         (self.folder / "proxy.json").write_text(json.dumps(proxy_settings))
-        self.addresses = {REMOTING: f"{HOST}:{broker}"} | ({GRPC: f"{HOST}:{grpc}"} if proxy else {})
+        self.addresses = {REMOTING: f"{HOST}:{broker}", NAME_SERVER: f"{HOST}:{name_server}"}
+        if proxy:
+            self.addresses = {**self.addresses, GRPC: f"{HOST}:{grpc}"}
 
     @property
     def data(self) -> Path:
@@ -74,7 +76,7 @@ class RocketMQ(Peer):
         """See Peer."""
         folder = self.folder
         if "namesrv" not in self._running:
-            self._spawn("namesrv", NAME_SERVER, "-c", str(folder / "namesrv.conf"))
+            self._spawn("namesrv", NAMESRV, "-c", str(folder / "namesrv.conf"))
         self._await("namesrv", lambda: _listens(self._ports[0]))
         broker = ["-bc" if self._proxy else "-c", str(folder / "broker.conf")]
         if self._proxy:

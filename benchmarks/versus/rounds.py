@@ -11,14 +11,14 @@ from pathlib import Path
 
 from benchmarks.harness import TOPIC
 from benchmarks.report import brief
-from benchmarks.versus import calls, delays, pulling, sending
+from benchmarks.versus import calls, delays, pulling, sending, stock
 from benchmarks.versus.peers import GRPC, REMOTING, Flush, Peer, TimeballPeer
 from benchmarks.versus.rocketmq import RocketMQ
 from benchmarks.versus.table import Figures
 from benchmarks.versus.wire import Link
 from benchmarks.versus.work import QUEUES, Bench, Sample, Work
 
-WORK: list[Work] = [*sending.WORK, *pulling.WORK, *delays.WORK, *calls.WORK]
+WORK: list[Work] = [*sending.WORK, *pulling.WORK, *delays.WORK, *calls.WORK, *stock.WORK]
 GROUPS = list(dict.fromkeys(work.group for work in WORK))
 
 

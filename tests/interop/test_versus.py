@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from shutil import which
 
 import psutil
 import pytest
+from benchmarks.harness import wait_until
 from benchmarks.remoting import pull_request, send_request
 from benchmarks.versus.load import Generator
 from tests.interop.environments import Missing
@@ -31,6 +33,25 @@ NAMES = ["batches of 32, 8x8", "pulls of 32, 8x4, first read", "pulls of 32, 8x4
 def generator(tmp_path: Path) -> Generator:
     command("versus")
     return Generator(tmp_path)
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes whose command names the folder."""
+    found = psutil.process_iter(["cmdline"])
+    return [each.pid for each in found if str(folder) in " ".join(each.info["cmdline"] or [])]
+
+
+def test_ctrl_c_ends_all_it_has_started(tmp_path: Path) -> None:
+    command("versus")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.versus", "--small", "--rows", "batch"],
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(lambda: len(processes_in(tmp_path)) >= 2, RUN_S, "name server and broker")
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=RUN_S)
+    assert running.returncode == 130 and "interrupted" in said
+    assert processes_in(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_it_runs_small_and_leaves_no_process(tmp_path: Path) -> None:
@@ -52,10 +73,7 @@ def test_it_runs_small_and_leaves_no_process(tmp_path: Path) -> None:
             assert cell["value"] > 0 and cell["cpu_us"] > 0
             assert 0 < cell["p50_ms"] <= cell["p99_ms"]
     assert "the figures mean nothing" in page.read_text()
-    mine = [
-        p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])
-    ]
-    assert mine == []
+    assert processes_in(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["versus.md"]
 
 
