@@ -16,7 +16,7 @@ from tests.interop.environments import Missing
 import benchmarks.versus as package
 from benchmarks.versus import machine
 from benchmarks.versus.load import Generator
-from benchmarks.versus.rounds import GROUPS, WORK, peers_in, run, say, working_folder
+from benchmarks.versus.rounds import GROUPS, WORK, run, say, working_folder
 from benchmarks.versus.table import Figures, page
 from benchmarks.versus.work import Bench
 
@@ -53,14 +53,9 @@ def _measure(options: argparse.Namespace) -> Figures:
     with working_folder() as folder:
         load = Generator(folder)
         bench = Bench(load, options.small, waiting)
-        settings: dict[str, list[str]] = {}
-        for wire in dict.fromkeys(each.wire for each in work):
-            for peer in peers_in(folder / f"named-{wire}", options.flush, wire):
-                known = settings.setdefault(peer.name, [])
-                known += [peer.settings] if peer.settings not in known else []
         not_measured = (package.__doc__ or "").partition("Not measured: ")[2]
         figures = Figures(
-            settings, machine.describe(), f"{datetime.now(UTC):%Y-%m-%d}", options.rounds, options.small, waiting,
+            machine.describe(), f"{datetime.now(UTC):%Y-%m-%d}", options.rounds, options.small, waiting,
             machine.is_busy(before), (before, before), f"Not measured: {' '.join(not_measured.split())}",
         )  # fmt: skip
         run(figures, bench, folder, options.flush, work)
@@ -81,11 +76,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--waiting", type=int, help=f"scheduled messages that wait ({WAITING})")
     parser.add_argument("--small", action="store_true", help="only show that it runs; writes no page")
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of the table")
-    parser.add_argument("--page", help="where the page goes (docs/versus.md)")
+    parser.add_argument("--page", help="where the page goes (of all rows: docs/versus.md; of some: nowhere)")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error("--rounds must be 1 at least")
-    if options.page is None and not options.small:
+    if options.page is None and not options.small and set(options.rows) == set(GROUPS):
         options.page = PAGE
     return options
 

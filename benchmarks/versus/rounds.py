@@ -36,7 +36,9 @@ def run(figures: Figures, bench: Bench, folder: Path, flush: Flush, work: Sequen
     """Do all the work on all peers, round by round in turn."""
     for wire in (REMOTING, GRPC):
         if shared := [each for each in work if each.wire == wire and not each.fresh]:
-            with _started(peers_in(folder / f"shared-{wire}", flush, wire), bench) as peers:
+            peers = peers_in(folder / f"shared-{wire}", flush, wire)
+            _name(figures, peers)
+            with _started(peers, bench):
                 for each in shared:
                     _rounds(figures, bench, each, peers)
         for number, each in enumerate(each for each in work if each.wire == wire and each.fresh):
@@ -52,6 +54,7 @@ def _rounds(figures: Figures, bench: Bench, work: Work, peers: Sequence[Peer]) -
 
 def _fresh_rounds(figures: Figures, bench: Bench, work: Work, folder: Path, flush: Flush) -> None:
     """One peer at a time, new for each measurement: the other has memory and disk to itself."""
+    _name(figures, peers_in(folder / "named", flush, work.wire))
     for number in range(figures.rounds):
         for at in range(len(figures.peers)):
             own = folder / f"{number}-{at}"
@@ -59,6 +62,11 @@ def _fresh_rounds(figures: Figures, bench: Bench, work: Work, folder: Path, flus
             with _started([peer]):
                 _keep(figures, work, peer, number, work.measure(peer, bench))
             shutil.rmtree(own)
+
+
+def _name(figures: Figures, peers: Sequence[Peer]) -> None:
+    for peer in peers:
+        figures.name_peer(peer.name, peer.settings)
 
 
 def _keep(figures: Figures, work: Work, peer: Peer, number: int, samples: Sequence[Sample]) -> None:
@@ -75,7 +83,7 @@ def _keep(figures: Figures, work: Work, peer: Peer, number: int, samples: Sequen
 
 
 @contextmanager
-def _started(peers: Sequence[Peer], bench: Bench | None = None) -> Iterator[Sequence[Peer]]:
+def _started(peers: Sequence[Peer], bench: Bench | None = None) -> Iterator[None]:
     """Brokers that are up, with a topic, and warm if there is a bench; ended whatever happens."""
     try:
         for peer in peers:
@@ -86,7 +94,7 @@ def _started(peers: Sequence[Peer], bench: Bench | None = None) -> Iterator[Sequ
                     link.create_topic(TOPIC, QUEUES)
                 if bench is not None:
                     sending.warm(peer, bench)
-        yield peers
+        yield
     finally:
         for peer in peers:
             peer.stop()

@@ -27,7 +27,6 @@ SMALL = "**A small run: the figures mean nothing.**"
 class Figures:
     """The samples of a run, and what has to be said with them. Ours is the last of `peers`."""
 
-    peers: dict[str, list[str]]  # name -> how it was started
     machine: dict[str, str]
     date: str
     rounds: int
@@ -36,8 +35,15 @@ class Figures:
     busy: bool
     load_averages: tuple[float, float]  # before and after
     not_measured: str
+    peers: dict[str, list[str]] = field(default_factory=dict)  # name -> how it was started, in each way
     rows: list[Row] = field(default_factory=list)
     samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)  # by row and peer
+
+    def name_peer(self, peer: str, settings: str) -> None:
+        """Give a peer its column, and say how it was started; ours is named last."""
+        known = self.peers.setdefault(peer, [])
+        if settings not in known:
+            known.append(settings)
 
     def add(self, peer: str, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
         """Keep what one measurement said."""
