@@ -35,10 +35,10 @@ def generator(tmp_path: Path) -> Generator:
     return Generator(tmp_path)
 
 
-def processes_in(folder: Path) -> list[int]:
-    """Return the processes whose command names the folder."""
-    found = psutil.process_iter(["cmdline"])
-    return [each.pid for each in found if str(folder) in " ".join(each.info["cmdline"] or [])]
+def processes_in(folder: Path, word: str = "") -> list[int]:
+    """Return the processes whose command names the folder, and has this word in it."""
+    commands = {each.pid: " ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])}
+    return [process for process, text in commands.items() if str(folder) in text and word in text]
 
 
 def test_ctrl_c_ends_all_it_has_started(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_ctrl_c_ends_all_it_has_started(tmp_path: Path) -> None:
         [sys.executable, "-m", "benchmarks.versus", "--small", "--rows", "batch"],
         cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wait_until(lambda: len(processes_in(tmp_path)) >= 2, RUN_S, "name server and broker")
+    wait_until(lambda: len(processes_in(tmp_path, "rocketmq")) == 2, RUN_S, "name server and broker")
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=RUN_S)
     assert running.returncode == 130 and "interrupted" in said
