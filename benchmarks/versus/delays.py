@@ -25,14 +25,12 @@ from timeball.protocols.remoting.codec.frame import JSON
 RATES = [5_000, 10_000]
 STEADY_S, STEADY_S_SMALL = 10.0, 1.0
 AHEAD_MS = 3_000
-LOAD_SHAPE = (
-    16,
-    16,
-)  # RocketMQ refuses sends that have waited for 200 ms, as they do in a deeper pipeline at first
+# RocketMQ refuses sends that have waited for 200 ms, as they do at first in a deeper pipeline.
+LOAD_SHAPE, PROBE_SHAPE = (16, 16), (8, 1)
 STAMP = "9999999999999"  # load.c writes the instant over it
 FAR_MS = 3_600_000
 SETTLE_S = 5.0
-PROBES, PROBE_EVERY_MS, PROBES_AHEAD_MS = 400, 50, 5_000
+PROBES, PROBE_EVERY_MS, PROBES_AHEAD_MS = 400, 50, 10_000
 BOUND_S = 180.0
 
 
@@ -85,7 +83,7 @@ def wait_and_kill(peer: Peer, bench: Bench) -> list[Sample]:
     with Link(peer.addresses[REMOTING]) as link:
         begins = link.ends(TOPIC, QUEUES)
     ring = [_delayed(n, probe, probe) for n, probe in enumerate(probes)]
-    taken = bench.load.run(peer.addresses[REMOTING], ring, (1, 1), BOUND_S, limit=count)
+    taken = bench.load.run(peer.addresses[REMOTING], ring, PROBE_SHAPE, BOUND_S, limit=count)
     if taken.failures or now_ms() >= due_ms:
         raise RuntimeError(f"{peer.name}: the probes were not all taken in time; codes {taken.codes}")
     time.sleep((due_ms - now_ms()) / 1e3)
