@@ -58,7 +58,12 @@ def _measure(options: argparse.Namespace) -> Figures:
             machine.describe(), f"{datetime.now(UTC):%Y-%m-%d}", options.rounds, options.small, waiting,
             machine.is_busy(before), (before, before), f"Not measured: {' '.join(not_measured.split())}",
         )  # fmt: skip
-        run(figures, bench, folder, options.flush, work)
+        try:
+            run(figures, bench, folder, options.flush, work)
+        except BaseException:
+            if figures.rows:
+                say("measured so far:\n" + "\n".join(figures.table()))
+            raise
     figures.load_averages = before, machine.load_average()
     return figures
 

@@ -103,8 +103,7 @@ class Figures:
 
     def table(self) -> list[str]:
         """Return the Markdown table."""
-        names = list(self.peers)
-        ours, others = names[-1], names[:-1]
+        *others, ours = names = list(self.peers)
         head = ["", *names, *(f"{ours} / {other}" for other in others)]
         head += [f"p50 / p99 ms, {name}" for name in names] + [f"CPU us/msg, {name}" for name in names]
         lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
