@@ -26,8 +26,8 @@ WAITING, WAITING_SMALL = 200_000, 2_000
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0 measured, 1 something failed, 2 a tool is missing."""
-    signal.signal(signal.SIGTERM, _end)
     options = _options(arguments)
+    signal.signal(signal.SIGTERM, _end)
     try:
         figures = _measure(options)
     except Missing as error:
