@@ -41,7 +41,7 @@ spark: $(STAMP)   ## the tests that run Spark (Java 17, 21 or 25, or the package
 slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
-interop: $(STAMP)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK)
+interop: $(STAMP)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK, cc)
 	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)
 
 wheel-check: $(STAMP)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
