@@ -14,7 +14,7 @@ under `secret/`, and a snapshot, stay inside the broker: what hands rows to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -104,6 +104,8 @@ SEND_COLUMNS: dict[str, pa.DataType] = {
 # One message of a client that sends one at a time, before it is a row of a batch: a value for each of these.
 SEND_NAMES = [name for name in SEND_COLUMNS if name != "delay_ms"]
 SendRow = tuple[Any, ...]
+SendBatch = pa.RecordBatch | list[SendRow]  # columns of SEND_COLUMNS, or a row for each message
+LogRow = tuple[Any, ...]  # the same as a row of the log: a value for each column of LOG_SCHEMA
 
 # A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md. `seq` is the row that
 # gave it its instant; `number` is the promise, null when that is the same row.
@@ -177,6 +179,17 @@ def build_rows(count: int, **columns: object) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(
         [_column(field, columns.get(field.name), count) for field in LOG_SCHEMA], schema=LOG_SCHEMA
     )
+
+
+_ROW = pa.struct(list(LOG_SCHEMA))
+
+
+def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
+    """Return a few rows of LOG_SCHEMA from tuples with a value for each column; raises what Arrow raises of a value.
+
+    In one conversion: column by column the same takes four times as long for one row, and up to 256 rows longer.
+    """
+    return pa.RecordBatch.from_struct_array(pa.array(values, _ROW))
 
 
 @lru_cache(maxsize=8 * 256)

@@ -17,10 +17,11 @@ from tests.crash.world import World
 from timeball import limits
 from timeball.access import ANONYMOUS, Caller
 from timeball.broker import ingress
+from timeball.broker.admission import batch_of
 from timeball.broker.appender import Accepted
-from timeball.broker.ingress import AsyncBatcher, Ingress, Piece, batch_of, settle
+from timeball.broker.ingress import AsyncBatcher, Ingress, Piece, settle
 from timeball.errors import DiskFailed, InvalidMessage, NotFound, OverLimit, TimeballError, Unavailable
-from timeball.message import SEND_COLUMNS, SEND_NAMES, Kind, SendRow
+from timeball.message import SEND_COLUMNS, SEND_NAMES, Kind, SendBatch, SendRow
 
 
 def in_turns(items_max: int = 100) -> Callable[[Callable[[Bakery], Coroutine[Any, Any, None]]], Any]:
@@ -132,8 +133,8 @@ class Calls:
         self.ingress = Ingress(self._accept)
         self._world = world
 
-    def _accept(self, batch: pa.RecordBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]]:
-        self.sizes.append(batch.num_rows)
+    def _accept(self, batch: SendBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]]:
+        self.sizes.append(len(batch))
         return self._world.broker.appender.send(batch, caller)
 
     def put(self, rows: list[SendRow] | pa.RecordBatch, caller: Caller = ANONYMOUS) -> asyncio.Future[Any]:

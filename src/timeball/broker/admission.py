@@ -9,6 +9,8 @@ An instant in the past is allowed and due at once: the caller's clock may be slo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -16,9 +18,39 @@ import pyarrow.compute as pc
 
 from timeball import limits, rules
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, SEND_COLUMNS, Int64Array, Kind, build_rows, int64
+from timeball.message import (
+    LOG_SCHEMA,
+    SCHEDULE_TOPIC,
+    SEND_COLUMNS,
+    SEND_NAMES,
+    Int64Array,
+    Kind,
+    SendBatch,
+    SendRow,
+    build_rows,
+    int64,
+    repeated,
+)
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.levels import LevelTable, disguised_properties
+
+
+def as_columns(batch: SendBatch) -> pa.RecordBatch:
+    """Return what is sent as columns; raises what `batch_of` raises."""
+    return batch_of(batch) if isinstance(batch, list) else batch
+
+
+def batch_of(rows: Sequence[SendRow]) -> pa.RecordBatch:
+    """Return one row or more as columns, without the empty ones; raises pa.ArrowInvalid for a number out of range."""
+    filled = {}
+    for name, values in zip(SEND_NAMES, zip(*rows, strict=True), strict=True):
+        kind, first = SEND_COLUMNS[name], values[0]
+        # Two thirds of the columns mostly say one thing; to count is several times cheaper than to convert.
+        if values.count(first) < len(values) or (len(values) == 1 and first is not None):
+            filled[name] = pa.array(values, kind)
+        elif first is not None:
+            filled[name] = repeated(first, kind, len(values))
+    return pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled))
 
 
 def admit(

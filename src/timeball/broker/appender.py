@@ -14,22 +14,35 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.access import ANONYMOUS, Caller
-from timeball.broker import admission
+from timeball.broker import admission, few_sends
 from timeball.broker.components import Components
 from timeball.broker.policy import Policy
 from timeball.broker.rates import TIMER_TOPIC
+from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
-from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Int64Array, Kind, codes_of, stored_sizes, with_seq
+from timeball.message import (
+    LOG_SCHEMA,
+    SCHEDULE_TOPIC,
+    Int64Array,
+    Kind,
+    SendBatch,
+    codes_of,
+    stored_sizes,
+    with_seq,
+)
 
 # Looked up once: every append replaces these two columns.
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
+BoolArray = npt.NDArray[np.bool_]
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
 
 
@@ -90,11 +103,41 @@ class Appender:
         self._compacts, self._host = parts.compacts, parts.settings.host
         self._parts, self._policy, self._waiters, self._tail_count = parts, policy, waiters, tail_count
 
-    def send(self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
-        """Accept a batch of SEND_COLUMNS, whole or not at all; the order of calls is the order in the log."""
+    def send(self, batch: SendBatch, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
+        """Accept a batch, whole or not at all; the order of calls is the order in the log."""
+        accepted = self._send_few(batch, caller)
+        if accepted is not None:
+            return accepted
         rows, level, now_ms = self.admit(batch)
         self._policy.admit(codes_of(rows.column("topic"))[1], caller)
         return self._accept(rows, level, now_ms)
+
+    def _send_few(self, batch: SendBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
+        """`send`, for a few plain rows; None for what goes the way of columns, or is refused there."""
+        parts, few = self._parts, few_sends.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
+        now_ms = parts.clock.now_ms()
+        delay_ms_max, may_wait = parts.settings.delay_ms_max, self._compacts
+        if few is None or not few_sends.are_plain(few, now_ms, delay_ms_max, may_wait=may_wait):
+            return None
+        parts.writer.check_room()
+        topics = {name: self._policy.destination(name, caller) for name in {row[0] for row in few}}
+        if None in topics.values():
+            return None  # to be made, once nothing else of the request is wrong
+        rows, places, promised = few_sends.log_rows(few, cast("dict[str, Topic]", topics), now_ms, self._host)
+        first_seq = parts.writer.next_seq
+
+        def on_durable() -> None:
+            if places is not None:
+                places.index(first_seq)
+                self._visible(places)
+            if any(promised):
+                self._promised(rows, first_seq, np.array(promised))
+
+        _, durable = parts.writer.append(rows, on_durable=on_durable)
+        # Behind the append, which may refuse, and without a pause, so that no other row gets these places.
+        if places is not None:
+            places.give_out()
+        return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
         """Append copies of accepted messages that go back to a group; no client has chosen their topics."""
@@ -102,13 +145,13 @@ class Appender:
         self.make_topics(rows)
         return self._accept(rows, level, now_ms)[1]
 
-    def admit(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
+    def admit(self, batch: SendBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
         """Return the rows and levels of `admission.admit`, and their store time; raises what it raises."""
         # One reading of the clock for all rows of a batch: they share their store time, and delays count from it.
         parts, now_ms = self._parts, self._parts.clock.now_ms()
         parts.writer.check_room()
         rows, level = admission.admit(
-            batch,
+            admission.as_columns(batch),
             now_ms=now_ms,
             delay_ms_max=parts.settings.delay_ms_max,
             host=self._host,
@@ -192,19 +235,25 @@ class Appender:
         """Index the visible rows of a durable batch, and hand its promises to the schedule."""
         if placement is not None:
             placement.index(first_seq, first_seq + has_place)
-            placement.count(self._parts.rates)
-            # After `index`: a consumer that wakes must find the rows.
-            self._waiters.wake_queues(placement.queues())
+            self._visible(placement)
         kinds = rows.column("kind").to_numpy()
         promised = (kinds == Kind.PROMISE) | (kinds == Kind.MOVED)
-        if not promised.any():
-            return
+        if promised.any():
+            self._promised(rows, first_seq, promised)
+
+    def _visible(self, places: Placement | FewPlaces) -> None:
+        """Count rows that are in their queues' indexes, and wake consumers: these must find the rows."""
+        places.count(self._parts.rates)
+        self._waiters.wake_queues(places.queues())
+
+    def _promised(self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray) -> None:
+        """Hand the promises of a durable batch to the schedule."""
         parts, promises = self._parts, with_seq(rows, first_seq)
         # A promise with a place in a queue waits for a delay level, and nowhere else.
         in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
         if in_level.any():
             parts.scheduler.add(parts.levels, promises.filter(pa.array(in_level)))
-            promised &= ~in_level
+            promised = promised & ~in_level
         if promised.any():
             of_instant = promises if promised.all() else promises.filter(pa.array(promised))
             later = of_instant.num_rows

@@ -31,7 +31,7 @@ from timeball import limits
 from timeball.access import ANONYMOUS, Caller
 from timeball.broker.appender import Accepted
 from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
-from timeball.message import SEND_COLUMNS, SEND_NAMES, SendRow, repeated
+from timeball.message import SendBatch
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Begun = tuple[Any, "asyncio.Future[Any]"]  # what `answer` is given, and when it is durable
-Accept = Callable[[pa.RecordBatch, Caller], tuple[Accepted, "asyncio.Future[int]"]]
+Accept = Callable[[SendBatch, Caller], tuple[Accepted, "asyncio.Future[int]"]]
 
 
 class _Batch(Generic[T]):
@@ -274,7 +274,7 @@ class Ingress:
             batches = [piece.rows for piece in pieces]
             return self.accept(batches[0] if len(batches) == 1 else pa.concat_batches(batches), first.caller)
         rows = first.rows if len(pieces) == 1 else [row for piece in pieces for row in piece.rows]
-        return self.accept(batch_of(rows), ANONYMOUS)
+        return self.accept(rows, ANONYMOUS)
 
     def _answer(self, pieces: list[Piece], accepted: Accepted) -> None:
         for edge, mine in _by_edge(pieces):
@@ -297,16 +297,3 @@ def _by_edge(pieces: list[Piece]) -> list[tuple[Edge, list[Piece]]]:
     for piece in pieces:
         found.setdefault(id(piece.edge), (piece.edge, []))[1].append(piece)
     return list(found.values())
-
-
-def batch_of(rows: Sequence[SendRow]) -> pa.RecordBatch:
-    """At least one row, as a batch without its empty columns. Raises pa.ArrowInvalid for a number out of range."""
-    filled = {}
-    for name, values in zip(SEND_NAMES, zip(*rows, strict=True), strict=True):
-        kind, first = SEND_COLUMNS[name], values[0]
-        # Two thirds of the columns mostly say one thing; to count is several times cheaper than to convert.
-        if values.count(first) < len(values) or (len(values) == 1 and first is not None):
-            filled[name] = pa.array(values, kind)
-        elif first is not None:
-            filled[name] = repeated(first, kind, len(values))
-    return pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled))

@@ -23,6 +23,7 @@ from timeball.broker import (
     transactions,
 )
 from timeball.broker.administration import Administration
+from timeball.broker.admission import as_columns
 from timeball.broker.appender import Accepted, Appender
 from timeball.broker.campaign_changes import CampaignChanges
 from timeball.broker.components import Components, in_thread
@@ -42,7 +43,7 @@ from timeball.broker.transactions import Half, Transactions
 from timeball.broker.waiters import Waiters
 from timeball.errors import OutOfRange
 from timeball.log.segment import starts
-from timeball.message import READ_SCHEMA, Kind, codes_of, without_secrets
+from timeball.message import READ_SCHEMA, Kind, SendBatch, codes_of, without_secrets
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
 from timeball.wire import Attached, Campaign, CampaignChange, RangesCancelled, Start, Verdict
@@ -84,10 +85,10 @@ class Broker:
         await self.appender.send_again(batch)
 
     def prepare_nowait(
-        self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS
+        self, batch: SendBatch, caller: Caller = ANONYMOUS
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """Accept messages that stay hidden until `transactions.end` commits them; their delays begin then."""
-        rows, _, now_ms = self.appender.admit(transactions.half_batch(batch))
+        rows, _, now_ms = self.appender.admit(transactions.half_batch(as_columns(batch)))
         self.policy.admit(codes_of(rows.column("topic"))[1], caller)
         # After the admission, which refuses what a commit would refuse later.
         rows = transactions.half_rows(rows)

@@ -74,13 +74,16 @@ class QueueIndex:
 
     def append(self, seqs: Int64Array, sizes: Int64Array, tags: Int64Array) -> None:
         """Add entries behind `max_offset`. In memory alone: it cannot fail for want of a disk or a descriptor."""
-        count = len(seqs)
-        if count:
-            begin = self.max_offset - self._state.tail_first
-            tail = self._room(begin + count)[begin : begin + count]
-            tail["seq"], tail["size"], tail["tag"] = seqs, sizes, tags
-            self.max_offset += count
-            self._indexes.unsealed += count
+        entries = np.empty(len(seqs), ENTRY)
+        entries["seq"], entries["size"], entries["tag"] = seqs, sizes, tags
+        self.extend(entries)
+
+    def extend(self, entries: EntryArray | list[tuple[int, int, int]]) -> None:
+        """`append` for entries as they are, (seq, size, tag)."""
+        count, begin = len(entries), self.max_offset - self._state.tail_first
+        self._room(begin + count)[begin : begin + count] = entries
+        self.max_offset += count
+        self._indexes.unsealed += count
 
     def start_at(self, offset: int) -> None:
         """Begin an empty queue at `offset`: what came before has been let go by retention."""

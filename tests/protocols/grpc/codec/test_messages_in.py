@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.broker import admission
-from timeball.broker.ingress import batch_of
+from timeball.broker.admission import batch_of
 from timeball.message import SEND_NAMES, decode_properties, with_seq
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated import definition_pb2 as d

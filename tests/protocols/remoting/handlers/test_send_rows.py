@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
-from timeball.broker.ingress import batch_of
+from timeball.broker.admission import batch_of
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode

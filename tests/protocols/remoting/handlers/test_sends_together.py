@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.handlers.test_sends import rows, send, sent
@@ -13,9 +12,10 @@ from tests.protocols.remoting.wire import Wire
 
 from timeball.access import Caller
 from timeball.broker import ingress
+from timeball.broker.admission import as_columns
 from timeball.broker.appender import Accepted
 from timeball.errors import InvalidMessage, OverLimit
-from timeball.message import encode_properties
+from timeball.message import SendBatch, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
 from timeball.protocols.remoting.handlers import sends as module
@@ -26,8 +26,8 @@ def accepted_by(node: RunningNode, accept: Any) -> list[int]:
     sends = node.broker.sends
     real, seen = sends.accept, []
 
-    def counted(batch: pa.RecordBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]]:
-        seen.append(batch.num_rows)
+    def counted(batch: SendBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]]:
+        seen.append(len(batch))
         result: tuple[Accepted, asyncio.Future[int]] = accept(lambda batch: real(batch, caller), batch)
         return result
 
@@ -52,8 +52,8 @@ def test_what_arrives_meanwhile_shares_a_commit(node: RunningNode, wire: Wire) -
 def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(
     node: RunningNode, wire: Wire, error: Exception, code: int
 ) -> None:
-    def accept(real: Any, batch: pa.RecordBatch) -> Any:
-        if b"poison" in batch.column("body").to_pylist():
+    def accept(real: Any, batch: SendBatch) -> Any:
+        if b"poison" in as_columns(batch).column("body").to_pylist():
             raise error
         return real(batch)
 
@@ -70,7 +70,7 @@ def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(
 def test_what_is_nobodys_fault_is_told_to_all(
     node: RunningNode, wire: Wire, error: Exception, code: int
 ) -> None:
-    def refuse(real: Any, batch: pa.RecordBatch) -> Any:
+    def refuse(real: Any, batch: SendBatch) -> Any:
         raise error
 
     accepted_by(node, refuse)
@@ -97,7 +97,7 @@ def test_a_producer_that_has_gone_costs_the_others_nothing(node: RunningNode, wi
 
 
 def test_a_dead_log_is_told(node: RunningNode, wire: Wire) -> None:
-    def dead(real: Any, batch: pa.RecordBatch) -> Any:
+    def dead(real: Any, batch: SendBatch) -> Any:
         accepted, durable = real(batch)
         failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         durable.add_done_callback(lambda done: failed.set_exception(OSError("disk")))

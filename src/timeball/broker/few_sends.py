@@ -1,0 +1,119 @@
+"""A few sends: checked, placed and built row by row, and made columns once.
+
+Nearly every commit is of a few rows. The way of columns (admission.py, `Topics.place`) makes a hundred calls of Arrow
+and numpy, some microseconds each whatever the number of rows; up to ROWS_MAX rows cost less one by one.
+
+What is not plain goes the way of columns: a delay level, a column of another type, a row that breaks a rule. That way
+alone names faults, so each is told in one place. `tests/broker/test_few_sends.py` holds that both give the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from timeball import limits, rules
+from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.topic import Topic
+from timeball.message import (
+    SEND_COLUMNS,
+    SEND_NAMES,
+    STORED_OVERHEAD_BYTES,
+    Kind,
+    LogRow,
+    SendRow,
+    rows_of,
+)
+from timeball.rules import size_bytes
+
+ROWS_MAX = 256  # twice as many cost about the same either way
+
+_TYPES = {name: SEND_COLUMNS[name] for name in SEND_NAMES}
+_MESSAGE, _PROMISE = int(Kind.MESSAGE), int(Kind.PROMISE)
+
+
+def _bytes_max() -> int:
+    """Return the bytes of all bodies: with their texts they are far below what a request or a frame may have."""
+    return limits.REQUEST_BYTES_MAX // 64
+
+
+def rows_in(batch: pa.RecordBatch) -> list[SendRow] | None:
+    """Return the rows of a few columns; None for many, and for columns that admission would cast or refuse."""
+    count, schema = batch.num_rows, batch.schema
+    if not 0 < count <= ROWS_MAX or batch.get_total_buffer_size() > _bytes_max():
+        return None
+    given = dict(zip(schema.names, batch.columns, strict=True))
+    if len(given) < len(schema) or any(column.type != _TYPES.get(name) for name, column in given.items()):
+        return None
+    nothing = [None] * count
+    return list(
+        zip(*(given[name].to_pylist() if name in given else nothing for name in SEND_NAMES), strict=True)
+    )
+
+
+def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wait: bool) -> bool:
+    """Return whether these rows break no rule of admission.py and wait for no delay level.
+
+    Without `may_wait` one that waits for an instant is not plain either: its backlog may refuse it, or change its row.
+    """
+    if len(rows) > ROWS_MAX:
+        return False
+    last_ms, total_bytes = now_ms + delay_ms_max, 0
+    for topic, body, tag, keys, unique_key, properties, queue_id, *_, due_ms, level in rows:
+        if topic is None or body is None or level:
+            return False
+        if due_ms is not None and not (may_wait and 0 <= due_ms <= last_ms):
+            return False
+        if queue_id is not None and not rules.ANY_QUEUE <= queue_id < limits.QUEUES_PER_TOPIC_MAX:
+            return False
+        total_bytes += len(body)
+        for name, text in (
+            ("body", body), ("tag", tag), ("keys", keys), ("unique_key", unique_key), ("properties", properties)
+        ):  # fmt: skip
+            if (
+                text is not None
+                and len(text) > rules.SAFE_LENGTHS[name]
+                and rules.fault(name, text) is not None
+            ):
+                return False
+    return total_bytes <= _bytes_max()
+
+
+class FewRows(NamedTuple):
+    """Rows as the log will hold them, their places, and which of them are promises."""
+
+    rows: pa.RecordBatch
+    places: FewPlaces | None  # None: of promises alone
+    promised: list[bool]
+
+
+def log_rows(rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str) -> FewRows:
+    """Return plain rows with their places, which `FewPlaces.give_out` is still to give out.
+
+    Raises what Arrow raises of a value: a number out of its column's range, half a surrogate pair.
+    """
+    places: FewPlaces | None = None
+    built: list[LogRow] = []
+    for at, row in enumerate(rows):
+        (
+            topic, body, tag, keys, unique_key, properties, queue_id, born_ms, born_host, flag, sys_flag,
+            reconsume_times, due_ms, _,
+        ) = row  # fmt: skip
+        kind, offset = _PROMISE, None
+        queue_id = -1 if queue_id is None else queue_id
+        # A promise gets its place when it comes due: it must not use up an offset of its topic.
+        if due_ms is None:
+            kind = _MESSAGE
+            stored_bytes = STORED_OVERHEAD_BYTES + len(topic) + len(body) + size_bytes(properties or "")
+            places = places or FewPlaces()
+            queue_id, offset = places.choose(topics[topic], at, queue_id, stored_bytes, tag)
+        built.append(
+            (
+                kind, topic, queue_id, offset, tag, keys, unique_key, body, properties,
+                now_ms if born_ms is None else born_ms, host if born_host is None else born_host, now_ms, host,
+                flag or 0, sys_flag or 0, reconsume_times or 0, due_ms, None, None, None, None,
+            )
+        )  # fmt: skip
+    return FewRows(rows_of(built), places, [row[0] == _PROMISE for row in built])

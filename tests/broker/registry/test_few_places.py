@@ -1,0 +1,63 @@
+"""Places of a few rows: the very ones that `Topics.place` gives, and given out when the caller says so."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.registry.test_topics import fresh, visible
+
+from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import Topics
+from timeball.message import stored_sizes
+
+# A topic, the queue that is asked for, a tag.
+ROW = st.tuples(st.sampled_from("abc"), st.integers(-1, 9), st.sampled_from([None, "", "red", "red||blue"]))
+
+
+def made() -> Topics:
+    topics = fresh()
+    topics.configure("a", TopicConfig(4, 2))
+    topics.configure("b", TopicConfig(3, 3), filter_type="MULTI_TAG")
+    topics.configure("c", TopicConfig(2, 0))
+    return topics
+
+
+def state(topics: Topics) -> list[object]:
+    return [
+        (topic.name, at, topic.turn, queue.next_offset, queue.index.read(0, 1_000).tolist())
+        for topic in topics.all()
+        for at, queue in enumerate(topic.queues)
+    ]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(ROW, min_size=1, max_size=9), max_size=4))
+def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str | None]]]) -> None:
+    by_rows, by_columns, next_seq = made(), made(), 1
+    for batch in batches:
+        rows = visible([name for name, _, _ in batch], [at for _, at, _ in batch], tag=[t for *_, t in batch])
+        placement, few = by_columns.place(rows), FewPlaces()
+        sizes = stored_sizes(rows).tolist()
+        chosen = [
+            few.choose(by_rows.get(name), row, queue_id, sizes[row], tag)
+            for row, (name, queue_id, tag) in enumerate(batch)
+        ]
+        assert chosen == list(zip(placement.queue_id.tolist(), placement.queue_offset.tolist(), strict=True))
+        assert sorted(few.queues()) == sorted(placement.queues())
+        few.give_out()
+        few.index(next_seq)
+        placement.index(next_seq)
+        next_seq += len(batch)
+        assert state(by_rows) == state(by_columns)
+
+
+def test_nothing_is_given_out_before_it_is_said() -> None:
+    topics, refused = made(), FewPlaces()
+    before = state(topics)
+    refused.choose(topics.get("a"), 0, -1, 91, "red")
+    assert state(topics) == before
+    placed = FewPlaces()
+    assert placed.choose(topics.get("a"), 0, -1, 91, "red") == (0, 0)
+    placed.give_out()
+    assert state(topics) != before
