@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -34,6 +34,7 @@ from timeball.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
 from timeball.log import checkpoint
+from timeball.log.disk_thread import Disk, DiskThread
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
@@ -87,9 +88,10 @@ class Node:
         self.edge: FlightEdge | None = None
         self.remoting: RemotingEdge | None = None
         self.grpc: GrpcEdge | None = None
-        self._threads = [
-            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("disk", "reader", "background")
-        ]
+        reader, background = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background")
+        )
+        self._threads: tuple[Disk, Executor, Executor] = DiskThread(), reader, background
         self._level_table = LevelTable.parse(settings.delay_levels)
         self._ticker_tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None

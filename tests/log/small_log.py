@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from tests.crash_files import CrashFiles
 from timeball.clock import ManualClock
 from timeball.config import Durability
 from timeball.files import Files
+from timeball.log.disk_thread import Disk, DiskThread
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.log.segment import Segments
@@ -25,7 +26,7 @@ from timeball.message import Kind, build_rows
 SEGMENT_BYTES = 16 * 1024  # a handful of small frames
 
 
-class AtOnce(Executor):
+class AtOnce(Disk):
     """Runs a call when it is submitted, in the caller's thread: the same order of calls every time."""
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
@@ -38,7 +39,7 @@ class AtOnce(Executor):
         return future
 
 
-class OnDemand(Executor):
+class OnDemand(Disk):
     """Holds calls back until they are let go: a disk that is busy for as long as a test wants."""
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class Log:
 async def opened(
     files: Files,
     *,
-    disk: Executor | None = None,
+    disk: Disk | None = None,
     segment_bytes: int = SEGMENT_BYTES,
     durability: Durability = "sync",
     known_durable: int = 0,
@@ -90,7 +91,7 @@ async def opened(
     """The log below `files`, recovered and ready; closed at the end."""
     clock = ManualClock()
     found = reopened(files, segment_bytes=segment_bytes, known_durable=known_durable)
-    threads = disk or ThreadPoolExecutor(1)
+    threads = disk or DiskThread()
     failures: list[BaseException] = []
     writer = LogWriter(
         files, found.segments, found.file, clock, threads,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from timeball.log.disk_thread import Disk
 from timeball.message import Kind
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.hour_log.backlog import HourLog
@@ -36,7 +37,7 @@ BEGINNING = -(1 << 62)
 NONE = np.empty(0, np.int64)
 
 
-class StepExecutor(Executor):
+class StepExecutor(Disk):
     """A thread on a string: jobs wait until `step`, or run at once while `open`."""
 
     def __init__(self, *, is_open: bool = True) -> None:

@@ -35,6 +35,7 @@ class Group(NamedTuple):
     rows: pa.RecordBatch
     first_seq: int
     span: int
+    size_bytes: int  # as an Arrow message
     flags: int = 0
 
 

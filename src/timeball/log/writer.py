@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import pyarrow as pa
 
@@ -27,6 +27,7 @@ from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, 
 from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics
+from timeball.log.disk_thread import Disk
 from timeball.log.segment import Segment, Segments, Spare, begin_segment, last_epoch, prepare, segment_name
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class LogWriter:
         segments: Segments,
         file: File,
         clock: Clock,
-        disk: Executor,
+        disk: Disk,
         *,
         segment_bytes: int,
         durability: Durability = "sync",
@@ -64,6 +65,7 @@ class LogWriter:
         self._committing: list[Entry] = []
         self._pending_bytes = 0
         self._busy = False
+        self._starting: asyncio.Handle | None = None  # of the next commit, while it is scheduled
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -128,8 +130,14 @@ class LogWriter:
             self._busy = True
             self._idle.clear()
             # The end of this loop iteration, so that all that has just been read from sockets shares the commit.
-            self._loop.call_soon(self._start_commit)
+            self._starting = self._loop.call_soon(self._start_commit)
         return first_seq, entry.done
+
+    def commit(self) -> None:
+        """Begin the commit now, if the disk is idle: for rows that were gathered over a turn of the loop already."""
+        if self._starting is not None:
+            self._starting.cancel()
+            self._start_commit()
 
     async def flushed(self) -> None:
         """Return when everything appended so far is durable; raises what stopped the log."""
@@ -149,6 +157,7 @@ class LogWriter:
             await self._loop.run_in_executor(self._disk, self._sync)
 
     def _start_commit(self) -> None:
+        self._starting = None
         taken, rows, size_bytes = 0, 0, 0
         for entry in self._pending:
             rows += entry.rows.num_rows
@@ -160,12 +169,18 @@ class LogWriter:
             taken += 1
         entries, self._pending = self._pending[:taken], self._pending[taken:]
         self._committing = entries
-        task = self._loop.run_in_executor(self._disk, self._write_or_break, entries)
-        task.add_done_callback(lambda done: self._finish_commit(entries, done))
+        # Not `run_in_executor`: its two futures cost a commit two turns of the loop.
+        self._disk.post(partial(self._write_and_report, entries))
 
-    def _write_or_break(self, entries: list[Entry]) -> Commit:
-        with self._until_broken():
-            return self._write(entries)
+    def _write_and_report(self, entries: list[Entry]) -> None:
+        outcome: Commit | BaseException
+        try:
+            with self._until_broken():
+                outcome = self._write(entries)
+        except BaseException as error:  # of any kind: the loop stops the log and tells all that wait
+            outcome = error
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for this commit
+            self._loop.call_soon_threadsafe(self._finish_commit, entries, outcome)
 
     @contextmanager
     def _until_broken(self) -> Iterator[None]:
@@ -182,7 +197,7 @@ class LogWriter:
         """Encode, write and sync one commit (disk thread)."""
         segment = self._writing
         groups = _group(entries)
-        needed = sum(pa.ipc.get_record_batch_size(group.rows) + 2 * fmt.ALIGN for group in groups)
+        needed = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
         # Rolled before the first byte: a commit that spanned two segments could not be told from damage (recovery.py).
         if segment.end + needed > segment.buffer.size:
             segment = self._writing = self._roll(groups[0].first_seq, needed)
@@ -191,15 +206,9 @@ class LogWriter:
             self._synced_to = position
         for group in groups:
             frame, parts = fmt.encode_frame(
-                group.rows,
-                first_seq=group.first_seq,
-                span=group.span,
-                flags=group.flags,
-                append_ms=now_ms,
-                epoch=self._epoch,
-                position=position,
-                synced_to=self._synced_to,
-            )
+                group.rows, first_seq=group.first_seq, span=group.span, flags=group.flags, append_ms=now_ms,
+                epoch=self._epoch, position=position, synced_to=self._synced_to,
+            )  # fmt: skip
             end = frame.end
             assert end <= segment.buffer.size
             self._write_parts(position, parts)
@@ -240,12 +249,11 @@ class LogWriter:
         self._synced_to = fmt.ALIGN
         return begin_segment(spare, ordinal, first_seq, self._clock.wall_ms())
 
-    def _finish_commit(self, entries: list[Entry], done: asyncio.Future[Commit]) -> None:
-        error = done.exception() or self.failed
-        if error is not None:
-            self._stop(entries, error)
+    def _finish_commit(self, entries: list[Entry], outcome: Commit | BaseException) -> None:
+        if isinstance(outcome, BaseException) or self.failed is not None:
+            self._stop(entries, outcome if isinstance(outcome, BaseException) else self.failed)
             return
-        commit = done.result()
+        commit = outcome
         # A segment and its frames become visible to readers here, on the loop, after the sync: readers never see a row
         # that a power cut could take back.
         if commit.segment is not self._segments.last:
@@ -371,14 +379,17 @@ def _group(entries: list[Entry]) -> list[Group]:
 
     def flush() -> None:
         if run:
-            rows = run[0].rows if len(run) == 1 else pa.concat_batches([entry.rows for entry in run])
-            groups.append(Group(rows, run[0].first_seq, rows.num_rows))
+            rows, size_bytes = run[0].rows, run[0].size_bytes
+            if len(run) > 1:
+                rows = pa.concat_batches([entry.rows for entry in run])
+                size_bytes = pa.ipc.get_record_batch_size(rows)
+            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
             run.clear()
 
     for entry in entries:
         if entry.flags or entry.span != entry.rows.num_rows:
             flush()
-            groups.append(Group(entry.rows, entry.first_seq, entry.span, entry.flags))
+            groups.append(Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags))
         else:
             run.append(entry)
     flush()

@@ -550,7 +550,7 @@ def test_a_frame_for_each_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def frames(entries: list[writer.Entry]) -> list[writer.Group]:
         return [
-            writer.Group(group.rows.slice(at, 1), group.first_seq + at, 1)
+            writer.Group(group.rows.slice(at, 1), group.first_seq + at, 1, group.size_bytes)
             if Kind.MOVED in column(group.rows, "kind")
             else group
             for group in one_frame(entries)

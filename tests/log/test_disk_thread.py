@@ -1,0 +1,83 @@
+"""The disk thread: calls in their order, each outcome to its caller, and a stop that loses nothing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import CancelledError
+
+import pytest
+from tests.bounds import BOUND_S
+
+from timeball.log.disk_thread import DiskThread
+
+
+class Power(BaseException):
+    pass
+
+
+def test_calls_run_in_their_order_in_one_thread() -> None:
+    disk, seen = DiskThread(), []
+    for at in range(100):
+        call = lambda at=at: seen.append((at, threading.get_ident()))  # noqa: E731
+        _ = disk.post(call) if at % 3 else disk.submit(call)
+    disk.shutdown()
+    assert [at for at, _ in seen] == list(range(100)), "a stop runs what waits"
+    assert len({thread for _, thread in seen} | {threading.get_ident()}) == 2
+
+
+def test_an_outcome_of_any_kind_reaches_its_caller() -> None:
+    disk = DiskThread()
+
+    def fail() -> None:
+        raise Power
+
+    assert disk.submit(pow, 2, 3, mod=5).result() == 3
+    with pytest.raises(Power):
+        disk.submit(fail).result()
+    assert disk.submit(lambda: "on").result() == "on", "a failure ends no thread"
+    disk.shutdown()
+
+
+def test_after_a_shutdown_nothing_is_taken_and_what_waits_may_be_cancelled() -> None:
+    disk, go, seen = DiskThread(), threading.Event(), []
+    first = disk.submit(go.wait)
+    while not first.running():
+        pass
+    waiting = disk.submit(seen.append, 1)
+    disk.post(lambda: seen.append(2))
+    disk.shutdown(wait=False, cancel_futures=True)
+    go.set()
+    disk.shutdown()
+    assert first.result() and seen == []
+    with pytest.raises(CancelledError):
+        waiting.result()
+    with pytest.raises(RuntimeError, match="shut down"):
+        disk.submit(go.wait)
+    disk.post(lambda: seen.append(3))
+    assert seen == []
+
+
+def test_a_call_is_let_go_once_it_has_run() -> None:
+    class Held:
+        pass
+
+    disk, held = DiskThread(), Held()
+    gone = weakref.ref(held)
+    disk.submit(lambda held: None, held).result()
+    disk.submit(lambda: None).result()
+    del held
+    gc.collect()
+    assert gone() is None
+    disk.shutdown()
+
+
+def test_the_thread_of_a_disk_that_is_forgotten_ends() -> None:
+    disk = DiskThread()
+    thread = disk._thread
+    assert disk.submit(lambda: 1).result() == 1 and thread.is_alive()
+    del disk
+    gc.collect()
+    thread.join(BOUND_S)
+    assert not thread.is_alive()
