@@ -1,4 +1,4 @@
-"""The one step of the build that pyproject.toml cannot say: the messages of RocketMQ's gRPC protocol.
+"""Two steps of the build that pyproject.toml cannot say: the messages of RocketMQ's gRPC protocol, the compiled codec.
 
 RocketMQ publishes the definitions of `apache.rocketmq.v2` with its clients. The one on PyPI carries them as serialised
 descriptors, which is all that a compiler needs; so they are read out of it, as bytes (nothing of the client is
@@ -6,21 +6,32 @@ imported), and compiled into `timeball/protocols/grpc/_generated`. What is there
 
 The files get names of ours: a program that imports Timeball's stubs and the client's own finds two modules then, and
 the generated code imports its neighbours by the place where they lie.
+
+The hot codec of the remoting protocol is compiled where Cython and a C compiler are. Without them the package is whole
+too, and runs the reference in Python. One wheel serves each Python from 3.11 on: the code keeps to the stable ABI.
 """
 
 from __future__ import annotations
 
 import ast
+import os
+import shlex
+import subprocess
+import sysconfig
 import tempfile
 from importlib.metadata import files
+from importlib.util import find_spec
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 SOURCE = "rocketmq-python-client"
 NAMES = ("definition", "service")  # admin.proto has one call, to change a log level, which no client makes
 PACKAGE = Path("timeball", "protocols", "grpc", "_generated")
+CODEC = Path("src", "timeball", "protocols", "remoting", "codec")
+STABLE_ABI = {"tag": "cp311", "version": "0x030B0000"}  # the oldest Python that we run on
 
 
 class BuildStubs(build_py):
@@ -87,4 +98,48 @@ def descriptors(serialised: list[bytes]) -> bytes:
     return found.SerializeToString()
 
 
-setup(cmdclass={"build_py": BuildStubs})
+# ---- the compiled codec ---------------------------------------------------------------------------------------
+
+
+class BuildCodec(build_ext):
+    """Compile what `codec_modules` lists; the C that Cython writes goes where the objects go."""
+
+    def initialize_options(self) -> None:
+        """Set Cython's own option; it is not there without Cython."""
+        super().initialize_options()
+        self.cython_c_in_temp = True
+
+
+def codec_modules() -> list[Extension]:
+    """Return the modules to compile: none without Cython or a compiler that finds Python's headers."""
+    if find_spec("Cython") is None or not compiles("#include <Python.h>\n"):
+        print("the codec is not compiled: no Cython, or no C compiler with Python's headers")
+        return []
+    return [
+        Extension(
+            ".".join(path.with_suffix("").parts[1:]),
+            [str(path)],
+            depends=[str(each) for each in sorted(CODEC.glob("*.pxd"))],
+            define_macros=[("Py_LIMITED_API", STABLE_ABI["version"])],
+            py_limited_api=True,
+            optional=True,
+        )
+        for path in sorted(CODEC.glob("*.pyx"))
+    ]
+
+
+def compiles(source: str) -> bool:
+    """Return whether the C compiler that builds modules for this Python takes this."""
+    command = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    command += ["-I", sysconfig.get_paths()["include"], "-fsyntax-only", "-x", "c", "-"]
+    try:
+        return subprocess.run(command, input=source, capture_output=True, text=True).returncode == 0
+    except OSError:
+        return False
+
+
+setup(
+    cmdclass={"build_py": BuildStubs, "build_ext": BuildCodec},
+    ext_modules=codec_modules(),
+    options={"bdist_wheel": {"py_limited_api": STABLE_ABI["tag"]}},
+)
