@@ -24,6 +24,7 @@ from tests.cli.processes import Running
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ["3.11", "3.12", "3.13", "3.14"]
+CODEC = "timeball/protocols/remoting/codec"
 STUBS = "timeball/protocols/grpc/_generated"
 STUB_FILES = {"__init__.py", "definition_pb2.py", "definition_pb2.pyi", "service_pb2.py", "service_pb2.pyi"}
 
@@ -52,6 +53,7 @@ def run(*command: str | Path, **environment: str) -> str:
 class Built:
     wheel: Path
     sdist: Path
+    pure: Path  # a wheel that was built where no C compiler is
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +67,33 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
             shutil.copy(ROOT / name, clean / name)
     assert not (clean / "src" / STUBS).exists(), "a clean tree has no stubs"
     # The tools are those of the lock file: what is tested is our build, not the newest setuptools.
-    bin_folder = Path(sys.executable).parent
-    run(
-        bin_folder / "uv",
-        "build",
-        "--no-build-isolation",
-        "--python",
-        sys.executable,
-        "--out-dir",
-        out,
-        clean,
-    )
+    build = [Path(sys.executable).parent / "uv", "build", "--no-build-isolation", "--python", sys.executable]
+    run(*build, "--out-dir", out, clean)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
-    return Built(wheel, sdist)
+    run(*build, "--out-dir", out / "pure", "--wheel", sdist, CC="/nowhere/cc")
+    (pure,) = (out / "pure").glob("*.whl")
+    return Built(wheel, sdist, pure)
+
+
+def compiled_modules(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        names = [name for name in opened.namelist() if name.startswith(CODEC)]
+    assert not [name for name in names if name.endswith((".c", ".pyx", ".pxd"))]
+    return sorted(name for name in names if name.endswith(".so"))
+
+
+def test_one_wheel_carries_the_compiled_codec_for_every_python(built: Built) -> None:
+    wanted = sorted(f"{CODEC}/{path.stem}.abi3.so" for path in (ROOT / "src" / CODEC).glob("*.pyx"))
+    assert len(wanted) > 1
+    if "none-any" in built.wheel.name:
+        pytest.skip("no C compiler with Python's headers here")
+    assert compiled_modules(built.wheel) == wanted
+    assert "-cp311-abi3-" in built.wheel.name
+
+
+def test_without_a_compiler_the_wheel_is_whole_and_for_every_machine(built: Built) -> None:
+    assert compiled_modules(built.pure) == []
+    assert built.pure.name.endswith("-py3-none-any.whl")
 
 
 def test_wheel_holds_the_stubs_and_the_page_for_the_registry(built: Built) -> None:
@@ -129,6 +145,13 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         run(timeball, "schedule", "orders", "close order 17 if unpaid", "--after", "1s", *at)
         (line,) = run(timeball, "pull", "orders", "--wait", "60s", *at).splitlines()
         assert json.loads(line)["body"] == "close order 17 if unpaid"
+        codec = json.loads(run(timeball, "status", *at))["codec"]
+        assert codec == ("compiled" if compiled_modules(built.wheel) else "python")
+    assert ended() == 0
+
+    run(*install, "--no-deps", "--force-reinstall", built.pure)
+    with served(timeball, tmp_path / "data") as (endpoint, ended):
+        assert json.loads(run(timeball, "status", "--endpoint", endpoint, "--json"))["codec"] == "python"
     assert ended() == 0
 
     # The control: without the stubs, as the wheel once was, the same command must not start.

@@ -23,6 +23,7 @@ Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 RecallAnswers = Literal["definite", "rocketmq"]
+CodecChoice = Literal["auto", "python"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -69,6 +70,10 @@ class Settings:
     recall_answers: RecallAnswers = _of(  # docs/cancel.md
         "definite",
         "'definite': success means it will not be delivered; 'rocketmq': as a stock broker answers.",
+    )
+
+    codec: CodecChoice = _of(
+        "auto", "'auto': the compiled codec for RocketMQ clients, if it was built; 'python': the reference."
     )
 
     # the log

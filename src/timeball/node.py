@@ -340,6 +340,7 @@ class Node:
                 "no_room": self.broker.parts.writer.no_room,
             },
             "access": self.security.status(),
+            "codec": self.remoting.codec.name if self.remoting is not None else "",
             **self.broker.status(caller),
         }
 

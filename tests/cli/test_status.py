@@ -35,6 +35,7 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
         "of them cancelled",
         "pending table",
         "released",
+        "codec",
         "memory",
     ]
     assert labels == wanted

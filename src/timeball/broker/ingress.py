@@ -63,7 +63,8 @@ class Batcher(Generic[T]):
     """Requests on their way to one `begin`. Belongs to the event loop.
 
     Requests share a batch with their neighbours of the same key; one without a key goes alone, and waits for no commit.
-    `is_pipelined`: whether a full batch may begin while another is under way.
+    `is_pipelined`: whether a full batch may begin while another is under way. `apart`: the requests that one is
+    made of, where each of them is to be refused for itself.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Batcher(Generic[T]):
         *,
         rows_max: int | None = None,
         is_pipelined: bool = True,
+        apart: Callable[[T], Sequence[T]] = lambda request: (request,),
     ) -> None:
-        self._start, self._answer, self._refuse = begin, answer, refuse
+        self._start, self._answer, self._refuse, self._apart = begin, answer, refuse, apart
         self._rows_max, self._is_pipelined = rows_max, is_pipelined
         self._loop = asyncio.get_running_loop()
         self._full: deque[_Batch[T]] = deque()  # batches that take no more requests, in order
@@ -158,11 +160,13 @@ class Batcher(Generic[T]):
     def _failed(self, requests: list[T], size_bytes: int, error: BaseException) -> None:
         # Begun again one by one: the fault of one must not refuse the others. A log that has stopped refuses all at
         # once.
-        if isinstance(error, RequestError | OverLimit) and len(requests) > 1:
-            for request in requests:
-                self._begin([request], size_bytes)
-                size_bytes = 0  # they stay counted until the first of these has ended
-            return
+        if isinstance(error, RequestError | OverLimit):
+            alone = [part for request in requests for part in self._apart(request)]
+            if len(alone) > 1:
+                for request in alone:
+                    self._begin([request], size_bytes)
+                    size_bytes = 0  # they stay counted until the first of these has ended
+                return
         self.held_bytes -= size_bytes
         self._refuse(requests, error)
 
@@ -230,7 +234,7 @@ class Edge(Protocol):
 class Piece(msgspec.Struct, gc=False):
     """The messages of one request: they stand side by side in one batch, so all of them are in the log or none is.
 
-    `rows` is a list of SendRow whose topics the policy has decided about, or a batch of SEND_COLUMNS
+    `rows` are SendRows whose topics the policy has decided about, or a batch of SEND_COLUMNS
     that it still has to decide about for `caller`.
     """
 
@@ -241,13 +245,23 @@ class Piece(msgspec.Struct, gc=False):
     first_row: int  # within the batch that it shares; set when that begins
     caller: Any
 
+    def join(self, pieces: Sequence[Piece]) -> SendBatch:
+        """Return the rows of these pieces, of which this is the first."""
+        return self.rows if len(pieces) == 1 else [row for piece in pieces for row in piece.rows]
+
+    def apart(self) -> Sequence[Piece]:
+        """Return the pieces that this one is made of: each is refused for itself."""
+        return (self,)
+
 
 class Ingress:
     """The sends of all edges on their way to one verb, `accept`. Belongs to the event loop."""
 
     def __init__(self, accept: Accept) -> None:
         self.accept = accept
-        self._batcher: Batcher[Piece] = Batcher(self._begin, self._answer, self._refuse)
+        self._batcher: Batcher[Piece] = Batcher(
+            self._begin, self._answer, self._refuse, apart=lambda piece: piece.apart()
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -273,8 +287,7 @@ class Ingress:
         if isinstance(first.rows, pa.RecordBatch):
             batches = [piece.rows for piece in pieces]
             return self.accept(batches[0] if len(batches) == 1 else pa.concat_batches(batches), first.caller)
-        rows = first.rows if len(pieces) == 1 else [row for piece in pieces for row in piece.rows]
-        return self.accept(rows, ANONYMOUS)
+        return self.accept(first.join(pieces), ANONYMOUS)
 
     def _answer(self, pieces: list[Piece], accepted: Accepted) -> None:
         for edge, mine in _by_edge(pieces):

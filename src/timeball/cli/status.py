@@ -54,6 +54,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("of them cancelled", f"{waiting['cancelled_rows']:,}"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
         ("released", _punctuality(found["lateness"])),
+        *([("codec", found["codec"])] if found.get("codec") else []),
         (
             "memory",
             f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",

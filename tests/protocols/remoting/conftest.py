@@ -9,10 +9,30 @@ import pytest
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.wire import Wire
 
+from timeball.protocols.remoting.codec.implementation import COMPILED
+
+# The contract of the hot codec: these run with the compiled one, where it was built, and with the reference.
+BOTH_WAYS = {"test_sends", "test_sends_together", "test_pulls"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "codec" in metafunc.fixturenames and metafunc.module.__name__.rpartition(".")[2] in BOTH_WAYS:
+        metafunc.parametrize("codec", ["python", "compiled"])
+
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[RunningNode]:
-    with running_node(tmp_path / "data", grpc_port=-1) as running:
+def codec() -> str:
+    return "auto"
+
+
+@pytest.fixture
+def node(tmp_path: Path, codec: str) -> Iterator[RunningNode]:
+    if codec == "compiled" and COMPILED is None:
+        pytest.skip("the codec is not compiled here: no Cython, or no C compiler with Python's headers")
+    choice = "python" if codec == "python" else "auto"
+    with running_node(tmp_path / "data", grpc_port=-1, codec=choice) as running:
+        assert running.node.remoting is not None
+        assert codec in ("auto", running.node.remoting.codec.name)
         yield running
 
 

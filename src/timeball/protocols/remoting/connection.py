@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from timeball.access import ANONYMOUS, Caller
 from timeball.errors import Unavailable
@@ -32,8 +32,9 @@ from timeball.protocols.remoting.codec.frame import (
     FRAME_BYTES_MAX,
     BadFrame,
     Command,
-    Frame,
+    Cut,
     Splitter,
+    cut,
     encode,
 )
 from timeball.protocols.sessions import Session
@@ -58,7 +59,7 @@ UNREAD_LEFT_BYTES = (
     64 * 1024
 )  # a connection with less than this of its own is not cut off for others of its address
 
-Receiver = Callable[["Connection", list[Frame]], None]
+Receiver = Callable[["Connection", list[Any]], None]
 
 
 @dataclass
@@ -172,11 +173,12 @@ class Connection(asyncio.Protocol):
         opened: set[Connection],
         loop: asyncio.AbstractEventLoop,
         room: Room | None = None,
+        cut: Cut = cut,
     ) -> None:
-        """`room`: the memory that it shares with the other connections of its edge."""
+        """`room`: the memory that it shares with the others of its edge. `cut` makes what `receiver` gets."""
         self._receiver, self._opened, self._loop = receiver, opened, loop
         self.flow = Flow(room or Room())
-        self._splitter = Splitter()
+        self._splitter = Splitter(cut=cut)
         self._transport: asyncio.Transport | None = None
         self._opaques = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Command]] = {}

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from typing import Any
 
 from timeball.access import Access
 from timeball.broker.service import Broker
 from timeball.errors import SetupError, TimeballError
 from timeball.protocols.remoting import needs
 from timeball.protocols.remoting.calls import check_advertised
-from timeball.protocols.remoting.codec.frame import BadHeader, Frame, decode
+from timeball.protocols.remoting.codec.frame import BadHeader, Frame, cut, decode
+from timeball.protocols.remoting.codec.implementation import codec_of
 from timeball.protocols.remoting.codec.sends import from_command, read_send
 from timeball.protocols.remoting.connection import CONNECTIONS_MAX, EXPIRY_MS, Connection, Member, Room
 from timeball.protocols.remoting.dispatch import Dispatch
@@ -58,7 +60,8 @@ class RemotingEdge:
         self.context = context = EdgeContext(settings, broker, sessions)
         locks = Locks(context)
         retries = Retries(context, locks.is_held)
-        self._sends = Sends(context, retries)
+        self.codec = codec_of(settings.codec)
+        self._sends = Sends(context, retries, self.codec)
         self._heartbeats = HeartBeats(context, locks)
         self._runtime = Runtime(context)
         self._dispatch = Dispatch(
@@ -100,9 +103,10 @@ class RemotingEdge:
             return port
         loop, access, tls = asyncio.get_running_loop(), self._security.access, self._security.tls
         receive = self._receive if access is None else partial(self._receive_signed, access)
+        cuts = self.codec.cut if access is None else cut  # each frame alone, to see who has signed it
         try:
             server = await loop.create_server(
-                lambda: Connection(receive, self._connections, loop, self._room),
+                lambda: Connection(receive, self._connections, loop, self._room, cuts),
                 self._settings.host,
                 port,
                 backlog=BACKLOG,
@@ -117,10 +121,13 @@ class RemotingEdge:
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])
 
-    def _receive(self, connection: Connection, frames: list[Frame]) -> None:
+    def _receive(self, connection: Connection, frames: list[Any]) -> None:
         now_ms = self.context.broker.parts.clock.now_ms()
         for frame in frames:
             try:
+                if type(frame) is not Frame:
+                    self._sends.put_run(connection, frame, now_ms)
+                    continue
                 header = read_send(frame)
                 if header is not None:
                     self._sends.put(connection, header, frame, now_ms)

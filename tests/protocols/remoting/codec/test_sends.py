@@ -33,7 +33,7 @@ EXPECTED = SendFields(
     "orders", "producers", "TBW102", 4, 3, 0, 1_761_000_000_000, 7, "UNIQ_KEY\x01AB\x02TAGS\x01A\x02", 1, False, 16,
     False,
 )  # fmt: skip
-LONG = {sends._LONG_NAMES[name]: SHORT[short] for name, short in sends._SHORT_NAMES.items()}
+LONG = {sends.LONG_NAMES[name]: SHORT[short] for name, short in sends.SHORT_NAMES.items()}
 
 
 def frame(ext: dict[str, str], code: int = RequestCode.SEND_MESSAGE_V2, serialisation: int = JSON) -> Frame:

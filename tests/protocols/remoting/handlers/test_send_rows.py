@@ -16,7 +16,7 @@ from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.records import BatchRecord, UniqueKeys, encode_batch
 from timeball.protocols.remoting.codec.sends import SendFields, SendHeader
-from timeball.protocols.remoting.handlers.sends import SendRows, Ticket, with_property
+from timeball.protocols.remoting.handlers.send_rows import SendRows, Ticket, with_property
 
 NOW_MS = 1_800_000_000_000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from timeball.broker.appender import Accepted
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import SendBatch, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import Command
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
 from timeball.protocols.remoting.handlers import sends as module
+
+ONE_IN_A_BATCH = encode_batch([BatchRecord(0, b"x", encode_properties({"UNIQ_KEY": "k"}))])
 
 
 def accepted_by(node: RunningNode, accept: Any) -> list[int]:
@@ -63,6 +67,46 @@ def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(
     assert [row["body"] for row in rows(node)] == [b"a", b"b", b"c"]
 
 
+def test_of_one_read_too_each_is_refused_for_itself(node: RunningNode, wire: Wire) -> None:
+    """What the codec has read as a run shares no fate, and keeps its order."""
+
+    def accept(real: Any, batch: pa.RecordBatch) -> Any:
+        if b"poison" in batch.column("body").to_pylist():
+            raise InvalidMessage("poison")
+        return real(batch)
+
+    assert sent(wire, b"first").code == 0  # the topic is made: a run that makes one is read one by one
+    seen = accepted_by(node, accept)
+    bodies = [b"%d" % n for n in range(40)]
+    bodies[7] = bodies[30] = b"poison"
+    answers = at_once(wire, [(body, {}) for body in bodies])
+    wrong, right = ResponseCode.MESSAGE_ILLEGAL, ResponseCode.SUCCESS
+    assert [answer.code for answer in answers] == [wrong if body == b"poison" else right for body in bodies]
+    assert [row["body"] for row in rows(node)] == [b"first", *(body for body in bodies if body != b"poison")]
+    assert max(seen) > 1 and seen.count(1) >= len(bodies) - 1, "together first, then each alone"
+
+
+def test_sends_of_all_forms_keep_their_order(node: RunningNode, wire: Wire) -> None:
+    """Plain ones, ones without an id, and ones that the broker refuses, in one read."""
+    kinds: list[dict[str, object]] = [{}, {"i": ""}, {"e": 9}, {"e": "0 "}, {"f": 4, "m": True}]
+    assert sent(wire, b"first").code == 0
+    sends = [(b"%d" % n, kinds[n * n % 5 if n % 3 else 0]) for n in range(200)]
+    answers = at_once(wire, sends)
+    kept = [body for (body, _), answer in zip(sends, answers, strict=True) if answer.code == 0]
+    assert [row["body"] for row in rows(node)] == [b"first", *kept]
+    assert 100 < len(kept) < 200
+
+
+def at_once(wire: Wire, sends: list[tuple[bytes, dict[str, object]]]) -> list[Command]:
+    """Send all in one write, to queue 0; returns their answers."""
+    written, real = [], wire.send_bytes
+    wire.send_bytes = written.append  # type: ignore[method-assign]
+    opaques = [send(wire, body, **more) for body, more in sends]
+    wire.send_bytes = real  # type: ignore[method-assign]
+    wire.send_bytes(b"".join(written))
+    return [wire.answer_to(opaque) for opaque in opaques]
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(OverLimit("full"), ResponseCode.SYSTEM_BUSY), (ValueError("secret"), ResponseCode.SYSTEM_ERROR)],
@@ -84,7 +128,7 @@ def test_a_full_gathering_does_not_wait(
 ) -> None:
     monkeypatch.setattr(ingress, "BATCH_ROWS_MAX", 1)
     seen = accepted_by(node, lambda real, batch: real(batch))
-    opaques = [send(wire) for _ in range(50)]
+    opaques = [send(wire, m=n % 2 > 0, body=ONE_IN_A_BATCH if n % 2 else b"x") for n in range(50)]
     assert all(wire.answer_to(opaque).code == 0 for opaque in opaques)
     assert seen == [1] * 50
 
@@ -137,9 +181,15 @@ def test_an_answer_that_fails_leaves_nobody_waiting(
     def broken(*args: object) -> bytes:
         raise ValueError("secret")
 
+    assert (
+        sent(wire).code == 0
+    )  # the topic is made: from here on the compiled codec reads and answers, if it runs
+    assert node.node.remoting is not None
+    sends = node.node.remoting._sends
     monkeypatch.setattr(module, "encode_reply", broken)
+    monkeypatch.setattr(sends, "_codec", replace(sends._codec, encode_replies=broken))
     with caplog.at_level("ERROR"):
         answers = [wire.answer_to(opaque) for opaque in [send(wire), send(wire)]]
     assert [answer.code for answer in answers] == [ResponseCode.SYSTEM_ERROR] * 2
     assert "secret" in caplog.text and "secret" not in str(answers[0].remark)
-    assert len(rows(node)) == 2, "they are kept: a producer that tries again sends a second one"
+    assert len(rows(node)) == 3, "they are kept: a producer that tries again sends a second one"

@@ -4,5 +4,5 @@ Receives: bytes as they were read from a connection, or column batches that are 
 Keeps: the half frame at the end of the bytes read.
 Hands on: commands, columns and bytes; malformed ones are refused here, before any handler sees them.
 
-Each format is drawn in the module that writes it.
+Each format is drawn in the module that writes it. What is hot exists twice: implementation.py says which one runs.
 """

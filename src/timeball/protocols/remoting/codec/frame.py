@@ -21,7 +21,8 @@ answered instead, with all other faults of the header: the next frame begins whe
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -91,48 +92,60 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
+# What cuts bytes: what it has found, where the half frame at the end begins, and its size as far as that is known.
+Cut = Callable[[bytes, int], tuple[list[Any], int, int]]
+
+
+def cut(data: bytes, frame_bytes_max: int) -> tuple[list[Frame], int, int]:
+    """Cut the frames out of these bytes; see `Cut`. Raises BadFrame."""
+    frames: list[Frame] = []
+    at, size = 0, len(data)
+    awaited_bytes = _PREFIX.size
+    unpack = _PREFIX.unpack_from
+    while size - at >= 8:
+        length, word = unpack(data, at)
+        header_bytes = word & 0xFFFFFF
+        if not 4 <= length <= frame_bytes_max or header_bytes > length - 4:
+            raise refusal(length, header_bytes, frame_bytes_max)
+        end = at + 4 + length
+        if end > size:
+            awaited_bytes = end - at
+            break
+        body_at = at + 8 + header_bytes
+        frames.append(Frame(word >> 24, data[at + 8 : body_at], data[body_at:end]))
+        at = end
+    return frames, at, awaited_bytes
+
+
+def refusal(length: int, header_bytes: int, frame_bytes_max: int) -> BadFrame:
+    """Return the error for a frame with these lengths."""
+    if not 4 <= length <= frame_bytes_max:
+        return BadFrame(f"a frame of {length} bytes; between 4 and {frame_bytes_max}")
+    return BadFrame(f"a header of {header_bytes} bytes in a frame of {length}")
+
+
 class Splitter:
     """Cuts a connection's bytes into frames; keeps the half frame at the end."""
 
-    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX, cut: Cut = cut) -> None:
         self._held = bytearray()
         self.held_bytes = 0  # of a frame that has begun and not ended
         self.awaited_bytes = 0  # size of that frame, as far as it is known; 0 when none has begun
-        self._frame_bytes_max = frame_bytes_max
+        self._frame_bytes_max, self._cut = frame_bytes_max, cut
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes; raises BadFrame."""
+    def feed(self, data: bytes) -> list[Any]:
+        """The frames that `data` completes, or what `cut` makes of them; raises BadFrame."""
         if self._held:
             self._held += data
             self.held_bytes = len(self._held)
             if self.held_bytes < self.awaited_bytes:
                 return []
             data = bytes(self._held)
-        frames: list[Frame] = []
-        at, size = 0, len(data)
-        awaited_bytes = _PREFIX.size
-        unpack, bytes_max = _PREFIX.unpack_from, self._frame_bytes_max
-        while size - at >= 8:
-            length, word = unpack(data, at)
-            header_bytes = word & 0xFFFFFF
-            if not 4 <= length <= bytes_max or header_bytes > length - 4:
-                raise self._refusal(length, header_bytes)
-            end = at + 4 + length
-            if end > size:
-                awaited_bytes = end - at
-                break
-            body_at = at + 8 + header_bytes
-            frames.append(Frame(word >> 24, data[at + 8 : body_at], data[body_at:end]))
-            at = end
+        frames, at, awaited_bytes = self._cut(data, self._frame_bytes_max)
         self._held = bytearray(data[at:])
-        self.held_bytes = size - at
+        self.held_bytes = len(data) - at
         self.awaited_bytes = awaited_bytes if self._held else 0
         return frames
-
-    def _refusal(self, length: int, header_bytes: int) -> BadFrame:
-        if not 4 <= length <= self._frame_bytes_max:
-            return BadFrame(f"a frame of {length} bytes; between 4 and {self._frame_bytes_max}")
-        return BadFrame(f"a header of {header_bytes} bytes in a frame of {length}")
 
 
 # ---- headers ------------------------------------------------------------------------------------------------

@@ -43,12 +43,12 @@ from timeball.protocols.remoting.codec.records import Host
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
-_SHORT_NAMES = {
+SHORT_NAMES = {
     "group": "a", "topic": "b", "default_topic": "c", "default_queues": "d", "queue_id": "e", "sys_flag": "f",
     "born_ms": "g", "flag": "h", "properties": "i", "reconsume_times": "j", "unit_mode": "k",
     "max_reconsume_times": "l", "batch": "m",
 }  # fmt: skip
-_LONG_NAMES = {
+LONG_NAMES = {
     "group": "producerGroup", "topic": "topic", "default_topic": "defaultTopic",
     "default_queues": "defaultTopicQueueNums", "queue_id": "queueId", "sys_flag": "sysFlag",
     "born_ms": "bornTimestamp", "flag": "flag", "properties": "properties", "reconsume_times": "reconsumeTimes",
@@ -56,7 +56,7 @@ _LONG_NAMES = {
 }  # fmt: skip
 
 
-class SendFields(msgspec.Struct, rename=_SHORT_NAMES, gc=False):
+class SendFields(msgspec.Struct, rename=SHORT_NAMES, gc=False):
     """The fields of a send, beside the body. All are optional on the wire but the topic."""
 
     topic: str
@@ -81,7 +81,7 @@ LongFields = msgspec.defstruct(
         (field.name, field.type) if field.required else (field.name, field.type, field.default)
         for field in msgspec.structs.fields(SendFields)
     ],
-    rename=_LONG_NAMES,
+    rename=LONG_NAMES,
 )
 
 

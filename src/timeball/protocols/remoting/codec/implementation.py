@@ -1,0 +1,72 @@
+"""The two implementations of the hot codec: the compiled one where the build had a compiler, Python's everywhere.
+
+    python      frame.py, sends.py, records.py and SendRows (handlers/sends.py): one message at a time; the reference
+    compiled    send_runs.pyx, send_columns.pyx: plain sends in runs; all else is left to the reference
+
+Both make the same columns, bytes and errors of the same bytes. `--codec python` forces the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from timeball.config import CodecChoice
+from timeball.message import SendRow
+from timeball.protocols.remoting.codec import frame
+from timeball.protocols.remoting.codec.frame import Cut, Frame
+
+try:
+    from timeball.protocols.remoting.codec import send_columns, send_runs  # type: ignore[attr-defined]
+except ImportError:  # built without a compiler
+    send_columns = send_runs = None
+
+
+class SendRun(Protocol):
+    """Plain sends that stand side by side in the bytes of one connection."""
+
+    destinations: list[tuple[str, int]]  # of each topic its name, and the greatest queue that is asked for
+    size_bytes: int  # of bodies and properties
+
+    def plan(self, born_host: bytes, now_ms: int, delay_ms_max: int, timing_zone: str) -> None:
+        """Complete the rows by what the edge knows, and by their delays; raises InvalidDelay."""
+
+    def frames(self) -> list[Frame]:
+        """Return the frames that the run was made of."""
+
+    def requests(self) -> list[tuple[int, int]]:
+        """Return number and serialisation of each send that waits for an answer."""
+
+    def __iter__(self) -> Iterator[SendRow]: ...
+
+    def __len__(self) -> int: ...
+
+
+def _no_run(*_: object) -> Any:
+    raise AssertionError("only the compiled codec makes runs")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One of the two. `join` and `encode_replies` are for the runs that `cut` makes; Python's makes none."""
+
+    name: str
+    cut: Cut
+    join: Callable[[list[Any]], pa.RecordBatch] = _no_run
+    encode_replies: Callable[..., bytes] = _no_run
+
+
+PYTHON = Codec("python", frame.cut)
+COMPILED = (
+    None
+    if send_runs is None
+    else Codec("compiled", send_runs.cut, send_columns.join, send_columns.encode_replies)
+)
+
+
+def codec_of(choice: CodecChoice) -> Codec:
+    """Return the codec that runs with this setting."""
+    return COMPILED if COMPILED is not None and choice == "auto" else PYTHON

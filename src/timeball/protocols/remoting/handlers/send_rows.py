@@ -1,0 +1,162 @@
+"""Sends as rows: what a request brings to a batch, and what its answer repeats.
+
+One by one, by the reference (`Ticket`, `SendRows`), or in runs that the compiled codec has cut out (`RunTicket`). Both
+give the same rows; where neighbours of both kinds share a batch, a run is rows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from timeball import rules
+from timeball.broker.ingress import Piece, batch_of
+from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.message import SEND_NAMES, SendRow, decode_properties
+from timeball.protocols.remoting.codec import delays
+from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
+from timeball.protocols.remoting.codec.implementation import Codec, SendRun
+from timeball.protocols.remoting.codec.records import UniqueKeys, decode_batch
+from timeball.protocols.remoting.codec.sends import SendFields, SendHeader
+from timeball.protocols.remoting.connection import Connection
+
+BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
+ONE_WAY = int(CommandFlag.ONE_WAY)
+BATCH_ROWS_MAX = (
+    8_192  # the answer names each message, some 66 characters, in a header that the client must parse
+)
+_BODY_SAFE, _PROPERTIES_SAFE = rules.SAFE_LENGTHS["body"], rules.SAFE_LENGTHS["properties"]
+_SHORT = 60  # characters: within all limits, of any bytes
+OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
+_UNIQUE_KEY, _DUE_MS, _DELAY_LEVEL = (
+    SEND_NAMES.index(name) for name in ("unique_key", "due_ms", "delay_level")
+)
+
+
+class Ticket(Piece, gc=False):
+    """One send on its way: the rows that it brings, and what its answer repeats."""
+
+    origin: Connection
+    opaque: int
+    serialisation: int
+    is_one_way: bool
+    topic: str
+    queue_id: int  # as asked for: what the answer repeats when the message is for later
+    unique_key: str
+    due_ms: int | None
+    counted_bytes: int = 0  # of a large one: what its connection counts as under way until it is answered
+
+    def requests(self) -> list[tuple[int, int]]:
+        """Return number and serialisation of the request, if it waits for an answer."""
+        return [] if self.is_one_way else [(self.opaque, self.serialisation)]
+
+
+class RunTicket(Piece, gc=False):
+    """A run of plain sends on its way; `rows` is the run."""
+
+    origin: Connection
+    codec: Codec
+    now_ms: int  # when it was read: from then on delays count
+    tickets: Callable[[RunTicket], list[Ticket]]  # of its sends, one by one
+
+    def requests(self) -> list[tuple[int, int]]:
+        """Return number and serialisation of each request that waits for an answer."""
+        run: SendRun = self.rows
+        return run.requests()
+
+    def join(self, pieces: Sequence[Piece]) -> pa.RecordBatch:
+        """Return the rows of these pieces as one batch: see Piece."""
+        runs = [piece.rows for piece in pieces]
+        is_alone = len(runs) == 1 and len(runs[0]) == 1
+        if is_alone or any(type(piece) is not RunTicket for piece in pieces):
+            return batch_of([row for run in runs for row in run])
+        return self.codec.join(runs)
+
+    def apart(self) -> Sequence[Piece]:
+        """Return the sends one by one: see Piece."""
+        return (self,) if self.count == 1 else self.tickets(self)
+
+
+class SendRows:
+    """Makes tickets of sends. `keys` names the messages whose producers did not."""
+
+    def __init__(self, keys: UniqueKeys, delay_ms_max: int, timing_zone: str, cluster_name: str) -> None:
+        self._keys, self._delay_ms_max, self._timing_zone = keys, delay_ms_max, timing_zone
+        self._cluster_name = cluster_name
+
+    def ticket(
+        self,
+        edge: Any,
+        origin: Any,
+        header: SendHeader,
+        body: bytes,
+        serialisation: int,
+        born_host: str,
+        queue_id: int,
+        now_ms: int,
+    ) -> Ticket:
+        """Return the ticket of one send, put by `edge`; raises InvalidMessage or InvalidDelay."""
+        fields = header.fields
+        if header.code == BATCH or fields.batch:
+            rows, unique_key = self._batch(fields, body, born_host, queue_id, now_ms)
+            due_ms = None
+        else:
+            properties = fields.properties or ""
+            row = self._row(fields, fields.flag or 0, body, properties, born_host, queue_id, now_ms)
+            rows, unique_key, due_ms = [row], row[_UNIQUE_KEY], row[_DUE_MS]
+        # In characters: near enough to bytes for what this is for, and a batch has its properties in the body.
+        size_bytes = len(body) + len(fields.properties or "") + OVERHEAD_BYTES * len(rows)
+        return Ticket(
+            edge, rows, len(rows), size_bytes, 0, None, origin, header.opaque, serialisation,
+            header.flag & ONE_WAY != 0, fields.topic, queue_id, unique_key, due_ms,
+        )  # fmt: skip
+
+    def _row(
+        self, fields: SendFields, flag: int, body: bytes, properties: str, born_host: str, queue_id: int, now_ms: int
+    ) -> SendRow:  # fmt: skip
+        if (
+            len(body) > _BODY_SAFE or len(properties) > _PROPERTIES_SAFE
+        ):  # hardly ever, and two calls are 0.2 us
+            rules.check("body", body)
+            rules.check("properties", properties)
+        found = decode_properties(properties)
+        level, due_ms = 0, None
+        if not delays.NAMES.isdisjoint(found):
+            level, due_ms = delays.plan(found, now_ms, self._delay_ms_max, self._timing_zone)
+        tag, keys, unique_key = found.get("TAGS"), found.get("KEYS"), found.get("UNIQ_KEY")
+        if not unique_key:
+            unique_key = self._keys.next(now_ms)
+            properties = with_property(properties, "UNIQ_KEY", unique_key)
+        if "REPLY_TO_CLIENT" in found and "CLUSTER" not in found:
+            # A request: the consumer makes the name of the topic that it replies to from this (replies.py).
+            properties = with_property(properties, "CLUSTER", self._cluster_name)
+        if keys is not None or len(unique_key) >= _SHORT or (tag is not None and len(tag) >= _SHORT):
+            for name, text in (("tag", tag), ("keys", keys), ("unique_key", unique_key)):
+                if text is not None:
+                    rules.check(name, text)
+        return (
+            fields.topic, body, tag, keys, unique_key, properties, queue_id, fields.born_ms or now_ms, born_host, flag,
+            fields.sys_flag or 0, fields.reconsume_times or 0, due_ms, level or None,
+        )  # fmt: skip
+
+    def _batch(
+        self, fields: SendFields, body: bytes, born_host: str, queue_id: int, now_ms: int
+    ) -> tuple[list[SendRow], str]:
+        rules.check("body", body)
+        records = decode_batch(body, BATCH_ROWS_MAX)
+        if not records:
+            raise InvalidMessage("a batch without messages")
+        rows = [self._row(fields, r.flag, r.body, r.properties, born_host, queue_id, now_ms) for r in records]
+        if any((row[_DUE_MS] or 0) > now_ms or row[_DELAY_LEVEL] is not None for row in rows):
+            raise InvalidDelay("a batch takes no delayed messages; send them one by one")
+        # The answer names one place for all, so an instant that has passed is none here.
+        rows = [(*row[:_DUE_MS], None, *row[_DUE_MS + 1 :]) for row in rows]
+        return rows, ",".join(row[_UNIQUE_KEY] for row in rows)
+
+
+def with_property(properties: str, name: str, value: str) -> str:
+    """The properties text with one more property."""
+    end = "" if not properties or properties.endswith("\x02") else "\x02"
+    return f"{properties}{end}{name}\x01{value}\x02"
