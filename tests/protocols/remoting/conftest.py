@@ -12,7 +12,7 @@ from tests.protocols.remoting.wire import Wire
 from timeball.protocols.remoting.codec.implementation import COMPILED
 
 # The contract of the hot codec: these run with the compiled one, where it was built, and with the reference.
-BOTH_WAYS = {"test_sends", "test_sends_together", "test_pulls"}
+BOTH_WAYS = {"test_sends", "test_sends_together", "test_pulls", "test_pops"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,6 +15,7 @@ from tests.crash.world import World
 
 from timeball.errors import OutOfRange
 from timeball.protocols.remoting import encoded_cache as module
+from timeball.protocols.remoting.codec.implementation import codec_of
 from timeball.protocols.remoting.codec.records import Host, encode_each
 from timeball.protocols.remoting.encoded_cache import StoredMessages
 
@@ -22,6 +23,7 @@ HERE, THERE = Host(bytes([10, 0, 0, 1]), 1), Host(bytes([10, 0, 0, 2]), 2)
 
 
 def plain(world: World, seqs: list[int], host: Host) -> list[bytes]:
+    """The reference, of the rows read by themselves; the cache may have the compiled codec."""
     rows = world.broker.parts.reader.read_rows(np.array(seqs, dtype=np.int64))
     return encode_each(rows, store_host=host)
 
@@ -43,7 +45,7 @@ async def test_the_same_bytes(
     before = module.STRETCH_ROWS, module.CACHE_BYTES_MAX
     module.STRETCH_ROWS, module.CACHE_BYTES_MAX = stretch, bytes_max
     try:
-        cache = StoredMessages(world.broker.parts)
+        cache = StoredMessages(world.broker.parts, codec_of("auto"))
         seqs: list[int] = []
         for rows in sends:
             accepted = await world.broker.send(batch(rows))
@@ -64,7 +66,7 @@ async def test_the_same_bytes(
 @on_node()
 async def test_what_waits_is_not_there(world: World) -> None:
     later = await world.broker.send(batch(1, delay_ms=[60_000]))
-    cache = StoredMessages(world.broker.parts)
+    cache = StoredMessages(world.broker.parts, codec_of("auto"))
     with pytest.raises(OutOfRange, match="no visible message"):
         cache.get_now(np.array([later.first_seq]), HERE)
     with pytest.raises(OutOfRange, match="no visible message"):
@@ -74,7 +76,7 @@ async def test_what_waits_is_not_there(world: World) -> None:
 @on_node(queues_per_topic=1)
 async def test_the_old_is_not_read_on_the_loop(world: World) -> None:
     first = await world.broker.send(batch(3))
-    cache = StoredMessages(world.broker.parts)
+    cache = StoredMessages(world.broker.parts, codec_of("auto"))
     before, module.FRESH_ROWS = module.FRESH_ROWS, 0
     try:
         await world.broker.send(batch(3))
@@ -91,7 +93,7 @@ async def test_a_stretch_that_is_let_go_while_its_rest_is_read_has_no_hole(
 ) -> None:
     monkeypatch.setattr(module, "CACHE_BYTES_MAX", 1)
     early = np.arange(3) + (await world.broker.send(batch(3))).first_seq
-    cache = StoredMessages(world.broker.parts)
+    cache = StoredMessages(world.broker.parts, codec_of("auto"))
     cache.get_now(early, HERE)
     late = np.array([(await world.broker.send(batch(1))).first_seq])
     reading = asyncio.ensure_future(cache.get(late, HERE))
@@ -109,7 +111,7 @@ async def test_where_rows_are_large_only_what_is_asked_for_is_read(world: World)
     body = b"x" * 2 * module.ROW_BYTES_MAX
     large = (await world.broker.send(batch(3, body=[body] * 3))).first_seq
     later = (await world.broker.send(batch(1, delay_ms=[60_000], body=[body]))).first_seq
-    cache = StoredMessages(world.broker.parts)
+    cache = StoredMessages(world.broker.parts, codec_of("auto"))
     assert cache.get_now(np.array([large + 1]), HERE) is None
     assert await cache.get(np.array([large, large + 2]), HERE) == plain(world, [large, large + 2], HERE)
     assert not cache._stretches
@@ -121,7 +123,7 @@ async def test_where_rows_are_large_only_what_is_asked_for_is_read(world: World)
 async def test_what_records_take_beside_their_bytes_counts(world: World) -> None:
     """Of messages without a body, the objects are more than the bytes."""
     seqs = np.arange(256) + (await world.broker.send(batch(256, body=[b""] * 256))).first_seq
-    cache = StoredMessages(world.broker.parts)
+    cache = StoredMessages(world.broker.parts, codec_of("auto"))
     tracemalloc.start()
     try:
         await cache.get(seqs, HERE)
@@ -129,7 +131,7 @@ async def test_what_records_take_beside_their_bytes_counts(world: World) -> None
         held = sum(
             trace.size
             for trace in tracemalloc.take_snapshot().statistics("filename")
-            if trace.traceback[0].filename.endswith(("stored.py", "records.py"))
+            if trace.traceback[0].filename.endswith(("encoded_cache.py", "records.py"))
         )
     finally:
         tracemalloc.stop()

@@ -68,8 +68,8 @@ class RemotingEdge:
             [
                 Routes(context).handlers,
                 Offsets(context).handlers,
-                Pulls(context).handlers,
-                Pops(context).handlers,
+                Pulls(context, self.codec).handlers,
+                Pops(context, self.codec).handlers,
                 Queries(context).handlers,
                 self._sends.handlers,
                 Replies(context).handlers,

@@ -11,6 +11,7 @@ be hundreds of megabytes for an answer of four: there only what is asked for is 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -18,8 +19,9 @@ import numpy as np
 
 from timeball.broker.components import Components, in_thread
 from timeball.errors import OutOfRange
-from timeball.message import Int64Array
-from timeball.protocols.remoting.codec.records import Host, encode_each
+from timeball.message import Int64Array, int64
+from timeball.protocols.remoting.codec.implementation import PYTHON, Codec
+from timeball.protocols.remoting.codec.records import Host
 
 STRETCH_ROWS = 256
 CACHE_BYTES_MAX = 64 * 1024 * 1024
@@ -42,8 +44,8 @@ class _Stretch:
 class StoredMessages:
     """Encoded stretches of the log. Belongs to the event loop; only `_encode` runs in the reader thread."""
 
-    def __init__(self, parts: Components) -> None:
-        self._parts = parts
+    def __init__(self, parts: Components, codec: Codec = PYTHON) -> None:
+        self._parts, self._codec = parts, codec
         self._stretches: OrderedDict[Key, _Stretch] = OrderedDict()
         self._size_bytes = 0
 
@@ -91,15 +93,15 @@ class StoredMessages:
         rows = self._parts.reader.read_rows(np.array(seqs, dtype=np.int64))
         if rows.column("queue_offset").null_count:
             raise OutOfRange("one of these rows is no visible message")
-        return encode_each(rows, store_host=host)
+        return self._codec.encode_each(rows, store_host=host)
 
     def _encode(self, host: Host, number: int, known: _Stretch | None) -> _Stretch:
         """Encode the missing part of a stretch (any thread)."""
         begin, end = self._missing(number, known)
         new = _Stretch(end)
         for rows in self._parts.reader.coalesced(begin, end, None, STRETCH_ROWS, placed=True):
-            records = encode_each(rows, store_host=host)
-            new.records.update(zip(rows.column("seq").to_pylist(), records, strict=True))
+            records = self._codec.encode_each(rows, store_host=host)
+            new.records.update(zip(int64(rows.column("seq")).tolist(), records, strict=True))
             new.size_bytes += sum(map(len, records)) + RECORD_BYTES * len(records)
         return new
 
@@ -129,8 +131,11 @@ def _of(stretch: _Stretch, seqs: list[int]) -> list[bytes]:
 def _by_stretch(seqs: Int64Array) -> list[tuple[int, list[int]]]:
     """Sorted sequence numbers by the stretch they are in."""
     sorted_seqs = seqs.tolist()
-    # Most pulls lie in one stretch, and a vector operation costs as much as a look at all 32.
-    if sorted_seqs and sorted_seqs[0] // STRETCH_ROWS == sorted_seqs[-1] // STRETCH_ROWS:
-        return [(sorted_seqs[0] // STRETCH_ROWS, sorted_seqs)]
-    cuts = np.flatnonzero(np.diff(seqs // STRETCH_ROWS)) + 1
-    return [(int(part[0]) // STRETCH_ROWS, part.tolist()) for part in np.split(seqs, cuts) if len(part)]
+    found, at = [], 0
+    # A pull asks for some 32, of one stretch or two: a few steps here, where each numpy call costs more than all.
+    while at < len(sorted_seqs):
+        number = sorted_seqs[at] // STRETCH_ROWS
+        end = bisect_left(sorted_seqs, (number + 1) * STRETCH_ROWS, at)
+        found.append((number, sorted_seqs[at:end]))
+        at = end
+    return found

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from timeball import limits
 from timeball.broker.ingress import batch_of
 from timeball.errors import TimeballError
-from timeball.message import encode_properties
+from timeball.message import READ_SCHEMA, encode_properties
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.frame import (
     BINARY,
@@ -33,7 +34,7 @@ from timeball.protocols.remoting.codec.frame import (
     encode,
 )
 from timeball.protocols.remoting.codec.implementation import COMPILED, PYTHON, Codec, codec_of
-from timeball.protocols.remoting.codec.records import UniqueKeys
+from timeball.protocols.remoting.codec.records import Host, UniqueKeys
 from timeball.protocols.remoting.codec.sends import LONG_NAMES, SHORT_NAMES, encode_reply, read_send
 from timeball.protocols.remoting.handlers.send_rows import SendRows, Ticket
 
@@ -135,10 +136,9 @@ def check_run(codec: Codec, run: Any, tickets: list[Any]) -> None:
     for ticket in tickets:
         greatest[ticket.topic] = max(greatest.get(ticket.topic, -1), ticket.queue_id)
     assert dict(run.destinations) == greatest
-    if len(rows) > 1:
-        columns = codec.join([run])
-        columns.validate(full=True)
-        assert columns.equals(batch_of(rows)), "other columns"
+    columns = codec.join([run])
+    columns.validate(full=True)
+    assert columns.equals(batch_of(rows)), "other columns"
     offsets = list(range(1 << 40, (1 << 40) + len(rows) + 3))
     written = codec.encode_replies(run, b"7F", 900, 3, [5] * len(offsets), offsets, handle)
     expected = [answer(ticket, 903 + n, offsets[3 + n]) for n, ticket in enumerate(tickets)]
@@ -374,6 +374,88 @@ def test_each_byte_changed_gives_the_same(whole: bytes) -> None:
     for at in range(len(whole)):
         for other in {0, 1, 2, 0x20, 0x22, 0x30, 0x5C, 0x7F, 0x80, 0xFF, chosen.randrange(256)}:
             agree(whole[:at] + bytes([other]) + whole[at + 1 :])
+
+
+# ---- stored messages -----------------------------------------------------------------------------------------
+
+
+def row_values(kind: pa.DataType) -> st.SearchStrategy[Any]:
+    if pa.types.is_integer(kind):
+        most = (1 << kind.bit_width - 1) - 1
+        return st.one_of(st.integers(-most - 1, most), st.sampled_from([0, 4, 8, 12, 48]))
+    return st.one_of(texts, st.just("")) if kind == pa.string() else st.binary(max_size=200)
+
+
+SPECIAL = {
+    "topic": st.one_of(st.sampled_from(["orders", "t" * 127, "t" * 128, "t" * 300]), texts),
+    "born_host": st.sampled_from(
+        ["10.0.0.7:51234", "[::1]:7", "10.0.0.8", "broker.example:1", "", "1.2.3.4:x", "1.2.3.4:-1", "::1"]
+    ),
+    "properties": st.one_of(
+        property_texts, texts, st.sampled_from(["TAGS\x01", "a\x01b", "\x02TAGS\x01x", "XTAGS\x01"])
+    ),
+    "unique_key": st.one_of(texts, st.just("k\x02TAGS\x01")),
+}  # fmt: skip
+NEVER_MISSING = {"seq", "topic", "queue_id"}
+stored_rows = st.fixed_dictionaries(
+    {
+        column.name: SPECIAL.get(column.name, row_values(column.type))
+        if column.name in NEVER_MISSING
+        else st.one_of(st.none(), SPECIAL.get(column.name, row_values(column.type)))
+        for column in READ_SCHEMA
+        if column.name not in ("kind", "due_ms", "accepted_ms", "version_seq", "from_due_ms", "store_host")
+    }
+)
+V4, V6 = Host(bytes([127, 0, 0, 1]), 10911), Host(bytes(15) + b"\x01", 10911)
+
+
+def encoded(codec: Codec | None, rows: pa.RecordBatch, **hosts: Host) -> list[bytes] | str:
+    assert codec is not None
+    try:
+        return codec.encode_each(rows, **hosts)
+    except Exception as error:  # of any kind: it must be the same
+        return f"{type(error).__name__}: {error}"
+
+
+@needs_compiled
+@given(
+    st.lists(stored_rows, max_size=15),
+    st.sampled_from([V4, V6]),
+    st.sampled_from([V4, V6]),
+    st.integers(0, 3),
+)
+def test_stored_messages_are_the_same(
+    rows: list[dict[str, Any]], store: Host, born: Host, cut_off: int
+) -> None:
+    """Of a slice too: the columns of one begin somewhere within their buffers."""
+    batch = pa.RecordBatch.from_pylist(rows, READ_SCHEMA)[cut_off:]
+    found = encoded(COMPILED, batch, store_host=store, born_host=born)
+    assert found == encoded(PYTHON, batch, store_host=store, born_host=born)
+    assert len(found) == batch.num_rows
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"properties": "p" * 65_536}, {"properties": "p" * 65_530, "tag": "x" * 9}, {"topic": "t" * 40_000},
+        {"born_host": "1.2.3.4:99999999999"}, {"seq": None}, {"queue_id": None}, {"topic": None},
+    ],
+)  # fmt: skip
+def test_a_row_that_fits_no_record_is_the_same_error(wrong: dict[str, Any]) -> None:
+    right = {"seq": 1, "topic": "orders", "queue_id": 0}
+    batch = pa.RecordBatch.from_pylist([right] * 5 + [{**right, **wrong}], READ_SCHEMA)
+    found = encoded(COMPILED, batch, store_host=V4)
+    assert isinstance(found, str)
+    assert found == encoded(PYTHON, batch, store_host=V4)
+
+
+@needs_compiled
+def test_other_columns_are_left_to_the_reference() -> None:
+    batch = pa.RecordBatch.from_pylist([{"seq": 1, "topic": "orders", "queue_id": 0}] * 5, READ_SCHEMA)
+    at = batch.schema.get_field_index("topic")
+    named = batch.set_column(at, "topic", batch.column(at).dictionary_encode())
+    assert encoded(COMPILED, named, store_host=V4) == encoded(PYTHON, batch, store_host=V4)
 
 
 # ---- the control ---------------------------------------------------------------------------------------------

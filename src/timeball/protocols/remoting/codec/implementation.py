@@ -1,7 +1,8 @@
 """The two implementations of the hot codec: the compiled one where the build had a compiler, Python's everywhere.
 
     python      frame.py, sends.py, records.py and SendRows (handlers/sends.py): one message at a time; the reference
-    compiled    send_runs.pyx, send_columns.pyx: plain sends in runs; all else is left to the reference
+    compiled    send_runs.pyx, send_columns.pyx: plain sends in runs; stored_messages.pyx: what pulls are given
+                and where there is more to it than usual, these leave it to the reference
 
 Both make the same columns, bytes and errors of the same bytes. `--codec python` forces the reference.
 """
@@ -16,13 +17,17 @@ import pyarrow as pa
 
 from timeball.config import CodecChoice
 from timeball.message import SendRow
-from timeball.protocols.remoting.codec import frame
+from timeball.protocols.remoting.codec import frame, records
 from timeball.protocols.remoting.codec.frame import Cut, Frame
 
 try:
-    from timeball.protocols.remoting.codec import send_columns, send_runs  # type: ignore[attr-defined]
+    from timeball.protocols.remoting.codec import (  # type: ignore[attr-defined]
+        send_columns,
+        send_runs,
+        stored_messages,
+    )
 except ImportError:  # built without a compiler
-    send_columns = send_runs = None
+    send_columns = send_runs = stored_messages = None
 
 
 class SendRun(Protocol):
@@ -55,15 +60,22 @@ class Codec:
 
     name: str
     cut: Cut
+    encode_each: Callable[..., list[bytes]]
     join: Callable[[list[Any]], pa.RecordBatch] = _no_run
     encode_replies: Callable[..., bytes] = _no_run
 
 
-PYTHON = Codec("python", frame.cut)
+PYTHON = Codec("python", frame.cut, records.encode_each)
 COMPILED = (
     None
     if send_runs is None
-    else Codec("compiled", send_runs.cut, send_columns.join, send_columns.encode_replies)
+    else Codec(
+        "compiled",
+        send_runs.cut,
+        stored_messages.encode_each,
+        send_columns.join,
+        send_columns.encode_replies,
+    )
 )
 
 

@@ -21,7 +21,7 @@ cdef enum Column:  # in the order of SEND_NAMES
 
 
 def join(list runs):
-    """Return the columns that `batch_of` makes of the rows of these runs; at least two rows."""
+    """Return the columns that `batch_of` makes of the rows of these runs."""
     cdef SendRun run
     cdef Py_ssize_t count = 0
     for run in runs:
@@ -59,7 +59,8 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
             row += 1
     if nulls == count:
         return None
-    if not differs:
+    # The key of a lone send is not worth a place among those that are made once.
+    if not differs and count > 1:
         value = first.at[:first.size]
         return repeated(value if which == BODY else value.decode(), kind, count)
     ends, data = PyBytes_FromStringAndSize(NULL, 4 * (count + 1)), PyBytes_FromStringAndSize(NULL, size)

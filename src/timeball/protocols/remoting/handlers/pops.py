@@ -37,7 +37,7 @@ from timeball.protocols.remoting.codec import check_points
 from timeball.protocols.remoting.codec.check_points import CheckPoint, Place
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import text
-from timeball.protocols.remoting.codec.records import encode_stored
+from timeball.protocols.remoting.codec.implementation import PYTHON, Codec
 
 ROWS_MAX = 32  # RocketMQ refuses more
 
@@ -93,7 +93,8 @@ class _BatchAcks(msgspec.Struct, rename="camel"):
 class Pops:
     """Serves POP_MESSAGE and the requests that name a check point."""
 
-    def __init__(self, context: RemotingContext) -> None:
+    def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
+        self._codec = codec
         self._context = context
         self._broker, self._parts = context.broker, context.broker.parts
         self._filters = FiltersKept()
@@ -144,11 +145,9 @@ class Pops:
         header["msgOffsetInfo"] = check_points.msg_offset_info(places)
         if ask.in_order:
             header["orderCountInfo"] = check_points.order_count_info(places, popped.times)
-        body = encode_stored(
-            _as_asked(popped, ask, places, self._context.broker_name),
-            store_host=store_host(self._context, call.connection),
-        )
-        return call.answer(ext=header, body=body)
+        rows = _as_asked(popped, ask, places, self._context.broker_name)
+        host = store_host(self._context, call.connection)
+        return call.answer(ext=header, body=b"".join(self._codec.encode_each(rows, store_host=host)))
 
     async def _notification(self, call: Call) -> Reply:
         fields = call.fields(_Notification)

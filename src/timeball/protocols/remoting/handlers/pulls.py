@@ -40,6 +40,7 @@ from timeball.protocols.remoting.calls import (
     store_host,
 )
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.implementation import PYTHON, Codec
 from timeball.protocols.remoting.encoded_cache import StoredMessages
 from timeball.protocols.sessions import BROADCASTING
 
@@ -71,10 +72,10 @@ class PullFields(msgspec.Struct, rename="camel"):
 class Pulls:
     """Serves PULL_MESSAGE. Belongs to the event loop."""
 
-    def __init__(self, context: RemotingContext) -> None:
+    def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
         self._context = context
         self._broker = context.broker
-        self._stored = StoredMessages(context.broker.parts)
+        self._stored = StoredMessages(context.broker.parts, codec)
         self._filters = FiltersKept()
         self.handlers: Handlers = {
             RequestCode.PULL_MESSAGE: self._pull,

@@ -69,8 +69,7 @@ class RunTicket(Piece, gc=False):
     def join(self, pieces: Sequence[Piece]) -> pa.RecordBatch:
         """Return the rows of these pieces as one batch: see Piece."""
         runs = [piece.rows for piece in pieces]
-        is_alone = len(runs) == 1 and len(runs[0]) == 1
-        if is_alone or any(type(piece) is not RunTicket for piece in pieces):
+        if any(type(piece) is not RunTicket for piece in pieces):
             return batch_of([row for run in runs for row in run])
         return self.codec.join(runs)
 
