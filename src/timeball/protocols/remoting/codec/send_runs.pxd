@@ -18,7 +18,9 @@ cdef struct Row:
     int32_t tag_at, tag_bytes, keys_at, keys_bytes, key_at, key_bytes  # -1 bytes: there is none
     int32_t topic, opaque, queue_id, flag, sys_flag, times, level
     int64_t born_ms, due_ms
-    bint is_binary, is_one_way, has_delay
+    int32_t delays, delay_at, delay_bytes  # properties that name one, and where the last of them has its value
+    int delay  # of which name: its place in DELAYS
+    bint is_binary, is_one_way
 
 
 cdef class SendRun:
@@ -40,4 +42,5 @@ cdef class SendRun:
     cdef bint read_properties(self, Row* row) except -1
     cdef void add_topic(self, Row* row, Text topic) noexcept
     cdef int close(self, bytes data, Py_ssize_t end) except -1
+    cdef bint plan_plain(self, Row* row, int64_t now_ms, int64_t delay_ms_max) noexcept
     cdef object value(self, Row* row, int32_t at, int32_t size)

@@ -30,6 +30,8 @@ cdef enum:
     ROWS_MAX = 1024  # of a run
     BODY_BYTES_MAX = 65535  # a larger one counts by itself while it is under way (connection.py)
     NAMES_MAX = 16
+    LEVEL_UNIT = -1
+    INSTANT_UNIT = -2
 
 cdef int32_t SEND = RequestCode.SEND_MESSAGE_V2, LONG_SEND = RequestCode.SEND_MESSAGE
 cdef int32_t RESPONSE = CommandFlag.RESPONSE, ONE_WAY = CommandFlag.ONE_WAY
@@ -37,6 +39,7 @@ cdef int32_t TRANSACTION_BITS = MessageFlag.TRANSACTION_PREPARED | MessageFlag.T
 cdef Py_ssize_t HEADER_MAX = HEADER_BYTES_MAX
 cdef Py_ssize_t TAG_MAX = rules.SAFE_LENGTHS["tag"], KEY_MAX = rules.SAFE_LENGTHS["unique_key"]
 cdef Py_ssize_t KEYS_MAX = rules.SAFE_LENGTHS["keys"], TEXT_MAX = rules.SAFE_LENGTHS["properties"]
+cdef int64_t DELAY_NUMBER_MAX = 10 ** 15
 cdef int64_t INT32_MAX = (1 << 31) - 1, INT64_MAX = (1 << 63) - 1
 NEVER = -INT64_MAX - 1
 
@@ -44,12 +47,18 @@ NEVER = -INT64_MAX - 1
 cdef bytes _retry = RETRY_PREFIX.encode()
 cdef Text RETRY = Text(_retry, len(_retry))
 cdef list _delays = [name.encode() for name in sorted(delays.NAMES)]
+cdef dict _units_ms = {
+    delays.LEVEL: LEVEL_UNIT, delays.TIMER_SECONDS: 1000, delays.TIMER_MS: 1, delays.TIMER_INSTANT: INSTANT_UNIT,
+    delays.START_DELIVER_TIME: INSTANT_UNIT,
+}
 cdef list _long_names = [LONG_NAMES[name].encode() for name, _ in sorted(SHORT_NAMES.items(), key=lambda pair: pair[1])]
 cdef Text DELAYS[NAMES_MAX]
+cdef int64_t UNITS_MS[NAMES_MAX]  # what a delay's number counts; 0: not planned here
 cdef Text FIELDS[NAMES_MAX]  # the long name of `a`, of `b` and so on
 cdef int _at, DELAY_NAMES = len(_delays), FIELD_NAMES = len(_long_names)
 for _at in range(DELAY_NAMES):
     DELAYS[_at] = Text(<bytes> _delays[_at], len(_delays[_at]))
+    UNITS_MS[_at] = _units_ms.get(_delays[_at].decode(), 0)
 for _at in range(FIELD_NAMES):
     FIELDS[_at] = Text(<bytes> _long_names[_at], len(_long_names[_at]))
 
@@ -82,7 +91,8 @@ cdef class SendRun:
         row.tag_bytes = row.keys_bytes = row.key_bytes = row.text_bytes = row.queue_id = -1
         row.flag = row.sys_flag = row.times = row.level = row.opaque = 0
         row.born_ms, row.due_ms = 0, NEVER
-        row.is_one_way = row.has_delay = False
+        row.is_one_way = False
+        row.delays = 0
         row.is_binary = form == BINARY
         topic.size = 0
         if form == JSON:
@@ -241,9 +251,11 @@ cdef class SendRun:
                     row.keys_at, row.keys_bytes = value_at, value_bytes
                 elif same(name, b"REPLY_TO_CLIENT", 15):
                     return False
-                elif not row.has_delay:
+                else:
                     for delay in range(DELAY_NAMES):
-                        row.has_delay |= same(name, DELAYS[delay].at, DELAYS[delay].size)
+                        if same(name, DELAYS[delay].at, DELAYS[delay].size):
+                            row.delays += 1
+                            row.delay, row.delay_at, row.delay_bytes = delay, value_at, value_bytes
             at = stop + 1
         return 0 < row.key_bytes <= KEY_MAX and row.tag_bytes <= TAG_MAX and row.keys_bytes <= KEYS_MAX
 
@@ -290,10 +302,22 @@ cdef class SendRun:
         for row in self.rows[:self.count]:
             if row.born_ms == 0:
                 row.born_ms = now_ms
-            if row.has_delay:
+            if row.delays and not self.plan_plain(row, now_ms, delay_ms_max):
                 found = decode_properties(self.value(row, row.text_at, row.text_bytes))
                 row.level, due_ms = delays.plan(found, now_ms, delay_ms_max, timing_zone)
                 row.due_ms = NEVER if due_ms is None else due_ms
+
+    cdef bint plan_plain(self, Row* row, int64_t now_ms, int64_t delay_ms_max) noexcept:
+        """Plan a lone delay that is an ordinary number; False leaves it to `delays.plan`, which may refuse it."""
+        cdef Text text = Text(self.text.data + row.delay_at, row.delay_bytes)
+        cdef int64_t number, unit_ms = UNITS_MS[row.delay]
+        if row.delays != 1 or not unit_ms or not read_number(text, 1, DELAY_NUMBER_MAX, &number):
+            return False
+        if unit_ms == LEVEL_UNIT:
+            row.level = <int32_t> number
+            return number <= INT32_MAX
+        row.due_ms = number if unit_ms == INSTANT_UNIT else now_ms + number * unit_ms
+        return row.due_ms - now_ms <= delay_ms_max
 
     cdef object value(self, Row* row, int32_t at, int32_t size):
         """Return a text of the properties, None for one that is not there."""
