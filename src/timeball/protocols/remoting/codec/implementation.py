@@ -1,8 +1,8 @@
 """The two implementations of the hot codec: the compiled one where the build had a compiler, Python's everywhere.
 
     python      frame.py, sends.py, records.py and SendRows (handlers/sends.py): one message at a time; the reference
-    compiled    send_runs.pyx, send_columns.pyx: plain sends in runs; stored_messages.pyx: what pulls are given
-                and where there is more to it than usual, these leave it to the reference
+    compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; stored_messages.pyx: what pulls
+                are given. What is more than usual they leave to the reference.
 
 Both make the same columns, bytes and errors of the same bytes. `--codec python` forces the reference.
 """

@@ -7,7 +7,8 @@ from libc.stdlib cimport free
 from libc.string cimport memcmp, memcpy, memset
 
 from timeball.protocols.remoting.codec.c_text cimport Buffer, Text, put, put_number, write32
-from timeball.protocols.remoting.codec.send_runs cimport NEVER, Row, SendRun
+from timeball.protocols.remoting.codec.send_headers cimport NEVER, Row
+from timeball.protocols.remoting.codec.send_runs cimport SendRun
 
 import pyarrow as pa
 

@@ -11,56 +11,26 @@ is a Frame, in its place between the runs, and goes the way of the reference. So
 The columns and answers are those that the reference makes (tests/protocols/remoting/codec/test_send_runs.py).
 """
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, realloc
-from libc.string cimport memchr, memcmp, memcpy
+from libc.string cimport memcmp
 
-from timeball.protocols.remoting.codec.c_text cimport (
-    Text, is_ascii, more, put, read32, read_bare, read_number, read_plain, read_text, same,
-)
+from timeball.protocols.remoting.codec.c_text cimport Text, put, read32, same
+from timeball.protocols.remoting.codec.send_headers cimport NEVER, plan_plain, read_binary, read_json, read_properties
 
-from timeball import rules
 from timeball.message import RETRY_PREFIX, decode_properties
 from timeball.protocols.remoting.codec import delays
-from timeball.protocols.remoting.codec.codes import CommandFlag, MessageFlag, RequestCode
+from timeball.protocols.remoting.codec.codes import MessageFlag
 from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Frame, refusal
-from timeball.protocols.remoting.codec.sends import LONG_NAMES, SHORT_NAMES
 
 cdef enum:
     ROWS_MAX = 1024  # of a run
     BODY_BYTES_MAX = 65535  # a larger one counts by itself while it is under way (connection.py)
-    NAMES_MAX = 16
-    LEVEL_UNIT = -1
-    INSTANT_UNIT = -2
 
-cdef int32_t SEND = RequestCode.SEND_MESSAGE_V2, LONG_SEND = RequestCode.SEND_MESSAGE
-cdef int32_t RESPONSE = CommandFlag.RESPONSE, ONE_WAY = CommandFlag.ONE_WAY
 cdef int32_t TRANSACTION_BITS = MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT
 cdef Py_ssize_t HEADER_MAX = HEADER_BYTES_MAX
-cdef Py_ssize_t TAG_MAX = rules.SAFE_LENGTHS["tag"], KEY_MAX = rules.SAFE_LENGTHS["unique_key"]
-cdef Py_ssize_t KEYS_MAX = rules.SAFE_LENGTHS["keys"], TEXT_MAX = rules.SAFE_LENGTHS["properties"]
-cdef int64_t DELAY_NUMBER_MAX = 10 ** 15
-cdef int64_t INT32_MAX = (1 << 31) - 1, INT64_MAX = (1 << 63) - 1
-NEVER = -INT64_MAX - 1
-
-# Texts of C, and the objects that hold their bytes.
 cdef bytes _retry = RETRY_PREFIX.encode()
 cdef Text RETRY = Text(_retry, len(_retry))
-cdef list _delays = [name.encode() for name in sorted(delays.NAMES)]
-cdef dict _units_ms = {
-    delays.LEVEL: LEVEL_UNIT, delays.TIMER_SECONDS: 1000, delays.TIMER_MS: 1, delays.TIMER_INSTANT: INSTANT_UNIT,
-    delays.START_DELIVER_TIME: INSTANT_UNIT,
-}
-cdef list _long_names = [LONG_NAMES[name].encode() for name, _ in sorted(SHORT_NAMES.items(), key=lambda pair: pair[1])]
-cdef Text DELAYS[NAMES_MAX]
-cdef int64_t UNITS_MS[NAMES_MAX]  # what a delay's number counts; 0: not planned here
-cdef Text FIELDS[NAMES_MAX]  # the long name of `a`, of `b` and so on
-cdef int _at, DELAY_NAMES = len(_delays), FIELD_NAMES = len(_long_names)
-for _at in range(DELAY_NAMES):
-    DELAYS[_at] = Text(<bytes> _delays[_at], len(_delays[_at]))
-    UNITS_MS[_at] = _units_ms.get(_delays[_at].decode(), 0)
-for _at in range(FIELD_NAMES):
-    FIELDS[_at] = Text(<bytes> _long_names[_at], len(_long_names[_at]))
 
 
 cdef class SendRun:
@@ -96,168 +66,21 @@ cdef class SendRun:
         row.is_binary = form == BINARY
         topic.size = 0
         if form == JSON:
-            if not self.read_json(row, header, &topic):
+            if not read_json(row, &self.text, header, &topic):
                 return False
-        elif form != BINARY or not self.read_binary(row, header, &topic):
+        elif form != BINARY or not read_binary(row, &self.text, header, &topic):
             return False
         if topic.size == 0 or row.text_bytes < 0 or row.sys_flag & TRANSACTION_BITS:
             return False
         if topic.size >= RETRY.size and memcmp(topic.at, RETRY.at, RETRY.size) == 0:
             return False
-        if not self.read_properties(row):
+        if not read_properties(row, &self.text):
             return False
         self.add_topic(row, topic)
         self.text.size += row.text_bytes
         self.size_bytes += row.body_bytes + row.text_bytes
         self.count += 1
         return True
-
-    cdef bint read_json(self, Row* row, Text header, Text* topic) except -1:
-        cdef const char* p = header.at
-        cdef const char* end = header.at + header.size
-        cdef Text name, value
-        cdef int64_t number, code
-        cdef bint has_fields = False
-        if header.size < 12 or memcmp(p, b'{"code":', 8) != 0:
-            return False
-        p += 8
-        if not (read_bare(&p, end, &value) and read_number(value, LONG_SEND, SEND, &code)):
-            return False
-        if not (code == SEND or code == LONG_SEND) or p >= end or p[0] != c",":
-            return False
-        while p[0] == c",":
-            p += 1
-            if not read_plain(&p, end, &name) or p >= end or p[0] != c":":
-                return False
-            p += 1
-            if same(name, b"extFields", 9):
-                if has_fields or not self.read_fields(row, &p, end, topic, code == LONG_SEND):
-                    return False
-                has_fields = True
-            elif same(name, b"opaque", 6) or same(name, b"flag", 4) or same(name, b"version", 7):
-                if not read_bare(&p, end, &value) or not read_number(value, -INT32_MAX - 1, INT32_MAX, &number):
-                    return False
-                if name.at[0] == c"o":
-                    row.opaque = <int32_t> number
-                elif name.at[0] == c"f":
-                    if number & RESPONSE:
-                        return False
-                    row.is_one_way = number & ONE_WAY != 0
-            elif not (
-                same(name, b"language", 8) or same(name, b"remark", 6) or same(name, b"serializeTypeCurrentRPC", 23)
-            ):
-                return False
-            elif not read_plain(&p, end, &value) and not (read_bare(&p, end, &value) and same(value, b"null", 4)):
-                return False
-            if p >= end:
-                return False
-        # The C++ client ends its header with a line feed.
-        return has_fields and p[0] == c"}" and (p + 1 == end or (p + 2 == end and p[1] == c"\n"))
-
-    cdef bint read_fields(self, Row* row, const char** p, const char* end, Text* topic, bint is_long) except -1:
-        cdef Text name, value
-        cdef uint32_t seen = 0
-        cdef Py_ssize_t size
-        cdef char letter
-        cdef bint is_bare
-        if p[0] >= end or p[0][0] != c"{":
-            return False
-        while True:
-            p[0] += 1
-            if not read_plain(p, end, &name) or p[0] >= end or p[0][0] != c":":
-                return False
-            p[0] += 1
-            letter = letter_of(name, is_long)
-            if letter == c"i":
-                if row.text_bytes >= 0 or not read_text(p, end, more(&self.text, end - p[0]), &size):
-                    return False
-                row.text_bytes = size
-            else:
-                is_bare = not read_plain(p, end, &value)
-                if is_bare and not read_bare(p, end, &value):
-                    return False
-                if not set_field(row, topic, letter, value, is_bare, &seen):
-                    return False
-            if p[0] >= end:
-                return False
-            if p[0][0] == c"}":
-                p[0] += 1
-                return True
-            if p[0][0] != c",":
-                return False
-
-    cdef bint read_binary(self, Row* row, Text header, Text* topic) except -1:
-        cdef const char* p = header.at
-        cdef const char* end = header.at + header.size
-        cdef Text name, value
-        cdef uint32_t seen = 0
-        cdef char letter
-        # code 2, language 1, version 2, opaque 4, flag 4, length of the remark 4, of the fields 4
-        if header.size < 21 or read32(p + 13) != 0 or read32(p + 17) != header.size - 21:
-            return False
-        cdef int32_t code = read32(p) >> 16
-        if not (code == SEND or code == LONG_SEND) or read32(p + 9) & RESPONSE:
-            return False
-        row.opaque, row.is_one_way = <int32_t> read32(p + 5), read32(p + 9) & ONE_WAY != 0
-        p += 21
-        while p < end:
-            if end - p < 2:
-                return False
-            name.at, name.size = p + 2, <uint8_t> p[0] << 8 | <uint8_t> p[1]
-            if end - name.at < name.size + 4:
-                return False
-            p = name.at + name.size
-            value.at, value.size = p + 4, read32(p)
-            if end - value.at < value.size or not is_ascii(name):
-                return False
-            p = value.at + value.size
-            letter = letter_of(name, code == LONG_SEND)
-            if letter == c"i":
-                if row.text_bytes >= 0:
-                    return False
-                memcpy(more(&self.text, value.size), value.at, value.size)
-                row.text_bytes = value.size
-            elif not is_ascii(value) or not set_field(row, topic, letter, value, False, &seen):
-                return False
-        return True
-
-    cdef bint read_properties(self, Row* row) except -1:
-        """Find the properties that are columns of their own, and whether there is a delay."""
-        cdef char* begin = self.text.data + self.text.size
-        cdef const char* at = begin
-        cdef const char* end = begin + row.text_bytes
-        cdef const char* stop
-        cdef const char* middle
-        cdef Text name
-        cdef int32_t value_at, value_bytes
-        cdef int delay
-        name.at, name.size = begin, row.text_bytes
-        if row.text_bytes > TEXT_MAX or not (is_ascii(name) or is_utf8(name)):
-            return False
-        row.text_at = self.text.size
-        while at < end:
-            stop = <const char*> memchr(at, 2, end - at)
-            if stop == NULL:
-                stop = end
-            middle = <const char*> memchr(at, 1, stop - at)
-            if middle != NULL:
-                name.at, name.size = at, middle - at
-                value_at, value_bytes = row.text_at + (middle + 1 - begin), stop - middle - 1
-                if same(name, b"UNIQ_KEY", 8):
-                    row.key_at, row.key_bytes = value_at, value_bytes
-                elif same(name, b"TAGS", 4):
-                    row.tag_at, row.tag_bytes = value_at, value_bytes
-                elif same(name, b"KEYS", 4):
-                    row.keys_at, row.keys_bytes = value_at, value_bytes
-                elif same(name, b"REPLY_TO_CLIENT", 15):
-                    return False
-                else:
-                    for delay in range(DELAY_NAMES):
-                        if same(name, DELAYS[delay].at, DELAYS[delay].size):
-                            row.delays += 1
-                            row.delay, row.delay_at, row.delay_bytes = delay, value_at, value_bytes
-            at = stop + 1
-        return 0 < row.key_bytes <= KEY_MAX and row.tag_bytes <= TAG_MAX and row.keys_bytes <= KEYS_MAX
 
     cdef void add_topic(self, Row* row, Text topic) noexcept:
         cdef int at = 0
@@ -302,22 +125,10 @@ cdef class SendRun:
         for row in self.rows[:self.count]:
             if row.born_ms == 0:
                 row.born_ms = now_ms
-            if row.delays and not self.plan_plain(row, now_ms, delay_ms_max):
+            if row.delays and not plan_plain(row, &self.text, now_ms, delay_ms_max):
                 found = decode_properties(self.value(row, row.text_at, row.text_bytes))
                 row.level, due_ms = delays.plan(found, now_ms, delay_ms_max, timing_zone)
                 row.due_ms = NEVER if due_ms is None else due_ms
-
-    cdef bint plan_plain(self, Row* row, int64_t now_ms, int64_t delay_ms_max) noexcept:
-        """Plan a lone delay that is an ordinary number; False leaves it to `delays.plan`, which may refuse it."""
-        cdef Text text = Text(self.text.data + row.delay_at, row.delay_bytes)
-        cdef int64_t number, unit_ms = UNITS_MS[row.delay]
-        if row.delays != 1 or not unit_ms or not read_number(text, 1, DELAY_NUMBER_MAX, &number):
-            return False
-        if unit_ms == LEVEL_UNIT:
-            row.level = <int32_t> number
-            return number <= INT32_MAX
-        row.due_ms = number if unit_ms == INSTANT_UNIT else now_ms + number * unit_ms
-        return row.due_ms - now_ms <= delay_ms_max
 
     cdef object value(self, Row* row, int32_t at, int32_t size):
         """Return a text of the properties, None for one that is not there."""
@@ -353,57 +164,6 @@ cdef class SendRun:
         return [
             (row.opaque, BINARY if row.is_binary else JSON) for row in self.rows[:self.count] if not row.is_one_way
         ]
-
-
-cdef bint is_utf8(Text text) except -1:
-    try:
-        text.at[:text.size].decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-cdef char letter_of(Text name, bint is_long) noexcept:
-    """Return the letter of a field; `z` for one that nothing is made of."""
-    cdef int at
-    if not is_long:
-        return name.at[0] if name.size == 1 and c"a" <= name.at[0] <= c"m" else c"z"
-    for at in range(FIELD_NAMES):
-        if same(name, FIELDS[at].at, FIELDS[at].size):
-            return <char> (c"a" + at)
-    return c"z"
-
-
-cdef bint set_field(Row* row, Text* topic, char letter, Text value, bint is_bare, uint32_t* seen) noexcept:
-    """Set a field; False when it is there twice, or written in an unusual form. `is_bare`: without quotes, in JSON."""
-    cdef int64_t number
-    cdef bint is_false = same(value, b"false", 5), is_true = same(value, b"true", 4)
-    if letter == c"z":
-        return not is_bare or is_false or is_true or read_number(value, -INT64_MAX, INT64_MAX, &number)
-    if seen[0] >> (letter - c"a") & 1:
-        return False
-    seen[0] |= 1 << (letter - c"a")
-    if letter == c"a" or letter == c"b" or letter == c"c":
-        if letter == c"b":
-            topic[0] = value
-        return not is_bare
-    if letter == c"k" or letter == c"m":
-        is_false |= not is_bare and same(value, b"0", 1)
-        is_true |= not is_bare and same(value, b"1", 1)
-        return is_false or (is_true and letter == c"k")  # a batch is more than a plain send
-    if letter == c"g":
-        return read_number(value, NEVER, INT64_MAX, &row.born_ms)
-    if not read_number(value, -INT32_MAX - 1, INT32_MAX, &number):
-        return False
-    if letter == c"e":
-        row.queue_id = max(-1, <int32_t> number)
-    elif letter == c"f":
-        row.sys_flag = <int32_t> number
-    elif letter == c"h":
-        row.flag = <int32_t> number
-    elif letter == c"j":
-        row.times = <int32_t> number
-    return True
 
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
