@@ -15,6 +15,7 @@ from timeball.access import Caller
 from timeball.broker import ingress
 from timeball.broker.admission import as_columns
 from timeball.broker.appender import Accepted
+from timeball.broker.registry.topic import READ, TopicConfig
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import SendBatch, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -84,6 +85,21 @@ def test_of_one_read_too_each_is_refused_for_itself(node: RunningNode, wire: Wir
     assert [answer.code for answer in answers] == [wrong if body == b"poison" else right for body in bodies]
     assert [row["body"] for row in rows(node)] == [b"first", *(body for body in bodies if body != b"poison")]
     assert max(seen) > 1 and seen.count(1) >= len(bodies) - 1, "together first, then each alone"
+
+
+def test_a_topic_that_is_closed_meanwhile_leaves_nobody_waiting(node: RunningNode, wire: Wire) -> None:
+    """A run is refused, and taken apart, when the policy would no longer let its sends pass."""
+    assert sent(wire).code == 0
+
+    def accept(real: Any, batch: pa.RecordBatch) -> Any:
+        if batch.num_rows > 1:
+            node.broker.parts.topics.configure("orders", TopicConfig(perm=READ))
+            raise InvalidMessage("together")
+        return real(batch)
+
+    accepted_by(node, accept)
+    answers = at_once(wire, [(b"%d" % n, {}) for n in range(8)])
+    assert [answer.code for answer in answers] == [ResponseCode.NO_PERMISSION] * 8
 
 
 def test_sends_of_all_forms_keep_their_order(node: RunningNode, wire: Wire) -> None:

@@ -147,12 +147,15 @@ class Sends:
             self.put(connection, header, frame, now_ms)
 
     def _tickets(self, ticket: RunTicket) -> list[Ticket]:
-        """Return the tickets of a run's sends, each for itself."""
-        found = []
+        """Return the tickets of a run's sends, each for itself; all that could be refused of them has been decided."""
+        found, origin, now_ms = [], ticket.origin, ticket.now_ms
         for frame in ticket.rows.frames():
             header = read_send(frame)
             assert header is not None, "plain sends are sends"
-            found.append(self._ticket(ticket.origin, header, frame, ticket.now_ms)[1])
+            asked = header.fields.queue_id
+            queue_id = -1 if asked is None or asked < 0 else asked
+            body, form = frame.body, frame.serialisation
+            found.append(self._rows.ticket(self, origin, header, body, form, origin.name, queue_id, now_ms))
         return found
 
     def _directed(self, header: SendHeader) -> Ingress:
