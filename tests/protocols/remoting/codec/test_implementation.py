@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from timeball import limits
-from timeball.broker.ingress import batch_of
+from timeball.broker.admission import batch_of
 from timeball.errors import TimeballError
 from timeball.message import READ_SCHEMA, encode_properties
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode

@@ -71,8 +71,8 @@ def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(
 def test_of_one_read_too_each_is_refused_for_itself(node: RunningNode, wire: Wire) -> None:
     """What the codec has read as a run shares no fate, and keeps its order."""
 
-    def accept(real: Any, batch: pa.RecordBatch) -> Any:
-        if b"poison" in batch.column("body").to_pylist():
+    def accept(real: Any, batch: SendBatch) -> Any:
+        if b"poison" in as_columns(batch).column("body").to_pylist():
             raise InvalidMessage("poison")
         return real(batch)
 
@@ -91,8 +91,8 @@ def test_a_topic_that_is_closed_meanwhile_leaves_nobody_waiting(node: RunningNod
     """A run is refused, and taken apart, when the policy would no longer let its sends pass."""
     assert sent(wire).code == 0
 
-    def accept(real: Any, batch: pa.RecordBatch) -> Any:
-        if batch.num_rows > 1:
+    def accept(real: Any, batch: SendBatch) -> Any:
+        if len(batch) > 1:
             node.broker.parts.topics.configure("orders", TopicConfig(perm=READ))
             raise InvalidMessage("together")
         return real(batch)

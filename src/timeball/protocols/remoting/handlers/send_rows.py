@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pyarrow as pa
-
 from timeball import rules
-from timeball.broker.ingress import Piece, batch_of
+from timeball.broker.ingress import SMALL_ROWS, Piece
 from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import SEND_NAMES, SendRow, decode_properties
+from timeball.message import SEND_NAMES, SendBatch, SendRow, decode_properties
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.implementation import Codec, SendRun
@@ -66,11 +64,11 @@ class RunTicket(Piece, gc=False):
         run: SendRun = self.rows
         return run.requests()
 
-    def join(self, pieces: Sequence[Piece]) -> pa.RecordBatch:
-        """Return the rows of these pieces as one batch: see Piece."""
+    def join(self, pieces: Sequence[Piece]) -> SendBatch:
+        """Return the rows of these pieces, many of them as columns: see Piece."""
         runs = [piece.rows for piece in pieces]
-        if any(type(piece) is not RunTicket for piece in pieces):
-            return batch_of([row for run in runs for row in run])
+        if sum(map(len, runs)) <= SMALL_ROWS or any(type(piece) is not RunTicket for piece in pieces):
+            return [row for run in runs for row in run]
         return self.codec.join(runs)
 
     def apart(self) -> Sequence[Piece]:
