@@ -9,7 +9,7 @@ import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.client.exchange import Lost, NotSent, SendExchange
-from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
+from timeball.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
@@ -96,3 +96,28 @@ def test_their_codes_do_not_shadow_the_brokers() -> None:
     assert {NotSent.code, Lost.code, Unavailable.code, TimeballError.code} == {
         "not_sent", "answer_lost", "unavailable", "error",
     }  # fmt: skip
+
+
+class Refusing:
+    """Flight's client, when the broker's refusal is there before the schema is written."""
+
+    def __init__(self, error: flight.FlightError) -> None:
+        self.error = error
+
+    def do_exchange(self, _: flight.FlightDescriptor) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (flight.FlightServerError("who are you?. Detail: Failed", b"unauthorized"), Unauthorized),
+        (flight.FlightUnavailableError("connection refused"), NotSent),
+    ],
+)
+def test_a_refusal_that_comes_at_once_is_told_as_it_stands(
+    error: flight.FlightError, raised: type[TimeballError]
+) -> None:
+    with pytest.raises(raised) as caught:
+        SendExchange(Refusing(error), SCHEMA, "grpc://here")
+    assert type(caught.value) is raised

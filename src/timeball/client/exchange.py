@@ -63,7 +63,10 @@ def _too_large(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
 
 
 class SendExchange:
-    """Writes batches and matches answers to them. Opens when built; raises NotSent when no broker answers."""
+    """Writes batches and matches answers to them.
+
+    Opens when built; raises NotSent when no broker answers, or its refusal.
+    """
 
     def __init__(self, client: Any, schema: pa.Schema, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -77,7 +80,8 @@ class SendExchange:
             self._writer, self._reader = client.do_exchange(descriptor)
             self._writer.begin(schema)
         except (pa.ArrowException, flight.FlightError) as error:
-            raise NotSent(str(translate(error, endpoint))) from error
+            # A broker that refuses the caller may end the stream before the schema is written.
+            raise self._not_sent(translate(error, endpoint)) from error
         self._thread = threading.Thread(target=self._read, name="timeball-acks", daemon=True)
         self._thread.start()
 
