@@ -24,6 +24,8 @@ from tests.interop.stock_clients import command
 
 from timeball.protocols.remoting.codec.frame import JSON, Command, Splitter, decode, encode
 
+pytestmark = pytest.mark.interop
+
 ROOT = Path(__file__).parents[2]
 RUN_S = 240
 NAMES = ["batches of 32, 8x8", "pulls of 32, 8x4, first read", "pulls of 32, 8x4, second read"]
