@@ -24,6 +24,9 @@ os.environ.setdefault("TIMEBALL_REMOTING_PORT", "0")
 # And each allocates its log, twice the size of a segment.
 os.environ.setdefault("TIMEBALL_SEGMENT_BYTES", "16MiB")
 
+# A Spark of a test lives for seconds: what the second compiler makes faster later costs it half of its CPU time now.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+
 # A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
