@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -51,7 +52,13 @@ def nothing_is_lost(which: str, folder: Path) -> None:
             def consumed() -> set[str]:
                 return {message["body"] for message in client.deliveries(consumer, done=True)}
 
-            client.wait_until(lambda: consumed() >= set(sent), lambda: f"lost: {set(sent) - consumed()}")
+            def lost() -> str:
+                tries = Counter(message["body"] for message in client.deliveries(consumer))
+                return (
+                    f"lost: {', '.join(f'{body} ({tries[body]} tries)' for body in set(sent) - consumed())}"
+                )
+
+            client.wait_until(lambda: consumed() >= set(sent), lost)
             for message in client.deliveries(consumer):
                 if message["body"].startswith("level") and not message["reconsume_times"]:
                     assert not is_early(message, message["born_ms"] + 5_000)
