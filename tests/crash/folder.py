@@ -25,6 +25,7 @@ from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.consuming.restart import saved
 from timeball.broker.registry.groups import RequestMode, SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.tables import rewrite
 from timeball.clock import ManualClock
 from timeball.table import catalog
 
@@ -184,6 +185,8 @@ def known(world: World) -> Look:
     """What the broker says of itself after a start."""
     parts, broker = world.broker.parts, world.broker
     adds = DeltaTable(parts.catalog.uri).get_add_actions(flatten=True)
+    # The rewriter of small files begins its epoch when it looks at them: on a busy machine some rows later.
+    epochs = {job: epoch for job, epoch in parts.ledger.epochs.items() if job != rewrite.JOB_ID}
     return {
         "topics": [(t.name, t.config, t.filter_type, t.perm) for t in parts.topics.all()],
         "queues": {topic: broker.queues(topic) for topic in broker.topics()},
@@ -194,7 +197,7 @@ def known(world: World) -> Look:
         "held": [saved(queue) for queue in broker.consuming.leases.all() if not queue.idle],
         "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),
-        "ledger": (parts.ledger.epochs, parts.ledger.reserved, parts.ledger.attach_seq),
+        "ledger": (epochs, parts.ledger.reserved, parts.ledger.attach_seq),
         "files": sorted(str(entry) for entry in parts.hour_log.pending.live_entries()),
         "delta": sorted(str({**a, "modification_time": 0}) for a in pa.table(adds).to_pylist()),
     }  # fmt: skip
