@@ -1,7 +1,7 @@
 """A few sends: checked, placed and built row by row, and made columns once.
 
 Nearly every commit is of a few rows. The way of columns (admission.py, `Topics.place`) makes a hundred calls of Arrow
-and numpy, some microseconds each whatever the number of rows; up to ROWS_MAX rows cost less one by one.
+and numpy, each of which takes some microseconds for one row too; up to ROWS_MAX rows cost less one by one.
 
 What is not plain goes the way of columns: a delay level, a column of another type, a row that breaks a rule. That way
 alone names faults, so each is told in one place. `tests/broker/test_few_sends.py` holds that both give the same rows.

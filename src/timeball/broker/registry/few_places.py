@@ -1,7 +1,7 @@
 """Places of a few rows in their queues, in Python's numbers.
 
-They are the places that `Topics.place` would give the same rows. It is made for columns: fifty calls of numpy, some
-microseconds each whatever the number of rows.
+`Topics.place` would give the same rows the same places. That way is made for columns: it makes fifty calls of numpy,
+and each of them takes some microseconds for one row too.
 """
 
 from __future__ import annotations

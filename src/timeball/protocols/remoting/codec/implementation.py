@@ -1,6 +1,7 @@
 """The two implementations of the hot codec: the compiled one where the build had a compiler, Python's everywhere.
 
-    python      frame.py, sends.py, records.py and SendRows (handlers/sends.py): one message at a time; the reference
+    python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time; it
+                is the reference
     compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; stored_messages.pyx: what pulls
                 are given. What is more than usual they leave to the reference.
 

@@ -8,7 +8,7 @@ A send is plain when producers write it so and only its topic, its queue and its
 is a Frame, in its place between the runs, and goes the way of the reference. So nothing is refused here: each doubt
 (another spelling of JSON, an unusual number, a field that is there twice, a text near its limit) makes a frame not plain.
 
-The columns and answers are those that the reference makes (tests/protocols/remoting/codec/test_send_runs.py).
+The columns and answers are those that the reference makes (tests/protocols/remoting/codec/test_implementation.py).
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t

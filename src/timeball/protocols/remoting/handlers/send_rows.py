@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from timeball import rules
-from timeball.broker.ingress import SMALL_ROWS, Piece
+from timeball.broker.few_sends import ROWS_MAX as FEW_ROWS_MAX
+from timeball.broker.ingress import Piece
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import SEND_NAMES, SendBatch, SendRow, decode_properties
 from timeball.protocols.remoting.codec import delays
@@ -22,9 +23,8 @@ from timeball.protocols.remoting.connection import Connection
 
 BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
 ONE_WAY = int(CommandFlag.ONE_WAY)
-BATCH_ROWS_MAX = (
-    8_192  # the answer names each message, some 66 characters, in a header that the client must parse
-)
+# The answer names each message, some 66 characters, in a header that the client must parse.
+BATCH_ROWS_MAX = 8_192
 _BODY_SAFE, _PROPERTIES_SAFE = rules.SAFE_LENGTHS["body"], rules.SAFE_LENGTHS["properties"]
 _SHORT = 60  # characters: within all limits, of any bytes
 OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
@@ -67,7 +67,7 @@ class RunTicket(Piece, gc=False):
     def join(self, pieces: Sequence[Piece]) -> SendBatch:
         """Return the rows of these pieces, many of them as columns: see Piece."""
         runs = [piece.rows for piece in pieces]
-        if sum(map(len, runs)) <= SMALL_ROWS or any(type(piece) is not RunTicket for piece in pieces):
+        if sum(map(len, runs)) <= FEW_ROWS_MAX or any(type(piece) is not RunTicket for piece in pieces):
             return [row for run in runs for row in run]
         return self.codec.join(runs)
 
