@@ -5,6 +5,7 @@ A breach that must be allowed goes into `ALLOWED`, with the reason; one that is 
 """
 
 import ast
+import inspect
 import io
 import re
 import subprocess
@@ -15,6 +16,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import pytest
+
+from timeball.broker.service import Broker
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -121,6 +124,10 @@ DISK = {
 PATH_METHODS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_NAMES = {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
+VERBS_OF_A_CALLER = {
+    name for name, verb in vars(Broker).items()
+    if inspect.isfunction(verb) and "caller" in inspect.signature(verb).parameters
+}  # fmt: skip
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 
@@ -221,6 +228,25 @@ def log_line(source: Source) -> Iterator[str]:
                 yield f"{node.lineno}: {text!r} should be as 'segment cut file=%s reason=%s'"
 
 
+def unnamed_caller(source: Source) -> Iterator[str]:
+    """An edge that leaves the caller out has the broker decide as if access were not controlled."""
+    if source.path.parts[0] != "protocols":
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            defaults = [dotted_name(default) for default in node.args.defaults]
+            if "ANONYMOUS" in defaults:
+                yield f"{node.lineno}: {node.name}: a function of an edge has no default caller"
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, verb = dotted_name(node.func.value) or "", node.func.attr
+        if owner.rpartition(".")[2] not in ("broker", "_broker") or verb not in VERBS_OF_A_CALLER:
+            continue
+        named = [dotted_name(each) or "" for each in [*node.args, *(k.value for k in node.keywords)]]
+        if not any(name.rpartition(".")[2] == "caller" for name in named):
+            yield f"{node.lineno}: {owner}.{verb}() without its caller does as ANONYMOUS"
+
+
 def vague_name(source: Source) -> Iterator[str]:
     for part in source.path.with_suffix("").parts:
         if part.strip("_") in VAGUE_NAMES:
@@ -229,6 +255,7 @@ def vague_name(source: Source) -> Iterator[str]:
 
 RULES: list[Callable[[Source], Iterator[str]]] = [
     too_long, function_too_long, undocumented, reads_clock, touches_disk, unsafe, broad_except, vague_name, log_line,
+    unnamed_caller,
 ]  # fmt: skip
 
 
@@ -355,6 +382,8 @@ CONTROLS = [
     (log_line, "x.py", "logger.info('cut %d bytes', size)"),
     (log_line, "x.py", "failures.log.error(f'cut {size} bytes')"),
     (vague_name, "helpers/format.py", ""),
+    (unnamed_caller, "protocols/http/a.py", "await self._broker.offsets(group, topic)\n"),
+    (unnamed_caller, "protocols/http/a.py", "def f(broker, caller: Caller = ANONYMOUS): pass\n"),
 ]
 
 

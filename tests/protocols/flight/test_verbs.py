@@ -18,7 +18,7 @@ from timeball.protocols.flight import codec, verbs
 
 
 def perform(node: RunningNode, verb: str, request: codec.ActionRequest) -> Any:
-    return node.run(verbs.perform(node.broker, verb, request, node.node.status))
+    return node.run(verbs.perform(node.broker, verb, request, node.node.status, ANONYMOUS))
 
 
 def test_every_action_has_a_verb(node: RunningNode) -> None:
@@ -96,7 +96,7 @@ def test_rows_of_a_pull_and_of_a_queue(node: RunningNode) -> None:
     pull = wire.Pull(topic="empty", offsets={0: 0}, rows=5)
     queue = wire.ReadQueue(topic="empty", queue_id=0, offset=0, rows=5)
     for request in (pull, queue):
-        batch = node.run(verbs.rows(node.broker, request))
+        batch = node.run(verbs.rows(node.broker, request, ANONYMOUS))
         assert batch.schema == READ_SCHEMA and batch.num_rows == 0
 
 

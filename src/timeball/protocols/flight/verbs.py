@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from timeball import wire
-from timeball.access import ANONYMOUS, Caller, Verb
+from timeball.access import Caller, Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.service import Broker
 from timeball.message import READ_SCHEMA
@@ -38,7 +38,7 @@ class HandedOut(NamedTuple):
 
 
 async def perform(
-    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, caller: Caller = ANONYMOUS
+    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, caller: Caller
 ) -> Any:
     """Do an action for a caller; returns what becomes the JSON of its answer."""
     match request:
@@ -116,9 +116,7 @@ async def _plain(broker: Broker, verb: str, status: Status, caller: Caller) -> A
     return await broker.compact(caller) or {}
 
 
-async def rows(
-    broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller = ANONYMOUS
-) -> pa.RecordBatch:
+async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller) -> pa.RecordBatch:
     """The rows a queue read or a pull asks for, in READ_SCHEMA."""
     if isinstance(request, wire.Pull):
         return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
@@ -140,7 +138,7 @@ async def receive(broker: Broker, request: wire.Receive, caller: Caller) -> Hand
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
             return _handed_out(broker, request, Received(NO_ROWS, []))
     elif request.latest and not parts.offsets.get(request.group, request.topic):
-        ends = {queue: end for queue, (_, end) in broker.queues(request.topic).items()}
+        ends = {queue: end for queue, (_, end) in broker.queues(request.topic, caller).items()}
         await broker.commit_offsets(request.group, request.topic, ends, caller)
     received = await broker.consuming.receive(
         ReceiveRequest(

@@ -128,7 +128,7 @@ class Pulls:
         topic, _ = self._queue(request.message_queue, call.caller)
         try:
             await self._broker.commit_offsets(
-                group.group_name, topic.name, {request.message_queue.id: request.offset}
+                group.group_name, topic.name, {request.message_queue.id: request.offset}, call.caller
             )
         except OutOfRange as error:
             raise Refused(Code.ILLEGAL_OFFSET, str(error)) from error
@@ -137,7 +137,7 @@ class Pulls:
     async def _get(self, call: Call, request: GetOffsetRequest) -> GetOffsetResponse:
         group = self._broker.policy.joined(group_name(request.group), call.caller)
         topic, _ = self._queue(request.message_queue, call.caller)
-        found = self._broker.offsets(group.group_name, topic.name).get(request.message_queue.id)
+        found = self._broker.offsets(group.group_name, topic.name, call.caller).get(request.message_queue.id)
         if found is None:
             raise Refused(
                 Code.OFFSET_NOT_FOUND,

@@ -67,7 +67,8 @@ class Offsets:
 
     def _query(self, call: Call) -> Reply:
         fields = call.fields(_Query)
-        stored = self._broker.offsets(fields.consumer_group, fields.topic).get(fields.queue_id)
+        offsets = self._broker.offsets(fields.consumer_group, fields.topic, call.caller)
+        stored = offsets.get(fields.queue_id)
         if stored is None:
             known = self._broker.parts.topics.find_topic(fields.topic)
             has_first = (

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from timeball.access import Caller
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.rates import Stat, of_group
@@ -93,7 +94,7 @@ class Progress:
         for name in [asked.topic] if asked.topic else self._topics_of(asked.consumer_group):
             topic = self._broker.parts.topics.find_topic(name)
             if topic is not None:
-                entries += await self._progress(asked.consumer_group, topic)
+                entries += await self._progress(asked.consumer_group, topic, call.caller)
                 tps += self._per_second(Stat.GROUP_GET_NUMS, of_group(name, asked.consumer_group))
         return call.answer_json({"consumeTps": tps, "offsetTable": by_object(entries)})
 
@@ -105,7 +106,7 @@ class Progress:
             stats = []
             for name in self._topics_of(group.group_name):
                 topic = self._broker.parts.topics.find_topic(name)
-                entries = await self._progress(group.group_name, topic) if topic is not None else []
+                entries = [] if topic is None else await self._progress(group.group_name, topic, call.caller)
                 behind += sum(value["brokerOffset"] - value["consumerOffset"] for _, value in entries)
                 tps = self._per_second(Stat.GROUP_GET_NUMS, of_group(name, group.group_name))
                 stats.append({"consumeTps": tps, "offsetTable": by_object(entries)})
@@ -124,7 +125,8 @@ class Progress:
         """Of each queue: when its first and last messages were stored, and the last one that a group has read."""
         asked = call.fields(_Span)
         topic = self._topic(asked.topic)
-        stored, now_ms = self._broker.offsets(asked.group, topic.name), self._broker.parts.clock.now_ms()
+        stored = self._broker.offsets(asked.group, topic.name, call.caller)
+        now_ms = self._broker.parts.clock.now_ms()
         spans = []
         for at, queue in enumerate(topic.queues[: topic.write_queues]):
             index, offset = queue.index, stored.get(at, 0)
@@ -160,13 +162,13 @@ class Progress:
                 "Consumer not online, so can not reset offset, "
                 f"Group: {said.group} Topic: {said.topic} Timestamp: {said.timestamp}",
             )
-        offsets = await self._offsets_at(topic, said)
+        offsets = await self._offsets_at(topic, said, call.caller)
         await self._broker.commit_offsets(said.group, said.topic, offsets, call.caller)
         self._tell(group, said, offsets)
         return call.answer(body=self._table(said.topic, offsets))
 
-    async def _offsets_at(self, topic: Topic, said: _Reset) -> dict[int, int]:
-        parts, stored = self._broker.parts, self._broker.offsets(said.group, said.topic)
+    async def _offsets_at(self, topic: Topic, said: _Reset, caller: Caller) -> dict[int, int]:
+        parts, stored = self._broker.parts, self._broker.offsets(said.group, said.topic, caller)
         offsets = {}
         for at, queue in enumerate(topic.queues[: topic.read_queues]):
             if said.timestamp < 0:
@@ -223,8 +225,8 @@ class Progress:
         now = list(reads.subscriptions) if reads is not None else []
         return sorted({*now, *self._broker.parts.offsets.topics_of(group)})
 
-    async def _progress(self, group: str, topic: Topic) -> list[tuple[Any, Any]]:
-        stored = self._broker.offsets(group, topic.name)
+    async def _progress(self, group: str, topic: Topic, caller: Caller) -> list[tuple[Any, Any]]:
+        stored = self._broker.offsets(group, topic.name, caller)
         queues = topic.queues[: topic.read_queues]
         # A group that has not come yet is behind by all that is there.
         offsets = [stored.get(at, queue.index.min_offset) for at, queue in enumerate(queues)]
