@@ -30,7 +30,7 @@ from setuptools.command.build_py import build_py
 SOURCE = "rocketmq-python-client"
 NAMES = ("definition", "service")  # admin.proto has one call, to change a log level, which no client makes
 PACKAGE = Path("timeball", "protocols", "grpc", "_generated")
-CODEC = Path("src", "timeball", "protocols", "remoting", "codec")
+SOURCES = Path("src", "timeball")
 STABLE_ABI = {"tag": "cp311", "version": "0x030B0000"}  # the oldest Python that we run on
 
 
@@ -119,14 +119,14 @@ def codec_modules() -> list[Extension]:
         Extension(
             ".".join(path.with_suffix("").parts[1:]),
             [str(path)],
-            depends=[str(each) for each in sorted(CODEC.glob("*.pxd"))],
+            depends=[str(each) for each in sorted(SOURCES.rglob("*.pxd"))],
             define_macros=[("Py_LIMITED_API", STABLE_ABI["version"])],
             # Cython writes a conversion that this code does not use.
             extra_compile_args=["-Wno-unused-function"],
             py_limited_api=True,
             optional=True,
         )
-        for path in sorted(CODEC.glob("*.pyx"))
+        for path in sorted(SOURCES.rglob("*.pyx"))
     ]
 
 

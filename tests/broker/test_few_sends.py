@@ -21,7 +21,8 @@ from timeball.broker.registry.topic import TopicConfig
 from timeball.clock import ManualClock
 from timeball.errors import TimeballError
 from timeball.log import format as fmt
-from timeball.message import LOG_SCHEMA, SEND_NAMES, Kind, SendRow, build_rows, rows_of
+from timeball.log.few_rows import rows_of
+from timeball.message import LOG_SCHEMA, SEND_NAMES, Kind, SendRow, build_rows
 
 NOW_MS = 1_700_000_000_000
 TOPICS = ("one", "many", "missing")

@@ -29,6 +29,7 @@ from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
+from timeball.log.few_rows import FewRows, Rows, as_batch, builder_of
 from timeball.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
@@ -61,7 +62,20 @@ class Accepted:
     first_seq: int
     rows: int
     store_ms: int
-    kept: pa.RecordBatch  # the rows as they stand in the log (LOG_SCHEMA)
+    written: Rows
+
+    @property
+    def kept(self) -> pa.RecordBatch:
+        """Return the rows as they stand in the log (LOG_SCHEMA)."""
+        return as_batch(self.written)
+
+    def places(self) -> tuple[list[int], list[int | None]]:
+        """Return queue and offset of each row; what waits for an instant has no offset yet."""
+        if isinstance(self.written, FewRows):
+            values = self.written.values
+            return [row[_QUEUE_ID] for row in values], [row[_QUEUE_OFFSET] for row in values]
+        columns = self.written.columns
+        return columns[_QUEUE_ID].to_numpy().tolist(), columns[_QUEUE_OFFSET].to_pylist()
 
 
 class TailCount:
@@ -101,6 +115,7 @@ class Appender:
 
     def __init__(self, parts: Components, policy: Policy, waiters: Waiters, tail_count: TailCount) -> None:
         self._compacts, self._host = parts.compacts, parts.settings.host
+        self._build = builder_of(parts.settings.codec)
         self._parts, self._policy, self._waiters, self._tail_count = parts, policy, waiters, tail_count
 
     def send(self, batch: SendBatch, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
@@ -123,7 +138,9 @@ class Appender:
         topics = {name: self._policy.destination(name, caller) for name in {row[0] for row in few}}
         if None in topics.values():
             return None  # to be made, once nothing else of the request is wrong
-        rows, places, promised = few_sends.log_rows(few, cast("dict[str, Topic]", topics), now_ms, self._host)
+        rows, places, promised = few_sends.log_rows(
+            few, cast("dict[str, Topic]", topics), now_ms, self._host, self._build
+        )
         first_seq = parts.writer.next_seq
 
         def on_durable() -> None:
@@ -131,7 +148,7 @@ class Appender:
                 places.index(first_seq)
                 self._visible(places)
             if any(promised):
-                self._promised(rows, first_seq, np.array(promised))
+                self._promised(rows.batch, first_seq, np.array(promised))
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
         # Behind the append, which may refuse, and without a pause, so that no other row gets these places.

@@ -17,6 +17,7 @@ import pyarrow as pa
 from timeball import limits, rules
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topic import Topic
+from timeball.log.few_rows import Build, FewRows
 from timeball.message import (
     SEND_COLUMNS,
     SEND_NAMES,
@@ -24,7 +25,6 @@ from timeball.message import (
     Kind,
     LogRow,
     SendRow,
-    rows_of,
 )
 from timeball.rules import size_bytes
 
@@ -81,15 +81,17 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wa
     return total_bytes <= _bytes_max()
 
 
-class FewRows(NamedTuple):
+class Few(NamedTuple):
     """Rows as the log will hold them, their places, and which of them are promises."""
 
-    rows: pa.RecordBatch
+    rows: FewRows
     places: FewPlaces | None  # None: of promises alone
     promised: list[bool]
 
 
-def log_rows(rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str) -> FewRows:
+def log_rows(
+    rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str, build: Build
+) -> Few:
     """Return plain rows with their places, which `FewPlaces.give_out` is still to give out.
 
     Raises what Arrow raises of a value: a number out of its column's range, half a surrogate pair.
@@ -116,4 +118,4 @@ def log_rows(rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, 
                 flag or 0, sys_flag or 0, reconsume_times or 0, due_ms, None, None, None, None,
             )
         )  # fmt: skip
-    return FewRows(rows_of(built), places, [row[0] == _PROMISE for row in built])
+    return Few(build(built), places, [row[0] == _PROMISE for row in built])

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import pyarrow as pa
-
 from timeball.log import format as fmt
+from timeball.log.few_rows import Rows
 from timeball.log.segment import Segment
 
 DurableCallback = Callable[[], None]
@@ -19,7 +18,7 @@ DurableCallback = Callable[[], None]
 class Entry:
     """Rows of one `append`, until they are durable."""
 
-    rows: pa.RecordBatch
+    rows: Rows
     first_seq: int
     span: int  # >= rows.num_rows: more when numbers are set aside
     size_bytes: int
@@ -32,7 +31,7 @@ class Entry:
 class Group(NamedTuple):
     """Rows of one frame."""
 
-    rows: pa.RecordBatch
+    rows: Rows
     first_seq: int
     span: int
     size_bytes: int  # as an Arrow message

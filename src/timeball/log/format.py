@@ -41,6 +41,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.errors import Corrupt, SetupError
+from timeball.log.few_rows import FewRows, Rows
 from timeball.message import LOG_SCHEMA, SCHEMA_VERSION
 
 ALIGN = 64
@@ -99,7 +100,7 @@ class Frame:
 
 
 def encode_frame(
-    rows: pa.RecordBatch,
+    rows: Rows,
     *,
     first_seq: int,
     span: int,
@@ -112,22 +113,22 @@ def encode_frame(
     """Return the frame for `rows` at `position`, and its bytes as buffers to be written one after the other."""
     assert span >= rows.num_rows > 0
     # The message without its schema: every frame has LOG_SCHEMA, so a reader needs only the version in the header.
-    payload = rows.serialize()
-    padding = bytes(-payload.size % ALIGN)
-    length = ALIGN + payload.size + len(padding)
+    payload = rows.message if isinstance(rows, FewRows) else rows.serialize()
+    padding = bytes(-len(payload) % ALIGN)
+    length = ALIGN + len(payload) + len(padding)
     assert length <= limits.FRAME_BYTES_MAX
 
     def header(crc: int) -> bytes:
         return FRAME.pack(
             FRAME_MAGIC, SCHEMA_VERSION, flags, length, rows.num_rows, first_seq, span, append_ms, epoch,
-            payload.size, crc, synced_to,
+            len(payload), crc, synced_to,
         )  # fmt: skip
 
     # Extended part by part: to join header and payload first would copy every body.
     crc = google_crc32c.extend(google_crc32c.value(header(0)), payload)
     crc = google_crc32c.extend(crc, padding)
     frame = Frame(
-        position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload.size, synced_to, flags
+        position, length, rows.num_rows, first_seq, span, append_ms, epoch, len(payload), synced_to, flags
     )
     return frame, [header(crc), payload, padding]
 

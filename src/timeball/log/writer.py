@@ -28,6 +28,7 @@ from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics
 from timeball.log.disk_thread import Disk
+from timeball.log.few_rows import FewRows, Rows, as_batch
 from timeball.log.segment import Segment, Segments, Spare, begin_segment, last_epoch, prepare, segment_name
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class LogWriter:
 
     def append(
         self,
-        rows: pa.RecordBatch,
+        rows: Rows,
         *,
         span: int | None = None,
         on_durable: DurableCallback | None = None,
@@ -116,7 +117,8 @@ class LogWriter:
             raise Unavailable("the broker is stopping")
         # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
         assert rows.num_rows > 0 and (span is None or span >= rows.num_rows)
-        size_bytes = pa.ipc.get_record_batch_size(rows)
+        is_few = isinstance(rows, FewRows)
+        size_bytes = len(rows.message) if is_few else pa.ipc.get_record_batch_size(rows)
         if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
@@ -381,7 +383,7 @@ def _group(entries: list[Entry]) -> list[Group]:
         if run:
             rows, size_bytes = run[0].rows, run[0].size_bytes
             if len(run) > 1:
-                rows = pa.concat_batches([entry.rows for entry in run])
+                rows = pa.concat_batches([as_batch(entry.rows) for entry in run])
                 size_bytes = pa.ipc.get_record_batch_size(rows)
             groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
             run.clear()

@@ -136,7 +136,7 @@ class Sends:
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Tell each call where its messages stand."""
-        offsets = accepted.kept.column("queue_offset").to_pylist()
+        _, offsets = accepted.places()
         for piece in pieces:
             at = piece.first_row
             settle(piece.placed, Placed(accepted.first_seq + at, offsets[at : at + piece.count]))

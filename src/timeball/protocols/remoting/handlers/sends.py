@@ -217,9 +217,8 @@ class Sends:
     def answer(self, pieces: list[Ticket | RunTicket], accepted: Accepted) -> None:
         """Answer these sends: one write a connection, however many of its sends the commit held."""
         _end(pieces)
-        queue_ids = accepted.kept.column("queue_id").to_numpy().tolist()
-        places = accepted.kept.column("queue_offset")  # null: it waits, and has none yet
-        offsets = (places.fill_null(0) if places.null_count else places).to_numpy().tolist()
+        queue_ids, given = accepted.places()
+        offsets = [offset or 0 for offset in given]  # what waits has none yet
         answers: dict[Connection, tuple[str, list[bytes]]] = {}
         for ticket in pieces:
             at, connection = ticket.first_row, ticket.origin

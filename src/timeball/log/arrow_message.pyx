@@ -1,0 +1,178 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""A few rows, tuples of Python's values, as the Arrow message of a frame: few_rows.py says of which layout.
+
+pyarrow makes the same of them in two steps, an array of structs and its serialisation, at some thirty times the cost
+for one row. What is not of its column's very type is left to pyarrow, which alone names faults.
+"""
+
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from libc.stdint cimport int8_t, int32_t, int64_t
+from libc.string cimport memcpy, memset
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) noexcept
+    long long PyLong_AsLongLongAndOverflow(object number, int* overflow) except? -1
+    void PyErr_Clear() noexcept
+
+cdef enum:
+    COLUMNS_MAX = 64
+    TEXT = -1
+    BINARY = -2
+
+
+cdef struct Column:
+    int width  # bytes of a number; TEXT or BINARY
+    Py_ssize_t nulls
+    Py_ssize_t size  # of the values of all rows, if they are texts
+
+
+cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept:
+    return (size + 7) & ~7
+
+
+cdef class MessageEncoder:
+    """Encodes rows of one schema. `head` is the metadata of any of its messages; the rest says where numbers go."""
+
+    cdef bytes head
+    cdef Py_ssize_t rows_at, nodes_at, buffers_at, body_at
+    cdef Py_ssize_t columns
+    cdef Column column[COLUMNS_MAX]
+
+    def __init__(
+        self, bytes head, list widths, Py_ssize_t rows_at, Py_ssize_t nodes_at, Py_ssize_t buffers_at, Py_ssize_t body_at
+    ):
+        assert len(widths) <= COLUMNS_MAX
+        self.head, self.columns = head, len(widths)
+        self.rows_at, self.nodes_at, self.buffers_at, self.body_at = rows_at, nodes_at, buffers_at, body_at
+        for at, width in enumerate(widths):
+            self.column[at].width = width
+
+    def encode(self, list rows not None):
+        """Return the message; None when a value is not of its column's very type, or not in its range."""
+        cdef Py_ssize_t at, count = len(rows), body_bytes = 0
+        cdef Column* column
+        for row in rows:
+            if type(row) is not tuple or len(<tuple> row) != self.columns:
+                return None
+        for at in range(self.columns):
+            column = &self.column[at]
+            if not measure(column, rows, at):
+                return None
+            body_bytes += padded((count + 7) // 8) if column.nulls else 0
+            if column.width > 0:
+                body_bytes += padded(column.width * count)
+            else:
+                body_bytes += padded(4 * (count + 1)) + padded(column.size)
+        message = PyBytes_FromStringAndSize(NULL, len(self.head) + body_bytes)
+        self.fill(PyBytes_AsString(message), rows, body_bytes)
+        return message
+
+    cdef int fill(self, char* out, list rows, Py_ssize_t body_bytes) except -1:
+        cdef Py_ssize_t at, count = len(rows), head_bytes = len(self.head), done = 0
+        cdef char* node = out + self.nodes_at
+        cdef char* buffer = out + self.buffers_at
+        cdef char* body = out + head_bytes
+        cdef Column* column
+        memcpy(out, PyBytes_AsString(self.head), head_bytes)
+        memset(body, 0, body_bytes)
+        put64(out + self.rows_at, count)
+        put64(out + self.body_at, body_bytes)
+        for at in range(self.columns):
+            column = &self.column[at]
+            put64(node, count)
+            put64(node + 8, column.nulls)
+            node += 16
+            buffer = place(buffer, &done, (count + 7) // 8 if column.nulls else 0)
+            if column.nulls:
+                write_validity(body + done - padded((count + 7) // 8), rows, at)
+            if column.width > 0:
+                write_numbers(body + done, rows, at, column.width)
+                buffer = place(buffer, &done, column.width * count)
+            else:
+                write_texts(body + done, body + done + padded(4 * (count + 1)), rows, at)
+                buffer = place(buffer, &done, 4 * (count + 1))
+                buffer = place(buffer, &done, column.size)
+        return 0
+
+
+cdef inline void put64(char* to, int64_t number) noexcept:
+    memcpy(to, &number, 8)  # Arrow is little-endian, as the machines are that pyarrow is built for
+
+
+cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size) noexcept:
+    """Write where a buffer lies in the body, and return where the next one is described."""
+    put64(buffer, done[0])
+    put64(buffer + 8, size)
+    done[0] += padded(size)
+    return buffer + 16
+
+
+cdef bint measure(Column* column, list rows, Py_ssize_t at) except -1:
+    """Count a column's nulls and bytes; return whether each value is of its type."""
+    cdef Py_ssize_t size = 0
+    cdef int overflow = 0
+    cdef long long number
+    column.nulls = column.size = 0
+    for row in rows:
+        value = (<tuple> row)[at]
+        if value is None:
+            column.nulls += 1
+        elif column.width > 0:
+            if type(value) is not int:
+                return False
+            number = PyLong_AsLongLongAndOverflow(value, &overflow)
+            if overflow or (column.width == 4 and number != <int32_t> number):
+                return False
+            if column.width == 1 and number != <int8_t> number:
+                return False
+        elif column.width == TEXT:
+            if type(value) is not str:
+                return False
+            if PyUnicode_AsUTF8AndSize(value, &size) == NULL:
+                PyErr_Clear()  # half a surrogate pair
+                return False
+            column.size += size
+        elif type(value) is not bytes:
+            return False
+        else:
+            column.size += len(<bytes> value)
+    return column.size < 2**31
+
+
+cdef int write_validity(char* bits, list rows, Py_ssize_t at) except -1:
+    cdef Py_ssize_t number = 0
+    for row in rows:
+        if (<tuple> row)[at] is not None:
+            bits[number >> 3] |= 1 << (number & 7)
+        number += 1
+    return 0
+
+
+cdef int write_numbers(char* out, list rows, Py_ssize_t at, int width) except -1:
+    cdef int64_t number
+    cdef int overflow = 0
+    for row in rows:
+        value = (<tuple> row)[at]
+        if value is not None:
+            number = PyLong_AsLongLongAndOverflow(value, &overflow)
+            memcpy(out, &number, width)
+        out += width
+    return 0
+
+
+cdef int write_texts(char* ends, char* data, list rows, Py_ssize_t at) except -1:
+    cdef Py_ssize_t size
+    cdef int32_t end = 0
+    cdef const char* text
+    for row in rows:
+        value = (<tuple> row)[at]
+        ends += 4
+        if value is not None:
+            if type(value) is str:
+                text = PyUnicode_AsUTF8AndSize(value, &size)
+            else:
+                text, size = PyBytes_AsString(value), len(<bytes> value)
+            memcpy(data + end, text, size)
+            end += <int32_t> size
+        memcpy(ends, &end, 4)
+    return 0

@@ -1,0 +1,68 @@
+"""A few rows: the compiled encoder writes the very bytes that pyarrow writes, or leaves the rows to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.log import few_rows
+from timeball.log.few_rows import build_by_pyarrow, build_compiled, builder_of, rows_of
+from timeball.message import LOG_SCHEMA, LogRow
+
+compiled = pytest.mark.skipif(few_rows.MessageEncoder is None, reason="built without a compiler")
+
+FITTING: dict[pa.DataType, st.SearchStrategy[Any]] = {
+    pa.int8(): st.integers(-(2**7), 2**7 - 1),
+    pa.int32(): st.integers(-(2**31), 2**31 - 1),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.string(): st.text(max_size=12),
+    pa.binary(): st.binary(max_size=12),
+}
+ANY = st.one_of(
+    st.none(), st.integers(-(2**65), 2**65), st.booleans(), st.floats(), st.binary(max_size=3),
+    st.text(st.characters(exclude_categories=[]), max_size=3),
+)  # fmt: skip
+ROW = st.tuples(*(st.one_of(st.none(), FITTING[field.type]) for field in LOG_SCHEMA))
+ROWS = st.lists(ROW, min_size=1, max_size=20)
+
+
+@compiled
+@given(ROWS)
+def test_the_compiled_encoder_writes_the_bytes_of_pyarrow(values: list[LogRow]) -> None:
+    made = build_compiled(values)
+    reference = rows_of(values)
+    assert bytes(made.message) == reference.serialize().to_pybytes()
+    made.batch.validate(full=True)
+    assert made.batch.equals(reference) and made.num_rows == len(values)
+
+
+@compiled
+@given(ROWS, st.integers(0, len(LOG_SCHEMA) - 1), ANY)
+def test_what_is_of_another_type_ends_as_with_pyarrow(
+    values: list[LogRow], column: int, value: object
+) -> None:
+    odd = [*values[:-1], (*values[-1][:column], value, *values[-1][column + 1 :])]
+    ends: list[object] = []
+    for build in (build_by_pyarrow, build_compiled):
+        try:
+            ends.append(bytes(build(odd).message))
+        except (pa.ArrowException, OverflowError, UnicodeError, TypeError, ValueError) as error:
+            ends.append((type(error), str(error)))
+    assert ends[0] == ends[1]
+
+
+@compiled
+def test_rows_that_are_no_rows_are_left_to_pyarrow() -> None:
+    encoder = few_rows._encoder
+    row = (None,) * len(LOG_SCHEMA)
+    assert encoder.encode([row]) is not None
+    assert [encoder.encode([bad]) for bad in (row[:-1], [*row], None)] == [None] * 3
+
+
+def test_the_setting_chooses() -> None:
+    assert builder_of("python") is build_by_pyarrow
+    assert builder_of("auto") is (build_by_pyarrow if few_rows.MessageEncoder is None else build_compiled)
