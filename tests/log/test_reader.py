@@ -21,8 +21,8 @@ from tests.log.small_log import AtOnce, batch, bodies, opened, reopened
 from timeball.errors import Corrupt, OutOfRange, SetupError
 from timeball.files import RealFiles
 from timeball.log import reader as module
-from timeball.log.reader import LogReader
-from timeball.log.segment import segment_name
+from timeball.log.reader import FrameCache, LogReader
+from timeball.log.segment import Segment, Segments, segment_name
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
 
 SMALL = 4096
@@ -194,7 +194,7 @@ def test_what_was_used_last_is_held_longest(monkeypatch: pytest.MonkeyPatch) -> 
     reader = simple(20)
     for seq in (1, 4, 1, 7):
         reader.read_rows(np.array([seq], np.int64))
-    assert [first for first, _ in reader._cache.values()] == [1, 7]
+    assert [first for first, _ in reader._cache._frames.values()] == [1, 7]
 
 
 def test_what_is_held_is_bounded_by_the_memory_that_it_takes() -> None:
@@ -205,7 +205,7 @@ def test_what_is_held_is_bounded_by_the_memory_that_it_takes() -> None:
     before = allocated_bytes()
     for seq in range(2, frames + 1):
         reader.read_rows(np.array([seq], np.int64))
-    for _, rows in reader._cache.values():
+    for _, rows in reader._cache._frames.values():
         assert len(rows.columns) == len(LOG_SCHEMA)
     a_frame = (allocated_bytes() - before) / (frames - 1)
     assert a_frame > 1_000, "malloc has seen them"
@@ -222,14 +222,48 @@ def test_a_segment_that_is_let_go_is_not_held() -> None:
     kept = weakref.ref(segments.all[1])
     segments.drop(segments.all[:2])
     assert kept() is None
-    assert {ordinal for ordinal, _ in reader._cache} == {segment.ordinal for segment in segments.all}
+    assert {ordinal for ordinal, _ in reader._cache._frames} == {segment.ordinal for segment in segments.all}
 
 
 def test_a_range_does_not_push_out_what_is_held() -> None:
     reader = simple(20)
     reader.read_rows(np.array([1], np.int64))
     assert len(list(reader.rows(1, 61))) == 20
-    assert [first for first, _ in reader._cache.values()] == [1]
+    assert [first for first, _ in reader._cache._frames.values()] == [1]
+
+
+# ---- opened frames -----------------------------------------------------------------------------------------
+
+
+def empty_segments(count: int) -> Segments:
+    return Segments([Segment(number, 1, pa.py_buffer(b"")) for number in range(1, count + 1)])
+
+
+def test_what_was_used_last_is_kept_longest() -> None:
+    cache: FrameCache[str] = FrameCache(empty_segments(1), 2)
+    for position, frame in enumerate("ab"):
+        cache.keep((1, position), frame)
+    assert cache.get((1, 0)) == "a"
+    cache.keep((1, 2), "c")
+    assert [cache.get((1, position)) for position in range(4)] == ["a", None, "c", None]
+    assert len(cache) == 2
+
+
+def test_a_frame_that_is_kept_again_takes_no_more_room() -> None:
+    cache: FrameCache[str] = FrameCache(empty_segments(1), 2)
+    for frame in "abc":
+        cache.keep((1, 0), frame)
+    cache.keep((1, 64), "d")
+    assert (cache.get((1, 0)), cache.get((1, 64))) == ("c", "d")
+
+
+def test_frames_of_removed_segments_are_forgotten() -> None:
+    held = empty_segments(3)
+    cache: FrameCache[str] = FrameCache(held, 9)
+    for ordinal in (1, 2, 3):
+        cache.keep((ordinal, 64), "frame")
+    held.drop(held.all[:2])
+    assert [cache.get((ordinal, 64)) for ordinal in (1, 2, 3)] == [None, None, "frame"]
 
 
 # ---- damage ----------------------------------------------------------------------------------------------

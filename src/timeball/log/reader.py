@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +30,56 @@ CACHE_BYTES_MAX = 32 * 1024 * 1024
 FRAME_BYTES = 13 * 1024
 CACHE_FRAMES_MAX = CACHE_BYTES_MAX // FRAME_BYTES
 
+T = TypeVar("T")
+Place = tuple[int, int]  # ordinal of the segment, position of the frame in it
+
+
+class FrameCache(Generic[T]):
+    """Opened frames by their place, those used last; safe in any thread.
+
+    What is opened are views of the mapped segment, so those of a segment that retention has removed are forgotten: they
+    would keep its disk space used.
+    """
+
+    def __init__(self, segments: Segments, frames_max: int) -> None:
+        self._frames: OrderedDict[Place, T] = OrderedDict()
+        self._frames_max = frames_max
+        self._lock = threading.Lock()
+        segments.on_drop.append(self._forget)
+
+    def __len__(self) -> int:
+        """Number of frames."""
+        return len(self._frames)
+
+    def get(self, place: Place) -> T | None:
+        """Return the frame at a place, if it is kept."""
+        with self._lock:
+            found = self._frames.get(place)
+            if found is not None:
+                self._frames.move_to_end(place)
+            return found
+
+    def keep(self, place: Place, frame: T) -> None:
+        """Keep a frame, in place of the one that was not used the longest."""
+        with self._lock:
+            self._frames[place] = frame
+            if len(self._frames) > self._frames_max:
+                self._frames.popitem(last=False)
+
+    def _forget(self, gone: list[Segment]) -> None:
+        """Drop the frames of segments that were removed."""
+        ordinals = {segment.ordinal for segment in gone}
+        with self._lock:
+            for place in [place for place in self._frames if place[0] in ordinals]:
+                del self._frames[place]
+
 
 class LogReader:
     """Reads what the writer has made durable."""
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
-        self._cache: OrderedDict[tuple[int, int], tuple[int, pa.RecordBatch]] = OrderedDict()
-        self._lock = threading.Lock()
-        segments.on_drop.append(self._forget)
+        self._cache: FrameCache[tuple[int, pa.RecordBatch]] = FrameCache(segments, CACHE_FRAMES_MAX)
 
     @property
     def first_seq(self) -> int:
@@ -167,38 +209,26 @@ class LogReader:
         back[order] = np.arange(len(order))
         return result.take(pa.array(back))
 
-    def _decode(self, segment: Segment, position: int, *, keep: bool) -> tuple[int, pa.RecordBatch]:
-        key = (segment.ordinal, position)
-        with self._lock:
-            hit = self._cache.get(key)
-            if hit is not None:
-                self._cache.move_to_end(key)
-                return hit
+    def open_frame(
+        self, segment: Segment, position: int, decode: Callable[[pa.Buffer, fmt.Frame], T]
+    ) -> tuple[int, T]:
+        """Return a frame's first row and what `decode` makes of it; raises Corrupt when its checksum is wrong."""
         try:
             frame = fmt.read_frame(segment.buffer, position)
             if frame is None:
                 raise Corrupt(f"the frame at byte {position} has become blank")
-            entry = (frame.first_seq, fmt.decode_rows(segment.buffer, frame))
+            return frame.first_seq, decode(segment.buffer, frame)
         except Corrupt as error:
             raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
-        if keep:
-            self._keep(key, entry)
+
+    def _decode(self, segment: Segment, position: int, *, keep: bool) -> tuple[int, pa.RecordBatch]:
+        place = segment.ordinal, position
+        entry = self._cache.get(place)
+        if entry is None:
+            entry = self.open_frame(segment, position, fmt.decode_rows)
+            if keep:
+                self._cache.keep(place, entry)
         return entry
-
-    def _keep(self, key: tuple[int, int], entry: tuple[int, pa.RecordBatch]) -> None:
-        with self._lock:
-            if key in self._cache:
-                return
-            self._cache[key] = entry
-            if len(self._cache) > CACHE_FRAMES_MAX:
-                self._cache.popitem(last=False)
-
-    def _forget(self, gone: list[Segment]) -> None:
-        """Drop cached frames of removed segments: each view keeps its file mapped, and the file's disk space used."""
-        ordinals = {segment.ordinal for segment in gone}
-        with self._lock:
-            for key in [key for key in self._cache if key[0] in ordinals]:
-                del self._cache[key]
 
 
 def _joined(

@@ -85,6 +85,11 @@ class Segment:
         """Return the position of the frame that holds `seq`."""
         return int(self.frame_positions[self.frame_at(seq)])
 
+    def frame_bytes(self, position: int) -> int:
+        """Return the length of the frame at `position`."""
+        frame = fmt.read_frame_header(self.buffer, position)
+        return 0 if frame is None else frame.length
+
     def frame_at(self, seq: int) -> int:
         """Return the number, within the segment, of the frame that holds `seq`; -1 below the first one."""
         return bisect_right(self.frame_seqs, seq) - 1

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from timeball.config import CodecChoice
+from timeball.log.format import Frame as LogFrame
 from timeball.message import SendRow
 from timeball.protocols.remoting.codec import frame, records
 from timeball.protocols.remoting.codec.frame import Cut, Frame
+from timeball.protocols.remoting.codec.records import Host
 
 try:
     from timeball.protocols.remoting.codec import (  # type: ignore[attr-defined]
@@ -51,6 +53,19 @@ class SendRun(Protocol):
     def __len__(self) -> int: ...
 
 
+class StoredFrame(Protocol):
+    """The rows of one frame of the log, opened to be written as stored messages."""
+
+    first_seq: int
+    end_seq: int  # behind the last row
+
+    def put(self, out: bytearray, seqs: list[int], at: int, store_host: Host, bytes_max: int) -> int:
+        """Append the messages `seqs[at:]`, as far as this frame has them and they fit; return up to which.
+
+        `out` has at most `bytes_max` bytes then, or one message. Raises OutOfRange for a row that is not visible.
+        """
+
+
 def _no_run(*_: object) -> Any:
     raise AssertionError("only the compiled codec makes runs")
 
@@ -62,11 +77,12 @@ class Codec:
     name: str
     cut: Cut
     encode_each: Callable[..., list[bytes]]
+    open_frame: Callable[[pa.Buffer, LogFrame], StoredFrame]
     join: Callable[[list[Any]], pa.RecordBatch] = _no_run
     encode_replies: Callable[..., bytes] = _no_run
 
 
-PYTHON = Codec("python", frame.cut, records.encode_each)
+PYTHON = Codec("python", frame.cut, records.encode_each, records.StoredFrame)
 COMPILED = (
     None
     if send_runs is None
@@ -74,6 +90,7 @@ COMPILED = (
         "compiled",
         send_runs.cut,
         stored_messages.encode_each,
+        stored_messages.StoredFrame,
         send_columns.join,
         send_columns.encode_replies,
     )

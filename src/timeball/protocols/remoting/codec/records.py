@@ -26,7 +26,9 @@ import msgspec
 import pyarrow as pa
 
 from timeball import limits
-from timeball.errors import InvalidMessage
+from timeball.errors import InvalidMessage, OutOfRange
+from timeball.log import format as fmt
+from timeball.message import with_seq
 from timeball.protocols.remoting.codec.codes import MessageFlag
 
 MAGIC_V1 = 0xDAA320A7
@@ -87,6 +89,27 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_
             )
         )  # fmt: skip
     return found
+
+
+class StoredFrame:
+    """The rows of one frame of the log, to be written as stored messages; see implementation.StoredFrame."""
+
+    def __init__(self, segment: pa.Buffer, frame: fmt.Frame) -> None:
+        self._rows = with_seq(fmt.decode_rows(segment, frame), frame.first_seq)
+        self.first_seq, self.end_seq = frame.first_seq, frame.first_seq + frame.rows
+
+    def put(self, out: bytearray, seqs: list[int], at: int, store_host: Host, bytes_max: int) -> int:
+        """Append the messages `seqs[at:]`, as far as this frame has them and they fit; return up to which."""
+        mine = itertools.takewhile(lambda seq: self.first_seq <= seq < self.end_seq, seqs[at:])
+        rows = self._rows.take(pa.array([seq - self.first_seq for seq in mine], pa.int64()))
+        if rows.column("queue_offset").null_count:
+            raise OutOfRange("one of these rows is no visible message")
+        for record in encode_each(rows, store_host=store_host):
+            if out and len(out) + len(record) > bytes_max:
+                break
+            out += record
+            at += 1
+        return at
 
 
 def _with_columns(properties: str, tag: str | None, keys: str | None, unique_key: str | None) -> str:

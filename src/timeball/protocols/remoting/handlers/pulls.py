@@ -17,7 +17,6 @@ import asyncio
 from collections.abc import Awaitable
 
 import msgspec
-import numpy as np
 
 from timeball import limits
 from timeball.access import Caller
@@ -41,7 +40,7 @@ from timeball.protocols.remoting.calls import (
 )
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.implementation import PYTHON, Codec
-from timeball.protocols.remoting.encoded_cache import StoredMessages
+from timeball.protocols.remoting.stored_frames import Messages, StoredFrames
 from timeball.protocols.sessions import BROADCASTING
 
 ROWS_MAX = 1_024
@@ -75,7 +74,7 @@ class Pulls:
     def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
         self._context = context
         self._broker = context.broker
-        self._stored = StoredMessages(context.broker.parts, codec)
+        self._stored = StoredFrames(context.broker.parts, codec)
         self._filters = FiltersKept()
         self.handlers: Handlers = {
             RequestCode.PULL_MESSAGE: self._pull,
@@ -95,10 +94,11 @@ class Pulls:
         if not wanted.matches_all:
             return self._look(call, fields, queue, wanted)
         chosen = _candidates(fields, queue, wanted)
-        records = self._stored.get_now(chosen.seqs, store_host(self._context, call.connection))
-        if records is None:
+        host = store_host(self._context, call.connection)
+        messages = self._stored.get_now(chosen.seqs.tolist(), host, _bytes(fields))
+        if messages is None:
             return self._look(call, fields, queue, wanted)
-        return self._found(call, fields, queue, chosen, records)
+        return self._found(call, fields, queue, chosen, messages)
 
     def _queue(self, fields: PullFields, caller: Caller) -> tuple[Topic, Queue]:
         members = self._context.sessions.group(fields.consumer_group)
@@ -143,8 +143,9 @@ class Pulls:
         parts = self._broker.parts
         if not wanted.matches_all:
             chosen = await in_thread(parts.reader_thread, pull.decide, chosen, parts.reader, wanted)
-        records = await self._stored.get(chosen.seqs, store_host(self._context, call.connection))
-        return self._found(call, fields, queue, chosen, records)
+        host = store_host(self._context, call.connection)
+        messages = await self._stored.get(chosen.seqs.tolist(), host, _bytes(fields))
+        return self._found(call, fields, queue, chosen, messages)
 
     async def _wait(
         self, call: Call, fields: PullFields, topic: Topic, queue: Queue, wanted: Filter
@@ -171,21 +172,22 @@ class Pulls:
             )  # it may have been deleted, or closed, meanwhile
 
     def _found(
-        self, call: Call, fields: PullFields, queue: Queue, chosen: FilteredPull, records: list[bytes]
+        self, call: Call, fields: PullFields, queue: Queue, chosen: FilteredPull, messages: Messages
     ) -> Reply:
-        if not records:
+        count, body = messages
+        if not count:
             return _empty(call, queue, chosen.next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
-        next_offset = chosen.next_offset
-        fit = _fitting(records, min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX))
-        if fit < len(records):
-            next_offset, records = int(chosen.offsets[fit]), records[:fit]
-        body = b"".join(records)
-        self._broker.parts.rates.got(fields.topic, fields.consumer_group, len(records), len(body))
+        next_offset = chosen.next_offset if count == len(chosen.seqs) else int(chosen.offsets[count])
+        self._broker.parts.rates.got(fields.topic, fields.consumer_group, count, len(body))
         return call.answer(ext=_ext(queue, next_offset), body=body)
 
 
 def _rows(fields: PullFields) -> int:
     return min(max(1, fields.max_msg_nums), ROWS_MAX)
+
+
+def _bytes(fields: PullFields) -> int:
+    return min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX)
 
 
 def _candidates(fields: PullFields, queue: Queue, wanted: Filter) -> FilteredPull:
@@ -197,14 +199,6 @@ def _moved(call: Call, queue: Queue, offset: int) -> Reply:
     if low <= offset <= high:
         return None
     return _empty(call, queue, low if offset < low else high, ResponseCode.PULL_OFFSET_MOVED)
-
-
-def _fitting(records: list[bytes], bytes_max: int) -> int:
-    """How many of the records go into an answer: at least one, however large."""
-    if sum(map(len, records)) <= bytes_max:
-        return len(records)
-    ends = np.cumsum([len(record) for record in records])
-    return max(1, int(np.searchsorted(ends, bytes_max, side="right")))
 
 
 def _empty(call: Call, queue: Queue, next_offset: int, code: int) -> Reply:
