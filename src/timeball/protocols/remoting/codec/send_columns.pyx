@@ -181,32 +181,31 @@ cdef enum:
 
 
 def encode_replies(SendRun run, bytes host, int64_t first_seq, Py_ssize_t at, list queue_ids, list offsets, handle):
-    """Return the answers to those sends of a run that wait for one, in order; see `encode_reply`.
+    """Return the answers to those requests of a run that wait for one, in order; see `encode_reply`.
 
     `at`: where its rows begin in `queue_ids` and `offsets`, and behind `first_seq`. `handle` makes a recall handle.
     """
     cdef Buffer out
     cdef Row* row
-    cdef Text key
     cdef bytes recall
     cdef int64_t queue_id
     out.data, out.size, out.room = NULL, 0, 0
     try:
         for row in run.rows[:run.count]:
-            if not row.is_one_way:
-                key.at, key.size = run.text.data + row.key_at, row.key_bytes
+            if row.parts and not row.is_one_way:
                 recall = b""
                 if row.due_ms != NEVER:
-                    recall = handle(run.destinations[row.topic][0], row.due_ms, key.at[:key.size].decode()).encode()
+                    recall = handle(run.destinations[row.topic][0], row.due_ms, _key(run, row).decode()).encode()
                 queue_id = row.queue_id if row.queue_id >= 0 else max(0, <int64_t> queue_ids[at])
                 if row.is_binary:
-                    _put_binary(&out, row, queue_id, host, first_seq + at, offsets[at], key, recall)
-                elif _is_plain(key):
-                    _put_json(&out, row, queue_id, host, first_seq + at, offsets[at], key, recall)
+                    _put_binary(&out, run, row, queue_id, host, first_seq + at, offsets[at], recall)
+                elif _has_plain_keys(run, row):
+                    _put_json(&out, run, row, queue_id, host, first_seq + at, offsets[at], recall)
                 else:
-                    ids = f"{host.decode()}{first_seq + at:016X}"
+                    ids = ",".join(f"{host.decode()}{first_seq + at + n:016X}" for n in range(row.parts))
+                    keys = ",".join([_key(run, row + n).decode() for n in range(row.parts)])
                     _put_bytes(&out, encode_reply(
-                        row.opaque, JSON, queue_id, offsets[at], ids, key.at[:key.size].decode(), recall.decode()
+                        row.opaque, JSON, queue_id, offsets[at], ids, keys, recall.decode()
                     ))
             at += 1
         return out.data[:out.size]
@@ -214,29 +213,36 @@ def encode_replies(SendRun run, bytes host, int64_t first_seq, Py_ssize_t at, li
         free(out.data)
 
 
-cdef bint _is_plain(Text key) noexcept:
-    """Return whether JSON has the text as it is."""
+cdef bytes _key(SendRun run, Row* row):
+    return run.text.data[row.key_at:row.key_at + row.key_bytes]
+
+
+cdef bint _has_plain_keys(SendRun run, Row* row) noexcept:
+    """Return whether JSON has the keys of a request as they are."""
     cdef Py_ssize_t at
-    for at in range(key.size):
-        if not 0x20 <= key.at[at] < 0x7F or key.at[at] == c'"' or key.at[at] == c"\\":
-            return False
+    cdef const char* key
+    cdef Row* each
+    for each in row[:row.parts]:
+        key = run.text.data + each.key_at
+        for at in range(each.key_bytes):
+            if not 0x20 <= key[at] < 0x7F or key[at] == c'"' or key[at] == c"\\":
+                return False
     return True
 
 
 cdef int _put_json(
-    Buffer* out, Row* row, int64_t queue_id, bytes host, uint64_t seq, int64_t offset, Text key, bytes recall
+    Buffer* out, SendRun run, Row* row, int64_t queue_id, bytes host, uint64_t seq, int64_t offset, bytes recall
 ) except -1:
     cdef Py_ssize_t begin = out.size
     cdef list pieces = _JSON_RECALL if recall else _JSON
     _put_bytes(out, pieces[0])
     put_number(out, queue_id)
     _put_bytes(out, pieces[1])
-    _put_bytes(out, host)
-    _put_hex(out, seq)
+    _put_ids(out, row, host, seq)
     _put_bytes(out, pieces[2])
     put_number(out, offset)
     _put_bytes(out, pieces[3])
-    put(out, key.at, key.size)
+    _put_keys(out, run, row)
     if recall:
         _put_bytes(out, pieces[4])
         _put_bytes(out, recall)
@@ -249,7 +255,7 @@ cdef int _put_json(
 
 
 cdef int _put_binary(
-    Buffer* out, Row* row, int64_t queue_id, bytes host, uint64_t seq, int64_t offset, Text key, bytes recall
+    Buffer* out, SendRun run, Row* row, int64_t queue_id, bytes host, uint64_t seq, int64_t offset, bytes recall
 ) except -1:
     cdef Py_ssize_t begin = out.size, value_at
     cdef list pieces = _BINARY_RECALL if recall else _BINARY
@@ -260,12 +266,11 @@ cdef int _put_binary(
         if at == 0:
             put_number(out, queue_id)
         elif at == 1:
-            _put_bytes(out, host)
-            _put_hex(out, seq)
+            _put_ids(out, row, host, seq)
         elif at == 2:
             put_number(out, offset)
         elif at == 3:
-            put(out, key.at, key.size)
+            _put_keys(out, run, row)
         else:
             _put_bytes(out, recall)
         write32(out.data + value_at - 4, out.size - value_at)
@@ -273,6 +278,26 @@ cdef int _put_binary(
     write32(out.data + begin + 4, 1 << 24 | <int32_t> (out.size - begin - 8))
     write32(out.data + begin + OPAQUE_AT, row.opaque)
     write32(out.data + begin + FIELDS_BYTES_AT, out.size - begin - FIELDS_AT)
+    return 0
+
+
+cdef int _put_ids(Buffer* out, Row* row, bytes host, uint64_t seq) except -1:
+    """Write the ids of a request's messages, with commas between."""
+    cdef int32_t at
+    for at in range(row.parts):
+        if at:
+            put(out, b",", 1)
+        _put_bytes(out, host)
+        _put_hex(out, seq + at)
+    return 0
+
+
+cdef int _put_keys(Buffer* out, SendRun run, Row* row) except -1:
+    cdef int32_t at
+    for at in range(row.parts):
+        if at:
+            put(out, b",", 1)
+        put(out, run.text.data + row[at].key_at, row[at].key_bytes)
     return 0
 
 

@@ -20,8 +20,10 @@ cdef enum:
     NAMES_MAX = 16
     LEVEL_UNIT = -1
     INSTANT_UNIT = -2
+    RECORD_BYTES = 22  # of a batch's record: all but its body and its properties
 
 cdef int32_t SEND = RequestCode.SEND_MESSAGE_V2, LONG_SEND = RequestCode.SEND_MESSAGE
+cdef int32_t BATCH = RequestCode.SEND_BATCH_MESSAGE
 cdef int32_t RESPONSE = CommandFlag.RESPONSE, ONE_WAY = CommandFlag.ONE_WAY
 cdef Py_ssize_t TAG_MAX = rules.SAFE_LENGTHS["tag"], KEY_MAX = rules.SAFE_LENGTHS["unique_key"]
 cdef Py_ssize_t KEYS_MAX = rules.SAFE_LENGTHS["keys"], TEXT_MAX = rules.SAFE_LENGTHS["properties"]
@@ -56,10 +58,11 @@ cdef bint read_json(Row* row, Buffer* text, Text header, Text* topic) except -1:
     if header.size < 12 or memcmp(p, b'{"code":', 8) != 0:
         return False
     p += 8
-    if not (read_bare(&p, end, &value) and read_number(value, LONG_SEND, SEND, &code)):
+    if not (read_bare(&p, end, &value) and read_number(value, LONG_SEND, BATCH, &code)):
         return False
-    if not (code == SEND or code == LONG_SEND) or p >= end or p[0] != c",":
+    if not (code == SEND or code == LONG_SEND or code == BATCH) or p >= end or p[0] != c",":
         return False
+    row.is_batch = code == BATCH
     while p[0] == c",":
         p += 1
         if not read_plain(&p, end, &name) or p >= end or p[0] != c":":
@@ -135,8 +138,9 @@ cdef bint read_binary(Row* row, Buffer* text, Text header, Text* topic) except -
     if header.size < 21 or read32(p + 13) != 0 or read32(p + 17) != header.size - 21:
         return False
     cdef int32_t code = read32(p) >> 16
-    if not (code == SEND or code == LONG_SEND) or read32(p + 9) & RESPONSE:
+    if not (code == SEND or code == LONG_SEND or code == BATCH) or read32(p + 9) & RESPONSE:
         return False
+    row.is_batch = code == BATCH
     row.opaque, row.is_one_way = <int32_t> read32(p + 5), read32(p + 9) & ONE_WAY != 0
     p += 21
     while p < end:
@@ -188,7 +192,8 @@ cdef bint set_field(Row* row, Text* topic, char letter, Text value, bint is_bare
     if letter == c"k" or letter == c"m":
         is_false |= not is_bare and same(value, b"0", 1)
         is_true |= not is_bare and same(value, b"1", 1)
-        return is_false or (is_true and letter == c"k")  # a batch is more than a plain send
+        row.is_batch |= is_true and letter == c"m"
+        return is_false or is_true
     if letter == c"g":
         return read_number(value, NEVER, INT64_MAX, &row.born_ms)
     if not read_number(value, -INT32_MAX - 1, INT32_MAX, &number):
@@ -202,6 +207,25 @@ cdef bint set_field(Row* row, Text* topic, char letter, Text value, bint is_bare
     elif letter == c"j":
         row.times = <int32_t> number
     return True
+
+
+cdef bint read_record(Row* row, Buffer* text, const char* data, Py_ssize_t* at, Py_ssize_t end) except -1:
+    """Read the record of a batch that begins at `at`, and move on to the next; records.py draws the layout."""
+    cdef const char* p = data + at[0]
+    cdef int64_t total, body_bytes
+    if end - at[0] < RECORD_BYTES:
+        return False
+    total, body_bytes = <int32_t> read32(p), <int32_t> read32(p + 16)
+    if not RECORD_BYTES <= total <= end - at[0] or not 0 <= body_bytes <= total - RECORD_BYTES:
+        return False
+    row.flag, row.body_at, row.body_bytes = <int32_t> read32(p + 12), at[0] + 20, body_bytes
+    p += 20 + body_bytes
+    row.text_bytes = <uint8_t> p[0] << 8 | <uint8_t> p[1]
+    if RECORD_BYTES + body_bytes + row.text_bytes != total:
+        return False
+    memcpy(more(text, row.text_bytes), p + 2, row.text_bytes)
+    at[0] += total
+    return read_properties(row, text) and row.delays == 0
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------

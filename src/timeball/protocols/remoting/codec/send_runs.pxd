@@ -23,7 +23,9 @@ cdef class SendRun:
     cdef readonly list destinations
     cdef readonly Py_ssize_t size_bytes  # of bodies and properties
 
+    cdef Row* next_row(self) except NULL
     cdef bint add(self, const char* data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form) except -1
+    cdef bint add_batch(self, const char* data, Py_ssize_t at, Py_ssize_t end, Text topic) except -1
     cdef void add_topic(self, Row* row, Text topic) noexcept
     cdef int close(self, bytes data, Py_ssize_t end) except -1
     cdef object value(self, Row* row, int32_t at, int32_t size)

@@ -4,7 +4,8 @@
     bytes of a connection -> cut -> Frame | SendRun -> join -> columns of a batch
                                                     -> answers, as bytes
 
-A send is plain when producers write it so and only its topic, its queue and its delay are left to decide about. All else
+A send is plain when producers write it so and only its topic, its queue and its delay are left to decide about; a batch
+when each of its records is, and it names its queue: then its messages are rows of the run, with one answer. All else
 is a Frame, in its place between the runs, and goes the way of the reference. So nothing is refused here: each doubt
 (another spelling of JSON, an unusual number, a field that is there twice, a text near its limit) makes a frame not plain.
 
@@ -15,8 +16,10 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcmp
 
-from timeball.protocols.remoting.codec.c_text cimport Text, put, read32, same
-from timeball.protocols.remoting.codec.send_headers cimport NEVER, plan_plain, read_binary, read_json, read_properties
+from timeball.protocols.remoting.codec.c_text cimport Text, is_ascii, put, read32, same
+from timeball.protocols.remoting.codec.send_headers cimport (
+    NEVER, plan_plain, read_binary, read_json, read_properties, read_record,
+)
 
 from timeball.message import RETRY_PREFIX, decode_properties
 from timeball.protocols.remoting.codec import delays
@@ -24,7 +27,7 @@ from timeball.protocols.remoting.codec.codes import MessageFlag
 from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Frame, refusal
 
 cdef enum:
-    ROWS_MAX = 1024  # of a run
+    ROWS_MAX = 1024  # of a run; a batch may take it beyond, by as many as its body has room for
     BODY_BYTES_MAX = 65535  # a larger one counts by itself while it is under way (connection.py)
 
 cdef int32_t TRANSACTION_BITS = MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT
@@ -43,25 +46,29 @@ cdef class SendRun:
     def __len__(self):
         return self.count
 
+    cdef Row* next_row(self) except NULL:
+        if self.count == self.room:
+            room = 4 * self.room or 4
+            rows = <Row*> realloc(self.rows, room * sizeof(Row))
+            if rows == NULL:
+                raise MemoryError
+            self.rows, self.room = rows, room
+        return self.rows + self.count
+
     cdef bint add(self, const char* data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form) except -1:
-        """Add the frame from `at` to `end` of `data`, if it is a plain send."""
+        """Add the frame from `at` to `end` of `data`, if it is a plain send or a batch of them."""
         cdef Row* row
         cdef Text topic, header
         header.at, header.size = data + at + 8, body_at - at - 8
         if end - body_at > BODY_BYTES_MAX or header.size > HEADER_MAX:
             return False
-        if self.count == self.room:
-            room = 4 * self.room or 4
-            row = <Row*> realloc(self.rows, room * sizeof(Row))
-            if row == NULL:
-                raise MemoryError
-            self.rows, self.room = row, room
-        row = self.rows + self.count
-        row.frame_at, row.body_at, row.body_bytes = at, body_at, end - body_at
+        row = self.next_row()
+        row.frame_at, row.payload_at, row.payload_bytes = at, body_at, end - body_at
+        row.body_at, row.body_bytes, row.parts = body_at, end - body_at, 1
         row.tag_bytes = row.keys_bytes = row.key_bytes = row.text_bytes = row.queue_id = -1
         row.flag = row.sys_flag = row.times = row.level = row.opaque = 0
         row.born_ms, row.due_ms = 0, NEVER
-        row.is_one_way = False
+        row.is_one_way = row.is_batch = False
         row.delays = 0
         row.is_binary = form == BINARY
         topic.size = 0
@@ -74,12 +81,40 @@ cdef class SendRun:
             return False
         if topic.size >= RETRY.size and memcmp(topic.at, RETRY.at, RETRY.size) == 0:
             return False
+        if row.is_batch:
+            return self.add_batch(data, body_at, end, topic)
         if not read_properties(row, &self.text):
             return False
         self.add_topic(row, topic)
         self.text.size += row.text_bytes
         self.size_bytes += row.body_bytes + row.text_bytes
         self.count += 1
+        return True
+
+    cdef bint add_batch(self, const char* data, Py_ssize_t at, Py_ssize_t end, Text topic) except -1:
+        """Add the records of a batch, whose header is in the next row; none of them when one is not plain."""
+        cdef Row head = self.rows[self.count]
+        cdef Row* row
+        cdef Py_ssize_t first = self.count, text_bytes = self.text.size, size_bytes = self.size_bytes
+        # The properties of the whole are not used, but must be a text.
+        if head.queue_id < 0 or not is_ascii(Text(self.text.data + text_bytes, head.text_bytes)):
+            return False
+        while at < end:
+            row = self.next_row()
+            row[0] = head
+            if not read_record(row, &self.text, data, &at, end):
+                self.count, self.text.size, self.size_bytes = first, text_bytes, size_bytes
+                return False
+            row.parts = 0
+            self.text.size += row.text_bytes
+            self.size_bytes += row.body_bytes + row.text_bytes
+            self.count += 1
+        if self.count == first:
+            return False
+        self.add_topic(&head, topic)
+        for row in self.rows[first:self.count]:
+            row.topic = head.topic
+        self.rows[first].parts = self.count - first
         return True
 
     cdef void add_topic(self, Row* row, Text topic) noexcept:
@@ -113,6 +148,7 @@ cdef class SendRun:
             data = data[begin:end]
             for at in range(self.count):
                 self.rows[at].frame_at -= begin
+                self.rows[at].payload_at -= begin
                 self.rows[at].body_at -= begin
             end -= begin
         self.data, self.end = data, end
@@ -153,16 +189,19 @@ cdef class SendRun:
         found = []
         cdef Row* row
         for row in self.rows[:self.count]:
-            body = self.data[row.body_at:row.body_at + row.body_bytes]
-            form = BINARY if row.is_binary else JSON
-            found.append(Frame(form, self.data[row.frame_at + 8:row.body_at], body))
+            if row.parts:
+                body = self.data[row.payload_at:row.payload_at + row.payload_bytes]
+                form = BINARY if row.is_binary else JSON
+                found.append(Frame(form, self.data[row.frame_at + 8:row.payload_at], body))
         return found
 
     def requests(self):
-        """Return number and serialisation of each send that waits for an answer."""
+        """Return number and serialisation of each request that waits for an answer."""
         cdef Row* row
         return [
-            (row.opaque, BINARY if row.is_binary else JSON) for row in self.rows[:self.count] if not row.is_one_way
+            (row.opaque, BINARY if row.is_binary else JSON)
+            for row in self.rows[:self.count]
+            if row.parts and not row.is_one_way
         ]
 
 
@@ -196,7 +235,7 @@ def cut(bytes data, Py_ssize_t frame_bytes_max):
                 found.append(run)
                 run = SendRun()
             found.append(Frame(word >> 24, data[at + 8:body_at], data[body_at:end]))
-        elif run.count == ROWS_MAX or run.topics == TOPICS_MAX:
+        elif run.count >= ROWS_MAX or run.topics == TOPICS_MAX:
             run.close(data, end)
             found.append(run)
             run = SendRun()
