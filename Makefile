@@ -4,7 +4,7 @@ SHELL   := /bin/bash
 BIN     := .venv/bin
 STAMP   := .venv/.installed
 READY   := .venv/.built
-CODEC    = src/timeball/protocols/remoting/codec
+COMPILED = $(shell find src -name "*.pyx" -o -name "*.pxd")
 ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
 # ten seconds of CPU on its assertions, and each command a third of its start.
@@ -83,6 +83,6 @@ $(STAMP): requirements/build.txt requirements/all.txt
 	@touch $@
 
 # The compiled codec again, when its source has changed. Where no compiler is, nothing is made, and nothing fails.
-$(READY): $(STAMP) setup.py $(wildcard $(CODEC)/*.pyx $(CODEC)/*.pxd)
+$(READY): $(STAMP) setup.py $(COMPILED)
 	@$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@

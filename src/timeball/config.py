@@ -73,7 +73,7 @@ class Settings:
     )
 
     codec: CodecChoice = _of(
-        "auto", "'auto': the compiled codec for RocketMQ clients, if it was built; 'python': the reference."
+        "auto", "'auto': the compiled codecs of frames and small commits, if built; 'python': the reference."
     )
 
     # the log
