@@ -185,6 +185,9 @@ class CrashFiles(Power):
         with self.running():
             return pa.py_buffer(self._inode(name).view())
 
+    def warm(self, name: str, begin: int, end: int) -> None:
+        """See Files. Nothing that a power cut could find."""
+
     def replace(self, name: str, data: bytes) -> None:
         """See Files. Five cut points: create, write, sync, rename, sync_dir."""
         fresh = f"{name}.new"

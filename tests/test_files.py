@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import mmap
 import os
 import re
 import resource
@@ -132,6 +133,40 @@ def test_mappings_stay_valid_when_the_file_grows_and_when_its_name_goes(files: F
     assert early.to_pybytes() == b"later"
     file.write_at(0, b"after")
     assert early.to_pybytes() == b"after"
+
+
+def test_warming_changes_nothing_and_cannot_fail(files: Files) -> None:
+    file = files.create("log")
+    file.allocate(3 * mmap.PAGESIZE)
+    file.write_at(0, b"first")
+    for begin, end in ((0, 5), (100, 2 * mmap.PAGESIZE), (0, 1 << 30), (1 << 30, 1 << 31)):
+        files.warm("log", begin, end)
+    files.warm("another", 0, 100)
+    assert content(files, "log") == b"first" + bytes(3 * mmap.PAGESIZE - 5)
+    file.write_at(mmap.PAGESIZE, b"second")
+    assert content(files, "log")[mmap.PAGESIZE :].startswith(b"second")
+    file.close()
+
+
+def test_what_is_warmed_is_in_the_cache_of_the_system(tmp_path: Path) -> None:
+    """Asked of the kernel: mincore says which pages of a mapping are in memory."""
+    files, size_bytes = RealFiles(tmp_path), 20 * 1024 * 1024
+    file = files.create("log")
+    file.allocate(size_bytes)
+    file.sync()
+    mapped = files.map_readonly("log")
+    pages = (ctypes.c_ubyte * (size_bytes // mmap.PAGESIZE))()
+
+    def in_memory() -> list[bool]:
+        address = ctypes.c_void_p(mapped.address)
+        assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size_bytes), pages) == 0
+        return [bool(page & 1) for page in pages]
+
+    if any(in_memory()):
+        pytest.skip("this file system makes the pages of an allocated file at once")
+    files.warm("log", 0, size_bytes)
+    assert all(in_memory())
+    file.close()
 
 
 def test_create_empties_what_was_there(files: Files) -> None:

@@ -96,7 +96,7 @@ async def test_a_full_disk_is_no_reason_not_to_stop(world: World) -> None:
     await world.send("a", [None, FAR_MS])
     await world.consume()
     full(world)
-    world.broker.parts.writer._room_error = OverLimit("full")
+    world.broker.parts.writer.next_segment.room_error = OverLimit("full")
     await world.stop()
     world.files.heal()
     await world.start()

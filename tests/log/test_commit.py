@@ -1,6 +1,9 @@
 """What shares a frame of a commit: neighbours do, rows that set numbers aside or carry flags do not."""
 
 import asyncio
+from concurrent.futures import Future
+
+import pyarrow as pa
 
 from timeball.log.commit import Entry
 from timeball.log.writer import _group
@@ -28,3 +31,15 @@ def test_neighbours_share_a_frame() -> None:
 def test_rows_that_set_numbers_aside_or_carry_flags_have_a_frame_of_their_own() -> None:
     alone = frames((1, 1, 0), (2, 10, 0), (12, 1, 0), (13, 1, 1), (14, 1, 0))
     assert alone == [(1, 1, 0, 1), (2, 10, 0, 1), (12, 1, 0, 1), (13, 1, 1, 1), (14, 1, 0, 1)]
+
+
+def test_rows_that_are_encoded_ahead_have_a_frame_of_their_own() -> None:
+    async def work() -> None:
+        loop, rows = asyncio.get_running_loop(), meta_rows([("key", b"value")], now_ms=0)
+        ahead: Future[bytes | pa.Buffer] = Future()
+        appended = [Entry(rows, seq, 1, rows.nbytes, loop.create_future(), None) for seq in range(1, 5)]
+        appended[1].payload = ahead
+        groups = [(group.first_seq, group.span, group.payload) for group in _group(appended)]
+        assert groups == [(1, 1, None), (2, 1, ahead), (3, 2, None)]
+
+    asyncio.run(work())

@@ -23,6 +23,7 @@ from tests.log.small_log import (
 from timeball import limits
 from timeball.errors import OverLimit, Unavailable
 from timeball.files import RealFiles
+from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
 from timeball.message import Kind, build_rows
 
@@ -223,6 +224,36 @@ def test_a_sender_who_has_gone_away_harms_nobody() -> None:
             disk.let_go()
             assert await here == 4
             assert log.failures == []
+
+    run(work())
+
+
+def test_a_log_is_the_same_bytes_whether_or_not_rows_are_encoded_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk that is busy lets rows wait, which is when they are encoded: one frame for each append then."""
+
+    async def written(ahead_bytes: int) -> tuple[bytes, int]:
+        monkeypatch.setattr(writer_module, "ENCODE_AHEAD_BYTES", ahead_bytes)
+        files, disk, ahead = CrashFiles(), OnDemand(), 0
+        async with opened(files, disk=disk) as log:
+            for n in range(1, 7):
+                # One waits behind each one that is being written.
+                done = log.writer.append(batch(n, 1, body_bytes=50 * n))[1]
+                ahead += any(entry.payload is not None for entry in log.writer._pending)
+                await turns()
+                while n % 2 == 0 and not done.done():
+                    disk.let_go()
+                    await turns()
+            assert list(read_all(log.segments).values()) == [
+                body for n in range(1, 7) for body in bodies([batch(n, 1, body_bytes=50 * n)])
+            ]
+        return bytes(files.map_readonly(segment_name(1))), ahead
+
+    async def work() -> None:
+        with_it, without = await written(1), await written(1 << 30)
+        assert with_it[1] and not without[1]
+        assert with_it[0] == without[0]
 
     run(work())
 

@@ -28,6 +28,7 @@ from tests.starving import no_descriptors
 from timeball import limits
 from timeball.errors import DiskFailed, OverLimit, StorageError
 from timeball.files import RealFiles
+from timeball.log import next_segment
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
 
@@ -151,7 +152,7 @@ def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
 def test_a_full_disk_closes_admission_before_the_segment_is_full_and_opens_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writer_module, "ROOM_RETRY_S", 0.001)
+    monkeypatch.setattr(next_segment, "ROOM_RETRY_S", 0.001)
 
     async def work() -> None:
         files = CrashFiles()
@@ -201,7 +202,7 @@ def test_without_descriptors_the_log_rolls_into_the_segment_that_was_prepared(tm
     async def work() -> None:
         files = RealFiles(tmp_path)
         async with opened(files, disk=AtOnce()) as log:
-            while log.writer._spare is None:
+            while log.writer.next_segment.spare is None:
                 await log.append(batch(1))
                 await turns()
             with no_descriptors():

@@ -34,6 +34,8 @@ COMPACT_LOOK_MS = 1_000
 # A cancel by key looks into every data file, so a new one should have its sidecar before the first cancel.
 KEYS_INTERVAL_MS = 1_000
 SEAL_LOOK_MS = 1_000
+ROOM_LOOK_MS = 1_000
+ROOM_BYTES_MIN = 16 * 1024 * 1024
 CANCELS_INTERVAL_MS = 5_000
 BEHIND_FILES_MIN = 64  # files wholly behind the present before they are removed: each removal is a row
 REMOVE_JOB_ID = "broker-behind"
@@ -61,6 +63,7 @@ class Upkeep:
             (RETENTION_INTERVAL_MS, self.apply_retention),
             (KEYS_INTERVAL_MS, self.index_keys),
             (SEAL_LOOK_MS, self.seal_queues),
+            (ROOM_LOOK_MS, self.make_room),
             (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
         ]
         # Without a pipeline. With one, the compactor outside takes a lease, and the broker keeps off the tail.
@@ -217,6 +220,12 @@ class Upkeep:
         if fresh:
             # Sidecars are built in large, short-lived arrays, which malloc would keep (memory.py).
             await in_thread(self._parts.background, give_back)
+
+    async def make_room(self) -> None:
+        """Let the log be ready for what is due within seconds, when that is much."""
+        size_bytes = self._parts.scheduler.loaded.size_bytes
+        if size_bytes >= ROOM_BYTES_MIN:
+            await self._parts.writer.next_segment.make_ready(size_bytes)
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless a compactor outside does or there is too little of it."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import pyarrow as pa
 
 from timeball.log import format as fmt
 from timeball.log.few_rows import Rows
@@ -25,6 +28,7 @@ class Entry:
     done: asyncio.Future[int]  # the caller's: gone when the caller goes
     on_durable: DurableCallback | None
     flags: int = 0
+    payload: Future[bytes | pa.Buffer] | None = None  # of rows that are encoded ahead
     flushed: asyncio.Future[None] | None = None  # for `flushed()`: shielded, one for all its callers
 
 
@@ -36,6 +40,7 @@ class Group(NamedTuple):
     span: int
     size_bytes: int  # as an Arrow message
     flags: int = 0
+    payload: Future[bytes | pa.Buffer] | None = None
 
 
 @dataclass(slots=True)

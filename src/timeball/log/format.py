@@ -99,6 +99,12 @@ class Frame:
         return self.position + self.length
 
 
+def encode_rows(rows: Rows) -> bytes | pa.Buffer:
+    """Return the rows as an Arrow message without its schema."""
+    # Every frame has LOG_SCHEMA, so a reader needs only the version in the header.
+    return rows.message if isinstance(rows, FewRows) else rows.serialize()
+
+
 def encode_frame(
     rows: Rows,
     *,
@@ -109,11 +115,14 @@ def encode_frame(
     position: int,
     synced_to: int,
     flags: int = 0,
+    payload: bytes | pa.Buffer | None = None,
 ) -> tuple[Frame, list[bytes | pa.Buffer]]:
-    """Return the frame for `rows` at `position`, and its bytes as buffers to be written one after the other."""
+    """Return the frame for `rows` at `position`, and its bytes as buffers to be written one after the other.
+
+    `payload`: what `encode_rows` gave for these rows.
+    """
     assert span >= rows.num_rows > 0
-    # The message without its schema: every frame has LOG_SCHEMA, so a reader needs only the version in the header.
-    payload = rows.message if isinstance(rows, FewRows) else rows.serialize()
+    payload = encode_rows(rows) if payload is None else payload
     padding = bytes(-len(payload) % ALIGN)
     length = ALIGN + len(payload) + len(padding)
     assert length <= limits.FRAME_BYTES_MAX

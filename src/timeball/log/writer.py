@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -29,14 +30,14 @@ from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics
 from timeball.log.disk_thread import Disk
 from timeball.log.few_rows import FewRows, Rows, as_batch
-from timeball.log.segment import Segment, Segments, Spare, begin_segment, last_epoch, prepare, segment_name
+from timeball.log.next_segment import NextSegment
+from timeball.log.segment import Segment, Segments, begin_segment, last_epoch
 
 logger = logging.getLogger(__name__)
 
 # What `async` durability may lose with the power: about the last second.
 ASYNC_SYNC_INTERVAL_S = 1.0
-# How often a full disk is tried again. Admission stays closed meanwhile, so a shorter pause would only fill the log.
-ROOM_RETRY_S = 2.0
+ENCODE_AHEAD_BYTES = 1 << 20  # less is encoded in the time that the hand-over to another thread takes
 
 
 class LogWriter:
@@ -70,10 +71,9 @@ class LogWriter:
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._spare: Spare | None = None  # set and taken by the disk thread only, or a roll may miss it
+        self.next_segment = NextSegment(files, segments, disk, segment_bytes, partial(self._stop, []))
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._broken = False  # disk thread only: set by the first failed write or sync, for good
-        self._spare_task: asyncio.Task[None] | None = None
-        self._room_error: TimeballError | None = None
         self.failed: BaseException | None = None
         self.statistics = WriterStatistics()
         self._unsynced = False
@@ -87,12 +87,12 @@ class LogWriter:
     @property
     def no_room(self) -> str:
         """Return why new promises and messages are refused for lack of disk space; empty when they are not."""
-        return "" if self._room_error is None else str(self._room_error)
+        return str(self.next_segment.room_error or "")
 
     def check_room(self) -> None:
         """Raise OverLimit when new promises or messages should not be accepted now."""
-        if self._room_error is not None:
-            raise OverLimit(str(self._room_error))
+        if self.no_room:
+            raise OverLimit(self.no_room)
         # Only admission asks here. Releases and cancels append without this check: refusing them would make a promise
         # late.
         if self._pending_bytes > limits.APPEND_BYTES_IN_FLIGHT_MAX:
@@ -128,12 +128,21 @@ class LogWriter:
         entry = Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable, flags)
         self._pending.append(entry)
         self._pending_bytes += entry.size_bytes
+        self._encode_ahead()
         if not self._busy:
             self._busy = True
             self._idle.clear()
             # The end of this loop iteration, so that all that has just been read from sockets shares the commit.
             self._starting = self._loop.call_soon(self._start_commit)
         return first_seq, entry.done
+
+    def _encode_ahead(self) -> None:
+        """Let another thread encode the first of what waits, if it is large, while the disk writes what came before."""
+        # Of one entry alone: what waits for the disk may be hundreds of megabytes, which must not be twice in memory.
+        if self._busy and self._pending:
+            entry = self._pending[0]
+            if entry.payload is None and entry.size_bytes >= ENCODE_AHEAD_BYTES:
+                entry.payload = self._encoder.submit(fmt.encode_rows, entry.rows)
 
     def commit(self) -> None:
         """Begin the commit now, if the disk is idle: for rows that were gathered over a turn of the loop already."""
@@ -171,6 +180,7 @@ class LogWriter:
             taken += 1
         entries, self._pending = self._pending[:taken], self._pending[taken:]
         self._committing = entries
+        self._encode_ahead()
         # Not `run_in_executor`: its two futures cost a commit two turns of the loop.
         self._disk.post(partial(self._write_and_report, entries))
 
@@ -192,7 +202,7 @@ class LogWriter:
         try:
             yield
         except BaseException:  # the disk may no longer hold what we think
-            self._broken = True
+            self._broken = self.next_segment.is_over = True
             raise
 
     def _write(self, entries: list[Entry]) -> Commit:
@@ -210,6 +220,7 @@ class LogWriter:
             frame, parts = fmt.encode_frame(
                 group.rows, first_seq=group.first_seq, span=group.span, flags=group.flags, append_ms=now_ms,
                 epoch=self._epoch, position=position, synced_to=self._synced_to,
+                payload=None if group.payload is None else group.payload.result(),
             )  # fmt: skip
             end = frame.end
             assert end <= segment.buffer.size
@@ -231,20 +242,13 @@ class LogWriter:
             position += len(part)
 
     def _roll(self, first_seq: int, needed: int) -> Segment:
-        """Begin the next segment (disk thread), in the spare when there is one and it is large enough."""
+        """Begin the next segment (disk thread)."""
         ordinal = self._writing.ordinal + 1
         # In `sync` mode every commit has been synced; in `async` mode the old segment must be whole before the new
         # one says (by existing) that all of the old one was acknowledged.
         if self._durability != "sync":
             self._file.sync()
-        spare, self._spare = self._spare, None
-        size = max(self._segment_bytes, needed + fmt.ALIGN)
-        # One commit larger than a segment: the segment is made as large as the commit, never the commit split.
-        if spare is not None and size > self._segment_bytes:
-            spare.file.allocate(size)
-            spare = Spare(spare.file, self._files.map_readonly(segment_name(ordinal)))
-        elif spare is None:
-            spare = prepare(self._files, ordinal, size)
+        spare = self.next_segment.begin(ordinal, needed + fmt.ALIGN)
         old, self._file = self._file, spare.file
         old.close()
         # Positions count from the start of the new segment, whose header `begin_segment` syncs.
@@ -289,36 +293,13 @@ class LogWriter:
             self._unsynced = True
             self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._sync_later)
         # At half, so that a full disk is noticed while releases and cancels still have room.
-        if self._spare is None and self._spare_task is None and last.end > last.buffer.size // 2:
-            self._spare_task = self._loop.create_task(self._prepare_spare(last.ordinal + 1))
+        if last.end > last.buffer.size // 2:
+            self.next_segment.prepare()
         if self._pending:
             self._start_commit()
         else:
             self._busy = False
             self._idle.set()
-
-    async def _prepare_spare(self, ordinal: int) -> None:
-        """Prepare the next segment before it is needed; a full disk closes admission until there is room."""
-        try:
-            while not self._closing and self.failed is None:
-                try:
-                    await self._loop.run_in_executor(self._disk, self._prepare_unless_rolled, ordinal)
-                    self._room_error = None
-                    return
-                except OverLimit as error:
-                    logger.warning("no room for the next segment reason=%s", error)
-                    self._room_error = error
-                    await asyncio.sleep(ROOM_RETRY_S)
-        # Any error stops the log: no caller awaits this task, so an exception left in it would be lost.
-        except Exception as error:
-            self._stop([], error)
-        finally:
-            self._spare_task = None
-
-    def _prepare_unless_rolled(self, ordinal: int) -> None:
-        # A commit ahead of us in the disk thread may have needed the segment already.
-        if not self._broken and not self._files.exists(segment_name(ordinal)):
-            self._spare = prepare(self._files, ordinal, self._segment_bytes)
 
     def _sync_later(self) -> None:
         """Bound what `async` durability may lose to about a second."""
@@ -342,6 +323,7 @@ class LogWriter:
         is_first = self.failed is None
         if is_first:
             self.failed = error
+            self.next_segment.is_over = True
             logger.critical("log stopped reason=%s", error)
         # Those in flight fail too: whether their bytes reached the disk is known only to the next start.
         waiting, self._pending = [*entries, *self._pending], []
@@ -360,18 +342,16 @@ class LogWriter:
         """Commit all accepted rows, sync, and close the file."""
         self._closing = True
         await self._idle.wait()
-        if self._spare_task is not None:
-            self._spare_task.cancel()
-            await asyncio.gather(self._spare_task, return_exceptions=True)
+        await self.next_segment.stop()
         await self._loop.run_in_executor(self._disk, self._close_file)
+        self._encoder.shutdown()
 
     def _close_file(self) -> None:
         # After a failed sync a second one may answer OK for bytes that were lost (decision 0003), so it is not asked.
         if not self._broken:
             self._file.sync()
         self._file.close()
-        if self._spare is not None:
-            self._spare.file.close()
+        self.next_segment.close_file()
 
 
 def _group(entries: list[Entry]) -> list[Group]:
@@ -389,9 +369,11 @@ def _group(entries: list[Entry]) -> list[Group]:
             run.clear()
 
     for entry in entries:
-        if entry.flags or entry.span != entry.rows.num_rows:
+        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None:
             flush()
-            groups.append(Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags))
+            groups.append(
+                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
+            )
         else:
             run.append(entry)
     flush()

@@ -125,6 +125,11 @@ class Loaded:
         return len(self._wheel)
 
     @property
+    def size_bytes(self) -> int:
+        """Return how many bytes these are, about."""
+        return self._wheel.size_bytes
+
+    @property
     def is_gathering(self) -> bool:
         """Return whether the reader thread works for this."""
         return self._gathering is not None

@@ -155,10 +155,10 @@ async def test_a_consumer_that_goes_away_while_its_promise_is_written_loses_no_a
 async def test_when_nothing_can_be_written_the_positions_come_back(world: World) -> None:
     await send(world, [b"a"])
     writer = world.broker.parts.writer
-    writer._room_error = OverLimit("full")
+    writer.next_segment.room_error = OverLimit("full")
     with pytest.raises(OverLimit, match="full"):
         await receive(world)
-    writer._room_error = None
+    writer.next_segment.room_error = None
     assert bodies(await receive(world)) == [b"a"]
 
 

@@ -373,10 +373,10 @@ async def test_a_full_disk_refuses_it_as_it_refuses_a_send(
 ) -> None:
     [key] = await world.send("a", [FAR_MS])
     log = world.broker.parts.writer
-    log._room_error = OverLimit("no room")
+    log.next_segment.room_error = OverLimit("no room")
     with pytest.raises(OverLimit, match="no room"):
         await world.broker.reschedule(ids=[key], delay_ms=5)
-    log._room_error = None
+    log.next_segment.room_error = None
     assert await said(world, ids=[key]) == ["cancelled"]
 
 

@@ -1,0 +1,119 @@
+"""The next segment of the log: prepared ahead of its need, so that no commit waits until a file is allocated.
+
+It is prepared when half of the present one is full, or when much is about to be written (`make_ready`). A full disk is
+noticed by it, while releases and cancels still have room: `no_room` then says why new promises are refused.
+
+A page of a file that was never written costs ten times as much as one that the system's cache has already: it has to
+be found, emptied, and on a virtual machine be fetched from the host. So what is known to come within seconds is
+*warmed*: its pages are made before (docs/decisions/0040-ready-for-a-burst.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from timeball.errors import OverLimit
+from timeball.files import Files
+from timeball.log.disk_thread import Disk
+from timeball.log.segment import Segments, Spare, prepare, segment_name
+
+logger = logging.getLogger(__name__)
+
+# How often a full disk is tried again. Admission stays closed meanwhile, so a shorter pause would only fill the log.
+ROOM_RETRY_S = 2.0
+
+
+class NextSegment:
+    """Belongs to the event loop, but for what says that it runs in the disk thread."""
+
+    def __init__(
+        self,
+        files: Files,
+        segments: Segments,
+        disk: Disk,
+        segment_bytes: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Call `on_failure` with what a full disk does not explain."""
+        self._files, self._segments, self._disk = files, segments, disk
+        self._segment_bytes, self._on_failure = segment_bytes, on_failure
+        self._loop = asyncio.get_running_loop()
+        self.spare: Spare | None = None  # set and taken by the disk thread only, or a roll may miss it
+        self.is_over = False  # the log is closed, or has stopped: any thread sets it
+        self._task: asyncio.Task[None] | None = None
+        self.room_error: OverLimit | None = None
+        self._warm: dict[str, int] = {}  # name of a segment -> up to where it has been warmed
+
+    def prepare(self) -> None:
+        """Prepare a spare unless there is one, or one is under way."""
+        if self.spare is None and self._task is None:
+            self._task = self._loop.create_task(self._prepare(self._segments.last.ordinal + 1))
+
+    async def make_ready(self, size_bytes: int) -> None:
+        """Make ready for so many bytes to be written soon: a file, and the pages of it."""
+        last = self._segments.last
+        end = last.end + size_bytes
+        if end > last.buffer.size:
+            self.prepare()
+        await self._warm_up(last.name, last.end, min(end, last.buffer.size))
+        # Asked for behind the pause: it is a spare no more when the log has rolled into it meanwhile.
+        if self.spare is not None and last is self._segments.last:
+            await self._warm_up(segment_name(last.ordinal + 1), 0, end - last.buffer.size)
+
+    def begin(self, ordinal: int, needed_bytes: int) -> Spare:
+        """Return the file to go on with (disk thread): the spare when there is one and it is large enough."""
+        spare, self.spare = self.spare, None
+        size = max(self._segment_bytes, needed_bytes)
+        if spare is None:
+            return prepare(self._files, ordinal, size)
+        # One commit larger than a segment: the segment is made as large as the commit, never the commit split.
+        if size > self._segment_bytes:
+            spare.file.allocate(size)
+            return Spare(spare.file, self._files.map_readonly(segment_name(ordinal)))
+        return spare
+
+    async def stop(self) -> None:
+        """Prepare nothing more."""
+        self.is_over = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def close_file(self) -> None:
+        """Close the spare (disk thread)."""
+        if self.spare is not None:
+            self.spare.file.close()
+
+    async def _warm_up(self, name: str, begin: int, end: int) -> None:
+        begin = max(begin, self._warm.get(name, 0))
+        if begin >= end:
+            return
+        # Of one segment that is full nothing is asked again: two names are all that count.
+        self._warm = {**dict(list(self._warm.items())[-1:]), name: end}
+        # Neither in the disk thread, where a commit would wait for it, nor in the reader's.
+        await self._loop.run_in_executor(None, self._files.warm, name, begin, end)
+
+    async def _prepare(self, ordinal: int) -> None:
+        """Prepare the next segment before it is needed; a full disk closes admission until there is room."""
+        try:
+            while not self.is_over:
+                try:
+                    await self._loop.run_in_executor(self._disk, self._prepare_unless_rolled, ordinal)
+                    self.room_error = None
+                    return
+                except OverLimit as error:
+                    logger.warning("no room for the next segment reason=%s", error)
+                    self.room_error = error
+                    await asyncio.sleep(ROOM_RETRY_S)
+        # Any error stops the log: no caller awaits this task, so an exception left in it would be lost.
+        except Exception as error:
+            self._on_failure(error)
+        finally:
+            self._task = None
+
+    def _prepare_unless_rolled(self, ordinal: int) -> None:
+        # A commit ahead of us in the disk thread may have needed the segment already.
+        if not self.is_over and not self._files.exists(segment_name(ordinal)):
+            self.spare = prepare(self._files, ordinal, self._segment_bytes)
