@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -151,6 +151,21 @@ class Splitter:
 # ---- headers ------------------------------------------------------------------------------------------------
 
 
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class _PlainHeader(msgspec.Struct):
+    """A header as Java clients write it, whose extFields are all text: the usual one, in one step."""
+
+    code: Int32
+    opaque: Int32 = 0
+    flag: Int32 = 0
+    remark: str | None = None
+    language: str | int | None = None
+    version: Int32 = 0
+    extFields: dict[str, str] = {}  # noqa: N815
+
+
 class _JsonHeader(msgspec.Struct):
     code: int
     opaque: int = 0
@@ -169,6 +184,7 @@ class _Envelope(msgspec.Struct):
     flag: int = 0
 
 
+_plain_header = msgspec.json.Decoder(_PlainHeader)
 _json_header = msgspec.json.Decoder(_JsonHeader)
 _json_envelope = msgspec.json.Decoder(_Envelope)
 
@@ -229,6 +245,19 @@ def _decode(frame: Frame) -> Command:
 
 
 def _decode_json(header: bytes) -> Command:
+    try:
+        plain = _plain_header.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_any_json(header)  # which names the fault, if there is one
+    if len(plain.extFields) > EXT_FIELDS_MAX:
+        raise BadFrame(f"{len(plain.extFields)} extFields; at most {EXT_FIELDS_MAX}")
+    language = _language(plain.language)
+    return Command(
+        plain.code, plain.opaque, plain.flag, plain.extFields, b"", plain.remark, language, plain.version
+    )
+
+
+def _decode_any_json(header: bytes) -> Command:
     try:
         found = _json_header.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -34,6 +34,7 @@ from timeball.protocols.remoting.codec.codes import MessageFlag
 MAGIC_V1 = 0xDAA320A7
 MAGIC_V2 = 0xDAA320AB
 TOPIC_BYTES_V1_MAX = 127
+PART_ROWS = 64  # of a frame, that become records at once
 
 _HEAD = struct.Struct(">iIIiiqqiq")  # total … born ms
 _MIDDLE = struct.Struct(">iq")  # born port, store ms
@@ -101,14 +102,17 @@ class StoredFrame:
     def put(self, out: bytearray, seqs: list[int], at: int, store_host: Host, bytes_max: int) -> int:
         """Append the messages `seqs[at:]`, as far as this frame has them and they fit; return up to which."""
         mine = itertools.takewhile(lambda seq: self.first_seq <= seq < self.end_seq, seqs[at:])
-        rows = self._rows.take(pa.array([seq - self.first_seq for seq in mine], pa.int64()))
-        if rows.column("queue_offset").null_count:
-            raise OutOfRange("one of these rows is no visible message")
-        for record in encode_each(rows, store_host=store_host):
-            if out and len(out) + len(record) > bytes_max:
-                break
-            out += record
-            at += 1
+        places = [seq - self.first_seq for seq in mine]
+        # A few at a time: of large ones hardly any fit.
+        for begin in range(0, len(places), PART_ROWS):
+            rows = self._rows.take(pa.array(places[begin : begin + PART_ROWS]))
+            if rows.column("queue_offset").null_count:
+                raise OutOfRange("one of these rows is no visible message")
+            for record in encode_each(rows, store_host=store_host):
+                if out and len(out) + len(record) > bytes_max:
+                    return at
+                out += record
+                at += 1
         return at
 
 

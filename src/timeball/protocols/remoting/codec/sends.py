@@ -34,13 +34,13 @@ from timeball.protocols.remoting.codec.frame import (
     BadHeader,
     Command,
     Frame,
+    Int32,
     bad_header,
     decode,
     header_too_large,
 )
 from timeball.protocols.remoting.codec.records import Host
 
-Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 SHORT_NAMES = {

@@ -22,7 +22,6 @@ from timeball import limits
 from timeball.access import Caller
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
-from timeball.broker.consuming.pull import FilteredPull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Queue, Topic
@@ -91,14 +90,12 @@ class Pulls:
             return moved
         if fields.queue_offset >= queue.index.max_offset:
             return self._wait(call, fields, topic, queue, wanted)
-        if not wanted.matches_all:
-            return self._look(call, fields, queue, wanted)
-        chosen = _candidates(fields, queue, wanted)
-        host = store_host(self._context, call.connection)
-        messages = self._stored.get_now(chosen.seqs.tolist(), host, _bytes(fields))
-        if messages is None:
-            return self._look(call, fields, queue, wanted)
-        return self._found(call, fields, queue, chosen, messages)
+        if wanted.matches_all:
+            host = store_host(self._context, call.connection)
+            messages = self._stored.get_now(_next_rows(fields, queue), host, _bytes(fields))
+            if messages is not None:
+                return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
+        return self._look(call, fields, queue, wanted)
 
     def _queue(self, fields: PullFields, caller: Caller) -> tuple[Topic, Queue]:
         members = self._context.sessions.group(fields.consumer_group)
@@ -139,13 +136,16 @@ class Pulls:
                 pass
 
     async def _look(self, call: Call, fields: PullFields, queue: Queue, wanted: Filter) -> Reply:
-        chosen = _candidates(fields, queue, wanted)
-        parts = self._broker.parts
-        if not wanted.matches_all:
-            chosen = await in_thread(parts.reader_thread, pull.decide, chosen, parts.reader, wanted)
-        host = store_host(self._context, call.connection)
+        host, parts = store_host(self._context, call.connection), self._broker.parts
+        if wanted.matches_all:
+            messages = await self._stored.get(_next_rows(fields, queue), host, _bytes(fields))
+            return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
+        chosen = pull.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
+        chosen = await in_thread(parts.reader_thread, pull.decide, chosen, parts.reader, wanted)
         messages = await self._stored.get(chosen.seqs.tolist(), host, _bytes(fields))
-        return self._found(call, fields, queue, chosen, messages)
+        count = messages[0]
+        next_offset = chosen.next_offset if count == len(chosen.seqs) else int(chosen.offsets[count])
+        return self._found(call, fields, queue, next_offset, messages)
 
     async def _wait(
         self, call: Call, fields: PullFields, topic: Topic, queue: Queue, wanted: Filter
@@ -172,12 +172,11 @@ class Pulls:
             )  # it may have been deleted, or closed, meanwhile
 
     def _found(
-        self, call: Call, fields: PullFields, queue: Queue, chosen: FilteredPull, messages: Messages
+        self, call: Call, fields: PullFields, queue: Queue, next_offset: int, messages: Messages
     ) -> Reply:
         count, body = messages
         if not count:
-            return _empty(call, queue, chosen.next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
-        next_offset = chosen.next_offset if count == len(chosen.seqs) else int(chosen.offsets[count])
+            return _empty(call, queue, next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
         self._broker.parts.rates.got(fields.topic, fields.consumer_group, count, len(body))
         return call.answer(ext=_ext(queue, next_offset), body=body)
 
@@ -190,8 +189,9 @@ def _bytes(fields: PullFields) -> int:
     return min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX)
 
 
-def _candidates(fields: PullFields, queue: Queue, wanted: Filter) -> FilteredPull:
-    return pull.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
+def _next_rows(fields: PullFields, queue: Queue) -> list[int]:
+    """Return the numbers of the next rows of the queue; how many of them fit shows when they are written."""
+    return queue.index.read(fields.queue_offset, _rows(fields))["seq"].tolist()  # type: ignore[no-any-return]
 
 
 def _moved(call: Call, queue: Queue, offset: int) -> Reply:

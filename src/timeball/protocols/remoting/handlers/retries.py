@@ -27,8 +27,8 @@ from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import Int32
 from timeball.protocols.remoting.codec.records import Host, offset_msg_id
-from timeball.protocols.remoting.codec.sends import Int32
 
 HAS_TIMES_MAX_VERSION = 121  # MQVersion.V3_4_9: older clients send no maxReconsumeTimes
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
