@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +15,7 @@ from tests.protocols.remoting.wire import Wire
 from timeball.errors import Unavailable
 from timeball.protocols.remoting import connection as module
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
+from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, BadFrame, Command, encode
 from timeball.protocols.remoting.connection import Connection
 
 ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"})
@@ -34,6 +37,74 @@ def test_frames_in_pieces_and_together(wire: Wire) -> None:
     assert wire.answer_to(7).code == 0
     wire.send_bytes(data * 3)
     assert wire.answer_to(7).code == 0
+
+
+class Recorder(asyncio.Transport):
+    """What a connection writes, each call of its own, while its socket takes everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.closed
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def written(answers: Callable[[Connection, Any], None], frames: int) -> list[bytes]:
+    """What is written of one read that brings so many frames, each handled by `answers`."""
+
+    async def read() -> list[bytes]:
+        def receive(connection: Connection, found: list[Any]) -> None:
+            for frame in found:
+                answers(connection, frame)
+
+        connection = Connection(receive, set(), asyncio.get_running_loop())
+        recorder = Recorder()
+        connection.connection_made(recorder)
+        connection.data_received(encode(ROUTE) * frames)
+        return recorder.writes
+
+    return asyncio.run(read())
+
+
+def test_answers_to_the_requests_of_one_read_are_written_together() -> None:
+    numbers = itertools.count()
+    assert written(lambda connection, _: connection.write(b"%d," % next(numbers)), 5) == [b"0,1,2,3,4,"]
+    assert written(lambda connection, _: connection.write(b"alone"), 1) == [b"alone"]
+    assert written(lambda connection, _: None, 3) == []
+
+
+def test_no_more_is_gathered_than_a_bound() -> None:
+    part = bytes(module.GATHERED_BYTES_MAX // 2)
+    writes = written(lambda connection, _: connection.write(part), 5)
+    assert [len(data) for data in writes] == [2 * len(part), 2 * len(part), len(part)]
+
+
+def test_what_was_answered_before_a_close_or_a_bad_frame_leaves() -> None:
+    def close(connection: Connection, _: object) -> None:
+        connection.write(b"bye,")
+        connection.close()
+
+    def refuse(connection: Connection, _: object) -> None:
+        connection.write(b"one,")
+        raise BadFrame("the second is none")
+
+    assert written(close, 3) == [b"bye,"]
+    assert written(refuse, 3) == [b"one,"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ CALLS_MAX = 8_192  # requests of one connection that wait for their answer; a pu
 
 RECEIVED_BYTES_MAX = 128 * 1024 * 1024  # each byte is several while it is on its way to the log
 UNREAD_BYTES_MAX = 256 * 1024 * 1024
+GATHERED_BYTES_MAX = 64 * 1024  # of answers that are written together
 LARGE_BYTES = 64 * 1024  # a body from this size on counts while its request is under way
 WAITING_MAX = 1_024  # connections without room; each holds what one read of its socket has brought, 256 KiB
 UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = 8 * 1024 * 1024, 1024 * 1024  # of one connection: two answers of a pull
@@ -179,6 +180,9 @@ class Connection(asyncio.Protocol):
         self._receiver, self._opened, self._loop = receiver, opened, loop
         self.flow = Flow(room or Room())
         self._splitter = Splitter(cut=cut)
+        self._gathers = False  # while the requests of one read are handled: their answers go together
+        self._gathered: list[bytes] = []
+        self._gathered_bytes = 0
         self._transport: asyncio.Transport | None = None
         self._opaques = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Command]] = {}
@@ -233,7 +237,7 @@ class Connection(asyncio.Protocol):
         try:
             frames = self._splitter.feed(data)
             if frames:
-                self._receiver(self, frames)
+                self._receive(frames)
         except BadFrame as error:
             logger.warning("connection closed peer=%s reason=%s", self.name, error)
             self.close()
@@ -247,6 +251,18 @@ class Connection(asyncio.Protocol):
             self._frame_since_s = None
         elif frames or self._frame_since_s is None:
             self._frame_since_s = self.heard_s
+
+    def _receive(self, frames: list[Any]) -> None:
+        """Handle what one read has brought, and write the answers that are there at once together."""
+        if len(frames) == 1:
+            self._receiver(self, frames)
+            return
+        self._gathers = True
+        try:
+            self._receiver(self, frames)
+        finally:
+            self._gathers = False
+            self._write_gathered()
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol: the client has many answers to take."""
@@ -265,6 +281,20 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send bytes; a client that takes nothing any more loses its connection instead of our memory."""
+        if not self._gathers:
+            self._write(data)
+            return
+        self._gathered.append(data)
+        self._gathered_bytes += len(data)
+        if self._gathered_bytes >= GATHERED_BYTES_MAX:
+            self._write_gathered()
+
+    def _write_gathered(self) -> None:
+        parts, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        if parts:
+            self._write(b"".join(parts))
+
+    def _write(self, data: bytes) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
             return  # one dead client must not cost the others of a commit their acknowledgements
@@ -346,6 +376,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """End the connection; answers already written still leave, if they are taken."""
         if self._transport is not None and self._closed_s is None:
+            self._write_gathered()
             self._closed_s = self._loop.time()
             self._transport.close()
 
