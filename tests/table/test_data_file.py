@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +137,23 @@ def test_who_walks_leaves_it_open_and_who_looks_up_leaves_it_as_it_was() -> None
     for look_up in look_ups:
         look_up()
         assert file.is_open, "somebody walks through it"
+
+
+def test_a_closed_file_leaves_nothing_for_the_collector_of_cycles() -> None:
+    """A footer weighs more than the promises of a small file, and that collector comes by rarely (broker/memory.py)."""
+    file = one_file(table_rows([1, 2, 3]))
+    gc.collect()
+    gc.disable()
+    try:
+        file.check()
+        assert any(isinstance(each, pq.FileMetaData) for each in gc.get_objects()), (
+            "an open file has its footer"
+        )
+        file.ensure_keys()
+        file.close()
+        assert not [each for each in gc.get_objects() if isinstance(each, pq.FileMetaData)]
+    finally:
+        gc.enable()
 
 
 def test_a_look_up_that_fails_leaves_it_closed(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:

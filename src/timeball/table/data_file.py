@@ -187,7 +187,8 @@ class DataFile:
 
     def _check(self, parquet: pq.ParquetFile, size_bytes: int) -> None:
         metadata = parquet.metadata
-        if metadata.schema.to_arrow_schema().names != TABLE_SCHEMA.names:
+        # Not of `metadata.schema`: the two refer to each other, and stay until the collector of cycles comes by.
+        if parquet.schema_arrow.names != TABLE_SCHEMA.names:
             raise Corrupt(f"{self.entry.path} has other columns than the pending table")
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._group_starts = np.cumsum([0, *(group.num_rows for group in groups)])
