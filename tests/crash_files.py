@@ -185,6 +185,9 @@ class CrashFiles(Power):
         with self.running():
             return pa.py_buffer(self._inode(name).view())
 
+    def unload(self, mapped: pa.Buffer) -> None:
+        """See Files. What is mapped here is memory."""
+
     def warm(self, name: str, begin: int, end: int) -> None:
         """See Files. Nothing that a power cut could find."""
 

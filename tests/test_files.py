@@ -169,6 +169,28 @@ def test_what_is_warmed_is_in_the_cache_of_the_system(tmp_path: Path) -> None:
     file.close()
 
 
+def test_what_is_unloaded_reads_as_before_and_is_no_memory_of_the_process(tmp_path: Path) -> None:
+    files, size_bytes = RealFiles(tmp_path), 4 * 1024 * 1024
+    file, data = files.create("log"), os.urandom(size_bytes)
+    file.write_at(0, data)
+    mapped = files.map_readonly("log")
+
+    def resident_kb() -> int:
+        at = f"{mapped.address:x}-"
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        next(line for line in lines if line.startswith(at))
+        return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+
+    assert bytes(mapped) == data and resident_kb() == size_bytes // 1024
+    files.unload(mapped)
+    assert resident_kb() == 0
+    assert bytes(mapped) == data
+    file.write_at(5, b"seen")
+    assert bytes(mapped[5:9]) == b"seen"
+    files.unload(pa.py_buffer(b""))
+    file.close()
+
+
 def test_create_empties_what_was_there(files: Files) -> None:
     files.create("a").write_at(0, b"old")
     files.create("a")

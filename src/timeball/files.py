@@ -81,6 +81,9 @@ class Files(Protocol):
     def map_readonly(self, name: str) -> pa.Buffer:
         """The whole file as an Arrow buffer that stays valid after removal of the name."""
 
+    def unload(self, mapped: pa.Buffer) -> None:
+        """Let this process's memory go of what it has read of a `map_readonly`; the system's cache keeps it."""
+
     def warm(self, name: str, begin: int, end: int) -> None:
         """Bring this part of an allocated file into memory, so that writing it costs no more than a copy."""
 
@@ -109,6 +112,8 @@ _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -289,6 +294,11 @@ class RealFiles:
                 return _Mapping(fd, size_bytes).buffer() if size_bytes else pa.py_buffer(b"")
             finally:
                 os.close(fd)
+
+    def unload(self, mapped: pa.Buffer) -> None:
+        """See Files. Of a shared mapping this drops page tables alone: the next read finds the same bytes."""
+        if mapped.size:
+            _madvise(mapped.address, mapped.size, mmap.MADV_DONTNEED)
 
     def warm(self, name: str, begin: int, end: int) -> None:
         """See Files. Mapped with its pages for a moment: no call for reading ahead takes more than some 100 KB."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import numpy as np
 import pyarrow as pa
@@ -80,6 +81,34 @@ def test_rows_are_sorted_by_instant_and_then_by_number(dues: list[int]) -> None:
 
 def test_no_rows_are_no_files() -> None:
     assert list(layout.cut_files(table_rows([]), NOW_MS)) == []
+
+
+@given(
+    st.lists(st.integers(NOW_MS, NOW_MS + 90 * DAY_MS), max_size=60),
+    st.lists(st.integers(0, 60), max_size=4),
+    st.integers(1, 70),
+)
+def test_parts_are_the_sorted_rows_cut_between_buckets(
+    dues: list[int], cuts: list[int], part_rows: int
+) -> None:
+    rows = table_rows(dues, first_seq=7)
+    bounds = [0, *sorted(cuts), len(dues)]
+    chunked = pa.concat_tables(
+        [rows.slice(low, max(0, high - low)) for low, high in itertools.pairwise(bounds)]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "PART_ROWS", part_rows)
+        parts = list(layout.sorted_parts(chunked, NOW_MS))
+    whole = layout.sort_rows(chunked)
+    assert pa.concat_tables([TABLE_SCHEMA.empty_table(), *parts]).combine_chunks() == whole
+    named = [[name for name, _ in layout.split_by_bucket(part, NOW_MS)] for part in parts]
+    assert [name for names in named for name in names] == [
+        name for name, _ in layout.split_by_bucket(whole, NOW_MS)
+    ]
+    # More than was asked for only where it is one bucket.
+    assert all(
+        part.num_rows <= part_rows or len(names) == 1 for part, names in zip(parts, named, strict=True)
+    )
 
 
 def test_a_task_that_is_tried_again_overwrites_nothing() -> None:

@@ -29,6 +29,7 @@ Pure functions on column batches; the caller writes the bytes, to a folder of ou
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import uuid
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ from timeball.table.attachment import FileEntry
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
 ROW_GROUP_ROWS = 65_536  # the unit of a gather: small enough to read in ~10 ms, large enough to compress
+PART_ROWS = 32_768  # rows that are sorted and written at a time: some megabytes, four times
 PARTITION_COLUMN = "bucket"
 FOLDER = "pending"  # below the data folder
 KEYS_FOLDER = f"{FOLDER}/_keys"
@@ -77,6 +79,38 @@ def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
     return [str(np.datetime_as_string(s, unit=u)) for s, u in zip(starts, units, strict=True)]
 
 
+def sorted_parts(rows: pa.Table, now_ms: int) -> Iterator[pa.Table]:
+    """Yield what `sort_rows` returns, cut between buckets, some PART_ROWS rows at a time: one such part is in memory.
+
+    A bucket is never cut, since each part of it would be a file of its own.
+    """
+    due, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
+    order = np.lexsort((seq, due))
+    cuts = [*_bucket_cuts(due[order], now_ms).tolist(), len(order)]
+    begin = 0
+    for cut, following in itertools.pairwise(cuts):
+        if following - begin > PART_ROWS and cut > begin:
+            yield _rows_at(rows, order[begin:cut])
+            begin = cut
+    if begin < len(order):
+        yield _rows_at(rows, order[begin:])
+
+
+def _rows_at(rows: pa.Table, positions: Int64Array) -> pa.Table:
+    """Return the rows at these positions, all different, in this order."""
+    # Batch by batch: `take` of a table joins its chunks first, all of them.
+    ascending = np.sort(positions)
+    batches = rows.to_batches()
+    ends = np.cumsum([batch.num_rows for batch in batches])
+    parts = np.split(ascending, np.searchsorted(ascending, ends[:-1]))
+    begins = ends - [batch.num_rows for batch in batches]
+    found = [
+        batch.take(pa.array(part - begin)) for batch, part, begin in zip(batches, parts, begins, strict=True)
+    ]
+    joined = pa.Table.from_batches(found, rows.schema).combine_chunks()
+    return joined.take(pa.array(np.searchsorted(ascending, positions)))
+
+
 def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table]]:
     """Slices of sorted `rows`, one a bucket, in due order.
 
@@ -84,15 +118,19 @@ def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table
     that is cut by the 48 h border gives an hour run and then a day run.
     """
     due = _values(rows, "due_ms")
-    if len(due) == 0:
-        return
+    cuts = _bucket_cuts(due, now_ms)
+    names = bucket_names(due[cuts], now_ms)
+    for name, begin, end in zip(names, cuts, [*cuts[1:], len(due)], strict=False):
+        yield name, rows.slice(int(begin), int(end - begin))
+
+
+def _bucket_cuts(due: Int64Array, now_ms: int) -> Int64Array:
+    """Return where each bucket begins in a sorted column; empty for an empty one."""
     starts = bucket_starts(due, now_ms)
     zone = np.searchsorted(due, [now_ms + HOURS_AHEAD_MS, now_ms + DAYS_AHEAD_MS])
     changed = np.flatnonzero(np.diff(starts)) + 1
-    cuts = np.unique(np.concatenate(([0], changed, zone[zone < len(due)])))
-    names = bucket_names(due[cuts], now_ms)
-    for name, begin, end in zip(names, cuts, np.append(cuts[1:], len(due)), strict=True):
-        yield name, rows.slice(int(begin), int(end - begin))
+    first = np.zeros(min(1, len(due)), np.int64)
+    return np.unique(np.concatenate((first, changed, zone[zone < len(due)])))
 
 
 def encode_file(rows: pa.Table) -> bytes:

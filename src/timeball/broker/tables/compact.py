@@ -20,6 +20,9 @@ from timeball.table.attachment import Attachment, FileEntry
 
 JOB_ID = "broker"
 _NONE: Int64Array = np.empty(0, np.int64)
+COALESCE_ROWS = (
+    8_192  # a frame with more rows is a batch as it is, a view of the mapped log: joining copies every body
+)
 RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
 
 
@@ -39,6 +42,10 @@ def compact(
     """
     rows = promises(reader, from_seq, to_seq, settled_before_ms, settled)
     entries = write_files(files, rows, now_ms)
+    for segment in reader.segments.all:
+        # What was read once would count as the broker's memory until the segment goes.
+        if segment.first_seq < to_seq and segment.next_seq > from_seq:
+            files.unload(segment.buffer)
     return Attachment(
         job="compact", job_id=JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq
     )
@@ -54,19 +61,20 @@ def write_files(
     entries: list[FileEntry] = []
     if rows.num_rows == 0:
         return entries
-    # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
-    for entry, data in layout.cut_files(layout.sort_rows(rows), now_ms):
-        name = f"{layout.FOLDER}/{entry.path}"
-        files.make_dir(name.rpartition("/")[0])
-        if begun is not None:
-            begun.append(entry)
-        file = files.create(name)
-        try:
-            # Without a sync: the attach syncs each file before its row is written (catalog.sync_data).
-            file.write_at(0, data)
-        finally:
-            file.close()
-        entries.append(entry)
+    for part in layout.sorted_parts(rows, now_ms):
+        # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
+        for entry, data in layout.cut_files(part, now_ms):
+            name = f"{layout.FOLDER}/{entry.path}"
+            files.make_dir(name.rpartition("/")[0])
+            if begun is not None:
+                begun.append(entry)
+            file = files.create(name)
+            try:
+                # Without a sync: the attach syncs each file before its row is written (catalog.sync_data).
+                file.write_at(0, data)
+            finally:
+                file.close()
+            entries.append(entry)
     return entries
 
 
@@ -75,7 +83,7 @@ def promises(
 ) -> pa.Table:
     """Return TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
     parts = []
-    for found in reader.coalesced(from_seq, to_seq, KINDS, 65_536):
+    for found in reader.coalesced(from_seq, to_seq, KINDS, COALESCE_ROWS):
         rows = as_promises(versions_in(found))
         # Promises due before that are settled. Cancelled ones of later instants may go along: the log settles them.
         waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
