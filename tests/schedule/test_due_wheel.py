@@ -144,6 +144,18 @@ def test_batches_of_one_row_are_not_held_back_by_the_thousand() -> None:
     assert most <= wheel_module.ARRIVAL_BATCHES_MAX
 
 
+def test_rows_that_come_alone_and_go_together_leave_nothing_behind() -> None:
+    """A steady load never empties the wheel: what it believes to hold must not grow with each row that has passed."""
+    wheel = DueWheel()
+    wheel.add(rows([9_000], 1_000_000))
+    alone_bytes = wheel.size_bytes
+    for seq in range(1, 600):
+        wheel.add(rows([seq], seq))
+    assert wheel.size_bytes >= 600 * wheel_module.ROW_BYTES
+    assert wheel.take_due(300, 1_000) is not None and wheel.take_due(8_000, 1_000) is not None
+    assert (len(wheel), wheel.size_bytes) == (1, alone_bytes)
+
+
 def test_what_rows_take_is_known_until_they_are_handed_out() -> None:
     wheel = DueWheel()
     large = with_seq(

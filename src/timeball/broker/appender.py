@@ -29,7 +29,7 @@ from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
-from timeball.log.few_rows import FewRows, Rows, as_batch, builder_of
+from timeball.log.few_rows import FewRows, Rows, as_batch, builder_of, numbered
 from timeball.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
@@ -138,7 +138,7 @@ class Appender:
         topics = {name: self._policy.destination(name, caller) for name in {row[0] for row in few}}
         if None in topics.values():
             return None  # to be made, once nothing else of the request is wrong
-        rows, places, promised = few_sends.log_rows(
+        rows, places, promised, promised_bytes = few_sends.log_rows(
             few, cast("dict[str, Topic]", topics), now_ms, self._host, self._build
         )
         first_seq = parts.writer.next_seq
@@ -147,8 +147,9 @@ class Appender:
             if places is not None:
                 places.index(first_seq)
                 self._visible(places)
-            if any(promised):
-                self._promised(rows.batch, first_seq, np.array(promised))
+            if promised:
+                seqs = [first_seq + at for at in promised]
+                self._wait(numbered(rows, seqs, promised), promised_bytes, first_seq + rows.num_rows)
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
         # Behind the append, which may refuse, and without a pause, so that no other row gets these places.
@@ -274,12 +275,15 @@ class Appender:
             promised = promised & ~in_level
         if promised.any():
             of_instant = promises if promised.all() else promises.filter(pa.array(promised))
-            later = of_instant.num_rows
-            # RocketMQ counts what waits for an instant under its timer's topic; its tools look for it there.
-            parts.rates.put(TIMER_TOPIC, later, int(stored_sizes(of_instant).sum()))
-            parts.scheduler.add(parts.backlog, of_instant)
-            if self._compacts:
-                self._tail_count.add(first_seq + rows.num_rows, later)
+            self._wait(of_instant, int(stored_sizes(of_instant).sum()), first_seq + rows.num_rows)
+
+    def _wait(self, promises: pa.RecordBatch, stored_bytes: int, next_seq: int) -> None:
+        """Hand durable promises for an instant to the schedule; READ_SCHEMA, the last one before `next_seq`."""
+        # RocketMQ counts what waits for an instant under its timer's topic; its tools look for it there.
+        self._parts.rates.put(TIMER_TOPIC, promises.num_rows, stored_bytes)
+        self._parts.scheduler.add(self._parts.backlog, promises)
+        if self._compacts:
+            self._tail_count.add(next_seq, promises.num_rows)
 
 
 def _with_places(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:

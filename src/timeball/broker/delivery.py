@@ -16,9 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
+from timeball.broker import few_releases
 from timeball.broker.components import Components
+from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topics import Placement, check_topic
 from timeball.errors import OutOfRange
+from timeball.log.few_rows import builder_of
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.hour_log.pending import as_promises
@@ -47,6 +50,7 @@ class Delivery:
         """`on_visible` is told of queues that have got something: topic and number."""
         self._parts, self._scheduler = parts, parts.scheduler
         self._on_visible, self._lateness = on_visible, lateness
+        self._build = builder_of(parts.settings.codec)
 
     def release(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         """Append release records for handed-out promises (called by the ticker); the future is done with the last."""
@@ -56,6 +60,14 @@ class Delivery:
 
     def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
+        if few_releases.are_few(promises):
+            few, places = few_releases.release_rows(promises, parts.topics, now_ms, self._build)
+            first_seq = parts.writer.next_seq
+            durable = parts.writer.append(
+                few, on_durable=lambda: self._released(promises, first_seq, places)
+            )[1]
+            places.give_out()  # without a pause behind the append, so that no other row gets these places
+            return durable
         promises = without_lists(promises)  # first: the index and the rates count what a consumer gets
         # The places are given out here and the row is appended without a pause, so offsets grow in the order of the
         # log.
@@ -82,7 +94,7 @@ class Delivery:
 
         self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
 
-    def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement) -> None:
+    def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement | FewPlaces) -> None:
         due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         placement.index(first_seq)
         placement.count(self._parts.rates)

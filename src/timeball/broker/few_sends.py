@@ -82,11 +82,12 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wa
 
 
 class Few(NamedTuple):
-    """Rows as the log will hold them, their places, and which of them are promises."""
+    """Rows as the log will hold them, their places, and what a consumer will get later."""
 
     rows: FewRows
     places: FewPlaces | None  # None: of promises alone
-    promised: list[bool]
+    promised: list[int]  # positions of promises
+    promised_bytes: int  # as RocketMQ would store them
 
 
 def log_rows(
@@ -98,6 +99,7 @@ def log_rows(
     """
     places: FewPlaces | None = None
     built: list[LogRow] = []
+    promised, promised_bytes = [], 0
     for at, row in enumerate(rows):
         (
             topic, body, tag, keys, unique_key, properties, queue_id, born_ms, born_host, flag, sys_flag,
@@ -105,10 +107,13 @@ def log_rows(
         ) = row  # fmt: skip
         kind, offset = _PROMISE, None
         queue_id = -1 if queue_id is None else queue_id
+        stored_bytes = STORED_OVERHEAD_BYTES + len(topic) + len(body) + size_bytes(properties or "")
         # A promise gets its place when it comes due: it must not use up an offset of its topic.
-        if due_ms is None:
+        if due_ms is not None:
+            promised.append(at)
+            promised_bytes += stored_bytes
+        else:
             kind = _MESSAGE
-            stored_bytes = STORED_OVERHEAD_BYTES + len(topic) + len(body) + size_bytes(properties or "")
             places = places or FewPlaces()
             queue_id, offset = places.choose(topics[topic], at, queue_id, stored_bytes, tag)
         built.append(
@@ -118,4 +123,4 @@ def log_rows(
                 flag or 0, sys_flag or 0, reconsume_times or 0, due_ms, None, None, None, None,
             )
         )  # fmt: skip
-    return Few(build(built), places, [row[0] == _PROMISE for row in built])
+    return Few(build(built), places, promised, promised_bytes)

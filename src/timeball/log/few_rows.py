@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from timeball.config import CodecChoice
-from timeball.message import LOG_SCHEMA, LogRow
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, LogRow
 
 try:
     from timeball.log.arrow_message import MessageEncoder  # type: ignore[import-not-found]
@@ -80,6 +80,15 @@ def build_compiled(values: list[LogRow]) -> FewRows:
     return build_by_pyarrow(values) if message is None else FewRows(values, message)
 
 
+def numbered(rows: FewRows, seqs: list[int], which: list[int]) -> pa.RecordBatch:
+    """Return some of these rows, by position, as READ_SCHEMA rows with these numbers."""
+    if isinstance(rows.message, bytes):  # compiled: each value is of its column's type
+        message = _read_encoder.encode([(seq, *rows.values[at]) for seq, at in zip(seqs, which, strict=True)])
+        return pa.ipc.read_record_batch(message, READ_SCHEMA)
+    batch = rows.batch if len(which) == rows.num_rows else rows.batch.take(pa.array(which))
+    return pa.RecordBatch.from_arrays([pa.array(seqs, pa.int64()), *batch.columns], schema=READ_SCHEMA)
+
+
 def builder_of(choice: CodecChoice) -> Build:
     """Return what builds rows with this setting."""
     return build_compiled if MessageEncoder is not None and choice == "auto" else build_by_pyarrow
@@ -104,9 +113,10 @@ def _width(kind: pa.DataType) -> int:
     return int(kind.bit_width // 8)
 
 
-def _make_encoder() -> Any:
+def _encoder_of(schema: pa.Schema) -> Any:
     no_value = {pa.string(): "", pa.binary(): b""}
-    form = rows_of([tuple(no_value.get(field.type, 0) for field in LOG_SCHEMA)]).serialize().to_pybytes()
+    row = [pa.array([no_value.get(field.type, 0)], field.type) for field in schema]
+    form = pa.RecordBatch.from_arrays(row, schema=schema).serialize().to_pybytes()
     _, metadata_bytes = _PREFIX.unpack_from(form)
     message_at = _behind(form, _ROOT_AT)
     batch_at = _behind(form, _table(form, message_at, _HEADER))
@@ -114,7 +124,7 @@ def _make_encoder() -> Any:
     nodes_at, buffers_at = (_behind(form, _table(form, batch_at, field)) + 4 for field in (_NODES, _BUFFERS))
     return MessageEncoder(
         form[: _PREFIX.size + metadata_bytes],
-        [_width(field.type) for field in LOG_SCHEMA],
+        [_width(field.type) for field in schema],
         _table(form, batch_at, _ROWS),
         nodes_at,
         buffers_at,
@@ -122,4 +132,8 @@ def _make_encoder() -> Any:
     )
 
 
-_encoder: Any = _make_encoder() if MessageEncoder is not None else None
+_encoder: Any
+_read_encoder: Any
+_encoder, _read_encoder = (
+    (None, None) if MessageEncoder is None else (_encoder_of(LOG_SCHEMA), _encoder_of(READ_SCHEMA))
+)

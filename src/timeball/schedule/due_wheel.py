@@ -14,6 +14,7 @@ Refuses nothing and knows neither log nor table: `loaded.py` decides which promi
 from __future__ import annotations
 
 import heapq
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball import limits
-from timeball.message import Int64Array, int64
+from timeball.message import READ_SCHEMA, Int64Array, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
 from timeball.table.data_file import search
@@ -32,11 +33,18 @@ ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
 # Batches held back: one of a single row is some 10 KB of objects, as one of a thousand is.
 ARRIVAL_BATCHES_MAX = 256
 RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
+ROW_BYTES = 256  # of a row without its large texts
 OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
+
+_TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
+_END = struct.Struct("<i")
 
 
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
     """Return (slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
+    first, last = int(sorted_due_ms[0]) // SLOT_MS, int(sorted_due_ms[-1]) // SLOT_MS
+    if first == last:
+        return [first], [0, len(sorted_due_ms)]
     slots = sorted_due_ms // SLOT_MS
     starts = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1))
     return slots[starts].tolist(), [*starts.tolist(), len(sorted_due_ms)]
@@ -112,7 +120,7 @@ class DueWheel:
         if rows.num_rows == 0:
             return
         self._size += rows.num_rows
-        self.size_bytes += rows.nbytes
+        self.size_bytes += _bytes_of(rows)
         # Not placed yet: a send of one row pays an append here, and its share of a sort when many have come.
         self._arrivals.append(rows)
         self._arrival_rows += rows.num_rows
@@ -126,7 +134,7 @@ class DueWheel:
         if len(run.due) == 0:
             return
         self._size += len(run.due)
-        self.size_bytes += run.rows.nbytes
+        self.size_bytes += _bytes_of(run.rows)
         self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         self._place(run)
 
@@ -147,9 +155,7 @@ class DueWheel:
         if not taken:
             return None
         self._size -= count
-        # What a view of some rows holds is not exact to the byte.
-        handed_out = sum(run.rows.nbytes for run in taken)
-        self.size_bytes = max(0, self.size_bytes - handed_out) if self._size else 0
+        self.size_bytes -= sum(_bytes_of(run.rows) for run in taken)
         self._keep_first()
         if len(taken) == 1:
             return taken[0]
@@ -237,6 +243,30 @@ def _cutoff(runs: list[Run], ends: list[int], limit: int) -> tuple[int, int]:
     return int(due[at]), int(seq[at])
 
 
+def _bytes_of(rows: pa.RecordBatch) -> int:
+    """Return about how much memory rows take; of parts of them, together, the same to the byte.
+
+    Not `nbytes`: a row alone has more of these than one among others, so that a sum of them would drift; and it asks
+    all columns, which for one row costs as much as to release it.
+    """
+    size_bytes: int = ROW_BYTES * rows.num_rows
+    for at in _TEXTS:
+        size_bytes += _text_bytes(rows.column(at))
+    return size_bytes
+
+
+def _text_bytes(column: pa.Array) -> int:
+    ends = column.buffers()[1]
+    if ends is None:
+        return 0
+    (first,), (last,) = (
+        _END.unpack_from(ends, 4 * at) for at in (column.offset, column.offset + len(column))
+    )
+    return int(last - first)
+
+
 def _is_sorted(due: Int64Array, seq: Int64Array) -> bool:
+    if len(due) < 2:
+        return True
     step = np.diff(due)
     return bool(np.all((step > 0) | ((step == 0) & (np.diff(seq) > 0))))

@@ -1,0 +1,124 @@
+"""A few releases: row by row they become the very rows, places and index entries that the way of columns gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash.lives import run
+from tests.crash.world import World
+from tests.crash_files import CrashFiles
+
+from timeball import limits
+from timeball.broker import few_releases
+from timeball.broker.registry.topic import TopicConfig
+from timeball.clock import ManualClock
+from timeball.message import READ_SCHEMA, Kind, encode_properties, int64
+from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
+
+NOW_MS = 1_700_000_000_000
+INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
+TEXT = st.one_of(st.none(), st.text(max_size=4), st.sampled_from(["a||b", "ü"]))
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "kind": st.sampled_from([int(Kind.PROMISE), int(Kind.MOVED)]),
+    "topic": st.sampled_from(["one", "many", "missing"]),
+    "queue_id": st.one_of(st.none(), st.integers(-2, 5)),
+    "queue_offset": st.none(),
+    "tag": TEXT,
+    "keys": TEXT,
+    "unique_key": TEXT,
+    "body": st.binary(max_size=4),
+    "properties": st.one_of(TEXT, st.just(encode_properties({"a": "b", TIMING_LIST: "7"}))),
+    "born_ms": INT64,
+    "born_host": TEXT,
+    "store_ms": st.integers(0, NOW_MS),
+    "store_host": TEXT,
+    "flag": INT32,
+    "sys_flag": INT32,
+    "reconsume_times": INT32,
+    "due_ms": st.integers(NOW_MS - 9, NOW_MS),
+    "accepted_ms": st.none(),
+    "source_seq": st.integers(1, 9),
+    "version_seq": st.none(),
+    "from_due_ms": st.none(),
+}
+PROMISES = st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=8)
+
+
+def promises_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
+    """READ_SCHEMA promises, sorted as a hand-out is."""
+    rows = sorted(values, key=lambda row: row["due_ms"])
+    for seq, row in enumerate(rows, 1_000):
+        row["seq"] = seq
+        if row["kind"] == Kind.PROMISE:
+            row["source_seq"] = None
+    return pa.RecordBatch.from_pylist(rows, READ_SCHEMA)
+
+
+async def released(promises: pa.RecordBatch, *, by_rows: bool) -> tuple[Any, ...]:
+    """What a broker has after this hand-out: the rows of its log, its queues, its counts."""
+    world = World(CrashFiles(), ManualClock(wall=NOW_MS))
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_rows:
+            patch.setattr(few_releases, "are_few", lambda promises: False)
+        await world.start()
+        try:
+            broker = world.broker
+            parts = broker.parts
+            for name, kind in (("one", "SINGLE_TAG"), ("many", "MULTI_TAG")):
+                parts.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
+            due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
+            for _ in range(2):
+                parts.outcomes.hand_out(due_ms, seq, due_ms)
+                await broker.delivery.release(promises, NOW_MS)
+            frames = [row for part in broker.read_log(1, parts.reader.next_seq) for row in part.to_pylist()]
+            queues = [
+                (topic.name, at, queue.next_offset, queue.index.read(0, 100).tolist(), topic.turn)
+                for topic in parts.topics.all()
+                for at, queue in enumerate(topic.queues)
+            ]
+            counts = [parts.rates.total("TOPIC_PUT_SIZE", name) for name in ("one", "many", "missing")]
+            return frames, queues, counts, broker.lateness.summary()
+        finally:
+            await world.abandon()
+
+
+@settings(max_examples=30)
+@given(PROMISES)
+def test_both_ways_write_the_same(values: list[dict[str, Any]]) -> None:
+    promises = promises_of(values)
+    by_rows, by_columns = (run(released(promises, by_rows=way)) for way in (True, False))
+    assert by_rows == by_columns
+
+
+PLAIN = dict.fromkeys(VALUES) | {
+    "kind": int(Kind.PROMISE), "topic": "one", "body": b"x", "due_ms": NOW_MS, "store_ms": 1, "born_ms": 1,
+    "flag": 0, "sys_flag": 0, "reconsume_times": 0, "queue_id": -1,
+}  # fmt: skip
+
+
+def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the comparison."""
+    promises = promises_of([dict(PLAIN)])
+    assert run(released(promises, by_rows=True)) == run(released(promises, by_rows=False))
+    monkeypatch.setattr(few_releases, "STORED_OVERHEAD_BYTES", 0)
+    assert run(released(promises, by_rows=True)) != run(released(promises, by_rows=False))
+
+
+def test_many_large_and_listed_ones_go_the_way_of_columns() -> None:
+    most = few_releases.ROWS_MAX
+    large = {"body": bytes(limits.REQUEST_BYTES_MAX // 64)}
+    listed = {"properties": encode_properties({TIMING_LIST: "7,9"})}
+    assert few_releases.are_few(promises_of([dict(PLAIN) for _ in range(most)]))
+    assert not few_releases.are_few(promises_of([dict(PLAIN) for _ in range(most + 1)]))
+    assert not few_releases.are_few(promises_of([PLAIN | large]))
+    assert not few_releases.are_few(promises_of([PLAIN | listed]))
+
+
+def test_an_early_one_is_refused_by_both() -> None:
+    for by_rows in (True, False):
+        with pytest.raises(AssertionError, match="never be kept before its instant"):
+            run(released(promises_of([PLAIN | {"due_ms": NOW_MS + 1}]), by_rows=by_rows))
