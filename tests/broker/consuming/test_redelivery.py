@@ -154,7 +154,7 @@ async def test_a_message_whose_frame_is_damaged_is_given_up_and_recorded_and_the
     segment = reader.segments.last
     frame = next(f for f in segment.frame_positions if read_frame(segment.buffer, f).first_seq == seqs[2])
     flip(world.files, segment.name, frame + 60)
-    reader._cache.clear()
+    reader._cache._frames.clear()
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
     queue = engine(world).leases.all()[0]
