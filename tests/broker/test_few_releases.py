@@ -13,7 +13,7 @@ from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
 from timeball import limits
-from timeball.broker import few_releases
+from timeball.broker import delivery
 from timeball.broker.registry.topic import TopicConfig
 from timeball.clock import ManualClock
 from timeball.message import READ_SCHEMA, Kind, encode_properties, int64
@@ -63,7 +63,7 @@ async def released(promises: pa.RecordBatch, *, by_rows: bool) -> tuple[Any, ...
     world = World(CrashFiles(), ManualClock(wall=NOW_MS))
     with pytest.MonkeyPatch.context() as patch:
         if not by_rows:
-            patch.setattr(few_releases, "are_few", lambda promises: False)
+            patch.setattr(delivery, "are_few", lambda promises: False)
         await world.start()
         try:
             broker = world.broker
@@ -104,18 +104,18 @@ def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch)
     """The negative control of the comparison."""
     promises = promises_of([dict(PLAIN)])
     assert run(released(promises, by_rows=True)) == run(released(promises, by_rows=False))
-    monkeypatch.setattr(few_releases, "STORED_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr(delivery, "STORED_OVERHEAD_BYTES", 0)
     assert run(released(promises, by_rows=True)) != run(released(promises, by_rows=False))
 
 
 def test_many_large_and_listed_ones_go_the_way_of_columns() -> None:
-    most = few_releases.ROWS_MAX
+    most = delivery.FEW_ROWS
     large = {"body": bytes(limits.REQUEST_BYTES_MAX // 64)}
     listed = {"properties": encode_properties({TIMING_LIST: "7,9"})}
-    assert few_releases.are_few(promises_of([dict(PLAIN) for _ in range(most)]))
-    assert not few_releases.are_few(promises_of([dict(PLAIN) for _ in range(most + 1)]))
-    assert not few_releases.are_few(promises_of([PLAIN | large]))
-    assert not few_releases.are_few(promises_of([PLAIN | listed]))
+    assert delivery.are_few(promises_of([dict(PLAIN) for _ in range(most)]))
+    assert not delivery.are_few(promises_of([dict(PLAIN) for _ in range(most + 1)]))
+    assert not delivery.are_few(promises_of([PLAIN | large]))
+    assert not delivery.are_few(promises_of([PLAIN | listed]))
 
 
 def test_an_early_one_is_refused_by_both() -> None:

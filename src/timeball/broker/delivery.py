@@ -16,17 +16,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
-from timeball.broker import few_releases
 from timeball.broker.components import Components
 from timeball.broker.registry.few_places import FewPlaces
-from timeball.broker.registry.topics import Placement, check_topic
+from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.errors import OutOfRange
-from timeball.log.few_rows import builder_of
-from timeball.message import LOG_SCHEMA, Int64Array, Kind, int64
+from timeball.log.few_rows import Build, FewRows, builder_of
+from timeball.message import LOG_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, Kind, LogRow, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.hour_log.pending import as_promises
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 from timeball.schedule.level_cascade.timing_list import without_list
+
+FEW_ROWS = 64  # from there on columns cost less
+_RELEASE = int(Kind.RELEASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ class Delivery:
 
     def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
-        if few_releases.are_few(promises):
-            few, places = few_releases.release_rows(promises, parts.topics, now_ms, self._build)
+        if are_few(promises):
+            few, places = few_release_rows(promises, parts.topics, now_ms, self._build)
             first_seq = parts.writer.next_seq
             durable = parts.writer.append(
                 few, on_durable=lambda: self._released(promises, first_seq, places)
@@ -192,6 +194,50 @@ def release_rows(
     return pa.RecordBatch.from_arrays(
         [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
     )
+
+
+def are_few(promises: pa.RecordBatch) -> bool:
+    """Return whether these READ_SCHEMA promises go row by row: few, of usual sizes, without a cascade's list."""
+    return (
+        promises.num_rows <= FEW_ROWS
+        and pa.ipc.get_record_batch_size(promises) <= limits.REQUEST_BYTES_MAX // 64
+        and not any(text and TIMING_LIST in text for text in promises.column("properties").to_pylist())
+    )
+
+
+def few_release_rows(
+    promises: pa.RecordBatch, topics: Topics, now_ms: int, build: Build
+) -> tuple[FewRows, FewPlaces]:
+    """Return what `Topics.place` and `release_rows` give for a few promises; the places are still to be given out.
+
+    A tick of a steady load hands out one promise, or some, and columns cost them half a millisecond whatever their
+    number (decision 0037). `tests/broker/test_few_releases.py` holds that both ways give the same.
+    """
+    places = FewPlaces()
+    built: list[LogRow] = []
+    for at, row in enumerate(zip(*(column.to_pylist() for column in promises.columns), strict=True)):
+        (
+            seq, kind, topic, queue_id, _, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
+            store_host, flag, sys_flag, reconsume_times, due_ms, _, source_seq, version_seq, from_due_ms,
+        ) = row  # fmt: skip
+        # Guarantee G2, as in `release_rows`.
+        assert due_ms <= now_ms, "a promise must never be kept before its instant"
+        # As `names` has it.
+        number, version = (source_seq, seq) if kind == Kind.MOVED else (seq, version_seq)
+        stored_bytes = (
+            STORED_OVERHEAD_BYTES + len(topic.encode()) + len(body) + len((properties or "").encode())
+        )
+        queue_id, offset = places.choose(
+            topics.find_topic(topic) or topics.ensure(topic),
+            at, -1 if queue_id is None else queue_id, stored_bytes, tag,
+        )  # fmt: skip
+        built.append(
+            (
+                _RELEASE, topic, queue_id, offset, tag, keys, unique_key, body, properties, born_ms, born_host, now_ms,
+                store_host, flag, sys_flag, reconsume_times, due_ms, store_ms, number, version, from_due_ms,
+            )
+        )  # fmt: skip
+    return build(built), places
 
 
 def moved_rows(promises: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
