@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.errors import OutOfRange
+from timeball.errors import Corrupt, OutOfRange
 from timeball.protocols.remoting import stored_frames as module
 from timeball.protocols.remoting.codec.implementation import PYTHON, codec_of
 from timeball.protocols.remoting.codec.records import Host, encode_each
@@ -122,6 +122,22 @@ async def test_pulls_that_wait_for_one_stretch_wait_together(
     found = await asyncio.gather(*waiting[1:])
     for n, (count, body) in zip((1, 0), found, strict=True):
         assert (count, body) == (2, b"".join(plain(world, [seqs[0] + n, seqs[3] + n], HERE)))
+    assert not source._opening
+
+
+@on_node(queues_per_topic=1)
+async def test_damage_further_on_is_told_to_those_who_ask_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = (await world.broker.send(batch(1))).first_seq
+    second = (await world.broker.send(batch(1))).first_seq
+    monkeypatch.setattr(module, "FRESH_ROWS", 0)
+    segment = world.broker.parts.reader.segments.holding(second)
+    world.broker.parts.files.open(segment.name).write_at(segment.frame_position_of(second) + 300, b"rot")
+    source = StoredFrames(world.broker.parts)
+    assert (await source.get([first], HERE, ANY))[0] == 1
+    with pytest.raises(Corrupt, match="restore this file"):
+        await source.get([second], HERE, ANY)
     assert not source._opening
 
 

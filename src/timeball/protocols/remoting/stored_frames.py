@@ -13,7 +13,7 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from timeball.broker.components import Components, in_thread
-from timeball.errors import OutOfRange
+from timeball.errors import Corrupt, OutOfRange
 from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, Place
 from timeball.log.segment import Segment
 from timeball.protocols.remoting.codec.implementation import PYTHON, Codec, StoredFrame
@@ -107,7 +107,12 @@ class StoredFrames:
             place = segment.ordinal, position
             frame = self._frames.get(place)
             if frame is None:
-                frame = self._parts.reader.open_frame(segment, position, self._codec.open_frame)[1]
+                try:
+                    frame = self._parts.reader.open_frame(segment, position, self._codec.open_frame)[1]
+                except Corrupt:
+                    if opened:
+                        break  # those who ask for this one are told
+                    raise
                 self._frames.keep(place, frame)
             opened[place] = frame
         return opened
