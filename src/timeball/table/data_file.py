@@ -40,6 +40,7 @@ class DataFile:
         self.entry = entry
         self._parquet: pq.ParquetFile | None = None
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
+        self._group_seqs = _NO_GROUPS, _NO_GROUPS  # smallest and largest of each
         self._keys: KeySidecar | None = None
         self.keys_tried = False
 
@@ -50,7 +51,7 @@ class DataFile:
 
     def positions_between(self, low: Position, high: Position) -> tuple[Int64Array, Int64Array]:
         """(due_ms, seq) of the rows with low <= (due_ms, seq) < high, in that order."""
-        groups = self._groups(low[0], high[0])
+        groups = self._groups_between(low, high)
         if not groups:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         due, seq = _due_and_seq(self._read(groups, ["due_ms", "seq"]))
@@ -59,7 +60,7 @@ class DataFile:
 
     def rows_between(self, low: Position, high: Position) -> pa.Table:
         """All columns of those rows, in TABLE_SCHEMA."""
-        groups = self._groups(low[0], high[0])
+        groups = self._groups_between(low, high)
         if not groups:
             return TABLE_SCHEMA.empty_table()
         rows = self._read(groups, TABLE_SCHEMA.names)
@@ -143,6 +144,7 @@ class DataFile:
         """Drop the footer and its mapping; the next read parses it again."""
         self._parquet = None
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
+        self._group_seqs = _NO_GROUPS, _NO_GROUPS
 
     @contextmanager
     def _briefly(self) -> Iterator[None]:
@@ -193,7 +195,7 @@ class DataFile:
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._group_starts = np.cumsum([0, *(group.num_rows for group in groups)])
         self._group_min, self._group_max = _ranges(groups, "due_ms")
-        seq_min, seq_max = _ranges(groups, "seq")
+        seq_min, seq_max = self._group_seqs = _ranges(groups, "seq")
         # A gather trusts these: a claim that is narrower than the file would leave promises unread.
         found = (
             metadata.num_rows, size_bytes, self._group_min[0], self._group_max[-1], seq_min.min(), seq_max.max(),
@@ -213,6 +215,17 @@ class DataFile:
         begin = int(np.searchsorted(self._group_max, low_due_ms, side="left"))
         end = int(np.searchsorted(self._group_min, high_due_ms, side="right"))
         return list(range(begin, end))
+
+    def _groups_between(self, low: Position, high: Position) -> list[int]:
+        """Return those that may hold rows with low <= (due_ms, seq) < high."""
+        found = self._groups(low[0], high[0])
+        seq_min, seq_max = self._group_seqs
+        # A million may be due at one instant, and be read in ten parts: each reads its own groups, and not all of them.
+        while found and self._group_max[found[0]] == low[0] and seq_max[found[0]] < low[1]:
+            del found[0]
+        while found and self._group_min[found[-1]] == high[0] and seq_min[found[-1]] >= high[1]:
+            del found[-1]
+        return found
 
     def _read(self, groups: list[int], columns: list[str]) -> pa.Table:
         try:
