@@ -178,11 +178,17 @@ def wait_until(reached: Callable[[], bool], bound_s: float, what: str) -> None:
         time.sleep(0.02)
 
 
-def messages(rows: int, due_ms: npt.NDArray[np.int64] | None = None, seed: int = 1) -> pa.RecordBatch:
-    """A batch of `rows` messages of 128 random bytes with ids, due at `due_ms` or visible at once."""
+def messages(
+    rows: int,
+    due_ms: npt.NDArray[np.int64] | None = None,
+    seed: int = 1,
+    *,
+    body_bytes: int = BODY_BYTES,
+) -> pa.RecordBatch:
+    """A batch of `rows` messages of random bytes with ids, due at `due_ms` or visible at once."""
     rng = np.random.default_rng(seed)
     bodies = pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(BODY_BYTES), rows, [None, pa.py_buffer(rng.bytes(rows * BODY_BYTES))]
+        pa.binary(body_bytes), rows, [None, pa.py_buffer(rng.bytes(rows * body_bytes))]
     )
     columns = {
         "topic": pa.repeat(TOPIC, rows),
@@ -194,11 +200,17 @@ def messages(rows: int, due_ms: npt.NDArray[np.int64] | None = None, seed: int =
     return pa.RecordBatch.from_pydict(columns)
 
 
-def send_promises(ball: Timeball, due_ms: npt.NDArray[np.int64], chunk_rows: int = 100_000) -> None:
+def send_promises(
+    ball: Timeball,
+    due_ms: npt.NDArray[np.int64],
+    chunk_rows: int = 100_000,
+    *,
+    body_bytes: int = BODY_BYTES,
+) -> None:
     """Schedule one message for each instant of `due_ms`, in bounded memory."""
     for number, begin in enumerate(range(0, len(due_ms), chunk_rows)):
         due = due_ms[begin : begin + chunk_rows]
-        ball.send_many(messages(len(due), due, seed=number + 1))
+        ball.send_many(messages(len(due), due, seed=number + 1, body_bytes=body_bytes))
 
 
 def releases(ball: Timeball, from_seq: int | None = None) -> dict[str, npt.NDArray[np.int64]]:

@@ -67,6 +67,7 @@ WANTED = {
         "one instant, compacted: last release",
         "one instant, compacted: missing or doubled",
         "one instant, compacted: server CPU",
+        "one instant, bodies of 1 KiB: last release",
     ],
     "memory": ["at 2,000", "at 10,000", "slope between them", "server CPU (schedule, compact)"],
     "restart": ["process start to first on-time release", "missing or doubled", "server CPU since its start"],
