@@ -20,7 +20,7 @@ from timeball import Timeball
 from timeball.message import encode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.server import SERVICE_NAME
+from timeball.protocols.grpc.dispatch import SERVICE_NAME
 from timeball.protocols.remoting.codec.check_points import CheckPoint
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode

@@ -21,10 +21,11 @@ from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.schedule import scheduler
 
 # Walk -> files, changes of file. Lower a bound as soon as the way is shorter. The goal of a send is 18 files and 45
-# changes, of which the changes are reached; those of a receive (25 and 90) and of a message that comes due (20 files)
-# are reached. A send has one file less with the compiled codec, which does not pass by codec/sends.py.
+# changes, of which the changes are reached; that of a message that comes due (20 files) is. That of a receive was 25
+# and 90, and was reached while a library carried HTTP/2: five files do now (decision 0041), with 25 changes among them.
+# A send has one file less with the compiled codec, which does not pass by codec/sends.py.
 SEND_MAX = (23, 45)
-RECEIVE_MAX = (25, 88)
+RECEIVE_MAX = (30, 113)
 RELEASE_MAX = (20, 60)
 
 TRIES = 10  # the node's own upkeep, or a busy machine, may lengthen some of them

@@ -41,6 +41,7 @@ def load_tls(certificate: str, key: str) -> Tls:
     secret = read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])  # gRPC's clients want it confirmed; others do not ask
     try:
         # A function for the password: without one, a key that has one would be asked for at the terminal.
         context.load_cert_chain(certificate, key, password=_no_password)

@@ -19,7 +19,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     ReceiveMessageResponse,
 )
 from timeball.protocols.grpc.calls import OK, Call, Handlers
-from timeball.protocols.grpc.server import METHODS, Dispatch
+from timeball.protocols.grpc.dispatch import METHODS, Dispatch
 
 CALL = Call({})
 

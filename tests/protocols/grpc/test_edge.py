@@ -13,7 +13,7 @@ from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
 from timeball.clock import ManualClock
 from timeball.protocols.grpc import edge
-from timeball.protocols.grpc.server import METHODS
+from timeball.protocols.grpc.dispatch import METHODS
 
 NOT_THERE = {"SyncLiteSubscription"}
 

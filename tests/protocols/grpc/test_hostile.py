@@ -20,7 +20,7 @@ from tests.protocols.grpc.consumer import GROUP, TOPIC, Consumer, resource, with
 from tests.protocols.grpc.wire import consumer_settings, d
 
 from timeball.protocols.error_codes import Refused
-from timeball.protocols.grpc.server import METHODS, Method
+from timeball.protocols.grpc.dispatch import METHODS, Method
 from timeball.protocols.grpc.session import settle
 
 CALLS = 150  # of each seed

@@ -10,8 +10,9 @@ from tests.certificates import certificate
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, producer_settings, s
 
-from timeball.protocols.grpc.edge import GrpcEdge
-from timeball.protocols.grpc.server import CALLS_PER_CONNECTION_MAX, OPTIONS, REQUEST_BYTES_MAX, Server
+from timeball.protocols.grpc import connection as module
+from timeball.protocols.grpc.connection import CALLS_PER_CONNECTION_MAX
+from timeball.protocols.grpc.exchange import REQUEST_BYTES_MAX
 from timeball.protocols.grpc.session import STREAMS_PER_CLIENT_MAX
 
 LARGE = d.Message(topic=d.Resource(name="orders"), body=bytes(16 * REQUEST_BYTES_MAX))
@@ -80,28 +81,17 @@ def test_one_that_reads_nothing_holds_up_nobody(node: RunningNode) -> None:
         stream.cut()
 
 
-def test_old_connections_are_asked_to_come_again(node: RunningNode) -> None:
-    """The same server with a life of 300 ms: its streams end, and calls go on over another connection."""
-    edge = node.node.grpc
-    assert isinstance(edge, GrpcEdge)
-    ages = {"grpc.max_connection_age_ms": 300, "grpc.max_connection_age_grace_ms": 100}
-    options = [(name, ages.get(name, value)) for name, value in OPTIONS]
-    assert set(ages) <= {name for name, _ in OPTIONS}
-    server = Server(edge.dispatch, options)
-
-    async def start() -> int:
-        return await server.start(node.settings.__class__(data=node.settings.data, grpc_port=0), None)
-
-    port = node.run(start())
-    try:
-        with Wire(port, "old") as wire:
-            stream = wire.telemetry(consumer_settings("g"))
-            with pytest.raises(grpc.RpcError) as error:
-                next(stream)
-            assert error.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            wire.ask_ok("Heartbeat", HEARTBEAT)
-    finally:
-        node.run(server.close())
+def test_old_connections_are_asked_to_come_again(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A life of 300 ms: its streams end, and calls go on over another connection."""
+    monkeypatch.setattr(module, "AGE_S", 0.3)
+    monkeypatch.setattr(module, "AGE_GRACE_S", 0.1)
+    with Wire.to(node, "old") as wire:
+        stream = wire.telemetry(consumer_settings("g"))
+        with pytest.raises(grpc.RpcError) as error:
+            next(stream)
+        assert error.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        monkeypatch.undo()
+        wire.ask_ok("Heartbeat", HEARTBEAT)
 
 
 def test_with_a_certificate_only_tls_is_spoken(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from tests.protocols.grpc.wire import Wire, consumer_settings, producer_settings
 from timeball.access import Verb
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
+from timeball.protocols.grpc.dispatch import METHODS
 from timeball.protocols.grpc.needs import NEEDS, OF_ONESELF
-from timeball.protocols.grpc.server import METHODS
 from timeball.protocols.grpc.session import Stream, producer_stream
 
 ACCESS = """

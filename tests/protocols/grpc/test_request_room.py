@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import grpc
 import pytest
 from tests.node_fixture import RunningNode, eventually
+from tests.protocols.grpc.http2 import RawClient, message
 from tests.protocols.grpc.wire import Wire, d, s
 
 from timeball.protocols.byte_shares import ByteShares
-from timeball.protocols.grpc import server as module
-from timeball.protocols.grpc.server import REQUEST_BYTES_MAX, SERVICE_NAME
+from timeball.protocols.grpc import exchange as module
+from timeball.protocols.grpc.exchange import REQUEST_BYTES_MAX
 
 MIB = 1024 * 1024
 
 
 def shares_of(node: RunningNode) -> ByteShares:
     assert node.node.grpc is not None
-    return node.node.grpc._server._received
+    return node.node.grpc._server.received
 
 
 def large(topic: str = "orders") -> s.SendMessageRequest:
@@ -41,29 +40,33 @@ def test_large_sends_of_one_address_share_its_room_and_all_get_on(node: RunningN
 def test_who_sends_nothing_of_what_it_has_begun_has_no_room_for_long(
     node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls without a request take all the room of their address; it comes back, and others were not kept out."""
+    """Requests that are announced and not sent take all the room of their address; it comes back, others get on."""
     monkeypatch.setattr(module, "READ_S", 0.3)
     shares = shares_of(node)
     shares.bytes_max = 4 * REQUEST_BYTES_MAX
-
-    def never() -> Iterator[bytes]:
-        eventually(lambda: done, "the test has ended")
-        yield from ()
-
-    done: list[bool] = []
-    channel = grpc.insecure_channel(f"127.0.0.1:{node.node.grpc_port}")
-    begun = [channel.stream_unary(f"/{SERVICE_NAME}/SendMessage").future(never()) for _ in range(6)]
-    try:
+    announced = message(bytes(REQUEST_BYTES_MAX))[:100]
+    with RawClient(node) as client:
+        begun = [client.headers() for _ in range(6)]
+        for number in begun:
+            client.data(number, announced, ends=False)
         eventually(lambda: shares.waiting, "some wait")
         assert shares.held_bytes <= 2 * REQUEST_BYTES_MAX, "half of all"
         assert shares.fits("10.0.0.1", REQUEST_BYTES_MAX)
         wire.ask_ok("SendMessage", large())
-        codes = {call.exception().code() for call in begun}
-        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert {client.status(number)[0] for number in begun} == {grpc.StatusCode.DEADLINE_EXCEEDED.value[0]}
         eventually(lambda: not shares.held_bytes and not shares.waiting, "all is given back")
-    finally:
-        done.append(True)
-        channel.close()
+
+
+def test_requests_without_room_have_a_bound(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITING_MAX", 2)
+    shares = shares_of(node)
+    shares.bytes_max = 1
+    with RawClient(node) as client:
+        begun = [client.headers() for _ in range(4)]
+        for number in begun:
+            client.data(number, message(bytes(1_000))[:100], ends=False)
+        assert client.status(begun[3])[0] == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    eventually(lambda: not shares.held_bytes and not shares.waiting, "all is given back")
 
 
 def test_a_client_that_goes_while_it_waits_leaves_nothing(node: RunningNode) -> None:

@@ -11,19 +11,8 @@ from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
 from timeball.errors import SetupError
-from timeball.protocols.grpc.server import HEADERS_BYTES_MAX, REQUEST_BYTES_MAX, peer_host
-
-
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [
-        ("ipv4:127.0.0.1:50412", "127.0.0.1"),
-        ("ipv6:[::1]:50412", "::1"),
-        ("ipv6:%5B2001:db8::1%5D:50412", "2001:db8::1"),
-    ],
-)
-def test_a_peer_is_an_address_without_its_port(peer: str, host: str) -> None:
-    assert peer_host(peer) == host
+from timeball.protocols.grpc.connection import HEADERS_BYTES_MAX
+from timeball.protocols.grpc.exchange import REQUEST_BYTES_MAX
 
 
 def failed(wire: Wire, request: object, name: str = "SendMessage") -> grpc.StatusCode:

@@ -15,7 +15,7 @@ from tests.node_fixture import BOUND_S, RunningNode
 
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.server import METHODS, SERVICE_NAME
+from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME
 
 OK = d.Code.OK
 

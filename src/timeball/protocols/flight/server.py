@@ -1,9 +1,9 @@
 """FlightEdge: the broker's verbs over Arrow Flight, carried by grpcio.
 
 pyarrow's own server takes a request of any length into memory, decompresses it and resolves its dictionaries before
-it says who calls. So grpcio carries the calls (as those of the edge `grpc`), `protobuf` reads Flight's few messages,
-and `ipc` the batches. Each call is a handler that reads when it wants to, so that the order is: who calls, how many are
-inside, then one message of bounded length, then what it says.
+it says who calls. So grpcio carries the calls, `protobuf` reads Flight's few messages, and `ipc` the
+batches. Each call is a handler that reads when it wants to, so that the order is: who calls, how many are inside, then
+one message of bounded length, then what it says.
 
 A handler runs in a thread of its own; the broker lives on one asyncio loop. It decodes its request (codec), hands it
 to the loop, waits, and answers; a send stream is pipelined instead (exchange). It waits in short turns and looks

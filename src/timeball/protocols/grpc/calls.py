@@ -4,9 +4,8 @@
     server stream  async generator (call, request) -> responses
     Telemetry      async generator (call, requests) -> responses
 
-Nothing here, and nothing in the handlers, knows grpcio: `server.py` is the one module that does, and another carrier of
-HTTP/2 can take its place. What a handler raises becomes the response's status: its code, and a sentence that says what
-to do (error_codes.py).
+Nothing here, and nothing in the handlers, knows what carries a call (server.py). What a handler raises becomes the
+response's status: its code, and a sentence that says what to do (error_codes.py).
 
 A topic or group of a namespace is `<namespace>%<name>` in the broker, as RocketMQ's proxy has it. Names are checked
 here as well, because each kind has a code of its own, by which clients make an exception that says whose name was bad.

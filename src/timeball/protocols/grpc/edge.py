@@ -9,6 +9,7 @@ from timeball.broker.service import Broker
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc import needs
 from timeball.protocols.grpc.calls import Call, Consuming
+from timeball.protocols.grpc.dispatch import Dispatch
 from timeball.protocols.grpc.handlers.pulls import Pulls
 from timeball.protocols.grpc.handlers.receipts import Receipts
 from timeball.protocols.grpc.handlers.receives import Receives
@@ -17,7 +18,7 @@ from timeball.protocols.grpc.handlers.routes import Routes
 from timeball.protocols.grpc.handlers.sends import Sends
 from timeball.protocols.grpc.handlers.telemetry import Telemetry
 from timeball.protocols.grpc.handlers.transactions import Transactions
-from timeball.protocols.grpc.server import Dispatch, Server
+from timeball.protocols.grpc.server import Server
 from timeball.protocols.grpc.session import EXPIRY_MS, Client
 from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.protocols.sessions import EdgeContext, Sessions
@@ -57,7 +58,7 @@ class GrpcEdge:
 
         self.dispatch = Dispatch(rooms, None if security.access is None else check)
         self._server = Server(self.dispatch)
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     @property
     def port(self) -> int:
@@ -69,13 +70,13 @@ class GrpcEdge:
         self.context.port = self._settings.grpc_port
         if self.context.port >= 0:
             self.context.port = await self._server.start(self._settings, self._tls)
-        self._watch = self.context.start_watch(self._expire())
+        self._watches = [self.context.start_watch(each) for each in (self._expire(), self._server.watch())]
 
     async def close(self) -> None:
         """Stop listening, and end the calls that wait."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         for client in self.context.sessions.all():
             for stream in client.streams:
                 stream.end()

@@ -1,0 +1,166 @@
+"""HTTP/2's frames (RFC 9113) and the header blocks of gRPC's answers: bytes only.
+
+    frame      length (3 bytes), kind (1), flags (1), stream (4), payload
+    message    compressed or not (1 byte), length (4), a protobuf message: gRPC's, within the DATA of a stream
+
+The header blocks of requests are read by jh2's HPACK decoder, compiled from Rust. Answers need no encoder: each field
+is a literal that no table keeps (RFC 7541, 6.2.2), so the blocks of nearly all answers are the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from struct import Struct
+from urllib.parse import quote
+
+# Where the compiled decoder is imported from, or the Python one of a build without it.
+from jh2.connection import Decoder, HPACKError, OversizedHeaderListError
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+FRAME_BYTES_MAX = 16_384  # of a payload: what every peer takes, and all that is taken here
+WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX = 65_535, 2**31 - 1
+LAST_STREAM = 2**31 - 1
+PING_BYTES = 8
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    range(10)
+)
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 0x1, 0x1, 0x4, 0x8, 0x20
+ENABLE_PUSH, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADERS = 2, 3, 4, 5, 6  # settings
+
+HEAD = Struct(">HBBBI")  # the length is two of them: its upper 16 bits, and its lower 8
+PREFIX = Struct(">BI")
+_SETTING = Struct(">HI")
+_GOAWAY = Struct(">II")
+_STATUS_200 = b"\x88"  # of HPACK's static table
+
+
+Fields = list[tuple[str, ...]]  # a name, a value, and perhaps whether it is secret
+
+
+class Fault(IntEnum):
+    """HTTP/2's error codes, as far as they are sent."""
+
+    NO_ERROR = 0x0
+    PROTOCOL_ERROR = 0x1
+    FLOW_CONTROL_ERROR = 0x3
+    STREAM_CLOSED = 0x5
+    FRAME_SIZE_ERROR = 0x6
+    REFUSED_STREAM = 0x7
+    COMPRESSION_ERROR = 0x9
+    ENHANCE_YOUR_CALM = 0xB
+
+
+class BrokenRule(Exception):
+    """The peer has broken a rule of HTTP/2 or a bound of ours; its connection ends with this code."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+
+class HeaderDecoder:
+    """The header blocks of one connection, in their order: each may refer to what those before it said."""
+
+    def __init__(self, list_bytes_max: int) -> None:
+        """`list_bytes_max`: a block that unpacks to more ends the connection, as it leaves the table undefined."""
+        self._decoder = Decoder(list_bytes_max)
+
+    def decode(self, block: bytes) -> Fields:
+        """Return names and values; raise BrokenRule."""
+        try:
+            fields: Fields = self._decoder.decode(block, False)
+        except OversizedHeaderListError as error:
+            raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "headers unpack to too many bytes") from error
+        except (HPACKError, UnicodeDecodeError) as error:
+            raise BrokenRule(Fault.COMPRESSION_ERROR, f"no header block: {error}") from error
+        except BaseException as error:
+            # Rust's panic, at a block that ends within a field, is no Exception, and has no class to import.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise BrokenRule(Fault.COMPRESSION_ERROR, "a header block that ends within a field") from error
+        return fields
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Return one frame."""
+    size_bytes = len(payload)
+    return HEAD.pack(size_bytes >> 8, size_bytes & 0xFF, kind, flags, stream) + payload
+
+
+def settings(values: dict[int, int]) -> bytes:
+    """Return a SETTINGS frame."""
+    return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*each) for each in values.items()))
+
+
+def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
+    """Return the settings of a peer; raise BrokenRule."""
+    if len(payload) % _SETTING.size:
+        raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
+    return _SETTING.iter_unpack(payload)
+
+
+def window_update(stream: int, size_bytes: int) -> bytes:
+    """Return a WINDOW_UPDATE: so many bytes more may be sent to us."""
+    return frame(WINDOW_UPDATE, 0, stream, size_bytes.to_bytes(4, "big"))
+
+
+def rst_stream(stream: int, fault: Fault) -> bytes:
+    """Return a RST_STREAM."""
+    return frame(RST_STREAM, 0, stream, fault.to_bytes(4, "big"))
+
+
+def goaway(last_stream: int, fault: Fault, reason: str = "") -> bytes:
+    """Return a GOAWAY."""
+    return frame(GOAWAY, 0, 0, _GOAWAY.pack(last_stream, fault) + reason.encode())
+
+
+def number_of(payload: bytes) -> int:
+    """Return the 31 bits of a RST_STREAM or WINDOW_UPDATE; raise BrokenRule."""
+    if len(payload) != 4:
+        raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"{len(payload)} bytes where 4 belong")
+    return int.from_bytes(payload, "big") & 0x7FFF_FFFF
+
+
+def unpadded(flags: int, payload: bytes) -> bytes:
+    """Return the payload of DATA or HEADERS without padding and priority; raise BrokenRule."""
+    at, end = 0, len(payload)
+    if flags & PADDED:
+        at, end = 1, end - (payload[0] if payload else 0)
+    if flags & PRIORITISED:
+        at += 5
+    if at > end:
+        raise BrokenRule(Fault.PROTOCOL_ERROR, "more padding than payload")
+    return payload[at:end]
+
+
+# ---- gRPC's answers ------------------------------------------------------------------------------------------
+
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # all else is written as %XX
+
+
+def literal(name: str, value: str) -> bytes:
+    """Return a header field that no table keeps."""
+    return b"\x00" + _text(name) + _text(value)
+
+
+def _text(text: str) -> bytes:
+    """Return HPACK's string, unpacked. Its length has seven bits, or more bytes of seven bits each."""
+    data = text.encode("latin-1")
+    rest, size = len(data) - 127, b""
+    if rest < 0:
+        return bytes([len(data)]) + data
+    while rest >= 128:
+        size += bytes([rest % 128 + 128])
+        rest //= 128
+    return b"\x7f" + size + bytes([rest]) + data
+
+
+RESPONSE = _STATUS_200 + literal("content-type", "application/grpc")
+TRAILERS_OK = literal("grpc-status", "0")
+
+
+def trailers(status: int, message: str) -> bytes:
+    """Return the trailers of a call that ends with this status of gRPC."""
+    return literal("grpc-status", str(status)) + literal("grpc-message", quote(message, safe=_PRINTABLE))

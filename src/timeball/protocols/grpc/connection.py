@@ -1,0 +1,386 @@
+"""One client's HTTP/2 connection: bytes to streams, answers to frames, and an end for a client that breaks the rules.
+
+A stream is one call; streams.py has what leaves on it, exchange.py gRPC's part of it.
+
+A client costs memory and time before it has shown that it means well, so what it may do is bounded:
+
+    streams     CALLS_PER_CONNECTION_MAX at once; more are refused
+    headers     a block has BLOCK_BYTES_MAX at most, its CONTINUATIONs together
+    strain      frames that cost time and bring no call on: resets, settings, pings, empty frames, priorities, windows.
+                Each DATA frame that is sent pays for some of them, and so does time; STRAIN_MAX end the connection
+    pings       more often than every CLIENT_PING_S while nothing is sent to the client, a few times, end it too
+    silence     after PING_S it is pinged, and it must answer within PING_TIMEOUT_S
+    idleness    without a call for IDLE_S it is asked to come again, and so is a connection older than AGE_S
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from timeball.protocols.grpc.codec.frames import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES_MAX,
+    GOAWAY,
+    HEAD,
+    HEADERS,
+    INITIAL_WINDOW,
+    LAST_STREAM,
+    MAX_HEADERS,
+    MAX_STREAMS,
+    PADDED,
+    PING,
+    PING_BYTES,
+    PREFACE,
+    PRIORITY,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_BYTES_DEFAULT,
+    WINDOW_BYTES_MAX,
+    WINDOW_UPDATE,
+    BrokenRule,
+    Fault,
+    Fields,
+    HeaderDecoder,
+    frame,
+    goaway,
+    number_of,
+    read_settings,
+    rst_stream,
+    settings,
+    unpadded,
+    window_update,
+)
+from timeball.protocols.grpc.streams import WINDOW_BYTES, Stream, Streams
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 4_096
+CALLS_PER_CONNECTION_MAX = 1_024  # each long poll is one
+HEADERS_BYTES_MAX = 16 * 1024  # of one call, as HTTP/2 counts them; clients are told
+UNPACKED_BYTES_MAX = 4 * HEADERS_BYTES_MAX  # beyond this the connection ends, and not the call alone
+BLOCK_BYTES_MAX = 4 * HEADERS_BYTES_MAX
+CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024  # of all its calls: what is read at once, so it never holds one up
+STRAIN_MAX = 4 * CALLS_PER_CONNECTION_MAX  # a client may end all its calls at once, several times
+STRAIN_PAID, STRAIN_FORGOTTEN_PER_S = 8, 100
+PREFACE_S = 10.0  # from the connection to the first bytes of HTTP/2
+CLIENT_PING_S, PING_STRIKES_MAX = 5.0, 2
+PING_S, PING_TIMEOUT_S = 60.0, 20.0
+IDLE_S = 120.0  # without any call; an open Telemetry stream is one
+AGE_S, AGE_GRACE_S = 12 * 3_600.0, 600.0
+LEAVE_S = 1.0  # for calls that were on their way when the client was asked to come again
+GOODBYE_S = 5.0  # to take what was written before a close
+
+_GREETING = settings(
+    {MAX_STREAMS: CALLS_PER_CONNECTION_MAX, INITIAL_WINDOW: WINDOW_BYTES, MAX_HEADERS: HEADERS_BYTES_MAX}
+) + window_update(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES_DEFAULT)
+
+
+Begin = Callable[[Streams, int, Fields, float, bool], Stream | None]
+
+
+class Connection(asyncio.Protocol):
+    """The asyncio protocol of one client. `begin` makes the call of a new stream, or answers it by itself."""
+
+    def __init__(self, begin: Begin, opened: set[Connection], loop: asyncio.AbstractEventLoop) -> None:
+        self._begin, self._opened, self._loop = begin, opened, loop
+        self._transport: asyncio.Transport | None = None
+        self._decoder = HeaderDecoder(UNPACKED_BYTES_MAX)
+        self._held = b""  # the half frame at the end of what was read
+        self._block: tuple[int, int, bytes] | None = None  # stream, flags, beginning of headers that go on
+        self._is_greeted = False
+        self.streams = Streams(loop)
+        self._last_stream = 0
+        self._receive_window = CONNECTION_WINDOW_BYTES
+        self._strain = self._paid_frames = 0  # and the DATA frames that have paid for some of it
+        self._strikes, self._client_ping_s, self._client_ping_frames = 0, -CLIENT_PING_S, 0
+        self.since_s = self.heard_s = self.busy_s = self._looked_s = loop.time()
+        self._pinged_s: float | None = None
+        self._leaving_s: float | None = None
+        self._closed_s: float | None = None
+        self.closed: asyncio.Future[None] = loop.create_future()
+
+    # -- asyncio's side --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = cast(asyncio.Transport, transport)
+        peer = (transport.get_extra_info("peername") or ("",))[0]
+        self.streams.opened(self._transport, peer)
+        if len(self._opened) >= CONNECTIONS_MAX:
+            logger.warning("connection refused peer=%s connections_max=%d", peer, CONNECTIONS_MAX)
+            self._transport.abort()
+            return
+        self._opened.add(self)
+        self.streams.write(_GREETING)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._opened.discard(self)
+        self._transport = None
+        self.streams.lost()
+        self.streams.end_all()
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self.heard_s = self._loop.time()
+        if self._held:
+            data = self._held + data
+        at, size_bytes = 0, len(data)
+        try:
+            if not self._is_greeted:
+                if data[: len(PREFACE)] != PREFACE[:size_bytes]:
+                    raise BrokenRule(Fault.PROTOCOL_ERROR, "no preface of HTTP/2")
+                if size_bytes >= len(PREFACE):
+                    at, self._is_greeted = len(PREFACE), True
+            while self._is_greeted and size_bytes - at >= HEAD.size:
+                high, low, kind, flags, number = HEAD.unpack_from(data, at)
+                end = at + HEAD.size + (high << 8 | low)
+                if end - at > HEAD.size + FRAME_BYTES_MAX:
+                    raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"a frame of {end - at - HEAD.size} bytes")
+                if end > size_bytes:
+                    break
+                self._receive(kind, flags, number & LAST_STREAM, data[at + HEAD.size : end])
+                at = end
+        except BrokenRule as error:
+            logger.warning("connection closed peer=%s reason=%s", self.streams.peer, error)
+            self.close(error.fault, str(error))
+            at = size_bytes
+        self._held = data[at:] if self._closed_s is None else b""
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol: the client has many answers to take."""
+        self.streams.pause(True)
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self.streams.pause(False)
+
+    # -- frames that come ------------------------------------------------------------------------------------
+
+    def _receive(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        """Take in one frame; raise BrokenRule."""
+        if self._closed_s is not None:
+            return
+        if self._block is not None and (kind != CONTINUATION or number != self._block[0]):
+            raise BrokenRule(Fault.PROTOCOL_ERROR, "headers that do not end")
+        if kind == DATA:
+            self._receive_data(flags, number, payload)
+        elif kind == HEADERS:
+            part = unpadded(flags, payload)
+            if flags & END_HEADERS:
+                self._receive_headers(flags, number, part)
+            else:
+                self._block = (number, flags, part)
+        elif kind == CONTINUATION:
+            self._continue(flags, payload)
+        elif kind < CONTINUATION:
+            self._count_strain()
+            _RECEIVERS[kind](self, flags, number, payload)
+        else:
+            self._count_strain()  # an extension that we do not know
+
+    def _receive_data(self, flags: int, number: int, payload: bytes) -> None:
+        size_bytes = len(payload)
+        self._receive_window -= size_bytes
+        if self._receive_window < CONNECTION_WINDOW_BYTES // 2:
+            if self._receive_window < 0:
+                raise BrokenRule(Fault.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
+            self.streams.write(window_update(0, CONNECTION_WINDOW_BYTES - self._receive_window))
+            self._receive_window = CONNECTION_WINDOW_BYTES
+        stream = self.streams.open.get(number)
+        if stream is None or stream.is_heard:
+            if number > self._last_stream or not number & 1:
+                raise BrokenRule(Fault.PROTOCOL_ERROR, f"DATA of stream {number}, which is not open")
+            self._count_strain()  # on its way when its call ended
+            return
+        stream.receive_window -= size_bytes
+        if stream.receive_window < 0:
+            raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number}")
+        if flags & PADDED:
+            payload = unpadded(PADDED, payload)
+            stream.allow(stream.receive_window + size_bytes - len(payload))
+        if flags & END_STREAM:
+            stream.is_heard = True
+        elif not payload:
+            self._count_strain()
+        stream.received(payload)
+
+    def _receive_headers(self, flags: int, number: int, block: bytes) -> None:
+        fields = self._decoder.decode(block)  # whatever becomes of them, or later blocks could not be read
+        stream = self.streams.open.get(number)
+        if stream is not None:
+            if stream.is_heard or not flags & END_STREAM:
+                raise BrokenRule(Fault.PROTOCOL_ERROR, f"headers within stream {number}")
+            stream.is_heard = True
+            stream.received(b"")
+        elif not number & 1:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, f"a client's stream {number}")
+        elif number <= self._last_stream:
+            self._count_strain()  # trailers on their way when the call ended
+        else:
+            self._last_stream = number
+            if len(self.streams.open) >= CALLS_PER_CONNECTION_MAX:
+                self._count_strain()
+                self.streams.write(rst_stream(number, Fault.REFUSED_STREAM))
+                return
+            self.busy_s = self.heard_s
+            begun = self._begin(self.streams, number, fields, self.heard_s, bool(flags & END_STREAM))
+            if begun is not None:
+                self.streams.open[number] = begun
+
+    def _continue(self, flags: int, payload: bytes) -> None:
+        if self._block is None:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, "CONTINUATION of nothing")
+        number, first_flags, block = self._block
+        block += payload
+        self._count_strain()
+        if len(block) > BLOCK_BYTES_MAX:
+            raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "a header block that does not end")
+        self._block = (number, first_flags, block)
+        if flags & END_HEADERS:
+            self._block = None
+            self._receive_headers(first_flags, number, block)
+
+    def _receive_reset(self, flags: int, number: int, payload: bytes) -> None:
+        number_of(payload)
+        stream = self.streams.open.get(number)
+        if stream is not None:
+            self.streams.forget(number)
+            stream.gone()
+        elif number > self._last_stream or not number & 1:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, f"RST_STREAM of stream {number}, which was never open")
+
+    def _receive_settings(self, flags: int, number: int, payload: bytes) -> None:
+        if number or (flags & ACK and payload):
+            raise BrokenRule(Fault.PROTOCOL_ERROR, "SETTINGS of a stream, or an answer with settings")
+        if flags & ACK:
+            return
+        for name, value in read_settings(payload):
+            if name == INITIAL_WINDOW:
+                if value > WINDOW_BYTES_MAX:
+                    raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
+                more_bytes, self.streams.first_window = value - self.streams.first_window, value
+                for stream in self.streams.open.values():
+                    stream.send_window += more_bytes
+        self.streams.write(frame(SETTINGS, ACK, 0))
+        self.streams.move(self.streams.blocked)
+
+    def _receive_ping(self, flags: int, number: int, payload: bytes) -> None:
+        if number or len(payload) != PING_BYTES:
+            raise BrokenRule(Fault.FRAME_SIZE_ERROR, "no PING")
+        if flags & ACK:
+            self._pinged_s = None
+            return
+        frames = self.streams.data_frames
+        if frames != self._client_ping_frames:
+            self._strikes, self._client_ping_frames = 0, frames
+        elif self.heard_s - self._client_ping_s < CLIENT_PING_S:
+            self._strikes += 1
+            if self._strikes > PING_STRIKES_MAX:
+                raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "too_many_pings")
+        self._client_ping_s = self.heard_s
+        self.streams.write(frame(PING, ACK, 0, payload))
+
+    def _receive_window_update(self, flags: int, number: int, payload: bytes) -> None:
+        more_bytes = number_of(payload)
+        if not more_bytes:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, "a window that grows by nothing")
+        stream = self.streams.open.get(number)
+        if not number:
+            self.streams.send_window += more_bytes
+            self.streams.move(self.streams.blocked)
+        elif stream is not None:
+            stream.send_window += more_bytes
+            if self.streams.blocked.pop(number, None) is not None:
+                stream.move()
+        if max(self.streams.send_window, stream.send_window if stream else 0) > WINDOW_BYTES_MAX:
+            raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"a window of more than {WINDOW_BYTES_MAX} bytes")
+
+    def _ignore(self, flags: int, number: int, payload: bytes) -> None:
+        """PRIORITY says nothing to us, and the client's GOAWAY that it will open no streams."""
+
+    def _refuse_push(self, flags: int, number: int, payload: bytes) -> None:
+        raise BrokenRule(Fault.PROTOCOL_ERROR, "a client's PUSH_PROMISE")
+
+    def _count_strain(self) -> None:
+        frames = self.streams.data_frames
+        self._strain = max(0, self._strain - STRAIN_PAID * (frames - self._paid_frames)) + 1
+        self._paid_frames = frames
+        if self._strain > STRAIN_MAX:
+            raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "too many frames that are no calls")
+
+    # -- its end ---------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Ask the client to make its next calls over another connection; those under way go on."""
+        if self._leaving_s is None and self._transport is not None and self._closed_s is None:
+            self._leaving_s = self._loop.time()
+            self.streams.write(goaway(LAST_STREAM, Fault.NO_ERROR))
+
+    def close(self, fault: Fault = Fault.NO_ERROR, reason: str = "") -> None:
+        """End the connection and its calls; answers already written still leave, if they are taken."""
+        if self._transport is not None and self._closed_s is None:
+            self.streams.write(goaway(self._last_stream, fault, reason))
+            self.streams.flush()
+            self._closed_s = self._loop.time()
+            self.streams.end_all()
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once; bytes that have not left are lost."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def check(self, now_s: float) -> None:
+        """Look at all that has a time; called some times a second."""
+        self._strain = max(0, self._strain - int(STRAIN_FORGOTTEN_PER_S * (now_s - self._looked_s)))
+        self._looked_s = now_s
+        for stream in list(self.streams.open.values()):
+            stream.check(now_s)
+        if self.streams.open:
+            self.busy_s = now_s
+        if self._closed_s is not None:
+            if now_s - self._closed_s > GOODBYE_S:
+                self.abort()
+        elif not self._is_greeted:
+            if now_s - self.since_s > PREFACE_S:
+                self.close(reason="no preface of HTTP/2")
+        elif self._leaving_s is not None:
+            left_s = LEAVE_S if not self.streams.open else AGE_GRACE_S
+            if now_s - self._leaving_s > left_s:
+                self.close()
+        elif now_s - self.busy_s > IDLE_S or now_s - self.since_s > AGE_S:
+            self.leave()
+        self._check_silence(now_s)
+
+    def _check_silence(self, now_s: float) -> None:
+        if self._pinged_s is not None and self.heard_s >= self._pinged_s:
+            self._pinged_s = None
+        if self._pinged_s is None:
+            if now_s - self.heard_s > PING_S:
+                self._pinged_s = now_s
+                self.streams.write(frame(PING, 0, 0, bytes(PING_BYTES)))
+        elif now_s - self._pinged_s > PING_TIMEOUT_S:
+            logger.warning("connection closed, it answers no ping peer=%s", self.streams.peer)
+            self.abort()
+
+
+_RECEIVERS: dict[int, Callable[[Connection, int, int, bytes], None]] = {
+    PRIORITY: Connection._ignore,
+    RST_STREAM: Connection._receive_reset,
+    SETTINGS: Connection._receive_settings,
+    PUSH_PROMISE: Connection._refuse_push,
+    PING: Connection._receive_ping,
+    GOAWAY: Connection._ignore,
+    WINDOW_UPDATE: Connection._receive_window_update,
+}

@@ -1,0 +1,101 @@
+"""A call by its name to its handler, and back with exactly one status.
+
+The definitions of the service say what there is; a call without a handler is NOT_IMPLEMENTED, with its name in the
+sentence. Errors are told in the response's own `status`, as RocketMQ's clients expect, and never as an error of gRPC:
+those are for what no handler has seen. Who may do what is asked before a handler runs (needs.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from timeball.protocols.error_codes import Refused, log_failure
+from timeball.protocols.grpc._generated import service_pb2
+from timeball.protocols.grpc._generated.definition_pb2 import Code
+from timeball.protocols.grpc.calls import Call, Handlers, status_of
+
+logger = logging.getLogger(__name__)
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
+SERVICE_NAME = _SERVICE.full_name
+
+Check = Callable[[Call, str, Any], None]  # raises when this caller may not make this call
+
+
+class Method(NamedTuple):
+    """A call as the definitions have it."""
+
+    name: str
+    request: type[Message]
+    response: type[Message]
+    takes_stream: bool
+    gives_stream: bool
+
+
+def _method(found: MethodDescriptor) -> Method:
+    return Method(
+        found.name,
+        GetMessageClass(found.input_type),
+        GetMessageClass(found.output_type),
+        bool(found.client_streaming),
+        bool(found.server_streaming),
+    )
+
+
+METHODS = {method.name: _method(method) for method in _SERVICE.methods}
+
+
+class Dispatch:
+    """The handlers by the names of their calls. `check` is asked before each call; None: all may be made."""
+
+    def __init__(self, rooms: Iterable[Handlers], check: Check | None) -> None:
+        self._handlers: dict[str, Any] = {}
+        self._check = check
+        for handlers in rooms:
+            unknown = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
+            assert not unknown, f"no such call, or two rooms answer it: {sorted(unknown)}"
+            self._handlers.update(handlers)
+
+    async def unary(self, name: str, call: Call, request: Any) -> Any:
+        """The response, of the call's own kind; never raises but when cancelled."""
+        try:
+            if self._check is not None:
+                self._check(call, name, request)
+            return await self._handler(name)(call, request)
+        except Exception as error:  # of any kind: the client gets an answer
+            return self._failed(name, error)
+
+    async def stream(self, name: str, call: Call, request: Any) -> AsyncIterator[Any]:
+        """The responses; a failure is the last of them. `request` is a stream itself where the call takes one."""
+        responses: Any = None
+        try:
+            if self._check is not None:
+                self._check(call, name, request)
+            responses = self._handler(name)(call, request)
+            async for response in responses:
+                yield response
+        except Exception as error:  # as above: the client gets an answer
+            yield self._failed(name, error)
+        finally:
+            if responses is not None:
+                # At once, and not when it is collected: what it holds for a client that has gone is to come back.
+                await responses.aclose()
+
+    def _handler(self, name: str) -> Any:
+        handler = self._handlers.get(name)
+        if handler is None:
+            raise Refused(
+                Code.NOT_IMPLEMENTED,
+                f"{name} is not implemented by Timeball; docs/protocols/grpc.md has what is",
+            )
+        return handler
+
+    def _failed(self, name: str, error: Exception) -> Any:
+        log_failure(logger, name, error)
+        return METHODS[name].response(status=status_of(error))

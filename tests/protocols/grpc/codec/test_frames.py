@@ -1,0 +1,84 @@
+"""HTTP/2's bytes: what is written here is read by h2's libraries, and the other way round."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+import pytest
+from hpack import Decoder, Encoder
+from hyperframe.frame import Frame
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.protocols.grpc.codec import frames
+from timeball.protocols.grpc.codec.frames import BrokenRule, Fault, HeaderDecoder
+
+TEXT = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), max_size=300)
+NAME = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=30)
+BLOCKS = st.lists(st.lists(st.tuples(NAME, TEXT), max_size=20), max_size=6)
+
+
+@given(BLOCKS, st.booleans())
+def test_blocks_of_headers_are_read_as_they_were_written(
+    blocks: list[list[tuple[str, str]]], huffman: bool
+) -> None:
+    encoder, decoder = Encoder(), HeaderDecoder(1_000_000)
+    for fields in blocks:
+        found = decoder.decode(encoder.encode(fields, huffman=huffman))
+        assert [(each[0], each[1]) for each in found] == fields
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_block_breaks_a_rule(data: bytes) -> None:
+    try:
+        HeaderDecoder(1_000).decode(data)
+    except BrokenRule as error:
+        assert error.fault in (Fault.COMPRESSION_ERROR, Fault.ENHANCE_YOUR_CALM)
+
+
+@given(NAME, TEXT)
+def test_a_literal_is_read_by_others(name: str, value: str) -> None:
+    assert Decoder().decode(frames.literal(name, value)) == [(name, value)]
+
+
+@given(st.text(max_size=200), st.integers(0, 16))
+def test_trailers_are_read_by_others(text: str, status: int) -> None:
+    found = dict(Decoder(2**20).decode(frames.trailers(status, text)))
+    assert found["grpc-status"] == str(status)
+    assert found["grpc-message"].isascii() and unquote(found["grpc-message"]) == text
+
+
+def test_the_blocks_of_most_answers() -> None:
+    assert Decoder().decode(frames.RESPONSE) == [(":status", "200"), ("content-type", "application/grpc")]
+    assert Decoder().decode(frames.TRAILERS_OK) == [("grpc-status", "0")]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (
+            frames.frame(frames.DATA, frames.END_STREAM, 7, b"abc"),
+            "DataFrame(stream_id=7, flags=['END_STREAM'])",
+        ),
+        (frames.settings({frames.MAX_STREAMS: 9}), "SettingsFrame(stream_id=0, flags=[])"),
+        (frames.window_update(3, 77), "WindowUpdateFrame(stream_id=3, flags=[]): window_increment=77"),
+        (frames.rst_stream(5, Fault.REFUSED_STREAM), "RstStreamFrame(stream_id=5, flags=[]): error_code=7"),
+        (
+            frames.goaway(9, Fault.ENHANCE_YOUR_CALM, "calm"),
+            "GoAwayFrame(stream_id=0, flags=[]): last_stream_id=9",
+        ),
+    ],
+)
+def test_frames_are_read_by_others(data: bytes, text: str) -> None:
+    found, size_bytes = Frame.parse_frame_header(memoryview(data[:9]))
+    found.parse_body(memoryview(data[9:]))
+    assert size_bytes == len(data) - 9 and repr(found).startswith(text)
+
+
+def test_padding_and_priority_are_cut_off() -> None:
+    assert frames.unpadded(frames.PADDED, b"\x02abcde") == b"abc"
+    assert frames.unpadded(frames.PRIORITISED, b"12345abc") == b"abc"
+    assert frames.unpadded(frames.PADDED | frames.PRIORITISED, b"\x0112345abc") == b"ab"
+    for flags, payload in ((frames.PADDED, b""), (frames.PADDED, b"\x05abc"), (frames.PRIORITISED, b"1234")):
+        with pytest.raises(BrokenRule):
+            frames.unpadded(flags, payload)
