@@ -309,3 +309,27 @@ async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> N
     world.clock.advance(2 * SECOND_MS)
     await world.node.upkeep.apply_retention()
     assert len(world.files.list_dir(folder)) == 1
+
+
+# ---- bursts -------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_the_log_is_made_ready_for_what_is_loaded_and_for_nothing_else(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "ROOM_BYTES_MIN", 200_000)
+    assert world.node is not None
+    duties, segments = world.node.upkeep, world.broker.parts.reader.segments
+    warm = world.broker.parts.writer.next_segment._warm
+    await world.send("a", [FAR_MS] * 10, 30_000)
+    await duties.make_room()
+    assert not warm and not duties._is_burst, "it is due in a long time"
+    await world.send("a", [2 * SECOND_MS] * 8, 30_000)
+    await duties.make_room()
+    warm = world.broker.parts.writer.next_segment._warm
+    assert warm[segments.last.name] >= segments.last.end + 8 * 30_000 and duties._is_burst
+    await world.advance(3 * SECOND_MS)
+    await world.settled()
+    await duties.make_room()
+    assert not duties._is_burst, "all of it has been released"

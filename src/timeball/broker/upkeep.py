@@ -52,6 +52,7 @@ class Upkeep:
         self._snapshot_seq = snapshot_seq
         self._saved: tuple[int, int] | None = None  # seq, log_from_seq of the last checkpoint
         self._log_from_seq = broker.parts.reader.first_seq
+        self._is_burst = False  # much is due within seconds
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.parts.clock.now_ms()
 
@@ -222,10 +223,15 @@ class Upkeep:
             await in_thread(self._parts.background, give_back)
 
     async def make_room(self) -> None:
-        """Let the log be ready for what is due within seconds, when that is much."""
+        """Let the log be ready for what is due within seconds, when that is much, and give memory back behind it."""
         size_bytes = self._parts.scheduler.loaded.size_bytes
         if size_bytes >= ROOM_BYTES_MIN:
+            self._is_burst = True
             await self._parts.writer.next_segment.make_ready(size_bytes)
+        elif self._is_burst:
+            # Bodies and frames of hundreds of megabytes have been freed, which malloc would keep (memory.py).
+            self._is_burst = False
+            await in_thread(self._parts.background, give_back)
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless a compactor outside does or there is too little of it."""
