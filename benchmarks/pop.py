@@ -21,7 +21,7 @@ from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
 
 QUEUES, CONSUMERS, ROWS = 8, 8, 32
-PRELOADED, PRELOADED_SMALL = 400_000, 20_000
+PRELOADED, PRELOADED_SMALL = 400_000, 100_000
 SECONDS, SECONDS_SMALL = 6.0, 0.5
 RATE_BAR = 11_600.0  # that of the two engines before decision 0032, on two quiet cores
 GROUP = "bench"
