@@ -112,6 +112,10 @@ static void send_requests(struct connection *c, long wanted)
         wanted = opt.in_flight - c->open;
     if (opt.limit && wanted > share - c->sent)
         wanted = share - c->sent;
+    /* One that is answered much later than its neighbours: its opaque must not be in flight twice. */
+    for (long i = 0; i < wanted; i++)
+        if (c->sent_ns[(c->at + i) % count])
+            wanted = i;
     if (wanted <= 0)
         return;
     uint64_t now = now_ns(CLOCK_MONOTONIC);
