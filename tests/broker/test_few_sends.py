@@ -87,7 +87,7 @@ def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch)
     """The negative control of the comparison."""
     row = tuple({"topic": "one", "body": b"x", "tag": "a"}.get(name) for name in SEND_NAMES)
     assert run(written([[row]], None)) == run(written([[row]], lambda *_, **__: False))
-    monkeypatch.setattr(few_sends, "STORED_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr(few_sends, "stored_size", lambda *_: 0)
     assert run(written([[row]], None)) != run(written([[row]], lambda *_, **__: False))
 
 

@@ -21,7 +21,7 @@ from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.errors import OutOfRange
 from timeball.log.few_rows import Build, FewRows, builder_of
-from timeball.message import LOG_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, Kind, LogRow, int64
+from timeball.message import LOG_SCHEMA, Int64Array, Kind, LogRow, int64, stored_size
 from timeball.schedule.columns import with_column
 from timeball.schedule.hour_log.pending import as_promises
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
@@ -210,8 +210,8 @@ def few_release_rows(
 ) -> tuple[FewRows, FewPlaces]:
     """Return what `Topics.place` and `release_rows` give for a few promises; the places are still to be given out.
 
-    A tick of a steady load hands out one promise, or some, and columns cost them half a millisecond whatever their
-    number (decision 0037). `tests/broker/test_few_releases.py` holds that both ways give the same.
+    A tick of a steady load hands out one promise, or some; one promise by columns costs half a millisecond, as many do
+    (decision 0037). `tests/broker/test_few_releases.py` holds that both ways give the same.
     """
     places = FewPlaces()
     built: list[LogRow] = []
@@ -224,12 +224,9 @@ def few_release_rows(
         assert due_ms <= now_ms, "a promise must never be kept before its instant"
         # As `names` has it.
         number, version = (source_seq, seq) if kind == Kind.MOVED else (seq, version_seq)
-        stored_bytes = (
-            STORED_OVERHEAD_BYTES + len(topic.encode()) + len(body) + len((properties or "").encode())
-        )
         queue_id, offset = places.choose(
             topics.find_topic(topic) or topics.ensure(topic),
-            at, -1 if queue_id is None else queue_id, stored_bytes, tag,
+            at, -1 if queue_id is None else queue_id, stored_size(topic, body, properties), tag,
         )  # fmt: skip
         built.append(
             (

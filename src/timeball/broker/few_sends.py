@@ -21,12 +21,11 @@ from timeball.log.few_rows import Build, FewRows
 from timeball.message import (
     SEND_COLUMNS,
     SEND_NAMES,
-    STORED_OVERHEAD_BYTES,
     Kind,
     LogRow,
     SendRow,
+    stored_size,
 )
-from timeball.rules import size_bytes
 
 ROWS_MAX = 256  # twice as many cost about the same either way
 
@@ -81,7 +80,7 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wa
     return total_bytes <= _bytes_max()
 
 
-class Few(NamedTuple):
+class FewSends(NamedTuple):
     """Rows as the log will hold them, their places, and what a consumer will get later."""
 
     rows: FewRows
@@ -92,7 +91,7 @@ class Few(NamedTuple):
 
 def log_rows(
     rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str, build: Build
-) -> Few:
+) -> FewSends:
     """Return plain rows with their places, which `FewPlaces.give_out` is still to give out.
 
     Raises what Arrow raises of a value: a number out of its column's range, half a surrogate pair.
@@ -107,15 +106,15 @@ def log_rows(
         ) = row  # fmt: skip
         kind, offset = _PROMISE, None
         queue_id = -1 if queue_id is None else queue_id
-        stored_bytes = STORED_OVERHEAD_BYTES + len(topic) + len(body) + size_bytes(properties or "")
+        size_bytes = stored_size(topic, body, properties)
         # A promise gets its place when it comes due: it must not use up an offset of its topic.
         if due_ms is not None:
             promised.append(at)
-            promised_bytes += stored_bytes
+            promised_bytes += size_bytes
         else:
             kind = _MESSAGE
             places = places or FewPlaces()
-            queue_id, offset = places.choose(topics[topic], at, queue_id, stored_bytes, tag)
+            queue_id, offset = places.choose(topics[topic], at, queue_id, size_bytes, tag)
         built.append(
             (
                 kind, topic, queue_id, offset, tag, keys, unique_key, body, properties,
@@ -123,4 +122,4 @@ def log_rows(
                 flag or 0, sys_flag or 0, reconsume_times or 0, due_ms, None, None, None, None,
             )
         )  # fmt: skip
-    return Few(build(built), places, promised, promised_bytes)
+    return FewSends(build(built), places, promised, promised_bytes)

@@ -20,9 +20,8 @@ from timeball.table.attachment import Attachment, FileEntry
 
 JOB_ID = "broker"
 _NONE: Int64Array = np.empty(0, np.int64)
-COALESCE_ROWS = (
-    8_192  # a frame with more rows is a batch as it is, a view of the mapped log: joining copies every body
-)
+# A frame with more rows is a batch as it is, a view of the mapped log: joining would copy every body.
+COALESCE_ROWS = 8_192
 RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
 
 
