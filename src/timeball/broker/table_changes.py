@@ -18,6 +18,7 @@ from timeball.broker.appender import TailCount
 from timeball.broker.components import Components, in_thread
 from timeball.broker.memory import give_back
 from timeball.broker.registry.campaigns import CampaignFacts
+from timeball.broker.registry.meta import Change
 from timeball.broker.tables import attach, compact, rewrite
 from timeball.errors import RequestError, Unavailable
 from timeball.message import Int64Array, Kind, build_rows
@@ -98,16 +99,18 @@ class TableChanges:
             )
 
     async def _attach_checked(
-        self, attachment: Attachment, now_ms: int, state: pa.RecordBatch | None = None, resumes: str = ""
+        self, attachment: Attachment, now_ms: int, state: Change | None = None, resumes: str = ""
     ) -> Attached:
         """Append the attach and, in one frame with it, what it means to a campaign; then bring the caches up to it."""
         parts = self.parts
         # Taken before the attach takes the files out: the Delta log must name them as removed.
         removed = parts.hour_log.pending.entries(attachment.removes)
         row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=now_ms)
-        rows = row if state is None else pa.concat_batches([row, state])
+        rows = row if state is None else pa.concat_batches([row, state.rows])
         seq = parts.writer.next_seq
         _, durable = parts.writer.append(rows, on_durable=lambda: parts.ledger.apply(attachment, seq, now_ms))
+        if state is not None:
+            state.keep()
         self.is_unfinished = True
         await durable
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose

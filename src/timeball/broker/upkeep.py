@@ -195,7 +195,7 @@ class Upkeep:
             attach_seq=parts.ledger.attach_seq,
             log_from_seq=self._log_from_seq,
             snapshot_seq=self._snapshot_seq,
-            meta={key: msgspec.Raw(value) for key, value in parts.meta.values.items()},
+            meta=dict(parts.meta.values),
         )
 
     async def seal_queues(self) -> None:

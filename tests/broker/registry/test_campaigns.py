@@ -30,6 +30,12 @@ def plan(campaigns: Campaigns, name: str = "spring", rows: int = 3, settled_befo
     campaigns.plan(name, rows, 1_000, 5 + len(campaigns.all()), settled_before_ms)
 
 
+def attached(campaigns: Campaigns) -> None:
+    change = campaigns.attached(ATTACH, 2_000)
+    assert change is not None
+    change.keep()
+
+
 def test_a_plan_is_there_once_and_one_of_nothing_has_nothing_to_attach(campaigns: Campaigns) -> None:
     plan(campaigns)
     plan(campaigns, rows=9)
@@ -43,10 +49,12 @@ def test_the_row_that_goes_with_the_attach(campaigns: Campaigns) -> None:
     assert campaigns.attached(ATTACH, 2_000) is None  # not planned: no campaign
     plan(campaigns)
     assert campaigns.attached(msgspec.structs.replace(ATTACH, job="rewrite"), 2_000) is None
-    row = campaigns.attached(ATTACH, 2_000)
-    assert row is not None and row.column("kind").to_pylist() == [Kind.META]
-    [(key, value)] = pairs_of(row)
+    change = campaigns.attached(ATTACH, 2_000)
+    assert change is not None and change.rows.column("kind").to_pylist() == [Kind.META]
+    [(key, value)] = pairs_of(change.rows)
     assert key == "campaign/spring"
+    assert campaigns.get("spring").state == "planned", "the append may be refused"
+    change.keep()
     assert msgspec.json.decode(value, type=CampaignFacts) == campaigns.get("spring")
     facts = campaigns.get("spring")
     assert (facts.state, facts.ranges, facts.last_due_ms) == ("running", [(10, 3)], 70)
@@ -78,7 +86,7 @@ def test_they_are_bounded_and_those_that_are_over_give_way(
     plan(campaigns, "summer")
     with pytest.raises(OverLimit, match="2 campaigns are not over yet"):
         plan(campaigns, "autumn")
-    campaigns.attached(ATTACH, 2_000)
+    attached(campaigns)
     plan(campaigns, "autumn", settled_before_ms=71)
     assert list(campaigns.all()) == ["summer", "autumn"]
 

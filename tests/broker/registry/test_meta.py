@@ -37,7 +37,7 @@ def test_the_last_value_of_a_key_counts_before_and_after_a_start(
     assert log.count == sum(bool(changes) for changes in frames), (
         "one frame for each change, none for nothing"
     )
-    assert {key: int(value) for key, value in again._log.values.items()} == {
+    assert {key: int(bytes(value)) for key, value in again._log.values.items()} == {
         f"number/{n}": v for n, v in model.items()
     }
 

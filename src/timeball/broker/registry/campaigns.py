@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-import pyarrow as pa
 
 from timeball import limits
-from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
 from timeball.rules import check_campaign
 from timeball.table.attachment import Attachment
@@ -87,8 +86,8 @@ class Campaigns:
         """Append what was decided."""
         self._kept.put([(campaign, facts)])
 
-    def changed(self, campaign: str, facts: CampaignFacts) -> pa.RecordBatch:
-        """Return the row that says what was decided, to be appended at once."""
+    def changed(self, campaign: str, facts: CampaignFacts) -> Change:
+        """Return the row that says what was decided, for a frame with others."""
         return self._kept.changed([(campaign, facts)])
 
     def plan(self, campaign: str, rows: int, planned_ms: int, next_seq: int, settled_before_ms: int) -> None:
@@ -120,8 +119,8 @@ class Campaigns:
         if found is not None and found.state == "cancelled":
             raise InvalidMessage(f"campaign {attachment.job_id} was cancelled")
 
-    def attached(self, attachment: Attachment, now_ms: int) -> pa.RecordBatch | None:
-        """Return the row that goes with a campaign's attach, to be appended with it; None for other attaches."""
+    def attached(self, attachment: Attachment, now_ms: int) -> Change | None:
+        """Return the row that goes into the frame of a campaign's attach; None for other attaches."""
         planned = self._planned_for(attachment)
         if planned is None or planned.state != "planned":
             return None

@@ -9,6 +9,7 @@
     in_flight/<group>@<topic>@<queue>  leases at a clean stop   leases.py
     campaign/<id>                      CampaignFacts            campaigns.py
     secret/receipts                    32 bytes, as base64      leases.py
+    once/<hash of caller and key>      KeyedSend                idempotency.py
     snapshot                           all of these at once     log/checkpoint.py
 
 Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log
@@ -19,7 +20,7 @@ who must not be answered before the change is on disk waits for `LogWriter.flush
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -28,7 +29,14 @@ from timeball.errors import Corrupt, SetupError
 from timeball.message import SNAPSHOT_KEY, meta_rows
 
 T = TypeVar("T")
-Values = dict[str, bytes]
+
+
+class Change(NamedTuple):
+    """Changed values that go into a frame with other rows."""
+
+    rows: pa.RecordBatch
+    # Called right after the append: an append that is refused must leave memory as the log is.
+    keep: Callable[[], None]
 
 
 class Restorable(Protocol):
@@ -45,7 +53,8 @@ class MetaLog:
     """
 
     def __init__(self) -> None:
-        self.values: Values = {}
+        # As the snapshot needs them, which copies them on the event loop and decodes none.
+        self.values: dict[str, msgspec.Raw] = {}
         self._tables: dict[str, Restorable] = {}
         # None during recovery: the tables are filled from the log then, and must not write to it.
         self._append: Callable[[pa.RecordBatch], object] | None = None
@@ -69,12 +78,15 @@ class MetaLog:
             for key, value in pairs:
                 self._keep(key, value)
 
-    def changed(self, changes: Iterable[tuple[str, object]]) -> pa.RecordBatch:
-        """Keep changed values and return their rows, which the caller appends at once, in a frame with others."""
+    def changed(self, changes: Iterable[tuple[str, object]]) -> Change:
+        """Return changed values for a frame with other rows; None deletes a key."""
         pairs = _encoded(changes)
-        for key, value in pairs:
-            self._keep(key, value)
-        return meta_rows(pairs, self._now_ms())
+
+        def keep() -> None:
+            for key, value in pairs:
+                self._keep(key, value)
+
+        return Change(meta_rows(pairs, self._now_ms()), keep)
 
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
         """Take values that the log says, in log order."""
@@ -94,8 +106,7 @@ class MetaLog:
 
     def _keep(self, key: str, value: bytes) -> None:
         if value:
-            # As bytes: a snapshot copies them, and needs none of them decoded.
-            self.values[key] = value
+            self.values[key] = msgspec.Raw(value)
         else:
             self.values.pop(key, None)
 
@@ -120,12 +131,17 @@ class MetaTable(Generic[T]):
         for name, value in listed:
             self._keep(name, value)
 
-    def changed(self, changes: Iterable[tuple[str, T | None]]) -> pa.RecordBatch:
-        """Change values; return their rows, which the caller appends at once."""
+    def changed(self, changes: Iterable[tuple[str, T | None]]) -> Change:
+        """Return changed values for a frame with other rows; None deletes one."""
         listed = list(changes)
-        for name, value in listed:
-            self._keep(name, value)
-        return self._log.changed((f"{self._prefix}/{name}", value) for name, value in listed)
+        rows, keep_encoded = self._log.changed((f"{self._prefix}/{name}", value) for name, value in listed)
+
+        def keep() -> None:
+            keep_encoded()
+            for name, value in listed:
+                self._keep(name, value)
+
+        return Change(rows, keep)
 
     def restore(self, name: str, value: bytes) -> None:
         """Take a value that the log says."""
