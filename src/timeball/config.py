@@ -87,6 +87,10 @@ class Settings:
     checkpoint_interval_ms: int = _of(
         10_000, "How often the schedule is saved; a restart reads the log from there."
     )
+    idempotency_ms: int = _of(
+        limits.DAY_MS, "How long a send with an idempotency key is known, to be repeated without harm.",
+        limits.SECOND_MS, 30 * limits.DAY_MS,
+    )  # fmt: skip
 
     # topics
     queues_per_topic: int = _of(  # RocketMQ's defaultTopicQueueNums

@@ -4,6 +4,7 @@
     ├── RequestError        the caller asked for something that cannot be: change the request
     │   ├── InvalidMessage      a name, size or property that no broker of ours accepts
     │   │   └── InvalidName         of a topic or a group
+    │   ├── Conflict            an idempotency key that another send has used: choose a new one
     │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
     │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
     │   ├── InvalidReceipt      not made by this broker for this group and topic, or its lease has ended
@@ -51,6 +52,12 @@ class InvalidName(InvalidMessage):
     """A topic or a group may not be called so."""
 
     code = "invalid_name"
+
+
+class Conflict(RequestError):
+    """The idempotency key has been used by a send of other messages."""
+
+    code = "conflict"
 
 
 class InvalidDelay(RequestError):

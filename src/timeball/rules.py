@@ -231,6 +231,12 @@ def check_campaign(campaign: str) -> str:
     return campaign
 
 
+def check_idempotency_key(key: str) -> None:
+    """Raise InvalidMessage when a text cannot be an idempotency key."""
+    if not 0 < size_bytes(key) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
+        raise InvalidMessage(f"an idempotency key has 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
+
+
 def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
     """Return whether an instant is further ahead than an operator lets a message wait."""
     return due_ms - now_ms > delay_ms_max

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -26,6 +26,7 @@ from timeball.broker.components import Components
 from timeball.broker.policy import Policy
 from timeball.broker.rates import TIMER_TOPIC
 from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.idempotency import KeyedSend, KeyUse
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
@@ -37,6 +38,7 @@ from timeball.message import (
     Kind,
     SendBatch,
     codes_of,
+    filled,
     stored_sizes,
     with_seq,
 )
@@ -158,6 +160,23 @@ class Appender:
         parts.writer.commit()  # a turn of the loop costs as much as the placing of ten rows
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
+    def send_keyed(
+        self, batch: SendBatch, uses: Sequence[KeyUse], caller: Caller
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        """`send`, with the rows of the idempotency keys that these sends use; these stand side by side in the batch."""
+        rows, level, now_ms = self.admit(batch)
+        self._policy.admit(codes_of(rows.column("topic"))[1], caller)
+        rows = self.prepare(rows, now_ms, level)
+        # Behind all that may append rows of its own: topics that are made.
+        at, sends = self._parts.writer.next_seq, []
+        for use in uses:
+            sends.append((use.name, KeyedSend(at, use.rows, now_ms, use.content)))
+            at += use.rows
+        keys = self._parts.idempotency_keys.changed(sends)
+        first_seq, written, durable = self.append(pa.concat_batches([rows, keys.rows]))
+        keys.keep()
+        return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
+
     def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
         """Append copies of accepted messages that go back to a group; no client has chosen their topics."""
         rows, level, now_ms = self.admit(batch)
@@ -240,7 +259,8 @@ class Appender:
             ), placement
         # Only the rows that get a place: promises for an instant must not use up offsets of their topic.
         placement = self._parts.topics.place(rows.take(pa.array(visible)))
-        queue_id = rows.column("queue_id").to_numpy().copy()
+        # META rows have none.
+        queue_id = filled(rows.column("queue_id"), -1).to_numpy().copy()
         queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
         hidden = np.ones(rows.num_rows, dtype=np.bool_)
         queue_id[visible], queue_offset[visible], hidden[visible] = (

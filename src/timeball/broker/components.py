@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.registry.groups import Groups, RequestModes
+from timeball.broker.registry.idempotency import IdempotencyKeys
 from timeball.broker.registry.leases import ReceiptSecret, SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.offsets import Offsets
@@ -81,6 +82,7 @@ class Tables:
         self.receipt_secret = ReceiptSecret(meta)
         self.in_flight = MetaTable(meta, "in_flight", SavedLeases)
         self.campaigns = Campaigns(meta)
+        self.idempotency_keys = IdempotencyKeys(meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Components:
     receipt_secret: ReceiptSecret
     in_flight: MetaTable[SavedLeases]  # leases that the last orderly stop has saved
     campaigns: Campaigns
+    idempotency_keys: IdempotencyKeys
     scheduler: Scheduler
     backlog: Backlog  # keeps promises that are sent for an instant: the strategy of the settings
     hour_log: HourLog  # keeps the pending table, under every strategy

@@ -260,7 +260,7 @@ class Ingress:
     def __init__(self, accept: Accept) -> None:
         self.accept = accept
         self._batcher: Batcher[Piece] = Batcher(
-            self._begin, self._answer, self._refuse, apart=lambda piece: piece.apart()
+            self._begin, answer, refuse, apart=lambda piece: piece.apart()
         )
 
     @property
@@ -279,27 +279,35 @@ class Ingress:
         self._batcher.put(piece, piece.count, piece.size_bytes, key)
 
     def _begin(self, pieces: list[Piece]) -> Begun:
-        # Pieces stand side by side: each edge finds its rows by where its first one stands.
-        at, first = 0, pieces[0]
-        for piece in pieces:
-            piece.first_row = at
-            at += piece.count
-        if isinstance(first.rows, pa.RecordBatch):
-            batches = [piece.rows for piece in pieces]
-            return self.accept(batches[0] if len(batches) == 1 else pa.concat_batches(batches), first.caller)
-        return self.accept(first.join(pieces), ANONYMOUS)
+        is_decided = not isinstance(pieces[0].rows, pa.RecordBatch)
+        return self.accept(joined(pieces), ANONYMOUS if is_decided else pieces[0].caller)
 
-    def _answer(self, pieces: list[Piece], accepted: Accepted) -> None:
-        for edge, mine in _by_edge(pieces):
-            try:
-                edge.answer(mine, accepted)
-            except Exception as error:  # of this edge alone
-                logger.exception("sends not answered sends=%d reason=%s", len(mine), error)
-                edge.refuse(mine, error)
 
-    def _refuse(self, pieces: list[Piece], error: BaseException) -> None:
-        for edge, mine in _by_edge(pieces):
+def joined(pieces: list[Piece]) -> SendBatch:
+    """Return the rows of pieces side by side: each edge finds its own by where its first one stands."""
+    at, first = 0, pieces[0]
+    for piece in pieces:
+        piece.first_row = at
+        at += piece.count
+    if isinstance(first.rows, pa.RecordBatch):
+        return first.rows if len(pieces) == 1 else pa.concat_batches([piece.rows for piece in pieces])
+    return first.join(pieces)
+
+
+def answer(pieces: list[Piece], accepted: Accepted) -> None:
+    """Have the edges of these pieces answer their clients."""
+    for edge, mine in _by_edge(pieces):
+        try:
+            edge.answer(mine, accepted)
+        except Exception as error:  # of this edge alone
+            logger.exception("sends not answered sends=%d reason=%s", len(mine), error)
             edge.refuse(mine, error)
+
+
+def refuse(pieces: list[Piece], error: BaseException) -> None:
+    """Have the edges of these pieces tell their clients why they were not taken."""
+    for edge, mine in _by_edge(pieces):
+        edge.refuse(mine, error)
 
 
 def _by_edge(pieces: list[Piece]) -> list[tuple[Edge, list[Piece]]]:

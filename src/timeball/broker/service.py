@@ -30,6 +30,7 @@ from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.ingress import Ingress
+from timeball.broker.keyed_sends import KeyedSends
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat
 from timeball.broker.revoking.cancel import cancel, settle
@@ -69,6 +70,7 @@ class Broker:
         self.consuming = Consuming(parts, self.appender, self.waiters, self.policy, self.save_offsets)
         # Two ways in: halves become promises without an instant, so they cannot share a batch with sends.
         self.sends, self.halves = Ingress(self.appender.send), Ingress(self.prepare_nowait)
+        self.keyed_sends = KeyedSends(parts, self.appender, self.policy)
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)
 

@@ -37,6 +37,7 @@ SEAL_LOOK_MS = 1_000
 ROOM_LOOK_MS = 1_000
 ROOM_BYTES_MIN = 16 * 1024 * 1024
 CANCELS_INTERVAL_MS = 5_000
+IDEMPOTENCY_INTERVAL_MS = 10_000
 BEHIND_FILES_MIN = 64  # files wholly behind the present before they are removed: each removal is a row
 REMOVE_JOB_ID = "broker-behind"
 
@@ -65,6 +66,7 @@ class Upkeep:
             (KEYS_INTERVAL_MS, self.index_keys),
             (SEAL_LOOK_MS, self.seal_queues),
             (ROOM_LOOK_MS, self.make_room),
+            (IDEMPOTENCY_INTERVAL_MS, self.drop_idempotency_keys),
             (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
         ]
         # Without a pipeline. With one, the compactor outside takes a lease, and the broker keeps off the tail.
@@ -207,6 +209,11 @@ class Upkeep:
                 await parts.writer.synced()
                 await in_thread(parts.reader_thread, flush.write)
                 indexes.finish(flush)
+
+    async def drop_idempotency_keys(self) -> None:
+        """Append which idempotency keys have expired."""
+        self._parts.writer.check_room()
+        self._parts.idempotency_keys.drop(self._parts.clock.now_ms() - self._settings.idempotency_ms)
 
     async def index_keys(self) -> None:
         """Build key sidecars of new data files: the first cancel would build them all while consumers wait."""

@@ -12,6 +12,7 @@ import logging
 from typing import NamedTuple
 
 from timeball.errors import (
+    Conflict,
     Forbidden,
     GroupNotFound,
     InvalidDelay,
@@ -45,6 +46,7 @@ TABLE: dict[type[BaseException], Codes] = {
     InvalidMessage: Codes("MESSAGE_ILLEGAL", "BAD_REQUEST", 400),
     # Over gRPC names of groups are checked where they are read (grpc/calls.py).
     InvalidName: Codes("INVALID_PARAMETER", "ILLEGAL_TOPIC", 400),
+    Conflict: Codes("MESSAGE_ILLEGAL", "BAD_REQUEST", 409),
     InvalidDelay: Codes("MESSAGE_ILLEGAL", "ILLEGAL_DELIVERY_TIME", 400),
     InvalidFilter: Codes("SUBSCRIPTION_PARSE_FAILED", "ILLEGAL_FILTER_EXPRESSION", 400),
     InvalidReceipt: Codes("NO_MESSAGE", "INVALID_RECEIPT_HANDLE", 400),

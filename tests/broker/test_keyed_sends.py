@@ -1,0 +1,230 @@
+"""Sends with an idempotency key: repeated at any moment, also after a crash, they are in the log once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import InTurn, batch, on_node
+from tests.crash.lives import run, until_cut
+from tests.crash.world import HOUR_MS, CutFiles, World
+from tests.crash_files import CrashFiles
+
+from timeball import limits
+from timeball.access import ANONYMOUS, Caller
+from timeball.broker import keyed_sends
+from timeball.broker.appender import Accepted
+from timeball.broker.ingress import Piece
+from timeball.broker.registry import idempotency
+from timeball.clock import ManualClock
+from timeball.errors import Conflict, InvalidMessage, InvalidName, OverLimit
+from timeball.message import Kind
+
+
+class Named(Caller):
+    """A caller with an account, which may do everything."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+
+class Client:
+    """An edge whose sends are futures."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._futures: dict[int, asyncio.Future[Accepted]] = {}
+
+    def put(self, key: str, rows: pa.RecordBatch, caller: Any = ANONYMOUS) -> asyncio.Future[tuple[int, int]]:
+        piece = Piece(self, rows, rows.num_rows, rows.nbytes, 0, caller)
+        future = self._futures[id(piece)] = asyncio.get_running_loop().create_future()
+        self._world.broker.keyed_sends.put(piece, key)
+        return future
+
+    async def send(self, key: str, rows: pa.RecordBatch, caller: Any = ANONYMOUS) -> tuple[int, int]:
+        """Return first_seq and store_ms."""
+        return await asyncio.wait_for(self.put(key, rows, caller), 60)
+
+    def answer(self, pieces: list[Piece], accepted: Accepted) -> None:
+        for piece in pieces:
+            answer = accepted.first_seq + piece.first_row, accepted.store_ms
+            self._futures.pop(id(piece)).set_result(answer)
+
+    def refuse(self, pieces: list[Piece], error: BaseException) -> None:
+        for piece in pieces:
+            self._futures.pop(id(piece)).set_exception(error)
+
+
+def bodies(world: World) -> list[bytes]:
+    """What is in the log, promises included."""
+    reader = world.broker.parts.reader
+    kinds = [Kind.MESSAGE, Kind.PROMISE]
+    return [
+        body
+        for rows in reader.rows(reader.first_seq, reader.next_seq, kinds)
+        for body in rows.column("body").to_pylist()
+    ]
+
+
+@on_node()
+async def test_a_repeated_send_gets_the_answer_of_the_first(world: World) -> None:
+    client = Client(world)
+    first = await client.send("a", batch(2, due_ms=[None, 10 * HOUR_MS]))
+    other = await client.send("b", batch(2))
+    world.clock.advance(5_000)
+    assert await client.send("a", batch(2, due_ms=[None, 10 * HOUR_MS])) == first != other
+    assert len(bodies(world)) == 4
+
+
+@on_node()
+async def test_a_key_is_of_its_caller_and_of_its_messages(world: World) -> None:
+    client, one, two = Client(world), Named("one"), Named("two")
+    assert await client.send("a", batch(), one) != await client.send("a", batch(), two)
+    with pytest.raises(Conflict, match="use a new key for each send"):
+        await client.send("a", batch(body=[b"other"]), one)
+    # A client that sends again stamps its message anew.
+    assert await client.send("a", batch(born_ms=[7]), one) == await client.send("a", batch(), one)
+    for key in ("", "x" * (limits.IDEMPOTENCY_KEY_BYTES_MAX + 1)):
+        with pytest.raises(InvalidMessage, match="an idempotency key has 1 to 255 bytes"):
+            client.put(key, batch())
+    with pytest.raises(InvalidMessage, match="messages under one idempotency key"):
+        client.put("many", batch(limits.ROWS_PER_REQUEST_MAX))
+
+
+@on_node(InTurn)
+async def test_a_send_that_is_repeated_while_it_is_under_way_is_one(world: World) -> None:
+    client = Client(world)
+    sends = [client.put(key, batch(body=[key.encode()])) for key in ("a", "b", "a", "a", "b", "c")]
+    with pytest.raises(Conflict):
+        client.put("a", batch(body=[b"other"]))
+    a, b, again, more, other, c = await asyncio.gather(*sends)
+    assert a == again == more and b == other and len({a, b, c}) == 3
+    assert sorted(bodies(world)) == [b"a", b"b", b"c"]
+    assert world.broker.keyed_sends._under_way == {}
+
+
+@on_node()
+async def test_a_refused_send_has_not_used_its_key(world: World) -> None:
+    client = Client(world)
+    wrong, right = batch(topic=["no topic!"]), batch()
+    answers = await asyncio.gather(
+        client.send("a", wrong), client.send("b", right), client.send("a", wrong), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [InvalidName, tuple, InvalidName]
+    await client.send("a", right)
+    assert len(bodies(world)) == 2
+
+
+@on_node()
+async def test_a_full_log_leaves_no_key_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, writer = Client(world), world.broker.parts.writer
+    await client.send("before", batch())
+
+    def full(*_: object, **__: object) -> None:
+        raise OverLimit("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "append", full)
+        with pytest.raises(OverLimit):
+            await client.send("a", batch())
+    assert len(world.broker.parts.idempotency_keys) == 1
+    assert (await client.send("a", batch()))[0] == writer.next_seq - 2
+
+
+@on_node(idempotency_ms=60_000)
+async def test_keys_expire_and_the_oldest_give_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, keys = Client(world), world.broker.parts.idempotency_keys
+    monkeypatch.setattr(limits, "IDEMPOTENCY_KEYS_MAX", 3)
+    sent = {key: await client.send(key, batch()) for key in "abcd"}
+    assert len(keys) == 3
+    assert await client.send("b", batch()) == sent["b"]
+    assert await client.send("a", batch()) != sent["a"]
+    world.clock.advance(60_000)
+    again = await client.send("c", batch())
+    assert again != sent["c"] and await client.send("c", batch()) == again
+    await world.node.upkeep.drop_idempotency_keys()  # type: ignore[union-attr]
+    assert len(keys) == 1
+    await world.restart()
+    assert await client.send("c", batch()) == again
+
+
+@on_node()
+async def test_a_snapshot_knows_the_keys(world: World) -> None:
+    client = Client(world)
+    sent = await client.send("a", batch())
+    assert await world.node.upkeep.snapshot()  # type: ignore[union-attr]
+    await world.stop()
+    for name in [name for name in world.files.list_dir("") if name == "checkpoint"]:
+        world.files.remove(name)
+    await world.start()
+    assert await client.send("a", batch()) == sent
+
+
+# ---- power cuts ------------------------------------------------------------------------------------------------
+
+
+async def sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
+    """Send three times, with one of the two kinds of row each, and note what was answered."""
+    client = Client(world)
+    for key, due_ms in (("a", None), ("b", HOUR_MS), ("c", None)):
+        answers[key] = await client.send(key, batch(body=[key.encode()], due_ms=[due_ms]))
+
+
+def found_after(call: int | None, seed: int, *, again: bool = True) -> tuple[int, list[bytes], bool]:
+    """Cut the power at a call, start, send all again; return calls made, bodies, and whether answers stayed."""
+    files, clock, answers = CutFiles(crash_at=call), ManualClock(), dict[str, tuple[int, int]]()
+    world = World(files, clock)
+
+    async def live() -> None:
+        await world.start()
+        await sends(world, answers)
+
+    async def repeat(image: CrashFiles) -> tuple[list[bytes], bool]:
+        later: dict[str, tuple[int, int]] = {}
+        second = World(image, clock)
+        await second.start()
+        try:
+            if again:
+                await sends(second, later)
+            found = bodies(second)
+            await second.stop()
+        finally:
+            await second.abandon()
+        return found, all(later.get(key) == answer for key, answer in answers.items())
+
+    run(until_cut(world, files, live))
+    return files.calls, *run(repeat(files.crash(seed, "random")))
+
+
+def test_after_a_power_cut_a_repeated_send_is_in_the_log_once() -> None:
+    calls, found, is_same = found_after(None, 1)
+    assert sorted(found) == [b"a", b"b", b"c"] and is_same
+    for call in sorted(np.random.default_rng(1).choice(np.arange(1, calls + 1), 12, replace=False).tolist()):
+        _, found, is_same = found_after(call, call)
+        assert sorted(found) == [b"a", b"b", b"c"] and is_same, f"call {call} of {calls}"
+
+
+@pytest.mark.slow
+def test_after_any_power_cut_a_repeated_send_is_in_the_log_once() -> None:
+    calls, *_ = found_after(None, 1)
+    for call in range(1, calls + 1):
+        for seed in range(3):
+            _, found, is_same = found_after(call, seed)
+            assert sorted(found) == [b"a", b"b", b"c"] and is_same, f"call {call} of {calls}, seed {seed}"
+
+
+def test_keys_that_are_forgotten_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without the look at known keys a repeated send is there twice."""
+    monkeypatch.setattr(idempotency.IdempotencyKeys, "get", lambda *_: None)
+    _, found, is_same = found_after(None, 1)
+    assert len(found) == 6 and not is_same
+    assert keyed_sends.key_use is idempotency.key_use
