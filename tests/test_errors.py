@@ -13,6 +13,7 @@ CODES = {
     "bad_request": "RequestError",
     "invalid_message": "InvalidMessage",
     "invalid_name": "InvalidName",
+    "conflict": "Conflict",
     "invalid_delay": "InvalidDelay",
     "invalid_filter": "InvalidFilter",
     "unauthorized": "Unauthorized",

@@ -28,7 +28,7 @@ TOPIC_BYTES_MAX = 127  # RocketMQ's TOPIC_MAX_LENGTH
 GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before
 OWN_TOPIC_BYTES_MAX = 255  # RocketMQ's, for %RETRY%<group>_<topic>: made of two that are each in bounds
 UNIQUE_KEY_BYTES_MAX = 255
-IDEMPOTENCY_KEY_BYTES_MAX = 255
+IDEMPOTENCY_KEY_BYTES_MAX = 512  # a topic, a message id, and what a client puts between them
 # Known at a time: some 300 bytes each in memory, 100 in a snapshot and in a checkpoint.
 IDEMPOTENCY_KEYS_MAX = 100_000
 NAME = re.compile(r"^[%|a-zA-Z0-9_-]+$")  # RocketMQ's own pattern; excludes separators and dots of paths

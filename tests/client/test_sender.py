@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from tests.node_fixture import BOUND_S, RunningNode, running_node
+from tests.client.cutting_proxy import cutting_proxy
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.client.exchange import Lost
 from timeball.client.sender import Receipt, outcome
-from timeball.errors import InvalidMessage, InvalidName, RequestError, Unavailable
+from timeball.errors import Conflict, InvalidMessage, InvalidName, RequestError, Unavailable
 from timeball.wire import SendAck
 
 
@@ -101,6 +102,58 @@ def test_an_answer_that_does_not_come_is_lost_not_refused() -> None:
     never: Future[SendAck] = Future()
     with pytest.raises(Lost, match="may or may not have been accepted"):
         outcome(never, 1, "grpc://somewhere")
+
+
+def test_a_send_that_is_repeated_by_its_id_is_one(data: Path) -> None:
+    with running_node(data) as node, Timeball(node.endpoint) as ball:
+        sent = [ball.send("again", "1", message_id="order-1", after="1h", retry=True) for _ in range(2)]
+        node.stop()
+        node.start()
+        sent.append(ball.send("again", "1", message_id="order-1", after="1h", retry=True))
+        assert sent[0] == sent[1] == sent[2]
+        with pytest.raises(Conflict, match="a send of other messages"):
+            ball.send("again", "2", message_id="order-1", after="1h", retry=True)
+        other = ball.send("others", "1", message_id="order-1", after="1h", retry=True)
+        assert other.seq > sent[0].seq, "another topic's ids are its own"
+
+
+ROWS = [{"topic": "lost", "body": str(n), "message_id": f"m{n}"} for n in range(3)]
+
+
+def sent_with_lost_answers(node: RunningNode, *, retry: bool) -> list[bytes]:
+    """Send while no answer comes through, cut the connection when the messages are there; return what is there."""
+    with (
+        cutting_proxy(node.endpoint) as proxy,
+        Timeball(proxy.endpoint) as ball,
+        Timeball(node.endpoint) as look,
+    ):
+        first = ball.send("lost", "first").seq
+
+        def found() -> list[bytes]:
+            rows = look.read_log(first + 1, first + 100, kinds=[1]).read_all()
+            return [body for body in rows.column("body").to_pylist() if body != b"first"]
+
+        for count, send in (
+            (3, lambda: ball.send_many(ROWS, batch_rows=2, retry=retry)),
+            (4, lambda: ball.send("lost", "last", retry=retry)),
+        ):
+            with ThreadPoolExecutor(1) as pool:
+                proxy.hold()
+                sending = pool.submit(send)
+                eventually(lambda count=count: len(found()) >= count, "the broker has them")
+                proxy.cut()
+                sending.result(BOUND_S)
+        return found()
+
+
+def test_messages_whose_answers_were_lost_are_sent_once(node: RunningNode) -> None:
+    assert sent_with_lost_answers(node, retry=True) == [b"0", b"1", b"2", b"last"]
+
+
+def test_without_keys_a_lost_answer_is_told(node: RunningNode) -> None:
+    """The negative control: the answers are lost indeed."""
+    with pytest.raises(Lost, match="may or may not have been accepted"):
+        sent_with_lost_answers(node, retry=False)
 
 
 def test_a_closed_client_sends_nothing(node: RunningNode) -> None:

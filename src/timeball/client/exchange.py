@@ -90,8 +90,8 @@ class SendExchange:
         """Return whether it can still be written to, as far as known."""
         return self._end is None and not self._finished
 
-    def submit(self, batch: pa.RecordBatch) -> Future[SendAck]:
-        """Write a batch of the stream's schema; the future gets its answer.
+    def submit(self, batch: pa.RecordBatch, key: str = "") -> Future[SendAck]:
+        """Write a batch of the stream's schema, with its idempotency key if it has one; the future gets its answer.
 
         Raises NotSent, or the refusal that ended the stream.
         """
@@ -106,7 +106,10 @@ class SendExchange:
                     raise self._not_sent(self._end or NotSent("the stream is closed"))
                 self._waiting.append(future)
             try:
-                self._writer.write_batch(batch)
+                if key:
+                    self._writer.write_with_metadata(batch, key.encode())
+                else:
+                    self._writer.write_batch(batch)
             except (pa.ArrowException, flight.FlightError) as error:
                 with self._state:
                     if future in self._waiting:

@@ -1,8 +1,8 @@
 """Sending: one message over a stream that stays open, many over a stream of their own.
 
 A batch that was never written (`NotSent`) is tried again on a new stream, a few times. A batch whose answer was lost is
-not: the broker may have it, and sending it again would deliver it twice. A caller that prefers twice to never says
-`retry=True`; the message keeps its id, so that its consumers can tell.
+tried again only with an idempotency key, by which the broker knows whether it has it: `retry=True` gives each batch
+one, made of its first topic and message id.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class Sender:
 
     def send(self, batch: pa.RecordBatch, *, retry: bool) -> SendAck:
         """A batch in ONE_SCHEMA, on disk when this returns. Raises what the broker says, or Unavailable."""
+        key = key_of(batch) if retry else ""
         for more in self._calls.attempts():
             try:
-                return self._outcome(self._open().submit(batch))
+                return self._outcome(self._open().submit(batch, key))
             except NotSent:
                 if not more:
                     raise
@@ -84,10 +85,10 @@ class Sender:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def send_many(
-        self, rows: Rows, topic: str | None, batch_rows: int, window: int, collect: bool
+        self, rows: Rows, topic: str | None, batch_rows: int, window: int, collect: bool, retry: bool
     ) -> SendSummary:
-        """See Timeball.send_many."""
-        run = _Run(self._calls, window, collect)
+        """Send rows in batches, pipelined; Timeball.send_many documents the arguments."""
+        run = _Run(self._calls, window, collect, retry)
         try:
             for batch in batches(rows, topic, batch_rows, self._clock.wall_ms()):
                 run.put(batch)
@@ -117,16 +118,22 @@ def outcome(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
         ) from None
 
 
+def key_of(batch: pa.RecordBatch) -> str:
+    """Return the idempotency key of a batch with ids: the same when the same messages are sent again."""
+    return f"{batch.column('topic')[0]}/{batch.column('unique_key')[0]}"
+
+
 class _Run:
     """One send_many: a stream opened with the first batch, and the batches it has not been answered for."""
 
-    def __init__(self, calls: Calls, window: int, collect: bool) -> None:
+    def __init__(self, calls: Calls, window: int, collect: bool, retry: bool) -> None:
         self._calls = calls
         self._window = window
         self._collect = collect
+        self._retry = retry
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None
-        self._waiting: deque[tuple[int, int, Future[SendAck]]] = deque()
+        self._waiting: deque[tuple[int, pa.RecordBatch, Future[SendAck]]] = deque()
         self._rows = 0
         self._ranges: list[tuple[int, int]] = []
         self._refused: list[RefusedRows] = []
@@ -139,7 +146,7 @@ class _Run:
         first_row = self._rows
         self._rows += batch.num_rows
         self._ids.append(batch.column("unique_key"))
-        self._waiting.append((first_row, batch.num_rows, self._submit(batch)))
+        self._waiting.append((first_row, batch, self._submit(batch)))
 
     def end(self) -> SendSummary:
         """Wait for the last answers."""
@@ -164,23 +171,46 @@ class _Run:
                 if self._exchange is None or not self._exchange.alive:
                     # A stream that broke has batches whose fate is unknown: `_settle` will say so.
                     self._settle_all()
-                    self._exchange = SendExchange(self._calls.flight, self._schema, self._calls.endpoint)
-                return self._exchange.submit(batch)
+                return self._open(batch.schema).submit(batch, self._key(batch))
             except NotSent:
                 if not more:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _again(self, batch: pa.RecordBatch) -> SendAck:
+        """Send a batch whose answer was lost until there is one; raise what the last attempt raises."""
+        for more in self._calls.attempts():
+            try:
+                future = self._open(batch.schema).submit(batch, self._key(batch))
+                return outcome(future, self._calls.timeout_ms, self._calls.endpoint)
+            except Unavailable:
+                if not more:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _open(self, schema: pa.Schema) -> SendExchange:
+        if self._exchange is None or not self._exchange.alive:
+            self._exchange = SendExchange(self._calls.flight, schema, self._calls.endpoint)
+        return self._exchange
+
+    def _key(self, batch: pa.RecordBatch) -> str:
+        return key_of(batch) if self._retry else ""
 
     def _settle_all(self) -> None:
         while self._waiting:
             self._settle()
 
     def _settle(self) -> None:
-        first_row, rows, future = self._waiting.popleft()
+        first_row, batch, future = self._waiting.popleft()
         try:
-            ack = outcome(future, self._calls.timeout_ms, self._calls.endpoint)
+            try:
+                ack = outcome(future, self._calls.timeout_ms, self._calls.endpoint)
+            except Unavailable:
+                if not self._retry:
+                    raise
+                ack = self._again(batch)
         except TimeballError as error:
-            self._refused.append(RefusedRows(first_row, rows, error))
+            self._refused.append(RefusedRows(first_row, batch.num_rows, error))
             if isinstance(error, Unavailable) or not self._collect:
                 self._fail(self._refused[-1])
         else:

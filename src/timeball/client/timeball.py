@@ -102,7 +102,8 @@ class Timeball(Reader):
 
         `after`: seconds, a timedelta, or text ("250ms", "30m", "1h30m"). `at`: an aware datetime, or milliseconds
         since 1970. `keys`: names it can be cancelled by, blank-separated or a list. `message_id`: made if not
-        given. `retry`: send again if the answer was lost, at the risk of delivering twice.
+        given. `retry`: send again if the answer was lost; the broker, which knows the id for a day, takes it once.
+        So a program that starts again may repeat a send by its `message_id`, and gets the receipt of the first.
 
         Raises InvalidMessage, InvalidDelay, OverLimit; Unavailable if the broker cannot be reached, or the answer
         was lost (the text says which).
@@ -137,13 +138,15 @@ class Timeball(Reader):
         batch_rows: int = BATCH_ROWS,
         window: int = WINDOW,
         on_refused: Literal["raise", "collect"] = "raise",
+        retry: bool = False,
     ) -> SendSummary:
         """Send a table, a record batch, a reader or an iterable of dicts; pipelined, a batch atomic.
 
         Columns (or keys of the dicts): topic and body, and of tag, keys, properties, unique_key, queue_id, born_ms,
         flag, due_ms, delay_ms, at (timestamp with zone), after (duration or seconds) what there is. `topic` fills a
         missing column. Returns when every batch was answered. A refused batch ends it with the broker's error, in
-        which the text names the rows; with on_refused="collect" it goes on, and the summary lists them.
+        which the text names the rows; with on_refused="collect" it goes on, and the summary lists them. `retry`: send a
+        batch again if its answer was lost; the broker takes it once.
 
         >>> import pyarrow as pa
         >>> with Timeball(endpoint) as ball:
@@ -157,7 +160,7 @@ class Timeball(Reader):
             raise RequestError(f"window={window}: at least 1")
         if on_refused not in ("raise", "collect"):
             raise RequestError(f"on_refused={on_refused!r}: 'raise' or 'collect'")
-        return self._sender.send_many(rows, topic, batch_rows, window, on_refused == "collect")
+        return self._sender.send_many(rows, topic, batch_rows, window, on_refused == "collect", retry)
 
     @overload
     def cancel(self, id: str) -> Verdict: ...

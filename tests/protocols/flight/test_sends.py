@@ -26,7 +26,7 @@ def test_each_batch_has_its_own_answer_though_one_is_refused(node: RunningNode) 
     window = Window(Budget())
     topics = ["inbox", "inbox", "a/b", "inbox"]
     entries = [entry(window, rows, topic=topic) for rows, topic in enumerate(topics, 1)]
-    box = Sends(node.broker.sends, node.loop)
+    box = Sends(node.broker, node.loop)
 
     async def put_all() -> None:  # on the loop, so that all of them are there when it drains
         for batch, slot, _ in entries:
@@ -46,7 +46,7 @@ def test_a_closed_loop_is_an_answer_too(node: RunningNode) -> None:
     loop.close()
     window = Window(Budget())
     batch, slot, _ = entry(window, 1)
-    Sends(node.broker.sends, loop).put(batch, slot, ANONYMOUS)
+    Sends(node.broker, loop).put(batch, slot, ANONYMOUS)
     assert json.loads(slot.answer or b"")["error"] == "unavailable"
     assert window.wait_empty(0) is False
 

@@ -113,6 +113,14 @@ _IO_ERROR = "5"  # Arrow's StatusCode, which its clients read as a FlightServerE
 _DETAIL = "Failed"
 
 
+def idempotency_key(metadata: memoryview) -> str:
+    """Return the key that stands beside a batch, "" where there is none; raises InvalidMessage."""
+    try:
+        return str(metadata, "utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidMessage("the metadata of a batch is its idempotency key, and must be UTF-8") from error
+
+
 def encode(answer: object) -> bytes:
     """JSON of an answer: a struct, or a dict or list of plain values."""
     return _encoder.encode(answer)

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from timeball.access import Caller
 from timeball.errors import InvalidMessage, Unavailable
-from timeball.protocols.flight import ipc
+from timeball.protocols.flight import codec, ipc
 from timeball.protocols.flight.columns import ReleaseColumns, SendColumns, check_bytes
 from timeball.protocols.flight.protobuf import Data
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends, refusal
@@ -92,19 +92,20 @@ class Stream:
 
     def _decoded(
         self, message: Data, schema: pa.Schema, columns: SendColumns | ReleaseColumns
-    ) -> tuple[pa.RecordBatch | bytes, int]:
-        """Return a sound batch and its bytes, or the refusal that answers it."""
+    ) -> tuple[pa.RecordBatch | bytes, int, str]:
+        """Return a sound batch, its bytes and its key ("" for none), or the refusal that answers it."""
         try:
             if self._stopping:
                 raise Unavailable(STOPPING)
             with self._decoding:
                 batch = columns.adopt(ipc.batch(message.header, message.body, schema))
                 check_bytes(batch.nbytes)
+            key = codec.idempotency_key(message.metadata)
         except Exception as error:  # of any kind: this batch gets an answer and the next one its turn
-            return refusal(error), 0
-        return batch, max(message.size_bytes, batch.nbytes)
+            return refusal(error), 0, ""
+        return batch, max(message.size_bytes, batch.nbytes), key
 
-    def _enter(self, entry: pa.RecordBatch | bytes, size_bytes: int) -> bool:
+    def _enter(self, entry: pa.RecordBatch | bytes, size_bytes: int, key: str) -> bool:
         """Hand a batch over, or give the refusal its turn; False when the stream was given up."""
         slot = self.window.enter(size_bytes)
         if slot is None:
@@ -112,5 +113,5 @@ class Stream:
         if isinstance(entry, bytes):
             slot.settle(entry)
         else:
-            self._taker.put(entry, slot, self._caller)
+            self._taker.put(entry, slot, self._caller, key)
         return True

@@ -30,6 +30,7 @@ class Data(NamedTuple):
     path: list[bytes] | None
     described: bool
     header: memoryview
+    metadata: memoryview
     body: memoryview
     size_bytes: int
 
@@ -53,8 +54,8 @@ def data(message: bytes) -> Data:
     fields = dict(_fields(memoryview(message)))
     descriptor = fields.get(1)
     path = None if descriptor is None else _path(_bytes(fields, 1))
-    header, body = _bytes(fields, 2), _bytes(fields, BODY_FIELD)
-    return Data(path, descriptor is not None, header, body, len(message))
+    header, metadata, body = (_bytes(fields, number) for number in (2, 3, BODY_FIELD))
+    return Data(path, descriptor is not None, header, metadata, body, len(message))
 
 
 def data_message(header: memoryview | bytes = b"", body: memoryview = _EMPTY, metadata: bytes = b"") -> bytes:

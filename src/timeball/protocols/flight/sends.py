@@ -20,7 +20,7 @@ import pyarrow as pa
 from timeball import wire
 from timeball.access import Caller
 from timeball.broker.appender import Accepted
-from timeball.broker.ingress import Ingress, Piece
+from timeball.broker.ingress import Piece
 from timeball.broker.service import Broker
 from timeball.errors import TimeballError, Unavailable
 from timeball.protocols.error_codes import log_failure
@@ -34,19 +34,20 @@ STOPPING = "the broker is stopping; send this batch again later or elsewhere"
 
 class _Piece(Piece, gc=False):
     slot: Any  # the Slot that is settled with its answer
+    key: str  # the idempotency key; "" for none
 
 
 class Sends:
     """Takes batches from any thread; an Edge of broker/ingress.py."""
 
-    def __init__(self, ingress: Ingress, loop: asyncio.AbstractEventLoop) -> None:
-        self._ingress, self._loop = ingress, loop
+    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop) -> None:
+        self._broker, self._loop = broker, loop
         self._crossing: deque[_Piece] = deque()
         self._is_woken = False
 
-    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
         """Hand over a batch with the types of SEND_SCHEMA; its slot will be settled. Callable from any thread."""
-        self._crossing.append(_Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot))
+        self._crossing.append(_Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot, key))
         # The loop clears the flag before it empties the queue: a thread that sees it set is served by that turn.
         if not self._is_woken:
             self._is_woken = True
@@ -61,7 +62,10 @@ class Sends:
         while self._crossing:
             piece = self._crossing.popleft()
             try:
-                self._ingress.put(piece)
+                if piece.key:
+                    self._broker.keyed_sends.put(piece, piece.key)
+                else:
+                    self._broker.sends.put(piece)
             except TimeballError as error:
                 self.refuse([piece], error)
 
@@ -84,8 +88,8 @@ class Releases:
         self._broker, self._loop = broker, loop
         self._tasks: set[asyncio.Task[bytes]] = set()
 
-    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
-        """Callable from any thread."""
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
+        """Callable from any thread. A release names its promises, so repeating one does no harm without a key."""
         try:
             self._loop.call_soon_threadsafe(self._begin, batch, slot, caller)
         except RuntimeError:  # the loop is closed

@@ -90,7 +90,7 @@ class FlightEdge:
         self._broker = broker
         self._status = status or broker.status
         self._loop = loop
-        self._sends, self._releases = Sends(broker.sends, loop), Releases(broker, loop)
+        self._sends, self._releases = Sends(broker, loop), Releases(broker, loop)
         self._budget, self._answers = Budget(), Budget(ANSWERS_BYTES_MAX)
         self._calls = Gate("calls", CALLS_MAX)
         self._streams_gate = Gate("send streams", STREAMS_MAX)

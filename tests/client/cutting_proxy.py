@@ -1,0 +1,66 @@
+"""A connection to a broker whose answers can be held back and then cut off: what a client calls a lost answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+
+class CuttingProxy:
+    """Listens on a port of its own and passes bytes on, from a thread for each direction of each connection."""
+
+    def __init__(self, broker_port: int) -> None:
+        self._broker_port = broker_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._passes = threading.Event()
+        self._passes.set()
+        self._sockets: list[socket.socket] = []
+        self.endpoint = f"grpc://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self) -> None:
+        """Keep back what the broker answers from now on."""
+        self._passes.clear()
+
+    def cut(self) -> None:
+        """Close all connections; later ones pass."""
+        cut, self._sockets = self._sockets, []
+        for each in cut:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._passes.set()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                broker = socket.create_connection(("127.0.0.1", self._broker_port))
+                self._sockets += [client, broker]
+                for source, target, is_answer in ((client, broker, False), (broker, client, True)):
+                    threading.Thread(
+                        target=self._pass_on, args=(source, target, is_answer), daemon=True
+                    ).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                if is_answer:
+                    self._passes.wait()
+                target.sendall(data)
+        for each in (source, target):
+            each.close()
+
+
+@contextlib.contextmanager
+def cutting_proxy(endpoint: str) -> Iterator[CuttingProxy]:
+    proxy = CuttingProxy(int(endpoint.rpartition(":")[2]))
+    try:
+        yield proxy
+    finally:
+        proxy.close()
