@@ -92,8 +92,8 @@ class QueueIndex:
         self._state = _State((), offset, _NO_ENTRIES)
         self._indexes.note_used(self)
 
-    def read(self, offset: int, count: int) -> EntryArray:
-        """Return up to `count` entries from `offset` on, copied; raises OutOfRange with the offsets that are kept."""
+    def read(self, offset: int, count: int, *, is_kept: bool = True) -> EntryArray:
+        """Return up to `count` entries from `offset` on, copied if they are to be kept; raises OutOfRange."""
         low, high = self.min_offset, self.max_offset
         if not low <= offset <= high:
             raise OutOfRange(f"offset {offset}: this queue keeps {low} to {high}")
@@ -101,7 +101,8 @@ class QueueIndex:
         state = self._state
         # One look at `_state`: the loop may seal between two, and then the tail begins elsewhere.
         if offset >= state.tail_first:
-            return state.tail[offset - state.tail_first : end - state.tail_first].copy()
+            found = state.tail[offset - state.tail_first : end - state.tail_first]
+            return found.copy() if is_kept else found
         parts = []
         # Read anew in each round: a repair replaces the file, and a seal moves the tail's start further on.
         while offset < min(end, self._state.tail_first):

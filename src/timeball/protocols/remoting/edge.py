@@ -64,11 +64,12 @@ class RemotingEdge:
         self._sends = Sends(context, retries, self.codec)
         self._heartbeats = HeartBeats(context, locks)
         self._runtime = Runtime(context)
+        self._pulls = Pulls(context, self.codec)
         self._dispatch = Dispatch(
             [
                 Routes(context).handlers,
                 Offsets(context).handlers,
-                Pulls(context, self.codec).handlers,
+                self._pulls.handlers,
                 Pops(context, self.codec).handlers,
                 Queries(context).handlers,
                 self._sends.handlers,
@@ -122,11 +123,16 @@ class RemotingEdge:
         return int(server.sockets[0].getsockname()[1])
 
     def _receive(self, connection: Connection, frames: list[Any]) -> None:
-        now_ms = self.context.broker.parts.clock.now_ms()
+        now_ms, read_pull = self.context.broker.parts.clock.now_ms(), self.codec.read_pull
         for frame in frames:
             try:
                 if type(frame) is not Frame:
                     self._sends.put_run(connection, frame, now_ms)
+                    continue
+                pull = read_pull(frame)
+                if pull is not None:
+                    if not self._pulls.answer(connection, pull):
+                        self._dispatch.receive(connection, frame)
                     continue
                 header = read_send(frame)
                 if header is not None:

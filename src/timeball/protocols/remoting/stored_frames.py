@@ -47,27 +47,37 @@ class StoredFrames:
 
         `seqs` ascend. Raises OutOfRange.
         """
-        found = self._written(seqs, host, bytes_max, {})
-        return None if isinstance(found, _Closed) else found
+        body = bytearray()
+        count = self.put_now(body, seqs, host, bytes_max)
+        return None if count is None else (count, bytes(body))
+
+    def put_now(self, out: bytearray, seqs: list[int], host: Host, bytes_max: int) -> int | None:
+        """Append to `out`, which is empty, what `get_now` returns, and return of how many messages."""
+        count = self._put(out, seqs, host, bytes_max, {})
+        return None if isinstance(count, _Closed) else count
 
     async def get(self, seqs: list[int], host: Host, bytes_max: int) -> Messages:
         """Return what `get_now` does, from the disk if need be."""
         opened: Opened = {}  # held: others may push them out of the cache meanwhile
-        while isinstance(found := self._written(seqs, host, bytes_max, opened), _Closed):
+        while True:
+            body = bytearray()
+            found = self._put(body, seqs, host, bytes_max, opened)
+            if not isinstance(found, _Closed):
+                return found, bytes(body)
             opened |= await self._open(found)
-        return found
 
-    def _written(self, seqs: list[int], host: Host, bytes_max: int, opened: Opened) -> Messages | _Closed:
-        body = bytearray()
+    def _put(
+        self, out: bytearray, seqs: list[int], host: Host, bytes_max: int, opened: Opened
+    ) -> int | _Closed:
         at = 0
         while at < len(seqs):
             frame = self._frame(seqs[at], opened)
             if isinstance(frame, _Closed):
                 return frame
-            at = frame.put(body, seqs, at, host, bytes_max)
+            at = frame.put(out, seqs, at, host, bytes_max)
             if at < len(seqs) and frame.first_seq <= seqs[at] < frame.end_seq:
                 break  # there is no room for this one
-        return at, bytes(body)
+        return at
 
     def _frame(self, seq: int, opened: Opened) -> StoredFrame | _Closed:
         """Return the frame that holds a row; raises OutOfRange when the log does not have it."""

@@ -3,7 +3,8 @@
     python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time; it
                 is the reference
     compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; stored_messages.pyx: what pulls
-                are given. What is more than usual they leave to the reference.
+                are given; plain_pulls.pyx: pulls that are answered at once. What is more than usual they leave to the
+                reference.
 
 Both make the same columns, bytes and errors of the same bytes. `--codec python` forces the reference.
 """
@@ -25,12 +26,13 @@ from timeball.protocols.remoting.codec.records import Host
 
 try:
     from timeball.protocols.remoting.codec import (  # type: ignore[attr-defined]
+        plain_pulls,
         send_columns,
         send_runs,
         stored_messages,
     )
 except ImportError:  # built without a compiler
-    send_columns = send_runs = stored_messages = None
+    plain_pulls = send_columns = send_runs = stored_messages = None
 
 
 class SendRun(Protocol):
@@ -66,13 +68,39 @@ class StoredFrame(Protocol):
         """
 
 
+class PlainPull(Protocol):
+    """A pull with nothing unusual in its header; see PullFields (handlers/pulls.py)."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+    max_msg_nums: int
+    sys_flag: int
+    commit_offset: int
+    subscription: str | None
+    sub_version: int
+    expression_type: str | None
+    max_msg_bytes: int | None
+
+    def answer(self, next_offset: int, min_offset: int, max_offset: int, body: bytearray) -> bytes:
+        """Return the frame that answers it with these stored messages."""
+
+
+def _no_pull(_: Frame) -> PlainPull | None:
+    return None
+
+
 def _no_run(*_: object) -> Any:
     raise AssertionError("only the compiled codec makes runs")
 
 
 @dataclass(frozen=True)
 class Codec:
-    """One of the two. `join` and `encode_replies` are for the runs that `cut` makes; Python's makes none."""
+    """One of the two. `join` and `encode_replies` are for the runs that `cut` makes; Python's makes none.
+
+    `read_pull` returns None for a frame that is to be decoded by the reference: Python's always.
+    """
 
     name: str
     cut: Cut
@@ -80,6 +108,7 @@ class Codec:
     open_frame: Callable[[pa.Buffer, LogFrame], StoredFrame]
     join: Callable[[list[Any]], pa.RecordBatch] = _no_run
     encode_replies: Callable[..., bytes] = _no_run
+    read_pull: Callable[[Frame], PlainPull | None] = _no_pull
 
 
 PYTHON = Codec("python", frame.cut, records.encode_each, records.StoredFrame)
@@ -93,6 +122,7 @@ COMPILED = (
         stored_messages.StoredFrame,
         send_columns.join,
         send_columns.encode_replies,
+        plain_pulls.read_pull,
     )
 )
 

@@ -266,3 +266,16 @@ class UniqueKeys:
         return (
             (self._prefix + _KEY_REST.pack(now_ms & 0xFFFFFFFF, next(self._counter) & 0xFFFF)).hex().upper()
         )
+
+
+# ---- answers to pulls -----------------------------------------------------------------------------------------
+
+
+def pull_fields(next_offset: int, min_offset: int, max_offset: int) -> dict[str, str]:
+    """Return the extFields of an answer to a pull."""
+    return {
+        "suggestWhichBrokerId": "0",
+        "nextBeginOffset": str(next_offset),
+        "minOffset": str(min_offset),
+        "maxOffset": str(max_offset),
+    }

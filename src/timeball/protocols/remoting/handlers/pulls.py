@@ -38,7 +38,9 @@ from timeball.protocols.remoting.calls import (
     store_host,
 )
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.implementation import PYTHON, Codec
+from timeball.protocols.remoting.codec.implementation import PYTHON, Codec, PlainPull
+from timeball.protocols.remoting.codec.records import pull_fields
+from timeball.protocols.remoting.connection import CALLS_MAX, Connection
 from timeball.protocols.remoting.stored_frames import Messages, StoredFrames
 from timeball.protocols.sessions import BROADCASTING
 
@@ -65,6 +67,9 @@ class PullFields(msgspec.Struct, rename="camel"):
     sub_version: int = 0
     expression_type: str | None = None
     max_msg_bytes: int | None = None
+
+
+Fields = PullFields | PlainPull
 
 
 class Pulls:
@@ -97,7 +102,31 @@ class Pulls:
                 return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
         return self._look(call, fields, queue, wanted)
 
-    def _queue(self, fields: PullFields, caller: Caller) -> tuple[Topic, Queue]:
+    def answer(self, connection: Connection, pull: PlainPull) -> bool:
+        """Answer a plain pull from memory; False when it is to go the way of the reference, as any other does.
+
+        It does when it waits, is filtered by rows, needs the disk or is refused: nothing has been done about it then.
+        """
+        if connection.calls >= CALLS_MAX or connection.flow.is_full:
+            return False
+        body = bytearray()
+        try:
+            topic, queue = self._queue(pull, connection.caller)
+            index, offset = queue.index, pull.queue_offset
+            if not index.min_offset <= offset < index.max_offset or not self._filter(pull, topic).matches_all:
+                return False
+            host = store_host(self._context, connection)
+            count = self._stored.put_now(body, _next_rows(pull, queue), host, _bytes(pull))
+        except Exception:  # of any kind: the reference meets it again, and tells client and log
+            return False
+        if not count:
+            return False
+        self._commit(pull)
+        self._broker.parts.rates.got(pull.topic, pull.consumer_group, count, len(body))
+        connection.write(pull.answer(offset + count, index.min_offset, index.max_offset, body))
+        return True
+
+    def _queue(self, fields: Fields, caller: Caller) -> tuple[Topic, Queue]:
         members = self._context.sessions.group(fields.consumer_group)
         broadcasting = members is not None and members.how.message_model == BROADCASTING
         self._broker.policy.joined(fields.consumer_group, caller, broadcasting=broadcasting)
@@ -106,7 +135,7 @@ class Pulls:
             raise illegal_queue(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
         return topic, topic.queues[fields.queue_id]
 
-    def _filter(self, fields: PullFields, topic: Topic) -> Filter:
+    def _filter(self, fields: Fields, topic: Topic) -> Filter:
         """Return the filter of the request's subscription, or else of the one that the group's members have beaten."""
         if topic.name.startswith(RETRY_PREFIX):
             return EVERYTHING
@@ -121,7 +150,7 @@ class Pulls:
             text, kind = known.expression, known.expression_type
         return compiled(self._filters, text, kind, topic)
 
-    def _commit(self, fields: PullFields) -> None:
+    def _commit(self, fields: Fields) -> None:
         if fields.sys_flag & _COMMIT_OFFSET and fields.commit_offset > 0:
             queue = self._broker.parts.topics.get(fields.topic).queues[fields.queue_id]
             try:
@@ -181,17 +210,18 @@ class Pulls:
         return call.answer(ext=_ext(queue, next_offset), body=body)
 
 
-def _rows(fields: PullFields) -> int:
+def _rows(fields: Fields) -> int:
     return min(max(1, fields.max_msg_nums), ROWS_MAX)
 
 
-def _bytes(fields: PullFields) -> int:
+def _bytes(fields: Fields) -> int:
     return min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX)
 
 
-def _next_rows(fields: PullFields, queue: Queue) -> list[int]:
+def _next_rows(fields: Fields, queue: Queue) -> list[int]:
     """Return the numbers of the next rows of the queue; how many of them fit shows when they are written."""
-    return queue.index.read(fields.queue_offset, _rows(fields))["seq"].tolist()  # type: ignore[no-any-return]
+    entries = queue.index.read(fields.queue_offset, _rows(fields), is_kept=False)
+    return entries["seq"].tolist()  # type: ignore[no-any-return]
 
 
 def _moved(call: Call, queue: Queue, offset: int) -> Reply:
@@ -206,9 +236,4 @@ def _empty(call: Call, queue: Queue, next_offset: int, code: int) -> Reply:
 
 
 def _ext(queue: Queue, next_offset: int) -> dict[str, str]:
-    return {
-        "suggestWhichBrokerId": "0",
-        "nextBeginOffset": str(next_offset),
-        "minOffset": str(queue.index.min_offset),
-        "maxOffset": str(queue.index.max_offset),
-    }
+    return pull_fields(next_offset, queue.index.min_offset, queue.index.max_offset)
