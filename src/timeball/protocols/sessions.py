@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from timeball.broker.service import Broker
@@ -268,6 +269,7 @@ class EdgeContext(Generic[K, S]):
         return self.broker.parts.clock.clock.monotonic_ns() // 1_000_000
 
 
+@lru_cache(16)
 def advertised(advertise: str) -> tuple[str, int | None]:
     """Return host and port of `--advertise`, as far as it names them; an IPv6 address with a port has brackets."""
     host, _, port = advertise.rpartition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pyarrow as pa
@@ -64,6 +65,24 @@ def test_an_open_frame_writes_the_same(rows: list[dict[str, Any]], data: st.Data
     found = put(COMPILED, segment, frame, picks, most, host)
     assert found == put(PYTHON, segment, frame, picks, most, host)
     assert found[0] == len(picks) or most < ANY
+
+
+@needs_compiled
+def test_bodies_of_each_length_have_the_same_checksum() -> None:
+    source = random.Random(1)
+    segment, frame = segment_of([{**RIGHT, "body": source.randbytes(size)} for size in range(100)])
+    picks = list(range(100))
+    assert put(COMPILED, segment, frame, picks, ANY) == put(PYTHON, segment, frame, picks, ANY)
+
+
+@needs_compiled
+def test_frames_that_are_gone_leave_nothing_to_the_next_pull() -> None:
+    for born in ["10.0.0.7:1", "10.0.0.8:2", None, "10.0.0.7:1"] * 5:
+        for host in (V4, V4, V6):
+            segment, frame = segment_of([{**RIGHT, "born_host": born}] * 2)
+            assert put(COMPILED, segment, frame, [0, 1], ANY, host) == put(
+                PYTHON, segment, frame, [0, 1], ANY, host
+            )
 
 
 @needs_compiled

@@ -141,7 +141,7 @@ cdef class StoredFrame:
         cdef Record record
         cdef Py_ssize_t row, size = len(out), room = size, count = len(seqs)
         cdef int64_t seq
-        cdef Hosts hosts = Hosts(store_host, records.NO_HOST)
+        cdef Hosts hosts = hosts_for(store_host)
         while at < count:
             seq = seqs[at]
             if not self.first_seq <= seq < self.end_seq:
@@ -262,13 +262,29 @@ cdef class Hosts:
         return 0
 
 
+cdef Hosts _pulled  # of the last pull: mostly the next one comes over the same address
+cdef object _pulled_host = None
+
+
+cdef Hosts hosts_for(store_host):
+    """Return the hosts of messages that are pulled over an address, with no record in hand."""
+    global _pulled, _pulled_host
+    if store_host is not _pulled_host:
+        _pulled, _pulled_host = Hosts(store_host, records.NO_HOST), store_host
+    # What it points to is in the last pull's frame, which may be gone.
+    _pulled.name.size = -1
+    return _pulled
+
+
 cdef bytes _host(host):
     """Return a host as it stands in a record; empty when its port does not fit."""
     return host.address + host.port.to_bytes(4, "big", signed=True) if -(1 << 31) <= host.port < 1 << 31 else b""
 
 
-# CRC-32 as zlib has it, eight bytes a step: a call of zlib's and an object to call it with take as long as a message.
-cdef uint32_t CRCS[8][256]
+# CRC-32 as zlib has it, 16 bytes a step: a call of zlib's and an object to call it with take as long as a message.
+cdef enum:
+    STEP = 16
+cdef uint32_t CRCS[STEP][256]
 cdef uint32_t _crc
 cdef int _byte, _bit, _step
 for _byte in range(256):
@@ -276,7 +292,7 @@ for _byte in range(256):
     for _bit in range(8):
         _crc = _crc >> 1 ^ (0xEDB88320 if _crc & 1 else 0)
     CRCS[0][_byte] = _crc
-for _step in range(1, 8):
+for _step in range(1, STEP):
     for _byte in range(256):
         _crc = CRCS[_step - 1][_byte]
         CRCS[_step][_byte] = _crc >> 8 ^ CRCS[0][_crc & 0xFF]
@@ -286,13 +302,16 @@ cdef uint32_t checksum(Text of) noexcept:
     cdef const uint8_t* at = <const uint8_t*> of.at
     cdef const uint8_t* end = at + of.size
     cdef uint32_t crc = 0xFFFFFFFF
-    while end - at >= 8:
+    while end - at >= STEP:
         crc ^= at[0] | <uint32_t> at[1] << 8 | <uint32_t> at[2] << 16 | <uint32_t> at[3] << 24
+        # What does not wait for the last step's crc comes first.
         crc = (
-            CRCS[7][crc & 0xFF] ^ CRCS[6][crc >> 8 & 0xFF] ^ CRCS[5][crc >> 16 & 0xFF] ^ CRCS[4][crc >> 24]
-            ^ CRCS[3][at[4]] ^ CRCS[2][at[5]] ^ CRCS[1][at[6]] ^ CRCS[0][at[7]]
+            (CRCS[11][at[4]] ^ CRCS[10][at[5]] ^ CRCS[9][at[6]] ^ CRCS[8][at[7]])
+            ^ (CRCS[7][at[8]] ^ CRCS[6][at[9]] ^ CRCS[5][at[10]] ^ CRCS[4][at[11]])
+            ^ (CRCS[3][at[12]] ^ CRCS[2][at[13]] ^ CRCS[1][at[14]] ^ CRCS[0][at[15]])
+            ^ ((CRCS[15][crc & 0xFF] ^ CRCS[14][crc >> 8 & 0xFF]) ^ (CRCS[13][crc >> 16 & 0xFF] ^ CRCS[12][crc >> 24]))
         )
-        at += 8
+        at += STEP
     while at < end:
         crc = crc >> 8 ^ CRCS[0][(crc ^ at[0]) & 0xFF]
         at += 1
