@@ -142,9 +142,10 @@ class Splitter:
                 return []
             data = bytes(self._held)
         frames, at, awaited_bytes = self._cut(data, self._frame_bytes_max)
-        self._held = bytearray(data[at:])
         self.held_bytes = len(data) - at
-        self.awaited_bytes = awaited_bytes if self._held else 0
+        if self.held_bytes or self._held:  # a read mostly ends with a frame
+            self._held = bytearray(data[at:])
+        self.awaited_bytes = awaited_bytes if self.held_bytes else 0
         return frames
 
 
