@@ -34,6 +34,7 @@ from timeball.broker.keyed_sends import KeyedSends
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat
 from timeball.broker.revoking.cancel import cancel, settle
+from timeball.broker.revoking.find_message import MessagePlace, find_message
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
@@ -149,6 +150,17 @@ class Broker:
         """Take back the message that a recall handle names; return its id (revoking/recall.py says what it raises)."""
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         return await recall(self.parts, topic, handle)
+
+    async def find(
+        self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
+    ) -> list[MessagePlace]:
+        """Return where the messages with this id are (revoking/find_message.py)."""
+        self.policy.allow(caller, Verb.LOOK)
+        may = None if self.policy.allows(caller, Verb.ADMIN) else partial(self._may_look, caller)
+        return await find_message(self.parts, Names([message_id], topic=topic, may=may))
+
+    def _may_look(self, caller: Caller, topic: str) -> bool:
+        return caller.may(Verb.LOOK, topic=topic)
 
     async def cancel_ranges(
         self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS

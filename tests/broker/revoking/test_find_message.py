@@ -1,0 +1,68 @@
+"""Where a message is, by its id: the same answer wherever it lies, and a read that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.broker.revoking.test_cancel import PLACES, delivered
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import HOUR_MS, World
+
+from timeball.broker.revoking.find_message import find_message
+from timeball.broker.revoking.promise_lookup import Names
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_node()
+async def test_each_state_of_a_scheduled_message(world: World, place: Callable) -> None:
+    key = await place(world)
+    (waiting,) = await world.broker.find(key)
+    assert (waiting.state, waiting.topic, waiting.at_ms) == ("waiting", "a", None)
+    assert waiting.due_ms is not None
+    due_ms = waiting.due_ms + HOUR_MS
+    await world.broker.reschedule(ids=[key], due_ms=due_ms)
+    (moved,) = await world.broker.find(key)
+    assert moved == waiting._replace(due_ms=due_ms)
+    await world.advance(FAR_MS + HOUR_MS)
+    assert await delivered(world) == [key]
+    (visible,) = await world.broker.find(key)
+    assert (visible.state, visible.seq, visible.due_ms) == ("visible", waiting.seq, due_ms)
+    assert visible.at_ms is not None
+    assert visible.at_ms >= due_ms
+    assert visible.queue_offset == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_node()
+async def test_what_was_cancelled(world: World, place: Callable) -> None:
+    key = await place(world)
+    await world.broker.cancel(ids=[key])
+    (found,) = await world.broker.find(key)
+    assert (found.state, found.at_ms) == ("cancelled", world.clock.wall)
+
+
+@on_node()
+async def test_a_message_for_now_and_those_of_one_id(world: World) -> None:
+    for topic in ("a", "b"):
+        await world.broker.send(batch(topic=[topic], unique_key=["same"]))
+    newest, oldest = await world.broker.find("same")
+    assert (newest.topic, oldest.topic) == ("b", "a")
+    assert [one.state for one in (newest, oldest)] == ["visible", "visible"]
+    assert await world.broker.find("same", "a") == [oldest]
+    assert await world.broker.find("other") == []
+
+
+@on_node()
+async def test_topics_that_the_caller_may_not_see_are_not_there(world: World) -> None:
+    await world.broker.send(batch(topic=["a"], unique_key=["now"]))
+    key = (await world.send("a", [FAR_MS]))[0]
+    for message_id in ("now", key):
+        assert (
+            len(await find_message(world.broker.parts, Names([message_id], may=lambda topic: topic == "a")))
+            == 1
+        )
+        assert (
+            await find_message(world.broker.parts, Names([message_id], may=lambda topic: topic == "b")) == []
+        )
