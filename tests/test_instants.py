@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
-from timeball.client.instants import delay_ms, due_ms, when
 from timeball.errors import InvalidDelay
+from timeball.instants import delay_ms, due_ms, when
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,9 @@ from timeball.errors import InvalidDelay
         (" 2D ", 2 * limits.DAY_MS),
         ("1w1d1h1m1s1ms", 8 * limits.DAY_MS + limits.HOUR_MS + limits.MINUTE_MS + 1_001),
         ("0.1ms", 1),
+        ("PT30M", 1_800_000),
+        ("P1DT2H30M0.5S", limits.DAY_MS + 9_000_500),
+        ("P2W", 14 * limits.DAY_MS),
         (timedelta(microseconds=1), 1),
         (timedelta(days=40), 40 * limits.DAY_MS),
     ],
@@ -56,6 +59,12 @@ def test_delays(after: object, ms: int) -> None:
         ("30x", "units"),
         ("-5m", "units"),
         ("5m!", "units"),
+        ("P", "units"),
+        ("PT", "units"),
+        ("P1M", "units"),
+        ("P1Y", "units"),
+        ("P1DT", "units"),
+        ("P1H", "units"),
         ("1e3s", "units"),
         ("1s" * 60, "units"),
         ("9" * 15 + "d", "further away"),
@@ -119,6 +128,8 @@ def test_an_instant_is_never_early_nor_a_millisecond_late(at: datetime) -> None:
         (True, "aware datetime"),
         (1.5, "aware datetime"),
         ("tomorrow", "aware datetime"),
+        ("2030-01-01T00:00:00", "without a time zone"),
+        ("2030-01-01T00:00:00Z" + " " * 5_000, "aware datetime"),
     ],
 )
 def test_instants_refused(at: object, reason: str) -> None:

@@ -36,11 +36,18 @@ _TEXT_MAX = 100
 _SECONDS_BELOW = 100_000_000_000
 
 After = float | SupportsIndex | timedelta | str
-At = datetime | SupportsIndex
+At = datetime | SupportsIndex | str
+
+# ISO 8601, of which years and months have no length of their own.
+_ISO = re.compile(
+    r"p(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)w|(?=[0-9t])(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)d)?"
+    r"(?:t(?=[0-9])(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)h)?(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)m)?"
+    r"(?:([0-9]{1,15}(?:\.[0-9]{1,9})?)s)?)?)"
+)
 
 
 def delay_ms(after: After) -> int:
-    """Milliseconds of a delay: seconds, a timedelta, or text such as "250ms", "30m", "1h30m", "1.5d".
+    """Milliseconds of a delay: seconds, a timedelta, or text such as "250ms", "30m", "1h30m", "1.5d", "PT30M".
 
     >>> delay_ms("1h30m"), delay_ms(2.5), delay_ms(timedelta(days=40))
     (5400000, 2500, 3456000000)
@@ -69,11 +76,15 @@ def delay_ms(after: After) -> int:
 
 
 def due_ms(at: At) -> int:
-    """Milliseconds since 1970 UTC of an instant: an aware datetime, or that number itself.
+    """Milliseconds since 1970 UTC of an instant: an aware datetime, RFC 3339, or that number itself.
 
+    >>> due_ms("2026-01-01T01:00:00+01:00")
+    1767225600000
     >>> due_ms(datetime(2026, 1, 1, tzinfo=UTC))
     1767225600000
     """
+    if isinstance(at, str):
+        at = _instant(at)
     if isinstance(at, datetime):
         if at.tzinfo is None or at.utcoffset() is None:
             raise InvalidDelay(
@@ -102,9 +113,24 @@ def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
     )
 
 
+def _instant(text: str) -> datetime:
+    """Read RFC 3339; a text without a zone is refused by `due_ms`."""
+    try:
+        if len(text) > _TEXT_MAX:
+            raise ValueError
+        return datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise InvalidDelay(
+            f"at={_shown(text)}: an instant as in '2030-01-31T09:00:00Z', or an aware datetime"
+        ) from None
+
+
 def _parse(text: str) -> int:
     compact = text.strip().lower()
     total, end = Fraction(0), 0
+    if len(compact) <= _TEXT_MAX and (iso := _ISO.fullmatch(compact)):
+        parts = zip(iso.groups(), "wdhms", strict=True)
+        return math.ceil(sum(Fraction(number) * _UNIT_MS[unit] for number, unit in parts if number))
     if len(compact) <= _TEXT_MAX:
         for part in _PART.finditer(compact):
             if part.start() != end:

@@ -11,9 +11,9 @@ a clock or a disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,10 @@ import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import Int64Array, byte_lengths
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths, encode_properties
 
 BoolArray = npt.NDArray[np.bool_]
+Keys: TypeAlias = str | Iterable[str]
 
 # The longest value of each text, in bytes.
 BYTES_MAX = {
@@ -240,3 +241,29 @@ def check_idempotency_key(key: str) -> None:
 def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
     """Return whether an instant is further ahead than an operator lets a message wait."""
     return due_ms - now_ms > delay_ms_max
+
+
+# ---- texts of several values ------------------------------------------------------------------------------------
+
+
+def keys_text(keys: Keys | None) -> str | None:
+    """Return keys as one text, with blanks between them; raise InvalidMessage."""
+    if keys is None or isinstance(keys, str):
+        return keys
+    parts = list(keys)
+    for part in parts:
+        if not isinstance(part, str) or not part or any(c.isspace() for c in part):
+            raise InvalidMessage(f"key {part!r}: text without blanks, because blanks separate keys")
+    return " ".join(parts)
+
+
+def properties_text(properties: Mapping[str, str] | None) -> str | None:
+    """Return properties in the form in which they are stored; raise InvalidMessage."""
+    if not properties:
+        return None
+    for name, value in properties.items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name:
+            raise InvalidMessage(f"property {name!r}: names and values are text")
+        if any(mark in name or mark in value for mark in (PROPERTY_NAME_END, PROPERTY_END)):
+            raise InvalidMessage(f"property {name!r}: the characters U+0001 and U+0002 separate properties")
+    return encode_properties(dict(properties))

@@ -16,10 +16,10 @@ from timeball import limits, wire
 from timeball.client.calls import Calls
 from timeball.client.consumer import Start
 from timeball.client.dialing import check_process
-from timeball.client.instants import After, delay_ms
 from timeball.client.messages import Message, view
 from timeball.clock import Clock
 from timeball.errors import NotFound, RequestError
+from timeball.instants import After, delay_ms
 from timeball.wire import QueueRange
 
 

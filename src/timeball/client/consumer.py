@@ -17,10 +17,10 @@ import pyarrow as pa
 from timeball import limits, wire
 from timeball.client.calls import Calls
 from timeball.client.dialing import check_process
-from timeball.client.instants import After, delay_ms
 from timeball.client.messages import Member, Message, view
 from timeball.clock import Clock
 from timeball.errors import RequestError
+from timeball.instants import After, delay_ms
 
 ACK_INTERVAL_MS = 1_000  # a loop acknowledges so often; a crash of the consumer repeats no more than this
 Start = Literal["earliest", "latest"]

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from timeball import limits, wire
 from timeball.client.calls import Calls
-from timeball.client.instants import After, delay_ms
 from timeball.errors import RequestError
+from timeball.instants import After, delay_ms
 from timeball.message import decode_properties
 
 

@@ -31,9 +31,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
-from timeball.client.instants import when
 from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, encode_properties
+from timeball.instants import when
+from timeball.rules import Keys, keys_text, properties_text
 
 ONE_SCHEMA = pa.schema(
     [
@@ -54,7 +54,6 @@ BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is cut in halves until it is smal
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
 Body: TypeAlias = bytes | bytearray | memoryview | str
-Keys: TypeAlias = str | Iterable[str]
 
 
 def one(
@@ -73,9 +72,9 @@ def one(
         topic,
         _bytes(body),
         tag,
-        _keys(keys),
+        keys_text(keys),
         message_id,
-        _properties(properties),
+        properties_text(properties),
         born_ms,
         due_ms,
         delay_ms,
@@ -222,9 +221,9 @@ def _cell(row: Mapping[str, Any], name: str) -> Any:
     if name == "body":
         return _bytes(value)
     if name == "keys":
-        return _keys(value)
+        return keys_text(value)
     if name == "properties" and not isinstance(value, str):
-        return _properties(value)
+        return properties_text(value)
     return value
 
 
@@ -236,27 +235,6 @@ def _bytes(body: Body) -> bytes:
     if isinstance(body, (bytearray, memoryview)):
         return bytes(body)
     raise InvalidMessage(f"a body is bytes or str, not {type(body).__name__}; encode it first")
-
-
-def _keys(keys: Keys | None) -> str | None:
-    if keys is None or isinstance(keys, str):
-        return keys
-    parts = list(keys)
-    for part in parts:
-        if not isinstance(part, str) or not part or any(c.isspace() for c in part):
-            raise InvalidMessage(f"key {part!r}: text without blanks, because blanks separate keys")
-    return " ".join(parts)
-
-
-def _properties(properties: Mapping[str, str] | None) -> str | None:
-    if not properties:
-        return None
-    for name, value in properties.items():
-        if not isinstance(name, str) or not isinstance(value, str) or not name:
-            raise InvalidMessage(f"property {name!r}: names and values are text")
-        if any(mark in name or mark in value for mark in (PROPERTY_NAME_END, PROPERTY_END)):
-            raise InvalidMessage(f"property {name!r}: the characters U+0001 and U+0002 separate properties")
-    return encode_properties(dict(properties))
 
 
 def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -14,9 +14,9 @@ from timeball.client import browser
 from timeball.client.browser import Browser
 from timeball.client.calls import Calls
 from timeball.client.consumer import Consumer, Start
-from timeball.client.instants import After
 from timeball.client.messages import Message
 from timeball.clock import Clock
+from timeball.instants import After
 
 
 class Reader:

@@ -25,12 +25,13 @@ from timeball import limits, wire
 from timeball.client import browser, outgoing
 from timeball.client.calls import Calls
 from timeball.client.dialing import credentials
-from timeball.client.instants import After, At, when
-from timeball.client.outgoing import IDENTIFIERS, Body, Keys, Rows
+from timeball.client.outgoing import IDENTIFIERS, Body, Rows
 from timeball.client.reader import Reader
 from timeball.client.sender import Receipt, Sender, SendSummary
 from timeball.clock import SystemClock
 from timeball.errors import InvalidDelay, RequestError
+from timeball.instants import After, At, when
+from timeball.rules import Keys
 from timeball.wire import Attached, QueueRange, Verdict
 
 ENDPOINT = "grpc://127.0.0.1:7400"
