@@ -31,7 +31,7 @@ from timeball.message import Kind
 
 READY_S = 60.0
 BODY_BYTES = 128
-ANY_PORTS = ["--name-server-port", "0", "--remoting-port", "0", "--grpc-port", "0"]
+ANY_PORTS = ["--name-server-port", "0", "--remoting-port", "0", "--grpc-port", "0", "--http-port", "0"]
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers: time on a CPU, user and system
 TOPIC = "bench"
 CHECKOUT = Path(__file__).resolve().parents[1]

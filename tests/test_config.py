@@ -117,6 +117,7 @@ def test_units_stand_last_in_the_names() -> None:
         "name_server_port",
         "remoting_port",
         "grpc_port",
+        "http_port",
         "queues_per_topic",
         "compact_rows",
         "compact_rows_min",

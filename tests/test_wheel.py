@@ -164,7 +164,7 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
 @contextmanager
 def served(timeball: Path, data: Path) -> Iterator[tuple[str, object]]:
     """A broker of this installation: its endpoint, and its exit code once it has been left."""
-    ports = [f"--{edge}-port=0" for edge in ("name-server", "remoting", "grpc")]
+    ports = [f"--{edge}-port=0" for edge in ("name-server", "remoting", "grpc", "http")]
     running = Running(
         command=[str(timeball), "serve", "--json", "--data", str(data), "--port", "0", *ports], PYTHONPATH=""
     )

@@ -31,7 +31,7 @@ class Broker:
     def __init__(self, data: Path, strategy: StrategyName = "hour_log") -> None:
         command = [sys.executable, "-m", "timeball", "up", "--json", "--data", str(data)]
         command += ["--strategy", strategy, "--port", "0", "--name-server-port", "0", "--remoting-port", "0"]
-        command += ["--grpc-port", "0"]
+        command += ["--grpc-port", "0", "--http-port", "-1"]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
         # What malloc keeps for each thread would hide what a promise costs: tens of megabytes, at random.

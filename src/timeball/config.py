@@ -54,6 +54,8 @@ class Settings:
     tls_key: str = _of("", "Its key, PEM, without a password.")
     allow_plaintext: bool = _of(False, "Listen without TLS on an address that others can reach.")
 
+    http_port: int = _of(7480, "Port for HTTP clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX)
+
     # RocketMQ clients: the defaults are RocketMQ's own ports, for gRPC those of its proxy
     name_server_port: int = _of(
         9876, "Port for RocketMQ clients' look-ups; 0 lets the system choose, -1 is none.", -1, PORT_MAX

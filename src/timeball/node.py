@@ -45,6 +45,7 @@ from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
+from timeball.protocols.http.edge import HttpEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.protocols.strangers import Strangers
 from timeball.schedule import strategies
@@ -88,6 +89,7 @@ class Node:
         self.edge: FlightEdge | None = None
         self.remoting: RemotingEdge | None = None
         self.grpc: GrpcEdge | None = None
+        self.http: HttpEdge | None = None
         reader, background = (
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background")
         )
@@ -116,6 +118,11 @@ class Node:
     def grpc_port(self) -> int:
         """The port that RocketMQ 5's gRPC clients connect to; -1 when there is none."""
         return self.grpc.port if self.grpc is not None else -1
+
+    @property
+    def http_port(self) -> int:
+        """The port that HTTP clients connect to; -1 when there is none."""
+        return self.http.port if self.http is not None else -1
 
     async def start(self, *, listen: bool = True) -> None:
         """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind."""
@@ -152,16 +159,18 @@ class Node:
             security=self.security,
         )
         remoting, grpc = RemotingEdge(self.broker, self.security), GrpcEdge(self.broker, self.security)
+        http = HttpEdge(self.broker, self.security)
         try:
-            await remoting.start()
-            await grpc.start()
+            for edge in (remoting, grpc, http):
+                await edge.start()
         except SetupError:
-            await remoting.close()
+            for edge in (grpc, remoting):
+                await edge.close()
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
             raise
-        self.remoting, self.grpc = remoting, grpc
+        self.remoting, self.grpc, self.http = remoting, grpc, http
         self._run_until_stop(self.broker.transaction_checks.run())
-        ports = {self.port, self.name_server_port, self.remoting_port, self.grpc_port}
+        ports = {self.port, self.name_server_port, self.remoting_port, self.grpc_port, self.http_port}
         self._run_until_stop(Strangers(open_files_max(), ports).run())
 
     async def _build(self) -> None:
@@ -280,9 +289,9 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
-        for rocketmq in (self.grpc, self.remoting):
-            if rocketmq is not None:
-                await rocketmq.close()
+        for edge in (self.http, self.grpc, self.remoting):
+            if edge is not None:
+                await edge.close()
         if self.edge is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
         _ = [task.cancel() for task in self._ticker_tasks]

@@ -30,6 +30,7 @@ class Tls(NamedTuple):
     certificate: bytes
     key: bytes
     context: ssl.SSLContext
+    http: ssl.SSLContext  # confirms HTTP/1.1 and no HTTP/2
 
     def __repr__(self) -> str:
         return "Tls(…)"
@@ -39,19 +40,25 @@ def load_tls(certificate: str, key: str) -> Tls:
     """The certificate (with its chain) and key in these files; raises SetupError."""
     chain = read_secret(certificate, "--tls-cert", forbidden_mode=0)
     secret = read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])  # gRPC's clients want it confirmed; others do not ask
     try:
-        # A function for the password: without one, a key that has one would be asked for at the terminal.
-        context.load_cert_chain(certificate, key, password=_no_password)
+        # gRPC's clients want it confirmed that they may speak HTTP/2; those of remoting do not ask.
+        contexts = [_context(certificate, key, protocol) for protocol in ("h2", "http/1.1")]
     except (ssl.SSLError, ValueError, OSError) as error:
         reason = getattr(error, "reason", None) or error
         raise SetupError(
             f"--tls-cert {certificate}, --tls-key {key}: no certificate and its key in PEM, or a key with a password "
             f"({reason})"
         ) from error
-    return Tls(chain, secret, context)
+    return Tls(chain, secret, *contexts)
+
+
+def _context(certificate: str, key: str, protocol: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols([protocol])
+    # A function for the password: without one, a key that has one would be asked for at the terminal.
+    context.load_cert_chain(certificate, key, password=_no_password)
+    return context
 
 
 def _no_password() -> str:

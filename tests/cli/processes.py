@@ -30,6 +30,7 @@ def environment(**more: str) -> dict[str, str]:
         "TIMEBALL_NAME_SERVER_PORT": "0",
         "TIMEBALL_REMOTING_PORT": "0",
         "TIMEBALL_GRPC_PORT": "0",
+        "TIMEBALL_HTTP_PORT": "0",
         **more,
     }
 

@@ -81,6 +81,7 @@ class BrokerProcess:
         begin_ns = CLOCK.monotonic_ns()
         where = ("--data", str(self.data), "--port", self._port)
         where += ("--remoting-port", self._remoting_port, "--name-server-port", "-1", "--grpc-port", "-1")
+        where += ("--http-port", "-1")
         process = self._process = Running("serve", "--json", *where, *self._options)
         pause = threading.Event()
         while not process.lines:

@@ -37,6 +37,8 @@ class StockBroker:
             "serve",
             "--json",
             *self._ports,
+            "--http-port",
+            "-1",
             "--data",
             str(self._data),
             "--delay-levels",

@@ -58,7 +58,12 @@ def announce(node: Node, as_json: bool) -> None:
 
     settings, data = node.settings, str(node.settings.data.absolute())
     host, endpoint = _bracketed(settings.host), _endpoint(settings, settings.host, node.port)
-    ports = {"name_server": node.name_server_port, "remoting": node.remoting_port, "grpc": node.grpc_port}
+    ports = {
+        "name_server": node.name_server_port,
+        "remoting": node.remoting_port,
+        "grpc": node.grpc_port,
+        "http": node.http_port,
+    }
     addresses = {edge: f"{host}:{port}" if port >= 0 else None for edge, port in ports.items()}
     if not as_json:
         found = addresses["name_server"]

@@ -1,0 +1,223 @@
+"""One request: who calls, its parameters, its body when it is asked for, its answer or its problem.
+
+who calls       from the headers, before a byte of the body is read
+body            at most BODY_BYTES_MAX, within BODY_S, and within what clients of one address may hold
+answer          JSON; counted until it is written, or until it has taken ANSWER_S
+problem         RFC 9457, with the code of docs/operations.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+from starlette.datastructures import QueryParams
+from starlette.types import Message, Receive, Scope, Send
+
+from timeball import limits
+from timeball.access import Caller
+from timeball.errors import OverLimit, StorageError, TimeballError, Unauthorized
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.error_codes import Refused, codes_of, log_failure, sentence
+from timeball.protocols.http.codec import JSON, encode
+from timeball.security import Security
+
+logger = logging.getLogger(__name__)
+
+BODY_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # one body of 4 MiB in base64, and what stands beside it
+RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # of all requests that are read or answered
+SENT_BYTES_MAX = 64 * 1024 * 1024  # of answers that clients have not taken
+CALLS_MAX = limits.PULLS_WAITING_MAX
+BODY_S = 20.0
+ANSWER_S = 60.0
+PROBLEM = "application/problem+json"
+
+
+class Answer(NamedTuple):
+    """A status, and what becomes the JSON beneath it; `size_bytes` counts while it is written."""
+
+    status: int
+    value: Any
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    media_type: str = JSON
+    size_bytes: int = 0
+
+
+class Call:
+    """One request of a client that is known."""
+
+    def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], room: Room) -> None:
+        self._receive, self._room = receive, room
+        self.headers, self.path = headers, scope["path_params"]
+        self.query = QueryParams(scope["query_string"])
+        self.peer = peer_of(scope)
+        self.caller: Caller
+        self.held_bytes = 0
+
+    async def body(self) -> bytes:
+        """Return the body; raise Refused (408, 413), OverLimit."""
+        length = self.headers.get("content-length", "")
+        wanted = int(length) if length.isdecimal() and len(length) < 20 else BODY_BYTES_MAX
+        if wanted > BODY_BYTES_MAX:
+            raise Refused(413, f"a body of {wanted} bytes; at most {BODY_BYTES_MAX}: send fewer at once")
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                # Before it is read: uvicorn stops the client when some of it waits.
+                await self._room.received.room(self.peer, wanted)
+                self.held_bytes = wanted
+                more = True
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    parts.append(part)
+                    size += len(part)
+                    if size > BODY_BYTES_MAX:
+                        raise Refused(413, f"a body of more than {BODY_BYTES_MAX} bytes: send fewer at once")
+        except TimeoutError:
+            raise Refused(408, f"the body has not come within {BODY_S:.0f} s") from None
+        return b"".join(parts)
+
+    async def gone(self) -> None:
+        """Return when the client has gone away. Nothing else may read the body then."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def release(self) -> None:
+        """Count its body no more."""
+        self._room.received.remove(self.peer, self.held_bytes)
+        self.held_bytes = 0
+
+
+class Room:
+    """What the requests of all clients hold. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self.received = ByteShares(RECEIVED_BYTES_MAX, BODY_BYTES_MAX)
+        self.sent = ByteShares(SENT_BYTES_MAX, 2 * limits.POP_BYTES_MAX)
+        self.calls = 0
+
+
+class Gone(Exception):
+    """The client has gone away: there is nobody to answer."""
+
+
+Handler = Callable[[Call], Awaitable[Answer]]
+
+
+class Endpoint:
+    """The handlers of one path, by method; an ASGI application."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Handler],
+        security: Security,
+        now_ms: Callable[[], int],
+        room: Room,
+        *,
+        is_open: bool,
+    ) -> None:
+        self._methods, self._security, self._now_ms, self._room = methods, security, now_ms, room
+        self._is_open = is_open  # to callers without an account
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        call = Call(scope, receive, headers, self._room)
+        self._room.calls += 1
+        try:
+            answer = await self._answer(scope["method"], call)
+        except Gone:
+            return
+        except Exception as error:  # of any kind: its client waits for an answer
+            log_failure(logger, f"{scope['method']} {scope['path'][:200]!r}", error)
+            answer = problem_of(error)
+        finally:
+            self._room.calls -= 1
+            call.release()
+        with self._room.sent.held(call.peer, 0):
+            self._room.sent.add(call.peer, answer.size_bytes)
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await respond(answer, send, is_head=scope["method"] == "HEAD")
+            except TimeoutError:
+                logger.info("answer not taken peer=%s", call.peer)
+                raise
+            finally:
+                self._room.sent.remove(call.peer, answer.size_bytes)
+
+    async def _answer(self, method: str, call: Call) -> Answer:
+        handler = self._methods.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            allowed = ", ".join(sorted(self._methods))
+            return problem(405, "bad_request", f"{method[:20]!r}: this path has {allowed}", allow=allowed)
+        if self._room.calls > CALLS_MAX:
+            raise OverLimit(f"{CALLS_MAX} requests are under way; try again later")
+        if not self._is_open:
+            call.caller = self._security.caller(call.headers, self._now_ms())
+        return await handler(call)
+
+
+def peer_of(scope: Scope) -> str:
+    """Return the address of the client."""
+    return scope["client"][0] if scope.get("client") else ""
+
+
+async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request for a path that there is not; an ASGI application."""
+    if scope["type"] == "http":
+        await respond(
+            problem(404, "not_found", f"no path {scope['path'][:200]!r}; GET /openapi.json has them all"),
+            send,
+        )
+
+
+async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
+    """Write an answer."""
+    data = encode(answer.value)
+    headers = [
+        (b"content-type", answer.media_type.encode()),
+        (b"content-length", b"%d" % len(data)),
+        (b"cache-control", b"no-store"),
+        (b"x-content-type-options", b"nosniff"),
+        *answer.headers,
+    ]
+    start: Message = {"type": "http.response.start", "status": answer.status, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": b"" if is_head else data})
+
+
+# ---- problems -----------------------------------------------------------------------------------------------------
+
+
+def problem(status: int, code: str, detail: str, *, allow: str = "", **more: Any) -> Answer:
+    """Return a problem document; `more`: members that say something about this problem alone."""
+    headers: tuple[tuple[bytes, bytes], ...] = ((b"allow", allow.encode()),) if allow else ()
+    if status == 401:
+        headers = ((b"www-authenticate", b'Bearer realm="timeball"'),)
+    elif status in (429, 503):
+        headers = ((b"retry-after", b"1"),)
+    value = {
+        "type": f"urn:timeball:{code}",
+        "title": code,
+        "status": status,
+        "code": code,
+        "detail": detail,
+        **more,
+    }
+    return Answer(status, value, headers, PROBLEM)
+
+
+def problem_of(error: BaseException) -> Answer:
+    """Return the problem document of an error; a fault of ours is named, and its text kept for the broker's log."""
+    if isinstance(error, Refused):
+        return problem(error.protocol_code, "bad_request", sentence(error))
+    if not isinstance(error, TimeballError):
+        return problem(500, "error", sentence(error))
+    # The log has stopped: the request was right, and another broker may take it.
+    status = 503 if isinstance(error, StorageError) else codes_of(error).http
+    assert status != 401 or isinstance(error, Unauthorized)
+    return problem(status, error.code, sentence(error))
