@@ -75,6 +75,33 @@ def test_many_are_taken_as_an_array_or_line_by_line(client: Client) -> None:
     assert len(client.send("many", [{"body": "x"}]).value["messages"]) == 1
 
 
+def test_a_cloud_event_is_a_message_with_its_attributes(client: Client) -> None:
+    event = {
+        "ce_specversion": "1.0",
+        "ce_id": "e-1",
+        "ce_source": "/shop",
+        "ce_type": "paid",
+        "ce_note": "a%20b",
+    }
+    sent = client.send("events", b"\xff\x00", **event, content_type="image/png", timeball_key="order-7")
+    assert (sent.status, sent.value["id"]) == (201, "e-1")
+    (got,) = client.receive("events").value["messages"]
+    assert base64.b64decode(got["base64"]) == b"\xff\x00"
+    assert got["keys"] == ["order-7"]
+    wanted = {"ce-id": "e-1", "ce-source": "/shop", "ce-note": "a b", "content-type": "image/png"}
+    assert wanted.items() <= got["properties"].items()
+    later = client.send("events", b"", **event, timeball_delay="PT1H")
+    assert "due" in later.value
+    at = client.send("events", b"", **event, timeball_deliver_at="1927616400000")
+    assert at.value["due"] == "2031-01-31T09:00:00.000Z"
+
+
+@pytest.mark.parametrize("wrong", [{"ce_specversion": "0.3"}, {"ce_id": ""}, {"timeball_delay": "soon"}])
+def test_a_cloud_event_that_is_none(client: Client, wrong: dict[str, str]) -> None:
+    event = {"ce_specversion": "1.0", "ce_id": "e-1", "ce_source": "/shop", "ce_type": "paid"}
+    assert client.send("events", b"x", **{**event, **wrong}).status == 400
+
+
 def test_a_send_with_a_key_is_taken_once(client: Client) -> None:
     first = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")
     again = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")

@@ -2,6 +2,7 @@
 
     application/json        one message, or an array of them
     application/x-ndjson    one message a line
+    ce-specversion: 1.0     a CloudEvent in binary mode, of any type: the body as it is, its attributes as properties
 
 A body is given as text (`body`), as a JSON value (`json`, stored as its text stands), or as `base64`. Instants and
 delays are read by instants.py, as those of the Python client are; a bare number is milliseconds.
@@ -10,9 +11,10 @@ delays are read by instants.py, as those of the Python client are; a bare number
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 import pyarrow as pa
@@ -176,6 +178,10 @@ def columns(topic: str, content_type: str, data: bytes, ids: IdSource) -> Column
         raise OverLimit(
             f"{len(messages)} messages in one request; at most {MESSAGES_MAX}: send fewer at once"
         )
+    return _columns(topic, messages, ids, is_one=is_one)
+
+
+def _columns(topic: str, messages: Sequence[Message], ids: IdSource, *, is_one: bool) -> Columns:
     rows = [_row(at, topic, message, ids) for at, message in enumerate(messages)]
     try:
         arrays = [
@@ -185,6 +191,35 @@ def columns(topic: str, content_type: str, data: bytes, ids: IdSource) -> Column
     except (pa.ArrowException, UnicodeError, OverflowError) as error:
         raise InvalidMessage(f"not to be stored: {error}") from error
     return Columns(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA), is_one)
+
+
+def cloud_event(topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource) -> Columns:
+    """Return the message of a CloudEvent in binary mode; raise InvalidMessage, InvalidDelay.
+
+    HTTP Protocol Binding for CloudEvents 1.0.2, section 3.1. Its id becomes that of the message.
+    """
+    attributes = {name: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
+    if attributes["ce-specversion"] != "1.0":
+        raise InvalidMessage(f"ce-specversion {attributes['ce-specversion'][:20]!r}: 1.0 is known")
+    for name in ("ce-id", "ce-source", "ce-type"):
+        if not attributes.get(name):
+            raise InvalidMessage(f"{name} is missing: a CloudEvent has an id, a source and a type")
+    properties = {**attributes, "content-type": headers.get("content-type", "")}
+    message = Message(
+        base64=data,
+        id=attributes["ce-id"],
+        key=headers.get("timeball-key"),
+        tag=headers.get("timeball-tag"),
+        properties={name: value for name, value in properties.items() if value},
+        deliver_at=_number_or_text(headers.get("timeball-deliver-at")),
+        delay=headers.get("timeball-delay"),
+    )
+    return _columns(topic, [message], ids, is_one=True)
+
+
+def _number_or_text(text: str | None) -> Span | None:
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) < 20
+    return int(text) if is_number and text is not None else text
 
 
 class IdSource:

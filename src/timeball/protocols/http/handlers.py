@@ -82,10 +82,16 @@ class Handlers:
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
         # What a client may not send is not read.
         self._broker.policy.destination(topic, call.caller)
-        kind = codec.check_type(call.headers.get("content-type", ""), codec.JSON, codec.NDJSON)
+        # Only with a header that no page of another site may send without being asked: a browser on this machine would
+        # carry its messages here.
+        is_event, kind = "ce-specversion" in call.headers, ""
+        if not is_event:
+            kind = codec.check_type(call.headers.get("content-type", ""), codec.JSON, codec.NDJSON)
         data = await call.body()
         ids = _Fresh() if key is None else _Derived(call.caller.name, topic, key)
-        if len(data) <= SMALL_BYTES:
+        if is_event:
+            messages = codec.cloud_event(topic, call.headers, data, ids)
+        elif len(data) <= SMALL_BYTES:
             messages = codec.columns(topic, kind, data, ids)
         else:
             messages = await asyncio.to_thread(codec.columns, topic, kind, data, ids)
