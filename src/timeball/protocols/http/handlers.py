@@ -88,13 +88,14 @@ class Handlers:
         if not is_event:
             kind = codec.check_type(call.headers.get("content-type", ""), codec.JSON, codec.NDJSON)
         data = await call.body()
+        now_ms = self._broker.parts.clock.now_ms() if key is None else None
         ids = _Fresh() if key is None else _Derived(call.caller.name, topic, key)
         if is_event:
-            messages = codec.cloud_event(topic, call.headers, data, ids)
+            messages = codec.cloud_event(topic, call.headers, data, ids, now_ms)
         elif len(data) <= SMALL_BYTES:
-            messages = codec.columns(topic, kind, data, ids)
+            messages = codec.columns(topic, kind, data, ids, now_ms)
         else:
-            messages = await asyncio.to_thread(codec.columns, topic, kind, data, ids)
+            messages = await asyncio.to_thread(codec.columns, topic, kind, data, ids, now_ms)
         accepted: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
         rows = messages.batch.num_rows
         piece = _Piece(self, messages.batch, rows, messages.batch.nbytes, 0, call.caller, accepted)
