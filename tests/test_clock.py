@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from timeball.clock import JITTER_MS, PROBATION_MS, STEP_MS, ManualClock, SchedulerClock, SystemClock
+from timeball.clock import (
+    BOUNDS_NS,
+    JITTER_MS,
+    PROBATION_MS,
+    STEP_MS,
+    Durations,
+    ManualClock,
+    SchedulerClock,
+    SystemClock,
+)
 
 HOUR_MS = 3_600_000
 TICK_MS = 50
@@ -266,3 +276,23 @@ def test_a_manual_clock_moves_only_when_told() -> None:
     manual.suspend(2)
     manual.step_wall(-3)
     assert (manual.wall_ms(), manual.boot_ms(), manual.monotonic_ns()) == (5, 10, 10_000_000)
+
+
+# ---- durations -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 10**11) | st.sampled_from(BOUNDS_NS)))
+def test_each_duration_is_counted_by_the_first_bound_that_it_does_not_exceed(values: list[int]) -> None:
+    durations = Durations(ManualClock())
+    for ns in values:
+        durations.add(ns)
+    assert durations.sum_ns == sum(values)
+    bounds = [-1, *BOUNDS_NS, 1 << 62]
+    assert durations.counts == [sum(low < ns <= high for ns in values) for low, high in pairwise(bounds)]
+
+
+def test_a_call_is_timed_and_its_result_returned() -> None:
+    manual = ManualClock()
+    durations = Durations(manual)
+    assert durations.time(lambda ms: manual.advance(ms) or ms, 3) == 3
+    assert durations.sum_ns == 3_000_000

@@ -23,8 +23,13 @@ Invariant: between two readings without a backward step > 1 s, `now_ms` does not
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 JITTER_MS = 100
 STEP_MS = 1_000
@@ -156,3 +161,32 @@ class SchedulerClock:
             self._now = max(self._now, wall)
         else:
             self._now += passed
+
+
+BOUNDS_NS = tuple(
+    int(bound_ms * 1_000_000)
+    for bound_ms in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 5_000)
+)
+
+
+class Durations:
+    """How long something took, counted by bounds. One thread adds; any may read, and may miss the newest."""
+
+    __slots__ = ("_clock", "counts", "sum_ns")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.counts = [0] * (len(BOUNDS_NS) + 1)  # by the first bound that is not exceeded; the last has none
+        self.sum_ns = 0
+
+    def add(self, ns: int) -> None:
+        """Count one."""
+        self.counts[bisect_left(BOUNDS_NS, ns)] += 1
+        self.sum_ns += ns
+
+    def time(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call, and count how long that took unless it fails."""
+        began_ns = self._clock.monotonic_ns()
+        result = call(*args, **kwargs)
+        self.add(self._clock.monotonic_ns() - began_ns)
+        return result

@@ -43,6 +43,8 @@ from timeball.log.recovery import Opened, open_log
 from timeball.log.segment import holds_log
 from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
+from timeball.monitoring.loop_lag import LoopLag
+from timeball.monitoring.metrics import Metrics
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.http.edge import HttpEdge
@@ -94,6 +96,8 @@ class Node:
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background")
         )
         self._threads: tuple[Disk, Executor, Executor] = DiskThread(), reader, background
+        self._loop_lag = LoopLag(self.clock)
+        self.metrics: Metrics
         self._level_table = LevelTable.parse(settings.delay_levels)
         self._ticker_tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
@@ -142,6 +146,7 @@ class Node:
                 self._real_files.unlock()
             raise
         self._run_until_stop(self.broker.ticker.run())
+        self._run_until_stop(self._loop_lag.run())
         self.upkeep.start()
 
     def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
@@ -159,7 +164,7 @@ class Node:
             security=self.security,
         )
         remoting, grpc = RemotingEdge(self.broker, self.security), GrpcEdge(self.broker, self.security)
-        http = HttpEdge(self.broker, self.security)
+        http = HttpEdge(self.broker, self.metrics, self.security)
         try:
             for edge in (remoting, grpc, http):
                 await edge.start()
@@ -203,24 +208,12 @@ class Node:
         writer = self._writer(opened)
         tables.meta.open(writer.append, clock.now_ms)
         parts = Components(
-            settings=settings,
-            files=files,
-            clock=clock,
-            writer=writer,
-            reader=reader,
-            key_index=KeyIndex(files, opened.segments, reader),
-            **vars(tables),
+            settings=settings, files=files, clock=clock, writer=writer, reader=reader,
+            key_index=KeyIndex(files, opened.segments, reader), **vars(tables),
             scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
-            backlog=backlog,
-            hour_log=hour_log,
-            levels=levels,
-            outcomes=outcomes,
-            catalog=catalog,
-            ledger=ledger,
-            reader_thread=reader_thread,
-            background=background,
-            on_failure=self._fail,
-        )
+            backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog, ledger=ledger,
+            reader_thread=reader_thread, background=background, on_failure=self._fail,
+        )  # fmt: skip
         self.broker = Broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
@@ -228,6 +221,7 @@ class Node:
         await self._restore(found, state if found.resumes else None)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
         self.upkeep = Upkeep(self.broker, found.snapshot_seq)
+        self.metrics = Metrics(self.broker, __version__, self._loop_lag, self._free_bytes, self._connections)
 
     async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
         parts, waiting, now_ms = self.broker.parts, found.waiting, self.broker.parts.clock.now_ms()
@@ -334,10 +328,17 @@ class Node:
         if self._failed.done():
             self._failed.result()
 
+    def _free_bytes(self) -> int:
+        return self._real_files.free_bytes() if self._real_files else 0
+
+    def _connections(self) -> dict[str, int]:
+        edges = {"remoting": self.remoting, "grpc": self.grpc}
+        return {name: edge.connections for name, edge in edges.items() if edge is not None}
+
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """The broker's figures and the process's."""
         with lent(RESERVE_OF_LIBRARIES):
-            memory, real = psutil.Process().memory_info(), self._real_files
+            memory = psutil.Process().memory_info()
         return {
             "version": __version__,
             "format": FORMAT_VERSION,
@@ -345,7 +346,7 @@ class Node:
             "rss_bytes": memory.rss,
             "anon_bytes": memory.rss - memory.shared,  # without the mapped log, which is page cache
             "disk": {
-                "free_bytes": real.free_bytes() if real else 0,
+                "free_bytes": self._free_bytes(),
                 "no_room": self.broker.parts.writer.no_room,
             },
             "access": self.security.status(),

@@ -78,10 +78,10 @@ def bodies(world: World) -> list[bytes]:
 @on_node()
 async def test_a_repeated_send_gets_the_answer_of_the_first(world: World) -> None:
     client = Client(world)
-    first = await client.send("a", batch(2, due_ms=[None, 10 * HOUR_MS]))
+    first = await client.send("a", batch(2, delay_ms=[None, 10 * HOUR_MS]))
     other = await client.send("b", batch(2))
     world.clock.advance(5_000)
-    assert await client.send("a", batch(2, due_ms=[None, 10 * HOUR_MS])) == first != other
+    assert await client.send("a", batch(2, delay_ms=[None, 10 * HOUR_MS])) == first != other
     assert len(bodies(world)) == 4
 
 
@@ -175,8 +175,8 @@ async def test_a_snapshot_knows_the_keys(world: World) -> None:
 async def sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
     """Send three times, with one of the two kinds of row each, and note what was answered."""
     client = Client(world)
-    for key, due_ms in (("a", None), ("b", HOUR_MS), ("c", None)):
-        answers[key] = await client.send(key, batch(body=[key.encode()], due_ms=[due_ms]))
+    for key, delay_ms in (("a", None), ("b", HOUR_MS), ("c", None)):
+        answers[key] = await client.send(key, batch(body=[key.encode()], delay_ms=[delay_ms]))
 
 
 def found_after(call: int | None, seed: int, *, again: bool = True) -> tuple[int, list[bytes], bool]:

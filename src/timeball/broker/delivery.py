@@ -277,12 +277,13 @@ class Lateness:
         self._edges = np.array(self.BOUNDS, dtype=np.int64)
         self.counts = np.zeros(len(self.BOUNDS) + 1, dtype=np.int64)
         self.released = 0
-        self.max_ms = 0
+        self.max_ms = self.sum_ms = 0
 
     def add(self, late_ms: Int64Array) -> None:
         """Count a batch."""
         self.counts += np.bincount(np.searchsorted(self._edges, late_ms), minlength=len(self.counts))
         self.released += len(late_ms)
+        self.sum_ms += int(late_ms.sum())
         self.max_ms = max(self.max_ms, int(late_ms.max()))
 
     def summary(self) -> dict[str, int | dict[str, int]]:

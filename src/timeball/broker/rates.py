@@ -43,6 +43,9 @@ class Stat:
     SNDBCK_PUT_NUMS = "SNDBCK_PUT_NUMS"
     BROKER_PUT_NUMS = "BROKER_PUT_NUMS"
     BROKER_GET_NUMS = "BROKER_GET_NUMS"
+    # Our own, with keys of "": no tool of RocketMQ's asks for them.
+    CANCELLED_NUMS = "CANCELLED_NUMS"
+    RESCHEDULED_NUMS = "RESCHEDULED_NUMS"
 
 
 STATS = frozenset(value for name, value in vars(Stat).items() if name.isupper())

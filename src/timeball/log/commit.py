@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from timeball.clock import Durations
 from timeball.log import format as fmt
 from timeball.log.few_rows import Rows
 from timeball.log.segment import Segment
@@ -47,6 +48,8 @@ class Group(NamedTuple):
 class WriterStatistics:
     """Counts since the start."""
 
+    commit_durations: Durations  # frames made, written and synced
+    sync_durations: Durations  # of `sync` durability
     commits: int = 0
     frames: int = 0
     rows: int = 0

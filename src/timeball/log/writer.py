@@ -22,7 +22,7 @@ from functools import partial
 import pyarrow as pa
 
 from timeball import limits
-from timeball.clock import Clock
+from timeball.clock import Clock, Durations
 from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import File, Files
@@ -75,7 +75,7 @@ class LogWriter:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._broken = False  # disk thread only: set by the first failed write or sync, for good
         self.failed: BaseException | None = None
-        self.statistics = WriterStatistics()
+        self.statistics = WriterStatistics(Durations(clock), Durations(clock))
         self._unsynced = False
         # Recovery trusts `synced_to` of a frame as proof that all bytes before it were acknowledged. So it may lag
         # behind the disk, and must never run ahead of it.
@@ -188,7 +188,7 @@ class LogWriter:
         outcome: Commit | BaseException
         try:
             with self._until_broken():
-                outcome = self._write(entries)
+                outcome = self.statistics.commit_durations.time(self._write, entries)
         except BaseException as error:  # of any kind: the loop stops the log and tells all that wait
             outcome = error
         with suppress(RuntimeError):  # the loop is closed: nothing waits for this commit
@@ -229,7 +229,7 @@ class LogWriter:
             position = end
         self._written_to = position
         if self._durability == "sync":
-            self._file.sync()
+            self.statistics.sync_durations.time(self._file.sync)
         return commit
 
     def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:

@@ -12,7 +12,7 @@ from timeball.protocols.http.handlers import Handlers
 
 def test_each_path_and_method_is_there(client: Client, node) -> None:  # type: ignore[no-untyped-def]
     document = client.ask("GET", "/openapi.json").value
-    handlers = Handlers(node.broker)
+    handlers = Handlers(node.broker, node.node.metrics)
     known = {
         (path.replace(":path", ""), method)
         for paths in (handlers.paths, handlers.open_paths)

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.components import Components, in_thread
+from timeball.broker.rates import Stat
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs, scan
 from timeball.message import Kind, build_rows
 from timeball.wire import Verdict
@@ -66,6 +67,7 @@ async def cancel(parts: Components, candidates: list[Candidate]) -> dict[int, Ve
         # No pause since the decision: the CANCEL rows stand in the log before any later release.
         _, durable = parts.writer.append(cancel_rows(chosen, now_ms))
         await durable
+        parts.rates.add(Stat.CANCELLED_NUMS, "", len(chosen))
     return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in chosen}
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.components import Components, in_thread
+from timeball.broker.rates import Stat
 from timeball.errors import NotFound, OutOfRange, RequestError
 from timeball.log.reader import LogReader
 from timeball.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
@@ -76,6 +77,7 @@ async def _cancel(parts: Components, rows: pa.RecordBatch, reason: str) -> int:
     # No pause since the decision: the CANCEL rows stand in the log before any later release.
     _, durable = parts.writer.append(cancel_rows(rows.filter(pa.array(chosen)), now_ms, reason))
     await durable
+    parts.rates.add(Stat.CANCELLED_NUMS, "", int(chosen.sum()))
     return int(np.count_nonzero(chosen))
 
 

@@ -26,6 +26,7 @@ from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.retry import SPENT
 from timeball.broker.delivery import as_moves, in_frames
+from timeball.broker.rates import Stat
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle, stop_waiting
 from timeball.broker.revoking.promise_lookup import Candidate, Names
@@ -105,6 +106,7 @@ async def _move_frame(
         as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves)
     )
     await appended.durable
+    parts.rates.add(Stat.RESCHEDULED_NUMS, "", len(chosen))
     return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}
 
 

@@ -72,6 +72,11 @@ class GrpcEdge:
             self.context.port = await self._server.start(self._settings, self._tls)
         self._watches = [self.context.start_watch(each) for each in (self._expire(), self._server.watch())]
 
+    @property
+    def connections(self) -> int:
+        """Return how many clients are connected."""
+        return self._server.connections
+
     async def close(self) -> None:
         """Stop listening, and end the calls that wait."""
         for watch in self._watches:

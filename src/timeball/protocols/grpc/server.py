@@ -84,6 +84,11 @@ class Server:
             for connection in list(self._connections):
                 connection.check(loop.time())
 
+    @property
+    def connections(self) -> int:
+        """Return how many clients are connected."""
+        return len(self._connections)
+
     async def close(self) -> None:
         """Take no more connections, end the calls that wait, and let the connections go."""
         if self._server is None:

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.broker.service import Broker
 from timeball.errors import SetupError
+from timeball.monitoring.metrics import Metrics
 from timeball.protocols.http.handlers import Handlers
 from timeball.protocols.http.openapi import document
 from timeball.protocols.http.requests import Answer, Call, Endpoint, Handler, Room, not_found
@@ -96,14 +97,14 @@ class _Server(uvicorn.Server):
 class HttpEdge:
     """Builds the paths, starts and stops the server. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker, security: Security = OPEN) -> None:
+    def __init__(self, broker: Broker, metrics: Metrics, security: Security = OPEN) -> None:
         self._settings, self._security, self._clock = (
             broker.parts.settings,
             security,
             broker.parts.clock.clock,
         )
         self.room, self.port = Room(), self._settings.http_port
-        handlers = Handlers(broker)
+        handlers = Handlers(broker, metrics)
         self._document: dict[str, Any] | None = None
         routes: list[BaseRoute] = [
             *(self._route(path, methods, is_open=False) for path, methods in handlers.paths.items()),

@@ -19,6 +19,7 @@ from timeball.broker.ingress import Piece, settle
 from timeball.broker.revoking.find_message import MessagePlace
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage, InvalidReceipt, OutOfRange, Unavailable
+from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
 from timeball.protocols.http.codec import Answered, AnsweredMany
 from timeball.protocols.http.requests import Answer, Call, Gone, Handler, problem
@@ -59,11 +60,13 @@ class _Fresh(codec.IdSource):
 class Handlers:
     """The handlers, by path and method. Belongs to the event loop."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._broker, self._handles = broker, ReceiptHandles(broker.parts.receipt_secret.get)
         self._is_durable = broker.parts.settings.durability == "sync"
         topic = "/v1/topics/{topic}"
         self.paths: dict[str, dict[str, Handler]] = {
+            "/metrics": {"GET": self._measure},
             "/v1/topics": {"GET": self._topics},
             f"{topic}/messages": {"GET": self._receive, "POST": self._send},
             f"{topic}/ack": {"POST": self._ack},
@@ -233,6 +236,10 @@ class Handlers:
     async def _topics(self, call: Call) -> Answer:
         topics = self._broker.topics(call.caller)
         return Answer(200, {"topics": [{"topic": name, **facts} for name, facts in sorted(topics.items())]})
+
+    async def _measure(self, call: Call) -> Answer:
+        self._broker.policy.allow(call.caller, Verb.LOOK)
+        return Answer(200, await self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def _live(self, call: Call) -> Answer:
         return Answer(200, {"status": "live"})

@@ -72,6 +72,7 @@ OPERATIONS = (
         (_TOPIC_OF_ID,), (codec.Moving,),
     ),
     Operation("delete", "/v1/messages/{id}", "cancel", "Cancel a scheduled message.", (_TOPIC_OF_ID,)),
+    Operation("get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format."),
     Operation("get", "/health/live", "live", "Whether the process answers."),
     Operation("get", "/health/ready", "ready", "Whether messages are taken now."),
 )  # fmt: skip

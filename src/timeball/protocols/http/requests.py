@@ -36,7 +36,7 @@ PROBLEM = "application/problem+json"
 
 
 class Answer(NamedTuple):
-    """A status, and what becomes the JSON beneath it; `size_bytes` counts while it is written."""
+    """A status, and what becomes the JSON beneath it, or bytes as they are; `size_bytes` counts while it is written."""
 
     status: int
     value: Any
@@ -177,7 +177,7 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
     """Write an answer."""
-    data = encode(answer.value)
+    data = answer.value if isinstance(answer.value, bytes) else encode(answer.value)
     headers = [
         (b"content-type", answer.media_type.encode()),
         (b"content-length", b"%d" % len(data)),

@@ -189,6 +189,11 @@ class RemotingEdge:
             for connection in idle[:crowd]:
                 connection.close()
 
+    @property
+    def connections(self) -> int:
+        """Return how many clients are connected."""
+        return len(self._connections)
+
     async def close(self) -> None:
         """Stop listening, end the requests that wait, and let the connections go."""
         for server in self._servers:

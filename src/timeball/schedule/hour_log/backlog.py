@@ -130,6 +130,21 @@ class HourLog(Backlog):
         wanted = np.isin(int64(rows.column("seq")), seq)
         return rows if wanted.all() else rows.filter(pa.array(wanted))
 
+    def rows_due(self, instants_ms: list[int]) -> list[int]:
+        """Return how many rows of tail and files are due before each instant, which ascend.
+
+        Of a file that reaches over an instant it is the share of its span; settled rows count until they are removed.
+        """
+        spans = np.array(
+            [(entry.min_due_ms, entry.max_due_ms, entry.rows) for entry in self.pending.live_entries()],
+            dtype=np.float64,
+        ).reshape(-1, 3)
+        found = []
+        for until_ms in instants_ms:
+            share = (until_ms - spans[:, 0]) / (spans[:, 1] - spans[:, 0] + 1)
+            found.append(self._tail.count_before(until_ms) + int((np.clip(share, 0, 1) * spans[:, 2]).sum()))
+        return found
+
     def statistics(self) -> dict[str, int]:
         """Return what lies in the tail and in files."""
         return {

@@ -1,0 +1,24 @@
+"""How late the event loop is for what it has planned: the first sign of a broker that has too much to do."""
+
+from __future__ import annotations
+
+import asyncio
+
+from timeball.clock import Clock, Durations
+
+INTERVAL_S = 0.25
+
+
+class LoopLag:
+    """Sleeps again and again, and counts how much longer than planned that took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.durations = Durations(clock)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            began_ns = self._clock.monotonic_ns()
+            await asyncio.sleep(INTERVAL_S)
+            self.durations.add(max(0, self._clock.monotonic_ns() - began_ns - int(INTERVAL_S * 1e9)))

@@ -1,0 +1,93 @@
+"""Metrics: what a real broker says, read by Prometheus' own parser, and what docs/metrics.md says of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import HOUR_MS, World
+
+from timeball import __version__
+from timeball.broker.delivery import Lateness
+from timeball.clock import BOUNDS_NS
+from timeball.monitoring import metrics
+from timeball.monitoring.metrics import OTHERS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+
+
+async def samples(world: World) -> dict[tuple[str, ...], float]:
+    """Every sample by name and the values of its labels, as Prometheus reads them."""
+    assert world.node is not None
+    text = (await world.node.metrics.text()).decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@on_node()
+async def test_what_a_broker_did_and_holds(world: World) -> None:
+    broker = world.broker
+    await broker.send(batch(3, unique_key=["a", "b", "c"], delay_ms=[None, HOUR_MS // 2, 30 * HOUR_MS]))
+    await broker.send(batch(2, unique_key=["d", "e"], delay_ms=[2_000, 3 * HOUR_MS]))
+    await broker.cancel(ids=["b"])
+    await broker.reschedule(ids=["e"], delay_ms=4 * HOUR_MS)
+    await world.advance(3_000)
+    await broker.commit_offsets("readers", "orders", {0: 0, 1: 0})
+    found = await samples(world)
+    assert found["timeball_accepted_messages_total", "orders"] == 2  # one at once, one released
+    assert found["timeball_released_messages_total",] == 1
+    assert found["timeball_cancelled_messages_total",] == 1
+    assert found["timeball_rescheduled_messages_total",] == 1
+    assert found["timeball_release_lateness_seconds_count",] == 1
+    assert found["timeball_release_lateness_seconds_bucket", "+Inf"] == 1
+    assert found["timeball_waiting_messages", "tail"] + found["timeball_waiting_messages", "near"] >= 2
+    assert found["timeball_due_messages", "1h"] <= found["timeball_due_messages", "1d"]
+    assert found["timeball_due_messages", "1d"] >= 1
+    assert found["timeball_group_lag_messages", "readers", "orders"] == 2
+    commits = found["timeball_log_commits_total",]
+    assert commits >= 4 and found["timeball_log_sync_seconds_count",] == commits
+    assert found["timeball_log_commit_seconds_sum",] >= found["timeball_log_sync_seconds_sum",]
+    assert found["timeball_log_stopped",] == found["timeball_disk_full",] == 0
+    assert found["timeball_build_info", world.settings.durability, world.settings.strategy, __version__] == 1
+
+
+@on_node()
+async def test_more_topics_than_are_shown_are_one_series(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "SERIES_MAX", 2)
+    for topic, rows in (("a", 5), ("b", 4), ("c", 2), ("d", 1)):
+        await world.broker.send(batch(rows, topic=[topic] * rows))
+        await world.broker.commit_offsets("readers", topic, {0: 0, 1: 0})
+    found = await samples(world)
+    name = "timeball_accepted_messages_total"
+    assert {key[1]: value for key, value in found.items() if key[0] == name} == {"a": 5, "b": 4, OTHERS: 3}
+    name = "timeball_group_lag_messages"
+    assert [value for key, value in found.items() if key[0] == name] == [5, 4, 3]
+
+
+@on_node(strategy="timer_wheel")
+async def test_another_strategy_says_what_waits(world: World) -> None:
+    await world.broker.send(batch(2, delay_ms=[HOUR_MS, 2 * HOUR_MS]))
+    found = await samples(world)
+    assert sum(value for key, value in found.items() if key[0] == "timeball_waiting_messages") == 2
+
+
+@on_node()
+async def test_the_page_names_every_metric_and_no_other(world: World) -> None:
+    assert world.node is not None
+    named = set(re.findall(r"^\| `(timeball_\w+)", PAGE, re.M))
+    text = (await world.node.metrics.text()).decode()
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE timeball_")}
+    assert named == families
+
+
+def test_bounds_ascend() -> None:
+    for bounds in (BOUNDS_NS, Lateness.BOUNDS):
+        assert list(bounds) == sorted(set(bounds))

@@ -1,0 +1,42 @@
+"""/metrics over the wire: what Prometheus gets, and who may have it."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.accounts import guarded_node, keys
+from tests.bounds import BOUND_S
+from tests.node_fixture import RunningNode
+from tests.protocols.http.client import Client
+
+
+def scraped(node: RunningNode, authorization: str = "") -> tuple[str, str]:
+    """Return the content type and the text."""
+    request = urllib.request.Request(f"http://127.0.0.1:{node.node.http_port}/metrics")
+    if authorization:
+        request.add_header("authorization", authorization)
+    with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
+        return answer.headers["content-type"], answer.read().decode()
+
+
+def test_a_scrape_counts_what_was_sent(node: RunningNode, client: Client) -> None:
+    client.send("measured", [{"body": "one"}, {"body": "two"}])
+    kind, text = scraped(node)
+    assert kind.startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    accepted = families["timeball_accepted_messages"].samples
+    assert [sample.value for sample in accepted if sample.labels == {"topic": "measured"}] == [2]
+    assert "process_resident_memory_bytes" in families
+
+
+def test_under_an_access_file_it_is_for_accounts(tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            scraped(node)
+        account = keys("root")
+        authorization = f"Bearer {account['access_key']}:{account['secret_key']}"
+        assert "timeball_build_info" in scraped(node, authorization)[1]
