@@ -32,7 +32,8 @@ def append(queue: QueueIndex, seqs: Int64Array) -> None:
 
 def save(indexes: QueueIndexes, next_seq: int, *, seals: bool = False) -> None:
     flush = indexes.flush(next_seq)
-    flush.seals |= seals
+    # A broker seals only what is large (SEAL_ENTRIES): two files of an empty stretch would have one name.
+    flush.seals |= seals and flush.first_seq < flush.next_seq
     flush.write()
     indexes.finish(flush)
 
