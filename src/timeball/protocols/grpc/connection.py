@@ -216,7 +216,8 @@ class Connection(asyncio.Protocol):
         stream.received(payload)
 
     def _receive_headers(self, flags: int, number: int, block: bytes) -> None:
-        fields = self._decoder.decode(block)  # whatever becomes of them, or later blocks could not be read
+        # Also of a stream that is refused below: later blocks refer to the fields of earlier ones.
+        fields = self._decoder.decode(block)
         stream = self.streams.open.get(number)
         if stream is not None:
             if stream.is_heard or not flags & END_STREAM:

@@ -276,7 +276,7 @@ class Exchange(Stream):
             self.end(TRAILERS_OK if self._has_answered else RESPONSE + TRAILERS_OK)
 
     def fail(self, status: GrpcStatus, text: str) -> None:
-        """End the call with a status of gRPC's, whatever it is at."""
+        """End the call with a status of gRPC's, also one that has begun to answer."""
         self.drop_unsent()
         if self._is_over:
             self.streams.reset(self, Fault.NO_ERROR)
