@@ -54,10 +54,15 @@ class CrashFile:
         with self._files.running():
             self._files.write(self._open(), self.name, offset, np.frombuffer(data, dtype=np.uint8))
 
-    def allocate(self, size_bytes: int) -> None:
+    def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
         """See File."""
         with self._files.running():
-            self._files.allocate(self._open(), self.name, size_bytes)
+            self._files.allocate(self._open(), self.name, size_bytes, reserved)
+
+    def reserve(self, begin: int, end: int) -> None:
+        """See File. No byte changes: it is counted, and may fail as what takes space does."""
+        with self._files.running():
+            self._files.reserve(self._open(), self.name, begin, end)
 
     def map(self, *, at_random: bool = False) -> memoryview:
         """See File. Stores through it are not counted and may reach the disk at any time."""
@@ -92,6 +97,10 @@ class CrashFiles(Power):
         self._root = Folder()
         self._outside: Path | None = None
         self._exported: list[str] = []
+
+    def free_bytes(self) -> int:
+        """See Files: `fail_at` makes it full."""
+        return 1 << 40
 
     # -- what tests use ------------------------------------------------------------------------------------
 
@@ -272,11 +281,18 @@ class CrashFiles(Power):
         self._mirror(inode)
         self.end()
 
-    def allocate(self, inode: Inode, name: str, size_bytes: int) -> None:
+    def allocate(self, inode: Inode, name: str, size_bytes: int, reserved: bool) -> None:
         """One counted change of size."""
-        self.begin("allocate", name, takes_space=size_bytes > inode.size)
+        self.begin("allocate", name, takes_space=reserved and size_bytes > inode.size)
         inode.allocate(size_bytes)
         self._mirror(inode)
+        self.end()
+
+    def reserve(self, inode: Inode, name: str, begin: int, end: int) -> None:
+        """One counted reservation of a part of the file."""
+        if not 0 <= begin < end:
+            raise DiskFailed(f"allocating {end - begin} bytes for {name} failed: no such part")
+        self.begin("reserve", name, takes_space=True)
         self.end()
 
     def sync_inode(self, inode: Inode, call: str, name: str) -> None:

@@ -98,6 +98,28 @@ def test_allocate_sets_the_size_and_reads_as_zeros(files: Files) -> None:
     assert files.size("a") == 5000
 
 
+def test_room_of_a_part_is_reserved_without_a_change_of_the_bytes(files: Files) -> None:
+    file = files.create("a")
+    file.allocate(50_000, reserved=False)
+    file.write_at(10_000, b"there")
+    expected = bytes(10_000) + b"there" + bytes(39_995)
+    file.reserve(8_192, 40_960)
+    file.reserve(8_192, 40_960)
+    assert content(files, "a") == expected
+    with pytest.raises(DiskFailed):
+        file.reserve(4_096, 4_096)
+
+
+def test_only_what_is_reserved_takes_room_on_the_disk(tmp_path: Path) -> None:
+    files, mib = RealFiles(tmp_path), 1 << 20
+    file = files.create("a")
+    file.allocate(64 * mib, reserved=False)
+    assert (tmp_path / "a").stat().st_blocks == 0
+    file.reserve(mib, 3 * mib)
+    assert 2 * mib <= (tmp_path / "a").stat().st_blocks * 512 < 3 * mib
+    assert files.size("a") == 64 * mib and files.free_bytes() > 0
+
+
 @pytest.mark.parametrize("at_random", [False, True])
 def test_a_mapping_and_the_file_are_the_same_bytes(files: Files, at_random: bool) -> None:
     file = files.create("a")

@@ -41,8 +41,11 @@ class File(Protocol):
     def write_at(self, offset: int, data: bytes | memoryview | pa.Buffer) -> None:
         """Write all of `data`; not durable before `sync`."""
 
-    def allocate(self, size_bytes: int) -> None:
-        """Make the file `size_bytes` long, the new part reading as zeros."""
+    def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
+        """Make the file `size_bytes` long, the new part reading as zeros; with its room on the disk, if `reserved`."""
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Reserve the room of this part on the disk, so that no write there can fail for lack of it."""
 
     def map(self, *, at_random: bool = False) -> memoryview:
         """The whole file, writable and shared; valid until the file is closed and all views are gone.
@@ -59,6 +62,9 @@ class File(Protocol):
 
 class Files(Protocol):
     """A folder. Names use '/' and are relative to the root."""
+
+    def free_bytes(self) -> int:
+        """Return the room left on the disk."""
 
     def make_dir(self, name: str) -> None:
         """Create a folder and its parents; the new names are durable on return."""
@@ -162,13 +168,18 @@ class RealFile:
                 written = os.pwrite(self._fd, view, offset)
                 view, offset = view[written:], offset + written
 
-    def allocate(self, size_bytes: int) -> None:
+    def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
         """See File. Reserves the blocks, so that a full disk shows here and not at a commit."""
         with _typed(f"allocating {size_bytes} bytes for {self.path.name}"):
-            if size_bytes < os.fstat(self._fd).st_size:
+            if size_bytes < os.fstat(self._fd).st_size or not reserved:
                 os.ftruncate(self._fd, size_bytes)
             elif size_bytes > 0:  # posix_fallocate takes no empty range
                 os.posix_fallocate(self._fd, 0, size_bytes)
+
+    def reserve(self, begin: int, end: int) -> None:
+        """See File. Blocks that the file has already cost nothing, also on a full disk."""
+        with _typed(f"allocating {end - begin} bytes for {self.path.name}"):
+            os.posix_fallocate(self._fd, begin, end - begin)
 
     def map(self, *, at_random: bool = False) -> memoryview:
         """See File."""

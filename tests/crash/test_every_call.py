@@ -160,7 +160,7 @@ MAY_HAPPEN = {"lost", "moved", "misjudged", "offset", "topic", "resurrected"}
 def test_async_durability_loses_the_end_and_nothing_else(name: str) -> None:
     kinds: set[str] = set()
     wrong = []
-    for call in range(8, live(name, durability="async").files.calls, 9):
+    for call in range(8, live(name, durability="async").files.calls, 5):
         cut = live(name, call, durability="async")
         for seed, survival in [(0, "nothing"), (SEED + call, "random")]:
             found = faults_after(cut, cut.files.crash(seed, survival))

@@ -263,7 +263,7 @@ def test_a_blank_segment_between_others_and_data_behind_a_blank_header() -> None
 def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
     files = CrashFiles()
     fill(files, 1)
-    begin_segment(prepare(files, 2, SMALL), 2, 4, 0)
+    begin_segment(prepare(files, 2, SMALL), 4, 0)
     flip(files, segment_name(2), 20)
     assert not damage(everything(files))
     assert FolderDump(files).segments[1].is_spare

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES, AtOnce, batch, eventually, opened, read_all, run
 
-from timeball.log.segment import segment_name
+from timeball.errors import OverLimit
+from timeball.files import RealFiles
+from timeball.log import next_segment
+from timeball.log.segment import STEP_BYTES, segment_name
+
+LARGE = 3 * STEP_BYTES
 
 
 class Warmed(CrashFiles):
@@ -63,5 +71,84 @@ def test_a_stopped_log_prepares_nothing_more() -> None:
             await log.writer.next_segment.stop()
             await log.writer.next_segment.make_ready(SEGMENT_BYTES)
             assert log.writer.next_segment.spare is None and not files.exists(segment_name(2))
+
+    run(work())
+
+
+class Filling(CrashFiles):
+    """Files of a disk that says how much room is left."""
+
+    free = 1 << 40
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def test_room_on_the_disk_is_reserved_a_step_ahead(tmp_path: Path) -> None:
+    """Asked of the file system: blocks, not lengths."""
+
+    def held(ordinal: int) -> int:
+        return (tmp_path / segment_name(ordinal)).stat().st_blocks * 512
+
+    async def work() -> None:
+        files = RealFiles(tmp_path)
+        async with opened(files, disk=AtOnce(), segment_bytes=LARGE) as log:
+            assert files.size(segment_name(1)) == LARGE
+            slack = STEP_BYTES // 8  # what the file system needs for itself
+            assert STEP_BYTES <= held(1) < STEP_BYTES + slack
+            await log.append(batch(1, 1, body_bytes=1_000))
+            await eventually(lambda: held(1) >= 2 * STEP_BYTES)
+            assert held(1) < 2 * STEP_BYTES + slack and not files.exists(segment_name(2))
+            # More at once than the room that is left: the commit reserves it.
+            await log.append(batch(2, 1, body_bytes=2 * STEP_BYTES))
+            await eventually(lambda: files.exists(segment_name(2)))
+            assert STEP_BYTES <= held(2) < STEP_BYTES + slack
+            assert [*read_all(log.segments)] == [1, 2] and log.failures == []
+
+    run(work())
+
+
+def test_what_is_about_to_be_written_has_its_room() -> None:
+    async def work() -> None:
+        async with opened(CrashFiles(), disk=AtOnce(), segment_bytes=LARGE) as log:
+            await log.writer.next_segment.make_ready(STEP_BYTES)
+            assert log.writer.next_segment.current.reserved_to == 2 * STEP_BYTES
+            await log.writer.next_segment.make_ready(LARGE)
+            assert log.writer.next_segment.current.reserved_to == LARGE
+
+    run(work())
+
+
+def test_admission_is_closed_while_half_a_segment_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_segment, "ROOM_RETRY_S", 0.001)
+
+    async def work() -> None:
+        files = Filling()
+        async with opened(files, disk=AtOnce(), segment_bytes=LARGE) as log:
+            files.free = LARGE // 2 - 1
+            await log.append(batch(1, 1))
+            await eventually(lambda: log.writer.no_room)
+            with pytest.raises(OverLimit, match=f"disk full but for {files.free} bytes"):
+                log.writer.check_room()
+            # Releases and cancels do not ask, and go beyond what was reserved ahead.
+            await log.append(batch(2, 1, body_bytes=STEP_BYTES))
+            files.free = LARGE // 2
+            await eventually(lambda: not log.writer.no_room)
+            assert len(read_all(log.segments)) == 2 and log.failures == []
+
+    run(work())
+
+
+def test_a_log_opens_on_a_full_disk_and_goes_on_in_the_room_that_it_has() -> None:
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files, disk=AtOnce(), segment_bytes=LARGE) as log:
+            await log.append(batch(1, 1, body_bytes=STEP_BYTES))
+        files.fail_at(1, OverLimit("disk full"), forever=True)
+        async with opened(files, disk=AtOnce(), segment_bytes=LARGE) as log:
+            assert log.writer.next_segment.current.reserved_to == 2 * STEP_BYTES
+            await log.append(batch(2, 1))
+            await eventually(lambda: log.writer.no_room)
+            assert len(read_all(log.segments)) == 2 and log.failures == []
 
     run(work())

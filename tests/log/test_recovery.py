@@ -269,7 +269,7 @@ def test_data_behind_a_damaged_header_is_refused() -> None:
 def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
     files = CrashFiles()
     fill(files, 1)
-    begin_segment(prepare(files, 2, SEGMENT_BYTES), 2, 4, 0)
+    begin_segment(prepare(files, 2, SEGMENT_BYTES), 4, 0)
     flip(files, segment_name(2), 20)
     segments = reopened(files, known_durable=4).segments
     assert [s.ordinal for s in segments.all] == [1] and segments.next_seq == 4
@@ -278,7 +278,7 @@ def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
 def test_a_segment_begun_and_not_written_is_where_the_log_goes_on() -> None:
     files = CrashFiles()
     expected = fill(files, 1)
-    begin_segment(prepare(files, 2, SEGMENT_BYTES), 2, 4, 0)
+    begin_segment(prepare(files, 2, SEGMENT_BYTES), 4, 0)
     segments = reopened(files).segments
     assert (segments.last.ordinal, segments.next_seq) == (2, 4)
     assert goes_on(files.crash(survival="nothing")) == []
@@ -349,11 +349,11 @@ def test_on_a_real_folder_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
     expected = fill(files, 20)
     found = reopened(files)
     assert list(read_all(found.segments).values()) == expected and len(found.segments.all) == 3
-    found.file.close()
+    found.file.file.close()
     last = found.segments.last
     with open(tmp_path / last.name, "r+b") as file:
         file.seek(last.frame_positions[-1] + 300)
         file.write(b"damage")
     found = reopened(files)
     assert found.cut_bytes > 0 and found.segments.next_seq == len(expected) - 2
-    found.file.close()
+    found.file.file.close()

@@ -133,7 +133,7 @@ def test_a_spare_is_durable_and_blank() -> None:
 
 def test_a_segment_is_begun_durably() -> None:
     files = folder()
-    segment = begin_segment(prepare(files, 1, 4096), 1, 17, 5)
+    segment = begin_segment(prepare(files, 1, 4096), 17, 5)
     assert (segment.first_seq, segment.next_seq, segment.end) == (17, 17, 64)
     after = files.crash(survival="nothing")
     assert fmt.read_segment_header(after.map_readonly(segment_name(1))) == 17
@@ -159,12 +159,12 @@ def test_half_a_spare_has_no_name(error: OverLimit | DiskFailed) -> None:
 def test_a_spare_cut_anywhere_is_a_spare_or_nothing() -> None:
     whole = folder()
     before = whole.calls
-    begin_segment(prepare(whole, 1, 4096), 1, 17, 5)
+    begin_segment(prepare(whole, 1, 4096), 17, 5)
     for call in range(before + 1, whole.calls + 1):
         files = folder()
         files.crash_at = call
         with pytest.raises(PowerCut):
-            begin_segment(prepare(files, 1, 4096), 1, 17, 5)
+            begin_segment(prepare(files, 1, 4096), 17, 5)
         for seed in range(5):
             after = files.crash(seed)
             if after.exists(segment_name(1)):
@@ -269,7 +269,7 @@ def test_a_segment_goes_with_its_caches_and_the_rest_stays(make, tmp_path) -> No
     assert read_all(segments) == {seq: body for seq, body in rows.items() if seq >= first_seq}
     found = reopened(files, segment_bytes=SMALL)
     assert read_all(found.segments) == read_all(segments)
-    found.file.close()
+    found.file.file.close()
 
 
 def test_nothing_to_remove_is_nothing_done() -> None:

@@ -366,4 +366,4 @@ def test_many_senders_on_a_real_disk(tmp_path) -> None:  # type: ignore[no-untyp
     run(work())
     found = reopened(files)
     assert found.segments.next_seq == 201
-    found.file.close()
+    found.file.file.close()

@@ -134,8 +134,8 @@ def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
             done = log.writer.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))[1]
-            # The commit is a write and a sync; then a spare is created, allocated and synced.
-            files.fail_at(files.calls + 5, DiskFailed("broken"))
+            # The commit is a write and a sync; then a spare is created, allocated, reserved and synced.
+            files.fail_at(files.calls + 6, DiskFailed("broken"))
             await done
             await eventually(lambda: log.failures)
             assert files.trace[-2:] == [("sync", segment_name(2)), ("remove", segment_name(2))]

@@ -53,6 +53,15 @@ class JobFacts(msgspec.Struct, frozen=True):
     digest: str
 
 
+class LeaseFacts(msgspec.Struct, frozen=True, array_like=True):
+    """Leases of a group in a topic that the log keeps, by the numbers of their promises: (first, count)."""
+
+    group: str
+    topic: str
+    held: list[tuple[int, int]]
+    nacked: list[tuple[int, int]]  # given back, waiting for the next delivery
+
+
 class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The broker's state at `seq`: all rows below it have been applied, none at or above it."""
 
@@ -69,6 +78,8 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     jobs: dict[str, JobFacts] = {}  # job id -> its last attach, of those with one
     reserved: list[tuple[int, int]] = []  # (first_seq, rows) set aside and not attached yet
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
+    waiting_rows: int = 0  # promises for an instant that wait, wherever they lie
+    leases: list[LeaseFacts] = []
     halves: list[tuple[int, int]] = []  # (seq, times its producer was asked) of every open half message
     levels: dict[int, LevelFacts] = {}  # queue of the schedule topic, a level's number less one
     tick: tuple[int, int] = (

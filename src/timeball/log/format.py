@@ -142,9 +142,12 @@ def encode_frame(
     return frame, [header(crc), payload, padding]
 
 
-def read_frame(segment: pa.Buffer, position: int) -> Frame | None:
-    """Return the checked frame at `position`, None where the log ends; raises Corrupt on a wrong checksum."""
-    frame = read_frame_header(segment, position)
+def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
+    """Return the checked frame at `position`, None where the log ends; raises Corrupt on a wrong checksum.
+
+    `origin`: where in its segment the buffer begins, when it is a part of one.
+    """
+    frame = read_frame_header(segment, position, origin=origin)
     if frame is None:
         return None
     # Only the header is copied, to blank its checksum; the payload is checked where it is mapped.
@@ -158,7 +161,7 @@ def read_frame(segment: pa.Buffer, position: int) -> Frame | None:
     return frame
 
 
-def read_frame_header(segment: pa.Buffer, position: int) -> Frame | None:
+def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
     """Return the frame at `position` as `read_frame` does, with only its header checked."""
     if position + ALIGN > segment.size:
         return None
@@ -179,7 +182,7 @@ def read_frame_header(segment: pa.Buffer, position: int) -> Frame | None:
         and position + length <= segment.size
         and payload <= length - ALIGN
         and 0 < rows <= span
-        and synced_to <= position
+        and synced_to <= origin + position
     )
     if not sane:
         raise Corrupt(f"frame header at byte {position} contradicts itself")

@@ -33,7 +33,16 @@ from timeball.errors import Corrupt, SetupError
 from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.log import frame_index
-from timeball.log.segment import FOLDER, SUFFIX, Segment, Segments, begin_segment, prepare, segment_name
+from timeball.log.segment import (
+    FOLDER,
+    SUFFIX,
+    Segment,
+    SegmentFile,
+    Segments,
+    begin_segment,
+    prepare,
+    segment_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class Opened:
     """The log, ready for a writer. `cut_bytes` of a torn tail were overwritten."""
 
     segments: Segments
-    file: File
+    file: SegmentFile
     cut_bytes: int
 
 
@@ -61,7 +70,7 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
                 "restore it from a copy"
             )
         spare = prepare(files, 1, segment_bytes)
-        return Opened(Segments([begin_segment(spare, 1, 1, now_ms)]), spare.file, 0)
+        return Opened(Segments([begin_segment(spare, 1, now_ms)]), spare, 0)
     for segment, following in itertools.pairwise(begun):
         # Rows below `known_durable` are in the caches already: a start need not read the segments that hold only those.
         is_needed = following.first_seq > known_durable
@@ -75,11 +84,11 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
             f"seq {known_durable - 1}: {damage}; restore it from a copy, and {segment_name(begun[-1].ordinal + 1)} "
             "if there was one"
         )
-    file = files.open(begun[-1].name)
-    cut_bytes = _cut(file, begun[-1])
+    last, file = begun[-1], files.open(begun[-1].name)
+    cut_bytes = _cut(file, last)
     # Before the writer's first frame, whose `synced_to` claims that all bytes before it are on the disk.
     file.sync()
-    return Opened(Segments(begun), file, cut_bytes)
+    return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
 
 
 def _find(files: Files) -> tuple[list[Segment], list[int]]:
@@ -198,9 +207,10 @@ def last_written(buffer: pa.Buffer, start: int) -> int:
     # From the back, a megabyte at a time: a fresh segment is 256 MiB of zeros and a few frames.
     for end in range(buffer.size, start, -step):
         begin_at = max(start, end - step)
-        filled = np.flatnonzero(view[begin_at:end])
-        if len(filled):
-            return begin_at + int(filled[-1]) + 1
+        part = view[begin_at:end]
+        if part.any():
+            # A copy: a broker may be writing here while a backup reads, and numpy counts and collects in two passes.
+            return begin_at + int(np.flatnonzero(part.copy())[-1]) + 1
     return start
 
 

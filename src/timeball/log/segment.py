@@ -1,8 +1,9 @@
 """One mapped file of the commit log, and the row of them that is the log.
 
-A segment is allocated whole and mapped once, so that reading it is slicing memory. It is named by its ordinal
-and says itself which sequence number it begins with: a spare can be prepared, name and all, before anyone
-knows what its first row will be. The spare's header is zero until the log rolls into it.
+A segment has its whole length from its beginning and is mapped once, so that reading it is slicing memory. Its room on
+the disk is reserved in steps ahead of the frames: reserved whole, a segment of a few frames would take 256 MiB.
+It is named by its ordinal and says itself which sequence number it begins with: a spare can be prepared, name and all,
+before anyone knows what its first row will be. The spare's header is zero until the log rolls into it.
 
 Frames are known by two parallel arrays a segment. Only the event loop appends to them, after the commit is
 durable, and always position before sequence number, so that a reader thread that bisects the sequence
@@ -26,7 +27,6 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +39,7 @@ from timeball.wire import Start
 
 FOLDER = "log"
 SUFFIX = ".log"
+STEP_BYTES = 16 * 1024 * 1024  # room on the disk is reserved by so much; 20 us of the disk thread each time
 
 
 def segment_name(ordinal: int) -> str:
@@ -203,25 +204,47 @@ class Segments:
         return segments[low]
 
 
-class Spare(NamedTuple):
-    """A file that is to be the next segment, and its mapping: to begin it then needs no descriptor."""
+class SegmentFile:
+    """The file of a spare or of the segment being written: to begin it then needs no descriptor.
 
-    file: File
-    mapped: pa.Buffer
+    Belongs to the disk thread; the event loop reads the numbers alone.
+    """
+
+    def __init__(self, ordinal: int, file: File, mapped: pa.Buffer, used_bytes: int) -> None:
+        self.ordinal, self.file, self.mapped = ordinal, file, mapped
+        # Of a file that was written before, the step of its next frame has room: not asked for again, so that a
+        # broker starts on a full disk.
+        self.reserved_to = self._step_end(used_bytes + 1) if used_bytes else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file."""
+        return int(self.mapped.size)
+
+    def reserve(self, end: int) -> None:
+        """Reserve room up to `end` at least, by whole steps; raises OverLimit when the disk is full."""
+        end = self._step_end(end)
+        if end > self.reserved_to:
+            self.file.reserve(self.reserved_to, end)
+            self.reserved_to = end
+
+    def _step_end(self, end: int) -> int:
+        return min(-(-end // STEP_BYTES) * STEP_BYTES, self.size_bytes)
 
 
-def prepare(files: Files, ordinal: int, size_bytes: int) -> Spare:
-    """A spare segment: allocated, named, durable, all zeros.
+def prepare(files: Files, ordinal: int, size_bytes: int) -> SegmentFile:
+    """A spare segment: named, durable, all zeros, with room for its first step.
 
     Raises OverLimit when the disk is full, or no descriptor is left.
     """
     file = files.create(segment_name(ordinal))
     try:
-        # Allocated whole, so that no append can fail for lack of space: the log would have to stop.
-        file.allocate(size_bytes)
+        file.allocate(size_bytes, reserved=False)
+        spare = SegmentFile(ordinal, file, files.map_readonly(segment_name(ordinal)), 0)
+        spare.reserve(fmt.ALIGN)
         file.sync()
         files.sync_dir(FOLDER)
-        return Spare(file, files.map_readonly(segment_name(ordinal)))
+        return spare
     except BaseException:
         # Half a spare would look like a short segment to recovery; without the name it never was.
         file.close()
@@ -229,7 +252,7 @@ def prepare(files: Files, ordinal: int, size_bytes: int) -> Spare:
         raise
 
 
-def begin_segment(spare: Spare, ordinal: int, first_seq: int, now_ms: int) -> Segment:
+def begin_segment(spare: SegmentFile, first_seq: int, now_ms: int) -> Segment:
     """Turn a spare into the segment being written; durable before its first frame.
 
     The header has a sync of its own: frames in a segment without a valid header are then always damage, and
@@ -237,7 +260,7 @@ def begin_segment(spare: Spare, ordinal: int, first_seq: int, now_ms: int) -> Se
     """
     spare.file.write_at(0, fmt.encode_segment_header(first_seq, now_ms))
     spare.file.sync()
-    return Segment(ordinal, first_seq, spare.mapped)
+    return Segment(spare.ordinal, first_seq, spare.mapped)
 
 
 # ---- the starts of the log ------------------------------------------------------------------------------------

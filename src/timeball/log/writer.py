@@ -25,13 +25,13 @@ from timeball import limits
 from timeball.clock import Clock, Durations
 from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
-from timeball.files import File, Files
+from timeball.files import Files
 from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics
 from timeball.log.disk_thread import Disk
 from timeball.log.few_rows import FewRows, Rows, as_batch
 from timeball.log.next_segment import NextSegment
-from timeball.log.segment import Segment, Segments, begin_segment, last_epoch
+from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LogWriter:
         self,
         files: Files,
         segments: Segments,
-        file: File,
+        file: SegmentFile,
         clock: Clock,
         disk: Disk,
         *,
@@ -71,7 +71,7 @@ class LogWriter:
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.next_segment = NextSegment(files, segments, disk, segment_bytes, partial(self._stop, []))
+        self.next_segment = NextSegment(files, segments, file, disk, segment_bytes, partial(self._stop, []))
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._broken = False  # disk thread only: set by the first failed write or sync, for good
         self.failed: BaseException | None = None
@@ -213,6 +213,9 @@ class LogWriter:
         # Rolled before the first byte: a commit that spanned two segments could not be told from damage (recovery.py).
         if segment.end + needed > segment.buffer.size:
             segment = self._writing = self._roll(groups[0].first_seq, needed)
+        # More than was reserved ahead.
+        if segment.end + needed > self._file.reserved_to:
+            self._file.reserve(segment.end + needed)
         commit, position, now_ms = Commit(segment), segment.end, self._clock.wall_ms()
         if self._durability == "sync":
             self._synced_to = position
@@ -229,31 +232,30 @@ class LogWriter:
             position = end
         self._written_to = position
         if self._durability == "sync":
-            self.statistics.sync_durations.time(self._file.sync)
+            self.statistics.sync_durations.time(self._file.file.sync)
         return commit
 
     def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:
         if sum(len(part) for part in parts) <= 65_536:
-            self._file.write_at(position, b"".join(parts))  # one call costs less than the copy saves
+            self._file.file.write_at(position, b"".join(parts))  # one call costs less than the copy saves
             return
         for part in parts:
             if len(part):
-                self._file.write_at(position, part)
+                self._file.file.write_at(position, part)
             position += len(part)
 
     def _roll(self, first_seq: int, needed: int) -> Segment:
         """Begin the next segment (disk thread)."""
-        ordinal = self._writing.ordinal + 1
         # In `sync` mode every commit has been synced; in `async` mode the old segment must be whole before the new
         # one says (by existing) that all of the old one was acknowledged.
         if self._durability != "sync":
-            self._file.sync()
-        spare = self.next_segment.begin(ordinal, needed + fmt.ALIGN)
-        old, self._file = self._file, spare.file
-        old.close()
+            self._file.file.sync()
+        spare = self.next_segment.begin(needed + fmt.ALIGN)
+        old, self._file = self._file, spare
+        old.file.close()
         # Positions count from the start of the new segment, whose header `begin_segment` syncs.
         self._synced_to = fmt.ALIGN
-        return begin_segment(spare, ordinal, first_seq, self._clock.wall_ms())
+        return begin_segment(spare, first_seq, self._clock.wall_ms())
 
     def _finish_commit(self, entries: list[Entry], outcome: Commit | BaseException) -> None:
         if isinstance(outcome, BaseException) or self.failed is not None:
@@ -292,8 +294,8 @@ class LogWriter:
         if self._durability == "async" and not self._unsynced:
             self._unsynced = True
             self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._sync_later)
-        # At half, so that a full disk is noticed while releases and cancels still have room.
-        if last.end > last.buffer.size // 2:
+        # Ahead of the need, so that a full disk is noticed while releases and cancels still have room.
+        if last.end + self.next_segment.ahead_bytes > self.next_segment.current.reserved_to:
             self.next_segment.prepare()
         if self._pending:
             self._start_commit()
@@ -310,7 +312,7 @@ class LogWriter:
 
     def _sync(self) -> None:
         with self._until_broken():
-            self._file.sync()
+            self._file.file.sync()
             self._synced_to = self._written_to
 
     def _synced_later(self, done: asyncio.Future[None]) -> None:
@@ -349,8 +351,8 @@ class LogWriter:
     def _close_file(self) -> None:
         # After a failed sync a second one may answer OK for bytes that were lost (decision 0003), so it is not asked.
         if not self._broken:
-            self._file.sync()
-        self._file.close()
+            self._file.file.sync()
+        self._file.file.close()
         self.next_segment.close_file()
 
 
