@@ -25,11 +25,18 @@ REQUESTS = {
     "ack": st.builds(wire.Acknowledge, **LEASED),
     "change_invisible_time": st.builds(wire.ChangeInvisibleTime, **LEASED, counts=st.booleans()),
     "dead_letter": st.builds(wire.DeadLetter, **LEASED),
+    "get": st.builds(wire.Get, id=NAMES, topic=st.none() | NAMES),
     "cancel": st.builds(wire.Cancel, keys=st.lists(NAMES, min_size=1, max_size=3)),
     "reschedule": st.builds(wire.Reschedule, seqs=st.lists(NUMBERS, min_size=1, max_size=3), due_ms=NUMBERS),
     "cancel_range": st.builds(wire.CancelRange, ranges=st.just([(1, 5)]), reason=st.text(max_size=5)),
     "campaigns": st.builds(wire.Campaigns, campaign=st.none() | NAMES),
     "campaign": st.builds(wire.ChangeCampaign, campaign=NAMES, change=st.sampled_from(["pause", "resume"])),
+    "groups": st.builds(wire.Groups, group=st.none() | NAMES),
+    "dead_letters": st.builds(
+        wire.DeadLetters, group=NAMES, rows=st.integers(1, 1_000), after=st.just("0-1")
+    ),
+    "resend_dead_letters": st.builds(wire.ResolveDeadLetters, group=NAMES),
+    "delete_dead_letters": st.builds(wire.ResolveDeadLetters, group=NAMES, dead_letters=st.just(["0-1"])),
     "starts": st.builds(wire.Starts, from_seq=NUMBERS, to_seq=NUMBERS),
     "reserve": st.builds(wire.Reserve, rows=st.integers(1, 2**40)),
     "compactor": st.builds(wire.Lease, lease_ms=st.integers(0, 1_000)),

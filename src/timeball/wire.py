@@ -13,6 +13,72 @@ import pyarrow as pa
 from msgspec import Meta
 
 from timeball import limits
+from timeball.answers import (
+    VERDICTS as VERDICTS,
+)
+from timeball.answers import (
+    Attached as Attached,
+)
+from timeball.answers import (
+    Campaign as Campaign,
+)
+from timeball.answers import (
+    Content as Content,
+)
+from timeball.answers import (
+    DeadLetterPage as DeadLetterPage,
+)
+from timeball.answers import (
+    DeadLetterRow as DeadLetterRow,
+)
+from timeball.answers import (
+    GroupState as GroupState,
+)
+from timeball.answers import (
+    LogStatus as LogStatus,
+)
+from timeball.answers import (
+    MessagePlace as MessagePlace,
+)
+from timeball.answers import (
+    QueueRange as QueueRange,
+)
+from timeball.answers import (
+    RangesCancelled as RangesCancelled,
+)
+from timeball.answers import (
+    ReleaseAck as ReleaseAck,
+)
+from timeball.answers import (
+    ReleaseAnswer as ReleaseAnswer,
+)
+from timeball.answers import (
+    Resolved as Resolved,
+)
+from timeball.answers import (
+    SendAck as SendAck,
+)
+from timeball.answers import (
+    SendAnswer as SendAnswer,
+)
+from timeball.answers import (
+    SendRefusal as SendRefusal,
+)
+from timeball.answers import (
+    Start as Start,
+)
+from timeball.answers import (
+    Status as Status,
+)
+from timeball.answers import (
+    TableStatus as TableStatus,
+)
+from timeball.answers import (
+    TopicState as TopicState,
+)
+from timeball.answers import (
+    Verdict as Verdict,
+)
 from timeball.message import READ_SCHEMA
 
 INT64_MAX = 2**63 - 1
@@ -45,6 +111,8 @@ Keys = Annotated[list[Key], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
 Seqs = Annotated[list[Int64], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
 ReceiptText = Annotated[str, Meta(min_length=1, max_length=RECEIPT_CHARACTERS_MAX)]
 Receipts = Annotated[list[ReceiptText], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
+FilterText = Annotated[str, Meta(max_length=limits.FILTER_BYTES_MAX)]
+Handle = Annotated[str, Meta(min_length=3, max_length=limits.DEAD_LETTER_HANDLE_CHARACTERS_MAX)]
 FewReceipts = Annotated[list[ReceiptText], Meta(max_length=limits.POP_ROWS_MAX)]  # each is written once more
 
 
@@ -98,7 +166,8 @@ class Acknowledge(Request, frozen=True):
 class ChangeInvisibleTime(Request, frozen=True):
     """change_invisible_time: leases end so far from now; null: after as long as the group's retry policy says.
 
-    The receipts stay valid. Without `counts` the lease is no attempt.
+    The receipts stay valid. Without `counts` the lease is no attempt. `nack`: the messages are given back
+    for `reason`.
     """
 
     group: Group
@@ -106,14 +175,24 @@ class ChangeInvisibleTime(Request, frozen=True):
     receipts: FewReceipts
     invisible_ms: Annotated[int, Meta(ge=0, le=limits.INVISIBLE_MS_MAX)] | None = None
     counts: bool = True
+    nack: bool = False
+    reason: str = ""
 
 
 class DeadLetter(Request, frozen=True):
-    """dead_letter: the group gives these messages up."""
+    """dead_letter: the group gives these messages up, for `reason`."""
 
     group: Group
     topic: Topic
     receipts: FewReceipts
+    reason: str = ""
+
+
+class Get(Request, frozen=True):
+    """get: where the messages with an id are; `topic`: only those sent to it."""
+
+    id: Key
+    topic: Topic | None = None
 
 
 class Cancel(Request, frozen=True):
@@ -162,6 +241,27 @@ class ChangeCampaign(Request, frozen=True):
     rows: Int64 = 0
     at_ms: Int64 | None = None
     shift: bool = False
+
+
+class Groups(Request, frozen=True):
+    """groups: lags, leases and dead letters of one group, or of all."""
+
+    group: Group | None = None
+
+
+class DeadLetters(Request, frozen=True):
+    """dead_letters: those of a group that are left, behind the one that `after` names."""
+
+    group: Group
+    rows: Annotated[int, Meta(ge=1, le=limits.DEAD_LETTERS_PER_REQUEST_MAX)] = 100
+    after: Handle | None = None
+
+
+class ResolveDeadLetters(Request, frozen=True):
+    """resend_dead_letters, delete_dead_letters: these, or all that are left."""
+
+    group: Group
+    dead_letters: Annotated[list[Handle], Meta(max_length=limits.DEAD_LETTERS_PER_REQUEST_MAX)] | None = None
 
 
 class Starts(Request, frozen=True):
@@ -227,7 +327,8 @@ class Pull(Request, frozen=True, tag_field="read", tag="pull"):
 class Receive(Request, frozen=True, tag_field="read", tag="receive"):
     """Messages for a member of a group, leased for `invisible_ms`; waits for the first one.
 
-    `latest`: a group that has no offsets yet begins at the ends of the queues.
+    `latest`: a group that has no offsets yet begins at the ends of the queues. `tag` or `sql`: only messages that
+    match; the group has passed the others by.
     """
 
     topic: Topic
@@ -236,161 +337,8 @@ class Receive(Request, frozen=True, tag_field="read", tag="receive"):
     wait_ms: Annotated[int, Meta(ge=0, le=limits.PULL_WAIT_MS_MAX)] = 0
     invisible_ms: Annotated[int, Meta(ge=1, le=limits.INVISIBLE_MS_MAX)] = limits.MINUTE_MS
     latest: bool = False
+    tag: FilterText = ""
+    sql: FilterText = ""
 
 
 Ticket = ReadLog | ReadQueue | Pull | Receive
-
-
-# ---- answers --------------------------------------------------------------------------------------------
-
-
-class SendAck(msgspec.Struct, frozen=True):
-    """A batch is on disk: rows have first_seq, first_seq + 1, …"""
-
-    first_seq: int
-    rows: int
-    store_ms: int
-
-
-class ReleaseAck(msgspec.Struct, frozen=True):
-    """Of a batch that was brought, so many rows are released by it, on disk; the others were left."""
-
-    released: int
-    left: int
-
-
-class SendRefusal(msgspec.Struct, frozen=True):
-    """A batch was refused whole; the stream goes on."""
-
-    error: str
-    text: str
-
-
-class SendAnswer(msgspec.Struct, frozen=True):
-    """An acknowledgement or a refusal, as who has sent a batch decodes it: `error` says which."""
-
-    first_seq: int = -1
-    rows: int = 0
-    store_ms: int = 0
-    error: str | None = None
-    text: str = ""
-
-
-class ReleaseAnswer(msgspec.Struct, frozen=True):
-    """The same for a batch that was brought: rows released by it, durably, and rows left; or an error's code."""
-
-    released: int = 0
-    left: int = 0
-    error: str = ""
-    text: str = ""
-
-
-VERDICTS = ("cancelled", "rescheduled", "already_cancelled", "released", "expired", "not_found")
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """The outcome of a cancel or a move. `at_ms`: when it happened, as far as known.
-
-    cancelled           it will not be delivered
-    rescheduled         it will be delivered at `due_ms`
-    already_cancelled   an earlier request ended it: it was not going to be delivered
-    released            too late: it is in its queue
-    expired             it waits no more; what became of it is older than what the broker keeps
-    not_found           no promise is known by this name
-    """
-
-    subject: str
-    verdict: str
-    seq: int | None = None
-    at_ms: int | None = None
-    due_ms: int | None = None
-
-    @property
-    def cancelled(self) -> bool:
-        """Return whether the message will certainly not be delivered."""
-        return self.verdict in ("cancelled", "already_cancelled")
-
-
-class RangesCancelled(msgspec.Struct, frozen=True):
-    """Of so many numbers: how many promises this call ended; all others were settled, or on their way, before.
-
-    `already_cancelled`: those of the settled ones that are known to have been cancelled; a call whose answer got lost
-    is asked again, and then the two make one count. They are remembered until their instant has passed.
-    """
-
-    rows: int
-    cancelled: int
-    already_cancelled: int
-    settled: int
-
-
-class Campaign(msgspec.Struct, frozen=True, kw_only=True):
-    """A campaign: what was decided about it, and what this call has done.
-
-    `state`: planned, running, paused, cancelled or finished. `ranges`, (first_seq, rows), are left out of a list of
-    all. `held_from_ms`: what waits and is due then or later is held. `cancelled`: promises that its cancel has
-    ended. `count`: promises that this call has resumed or cancelled; `repeated`: it was in that state before.
-    """
-
-    campaign: str
-    state: str
-    since_ms: int
-    planned_ms: int
-    planned_seq: int
-    rows: int
-    ranges: list[tuple[int, int]] = []
-    held_from_ms: int | None = None
-    cancelled: int = 0
-    repeated: bool = False
-    count: int = 0
-    shift_ms: int = 0
-
-
-class Attached(msgspec.Struct, frozen=True, kw_only=True):
-    """The table version and watermark after an attach; `repeated` if the broker had it already."""
-
-    version: int
-    watermark: int
-    seq: int
-    repeated: bool = False
-
-
-class QueueRange(msgspec.Struct, frozen=True):
-    """A queue keeps the offsets min <= offset < max."""
-
-    min: int
-    max: int
-
-
-class Start(msgspec.Struct, frozen=True):
-    """A life of the log: its first row, the instant of that row's frame, and that of the last frame before it."""
-
-    first_seq: int
-    at_ms: int
-    before_ms: int
-
-
-class LogStatus(msgspec.Struct, frozen=True):
-    """Bounds of the log: rows with first_seq <= seq < durable_seq can be read."""
-
-    first_seq: int
-    next_seq: int
-    durable_seq: int
-
-
-class TableStatus(msgspec.Struct, frozen=True):
-    """The pending table: where it is and its current version."""
-
-    uri: str
-    version: int
-
-
-class Status(msgspec.Struct, frozen=True):
-    """The fields of the broker's status that programs need; docs/flight.md names them all."""
-
-    now_ms: int
-    log: LogStatus
-    table: TableStatus
-    watermark: int
-    settled_before_ms: int
-    strategy: str = "hour_log"  # who keeps promises

@@ -140,6 +140,10 @@ BODIES: dict[str, Any] = {
     "ack": {"group": "workers", "topic": "orders", "receipts": []},
     "change_invisible_time": {"group": "workers", "topic": "orders", "receipts": []},
     "dead_letter": {"group": "workers", "topic": "orders", "receipts": []},
+    "get": {"id": "nobody's"},
+    "dead_letters": {"group": "workers"},
+    "resend_dead_letters": {"group": "workers"},
+    "delete_dead_letters": {"group": "workers"},
     "cancel": {"ids": ["nobody's"]},
     "cancel_range": {"ranges": [[1 << 40, 1]]},
     "reserve": {"rows": 1},
@@ -148,9 +152,9 @@ BODIES: dict[str, Any] = {
     "dispatcher": {"lease_ms": 0},
     "reschedule": {"ids": ["nobody's"], "delay_ms": 1_000},
 }
-OF_GROUPS = {"offsets", "commit", "ack", "change_invisible_time", "dead_letter"}
-SHOP_MAY = {"status", "topics", "queues", "cancel", "reschedule", *OF_GROUPS}
-OTHER_MAY = {"status", "topics", "cancel", "reschedule"}  # of orders and workers: nothing
+OF_GROUPS = {"offsets", "commit", "ack", "change_invisible_time", "dead_letter", "dead_letters"}
+SHOP_MAY = {"status", "topics", "queues", "groups", "get", "cancel", "reschedule", *OF_GROUPS}
+OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule"}  # of orders and workers: nothing
 
 
 def may(ball: Timeball, verb: str) -> bool:

@@ -18,7 +18,7 @@ from tests.protocols.flight.test_exchange import answers
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import TABLE_SCHEMA
-from timeball.protocols.flight.columns import ReleaseColumns
+from timeball.protocols.arrow_columns import ReleaseColumns
 from timeball.table import layout
 from timeball.table.attachment import Attachment
 

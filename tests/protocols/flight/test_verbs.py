@@ -12,6 +12,7 @@ from tests.node_fixture import RunningNode
 from timeball import wire
 from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.consuming.requests import Receipt
+from timeball.broker.filters.compiler import FiltersKept
 from timeball.errors import Forbidden, InvalidReceipt, NotFound
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec, verbs
@@ -32,6 +33,11 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "ack": wire.Acknowledge(group="g", topic="verbs", receipts=[]),
         "change_invisible_time": wire.ChangeInvisibleTime(group="g", topic="verbs", receipts=[]),
         "dead_letter": wire.DeadLetter(group="g", topic="verbs", receipts=[]),
+        "groups": wire.Groups(),
+        "dead_letters": wire.DeadLetters(group="g"),
+        "resend_dead_letters": wire.ResolveDeadLetters(group="g", dead_letters=["0-1"]),
+        "delete_dead_letters": wire.ResolveDeadLetters(group="g"),
+        "get": wire.Get(id="nobody"),
         "cancel": wire.Cancel(ids=["nobody"]),
         "reschedule": wire.Reschedule(keys=["nobody"], delay_ms=5),
         "starts": wire.Starts(),
@@ -54,6 +60,7 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
     assert answers["ack"] == answers["dead_letter"] == {"valid": []}
     assert answers["change_invisible_time"] == {"receipts": []}
     assert answers["campaigns"]["campaigns"] == [answers["campaign"]]
+    assert answers["get"] == {"messages": []}
     for verb in ("cancel", "reschedule"):
         assert [v.verdict for v in answers[verb]["verdicts"]] == ["not_found"]
     for answer in answers.values():
@@ -110,7 +117,7 @@ TOPIC = "grouped"
 
 def receive(node: RunningNode, group: str = "g", **fields: object) -> verbs.HandedOut:
     request = wire.Receive(topic=TOPIC, group=group, rows=10, **fields)  # type: ignore[arg-type]
-    return node.run(verbs.receive(node.broker, request, ANONYMOUS))
+    return node.run(verbs.receive(node.broker, FiltersKept(), request, ANONYMOUS))
 
 
 def send(node: RunningNode, count: int) -> None:
@@ -154,7 +161,7 @@ def test_a_client_that_goes_while_it_waits_leaves_no_lease(node: RunningNode) ->
 
     async def leave() -> None:
         request = wire.Receive(topic=TOPIC, group="gone", rows=10, wait_ms=30_000)
-        asking = asyncio.create_task(verbs.receive(node.broker, request, ANONYMOUS))
+        asking = asyncio.create_task(verbs.receive(node.broker, FiltersKept(), request, ANONYMOUS))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -177,7 +184,7 @@ def test_an_account_needs_the_topic_and_the_group(node: RunningNode) -> None:
 
     def ask(topic: str, group: str) -> list[verbs.HandedOut]:
         request = wire.Receive(topic=topic, group=group, rows=1)
-        return [node.run(verbs.receive(node.broker, request, Reader()))]
+        return [node.run(verbs.receive(node.broker, FiltersKept(), request, Reader()))]
 
     ((rows, _),) = ask(TOPIC, "mine")
     for topic, group in ((TOPIC, "theirs"), ("other", "mine")):
@@ -196,7 +203,11 @@ def test_an_account_needs_the_topic_and_the_group(node: RunningNode) -> None:
 
 def test_what_is_not_there_or_not_ours_is_said(node: RunningNode) -> None:
     with pytest.raises(NotFound):
-        node.run(verbs.receive(node.broker, wire.Receive(topic="none", group="g", rows=1), ANONYMOUS))
+        node.run(
+            verbs.receive(
+                node.broker, FiltersKept(), wire.Receive(topic="none", group="g", rows=1), ANONYMOUS
+            )
+        )
     with pytest.raises(InvalidReceipt, match="none of ours"):
         ack = wire.Acknowledge(topic=TOPIC, group="g", receipts=["made-up"])
         node.run(verbs.acknowledge(node.broker, ack, ANONYMOUS))

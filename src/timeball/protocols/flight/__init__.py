@@ -7,8 +7,6 @@ Hands on: to the broker's loop; answers travel back in the order of the requests
 
     codec      JSON <-> typed requests, answers, errors; tickets; bounds    (no I/O)
     protobuf   Flight's protobuf messages                                   (no I/O)
-    ipc        Arrow's messages: refused by their headers, or decoded       (no I/O)
-    columns    which Arrow columns a send or a release may have             (no I/O)
     window     unanswered batches of a stream, in order; back-pressure
     sends      batches to the loop, and their answers back
     exchange   one stream of batches: a reading thread, an answering thread

@@ -37,6 +37,7 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
         "messages of a group come again sooner or later",
     ),
     "dead_letter": (wire.DeadLetter, wire.CANCEL_BODY_BYTES_MAX, "a group gives messages up"),
+    "get": (wire.Get, wire.BODY_BYTES_MAX, "where a message is: waiting, visible, cancelled"),
     "cancel": (wire.Cancel, wire.CANCEL_BODY_BYTES_MAX, "do not deliver these scheduled messages"),
     "reschedule": (
         wire.Reschedule,
@@ -44,6 +45,14 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
         "deliver these scheduled messages at another instant",
     ),
     "cancel_range": (wire.CancelRange, wire.CANCEL_BODY_BYTES_MAX, "do not keep what waits of a bulk job"),
+    "groups": (wire.Groups, wire.BODY_BYTES_MAX, "consumer groups: how far behind, what they hold"),
+    "dead_letters": (wire.DeadLetters, wire.BODY_BYTES_MAX, "messages that a group has given up"),
+    "resend_dead_letters": (
+        wire.ResolveDeadLetters,
+        wire.BODY_BYTES_MAX,
+        "send them to the group again",
+    ),
+    "delete_dead_letters": (wire.ResolveDeadLetters, wire.BODY_BYTES_MAX, "put them aside for good"),
     "campaigns": (wire.Campaigns, wire.BODY_BYTES_MAX, "bulk writes as objects, and how each was left"),
     "campaign": (wire.ChangeCampaign, wire.BODY_BYTES_MAX, "plan, pause, resume or cancel a bulk write"),
     "starts": (wire.Starts, wire.BODY_BYTES_MAX, "when the log was taken up again after a stop"),
@@ -97,6 +106,8 @@ def decode_ticket(data: bytes) -> wire.Ticket:
     """Return the request of a do_get. Raises OverLimit, RequestError."""
     check_size("a ticket", len(data), wire.TICKET_BYTES_MAX)
     ticket: wire.Ticket = _decode(data, wire.Ticket, "the ticket")
+    if isinstance(ticket, wire.Receive) and ticket.tag and ticket.sql:
+        raise RequestError("the ticket: filter by tag or by sql, one of them")
     if isinstance(ticket, wire.ReadLog) and ticket.to_seq < ticket.from_seq:
         raise RequestError(f"the ticket: to_seq {ticket.to_seq} lies before from_seq {ticket.from_seq}")
     if isinstance(ticket, wire.ReadLog) and ticket.columns is not None:

@@ -22,8 +22,9 @@ import pyarrow as pa
 
 from timeball.access import Caller
 from timeball.errors import InvalidMessage, Unavailable
-from timeball.protocols.flight import codec, ipc
-from timeball.protocols.flight.columns import ReleaseColumns, SendColumns, check_bytes
+from timeball.protocols import arrow_ipc as ipc
+from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, check_bytes
+from timeball.protocols.flight import codec
 from timeball.protocols.flight.protobuf import Data
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends, refusal
 from timeball.protocols.flight.window import Budget, Window

@@ -27,12 +27,14 @@ import pyarrow as pa
 
 from timeball import limits, wire
 from timeball.access import Caller, Verb
+from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.service import Broker
 from timeball.errors import NotFound, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.message import READ_SCHEMA
+from timeball.protocols import arrow_ipc as ipc
+from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns
 from timeball.protocols.error_codes import log_failure
-from timeball.protocols.flight import codec, ipc, protobuf, verbs
-from timeball.protocols.flight.columns import ReleaseColumns, SendColumns
+from timeball.protocols.flight import codec, protobuf, verbs
 from timeball.protocols.flight.exchange import Stream
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate, RequestReads
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends
@@ -90,6 +92,7 @@ class FlightEdge:
         self._broker = broker
         self._status = status or broker.status
         self._loop = loop
+        self._filters = FiltersKept()
         self._sends, self._releases = Sends(broker, loop), Releases(broker, loop)
         self._budget, self._answers = Budget(), Budget(ANSWERS_BYTES_MAX)
         self._calls = Gate("calls", CALLS_MAX)
@@ -118,6 +121,11 @@ class FlightEdge:
         except RuntimeError as error:
             raise SetupError(f"--port {port} on {host} cannot be used: {error}") from error
         self._server.start()
+
+    @property
+    def connections(self) -> int:
+        """Return how many calls and streams are under way: grpcio does not say how many connections there are."""
+        return self._calls.inside + self._streams_gate.inside
 
     # ---- Flight's verbs ---------------------------------------------------------------------------------
 
@@ -270,7 +278,9 @@ class FlightEdge:
 
     def _received(self, request: wire.Receive, context: Any, caller: Caller) -> Iterator[pa.RecordBatch]:
         """Yield what a member of a group gets; give it back when its client goes before it is sent."""
-        handed_out = self._on_loop(context, lambda: verbs.receive(self._broker, request, caller), cancel=True)
+        handed_out = self._on_loop(
+            context, lambda: verbs.receive(self._broker, self._filters, request, caller), cancel=True
+        )
         is_sent = False
         try:
             yield handed_out.rows

@@ -19,8 +19,11 @@ import pyarrow as pa
 from timeball import wire
 from timeball.access import Caller, Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.filters import SQL92, TAG, Filter
+from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
-from timeball.message import READ_SCHEMA
+from timeball.message import READ_SCHEMA, RETRY_PREFIX
 from timeball.protocols.flight import codec
 from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.table.attachment import Attachment
@@ -62,6 +65,8 @@ async def perform(
             return {"receipts": await change_invisible_time(broker, request, caller)}
         case wire.DeadLetter():
             return {"valid": await dead_letter(broker, request, caller)}
+        case wire.Get():
+            return {"messages": await broker.find(request.id, request.topic, caller)}
         case wire.Cancel():
             return {
                 "verdicts": await broker.cancel(
@@ -77,6 +82,8 @@ async def perform(
             }  # fmt: skip
         case wire.CancelRange() | wire.Campaigns() | wire.ChangeCampaign():
             return await _bulk(broker, request, caller)
+        case wire.Groups() | wire.DeadLetters() | wire.ResolveDeadLetters():
+            return await _of_groups(broker, verb, request, caller)
         case wire.Starts():
             return {
                 "starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq, caller)
@@ -92,6 +99,21 @@ async def perform(
         case Attachment():
             return await broker.attach(request, caller)
     raise AssertionError(f"no verb for {request!r}")
+
+
+async def _of_groups(
+    broker: Broker,
+    verb: str,
+    request: wire.Groups | wire.DeadLetters | wire.ResolveDeadLetters,
+    caller: Caller,
+) -> Any:
+    if isinstance(request, wire.Groups):
+        return {"groups": broker.groups.all(request.group, caller)}
+    dead_letters = broker.dead_letters
+    if isinstance(request, wire.DeadLetters):
+        return await dead_letters.page(request.group, request.rows, request.after, caller)
+    resolve = dead_letters.resend if verb == "resend_dead_letters" else dead_letters.delete
+    return await resolve(request.group, request.dead_letters, caller)
 
 
 async def _bulk(
@@ -123,18 +145,17 @@ async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Call
     return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)
 
 
-async def receive(broker: Broker, request: wire.Receive, caller: Caller) -> HandedOut:
+async def receive(broker: Broker, filters: FiltersKept, request: wire.Receive, caller: Caller) -> HandedOut:
     """Lease messages to a member; a topic that is missing is waited for where its first message may make it."""
     policy, parts = broker.policy, broker.parts
+    _wanted(
+        filters, request, None
+    )  # before the wait for a topic: a filter that cannot be read is refused at once
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
     group = policy.joined(request.group, caller)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + request.wait_ms / 1000
-    if (
-        parts.topics.find_topic(request.topic) is None
-        and request.wait_ms
-        and policy.may_be_made(request.topic)
-    ):
+    if request.wait_ms and policy.is_awaited(request.topic):
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
             return _handed_out(broker, request, Received(NO_ROWS, []))
     elif request.latest and not parts.offsets.get(request.group, request.topic):
@@ -146,12 +167,23 @@ async def receive(broker: Broker, request: wire.Receive, caller: Caller) -> Hand
             request.topic,
             rows=request.rows,
             invisible_ms=request.invisible_ms,
+            wanted=_wanted(filters, request, parts.topics.find_topic(request.topic)),
             in_order=group.consume_message_orderly,
             in_log=True,
         ),
         max(0, round(1000 * (deadline_s - loop.time()))),
     )
     return _handed_out(broker, request, received)
+
+
+def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) -> Filter | None:
+    """Return the filter of a receive, None for all messages; raise InvalidFilter."""
+    text = request.tag or request.sql
+    # What is in a retry topic passed the filter when it was handed out first.
+    if not text or request.topic.startswith(RETRY_PREFIX):
+        return None
+    kind = SQL92 if request.sql else TAG
+    return filters.get(text, kind, bit_mask=topic is not None and topic.filter_type == "MULTI_TAG")
 
 
 async def acknowledge(broker: Broker, request: wire.Acknowledge, caller: Caller) -> list[bool]:
@@ -164,18 +196,24 @@ async def change_invisible_time(
 ) -> list[str | None]:
     """Change the times of leases; return their receipts, None for a lease that has ended before."""
     receipts, handles = _receipts(broker, request, caller), _handles(broker)
-    changes = (
-        broker.consuming.change_invisible_time(receipt, request.invisible_ms, counts=request.counts)
-        for receipt in receipts
+    consuming, delay_ms, counts = broker.consuming, request.invisible_ms, request.counts
+    changed = await asyncio.gather(
+        *(
+            consuming.nack(receipt, delay_ms, request.reason, counts=counts)
+            if request.nack
+            else consuming.change_invisible_time(receipt, delay_ms, counts=counts)
+            for receipt in receipts
+        )
     )
-    changed = await asyncio.gather(*changes)
     return [None if receipt is None else handles.encode(receipt) for receipt in changed]
 
 
 async def dead_letter(broker: Broker, request: wire.DeadLetter, caller: Caller) -> list[bool]:
     """Put messages into the group's dead letters; false for a lease that has ended before."""
     receipts = _receipts(broker, request, caller)
-    return list(await asyncio.gather(*map(broker.consuming.dead_letter, receipts)))
+    return list(
+        await asyncio.gather(*(broker.consuming.dead_letter(one, request.reason) for one in receipts))
+    )
 
 
 def _receipts(

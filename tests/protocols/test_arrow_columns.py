@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
-from timeball.protocols.flight.columns import SEND_SCHEMA, SendColumns
+from timeball.protocols.arrow_columns import SEND_SCHEMA, SendColumns
 
 
 def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:

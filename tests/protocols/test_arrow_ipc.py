@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.errors import InvalidMessage, OverLimit
-from timeball.protocols.flight import ipc
+from timeball.protocols import arrow_ipc as ipc
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 ROWS = pa.RecordBatch.from_arrays([pa.array(["t", None]), pa.array([bytes(2_000), b"x"])], schema=SCHEMA)
@@ -104,3 +104,22 @@ def test_a_header_that_points_elsewhere_is_refused() -> None:
     struct.pack_into("<I", away, 0, 0xFFFF_FFF0)
     with pytest.raises(InvalidMessage, match="cut off"):
         ipc.batch(memoryview(bytes(away)), body, SCHEMA)
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    header = bytes(ipc.schema_header(SCHEMA)).replace(b"topic", b"t\x80pic")
+    with pytest.raises(InvalidMessage, match="does not begin with an Arrow schema"):
+        ipc.schema(memoryview(header))
+
+
+def test_a_stream_is_its_messages_and_a_cut_one_is_refused() -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(ROWS)
+    stream = sink.getvalue().to_pybytes()
+    assert [(bytes(header), bytes(body)) for header, body in ipc.messages(stream)] == [
+        (bytes(header), bytes(body)) for header, body in messages(ROWS)
+    ]
+    for cut in range(1, len(stream) - 8, 7):
+        with pytest.raises(InvalidMessage, match="cut off"):
+            list(ipc.messages(stream[:cut]))

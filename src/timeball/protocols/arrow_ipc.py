@@ -1,4 +1,4 @@
-"""Arrow IPC messages as Flight carries them: a header (a flatbuffer) and a body, apart. Does no I/O.
+"""Arrow IPC messages: a header (a flatbuffer) and a body, apart as Flight carries them, or in a stream. Does no I/O.
 
 A header of a few bytes may ask for gigabytes: a compressed body says itself how long it becomes, a dictionary gives
 each row a value of any length. Both are refused by what the header says, before Arrow decodes anything. What is left
@@ -23,7 +23,7 @@ _DECODING = (pa.ArrowException, ValueError, TypeError, LookupError, OSError, Mem
 _CONTINUATION = b"\xff\xff\xff\xff"
 _ALIGN = 8
 # Message.version, .header_type, .header and RecordBatch.compression: their places in Arrow's Message.fbs.
-_VERSION, _HEADER_TYPE, _HEADER, _COMPRESSION = 0, 1, 2, 3
+_VERSION, _HEADER_TYPE, _HEADER, _COMPRESSION, _BODY_LENGTH = 0, 1, 2, 3, 3
 _VERSION_5 = 4
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 
@@ -37,7 +37,9 @@ def schema(header: memoryview) -> pa.Schema:
     if _kind(header)[0] != _SCHEMA:
         raise InvalidMessage("the stream does not begin with an Arrow schema")
     try:
-        return pa.ipc.read_schema(pa.py_buffer(_encapsulated(header, b"")))
+        found = pa.ipc.read_schema(pa.py_buffer(_encapsulated(header, b"")))
+        found.names  # raises here what a name that is no UTF-8 would raise later  # noqa: B018
+        return found
     except _DECODING as error:
         raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
 
@@ -60,6 +62,28 @@ def batch(header: memoryview, body: memoryview, of: pa.Schema) -> pa.RecordBatch
         return pa.ipc.read_record_batch(pa.py_buffer(_encapsulated(header, body)), of)
     except _DECODING as error:
         raise InvalidMessage(f"not a record batch: {error}") from error
+
+
+def messages(stream: bytes) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield header and body of each message of a stream, as views; raises InvalidMessage."""
+    data, at = memoryview(stream), 0
+    while at < len(data):
+        try:
+            mark, length = struct.unpack_from("<4si", data, at)
+            if mark != _CONTINUATION or length < 0:
+                raise InvalidMessage("not an Arrow stream; write it with Arrow 1.0 or later")
+            if length == 0:  # the end of the stream
+                return
+            header = data[at + 8 : at + 8 + length]
+            place = _field(header, struct.unpack_from("<I", header, 0)[0], _BODY_LENGTH)
+            size_bytes = 0 if place is None else struct.unpack_from("<q", header, place)[0]
+        except (struct.error, IndexError) as error:
+            raise InvalidMessage("not an Arrow stream: it is cut off") from error
+        at += 8 + length
+        if not 0 <= size_bytes <= len(data) - at:
+            raise InvalidMessage("not an Arrow stream: it is cut off")
+        yield header, data[at : at + size_bytes]
+        at += size_bytes
 
 
 def schema_header(of: pa.Schema) -> memoryview:

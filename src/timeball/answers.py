@@ -1,0 +1,239 @@
+"""What Flight's answers say: JSON, with instants in milliseconds since 1970 UTC. wire.py has them all."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SendAck(msgspec.Struct, frozen=True):
+    """A batch is on disk: rows have first_seq, first_seq + 1, …"""
+
+    first_seq: int
+    rows: int
+    store_ms: int
+
+
+class ReleaseAck(msgspec.Struct, frozen=True):
+    """Of a batch that was brought, so many rows are released by it, on disk; the others were left."""
+
+    released: int
+    left: int
+
+
+class SendRefusal(msgspec.Struct, frozen=True):
+    """A batch was refused whole; the stream goes on."""
+
+    error: str
+    text: str
+
+
+class SendAnswer(msgspec.Struct, frozen=True):
+    """An acknowledgement or a refusal, as who has sent a batch decodes it: `error` says which."""
+
+    first_seq: int = -1
+    rows: int = 0
+    store_ms: int = 0
+    error: str | None = None
+    text: str = ""
+
+
+class ReleaseAnswer(msgspec.Struct, frozen=True):
+    """The same for a batch that was brought: rows released by it, durably, and rows left; or an error's code."""
+
+    released: int = 0
+    left: int = 0
+    error: str = ""
+    text: str = ""
+
+
+VERDICTS = ("cancelled", "rescheduled", "already_cancelled", "released", "expired", "not_found")
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The outcome of a cancel or a move. `at_ms`: when it happened, as far as known.
+
+    cancelled           it will not be delivered
+    rescheduled         it will be delivered at `due_ms`
+    already_cancelled   an earlier request ended it: it was not going to be delivered
+    released            too late: it is in its queue
+    expired             it waits no more; what became of it is older than what the broker keeps
+    not_found           no promise is known by this name
+    """
+
+    subject: str
+    verdict: str
+    seq: int | None = None
+    at_ms: int | None = None
+    due_ms: int | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Return whether the message will certainly not be delivered."""
+        return self.verdict in ("cancelled", "already_cancelled")
+
+
+class Content(msgspec.Struct, frozen=True):
+    """The content of a message. `body` has its first SHOWN_BODY_BYTES_MAX bytes of `size_bytes`."""
+
+    body: bytes
+    size_bytes: int
+    tag: str | None
+    keys: list[str]
+    properties: dict[str, str]
+
+
+class MessagePlace(msgspec.Struct, frozen=True):
+    """The place of the message that was sent as `seq`.
+
+    waiting      until `due_ms`
+    visible      in `queue_id` at `queue_offset` since `at_ms`; its instant was `due_ms`, if it had one
+    cancelled    at `at_ms`, as far as that is known
+    expired      it waits no more; what became of it is older than what the log keeps
+
+    `content`: of one that waits or is visible, for a caller who may receive from its topic.
+    """
+
+    state: str
+    seq: int
+    topic: str | None = None
+    queue_id: int | None = None
+    queue_offset: int | None = None
+    at_ms: int | None = None
+    due_ms: int | None = None
+    content: Content | None = None
+
+
+class TopicState(msgspec.Struct, frozen=True):
+    """How far a group is in a topic: messages behind its stored offsets, and those that its members hold."""
+
+    topic: str
+    lag: int
+    in_flight: int
+
+
+class GroupState(msgspec.Struct, frozen=True):
+    """A consumer group: the sums of its topics, its dead letters that are left, and how often it tries a message."""
+
+    group: str
+    lag: int
+    in_flight: int
+    dead_letters: int
+    attempts_max: int
+    in_order: bool
+    enabled: bool
+    topics: list[TopicState]
+
+
+class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A message that a group has given up. `body` has its first SHOWN_BODY_BYTES_MAX bytes of `size_bytes`."""
+
+    dead_letter: str  # its handle
+    id: str | None
+    topic: str  # that the group consumes
+    died_ms: int
+    attempts: int
+    body: bytes
+    size_bytes: int
+    tag: str | None
+    keys: list[str]
+    properties: dict[str, str]
+    reason: str | None = None  # the last one that a consumer gave for a nack, or for giving it up
+
+
+class DeadLetterPage(msgspec.Struct, frozen=True):
+    """Some dead letters, and the handle behind which the next ones stand, if there are more."""
+
+    dead_letters: list[DeadLetterRow]
+    next_page: str | None = None
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """How many dead letters a resend or a delete dealt with; of those that were named, whether each was there."""
+
+    rows: int
+    found: list[bool]
+
+
+class RangesCancelled(msgspec.Struct, frozen=True):
+    """Of so many numbers: how many promises this call ended; all others were settled, or on their way, before.
+
+    `already_cancelled`: those of the settled ones that are known to have been cancelled; a call whose answer got lost
+    is asked again, and then the two make one count. They are remembered until their instant has passed.
+    """
+
+    rows: int
+    cancelled: int
+    already_cancelled: int
+    settled: int
+
+
+class Campaign(msgspec.Struct, frozen=True, kw_only=True):
+    """A campaign: what was decided about it, and what this call has done.
+
+    `state`: planned, running, paused, cancelled or finished. `ranges`, (first_seq, rows), are left out of a list of
+    all. `held_from_ms`: what waits and is due then or later is held. `cancelled`: promises that its cancel has
+    ended. `count`: promises that this call has resumed or cancelled; `repeated`: it was in that state before.
+    """
+
+    campaign: str
+    state: str
+    since_ms: int
+    planned_ms: int
+    planned_seq: int
+    rows: int
+    ranges: list[tuple[int, int]] = []
+    held_from_ms: int | None = None
+    cancelled: int = 0
+    repeated: bool = False
+    count: int = 0
+    shift_ms: int = 0
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True):
+    """The table version and watermark after an attach; `repeated` if the broker had it already."""
+
+    version: int
+    watermark: int
+    seq: int
+    repeated: bool = False
+
+
+class QueueRange(msgspec.Struct, frozen=True):
+    """A queue keeps the offsets min <= offset < max."""
+
+    min: int
+    max: int
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A life of the log: its first row, the instant of that row's frame, and that of the last frame before it."""
+
+    first_seq: int
+    at_ms: int
+    before_ms: int
+
+
+class LogStatus(msgspec.Struct, frozen=True):
+    """Bounds of the log: rows with first_seq <= seq < durable_seq can be read."""
+
+    first_seq: int
+    next_seq: int
+    durable_seq: int
+
+
+class TableStatus(msgspec.Struct, frozen=True):
+    """The pending table: where it is and its current version."""
+
+    uri: str
+    version: int
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The fields of the broker's status that programs need; docs/flight.md names them all."""
+
+    now_ms: int
+    log: LogStatus
+    table: TableStatus
+    watermark: int
+    settled_before_ms: int
+    strategy: str = "hour_log"  # who keeps promises
