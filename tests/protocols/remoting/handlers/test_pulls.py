@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from benchmarks.stored_message import StoredMessage, decode_stored
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 from tests.node_fixture import RunningNode, eventually, running_node
+from tests.protocols.remoting.codec.test_plain_pulls import GOLDEN
 from tests.protocols.remoting.handlers.test_sends import sent
 from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire
@@ -17,8 +19,17 @@ from tests.protocols.remoting.wire import Wire
 from timeball import Timeball
 from timeball.protocols.remoting.calls import Call
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
+from timeball.protocols.remoting.codec.frame import (
+    BINARY,
+    FRAME_BYTES_MAX,
+    JSON,
+    Command,
+    cut,
+    decode,
+)
+from timeball.protocols.remoting.codec.implementation import PYTHON
 from timeball.protocols.remoting.handlers.pulls import Pulls
+from timeball.protocols.remoting.stored_frames import StoredFrames
 
 PULL, LITE = RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE
 
@@ -43,6 +54,81 @@ def messages(answer: Command) -> list[StoredMessage]:
 
 def bodies(answer: Command) -> list[bytes]:
     return [message.body for message in messages(answer)]
+
+
+def recorded(name: str) -> Iterator[tuple[bytes, Command]]:
+    data, at = (GOLDEN / name).read_bytes(), 0
+    for frame in cut(data, FRAME_BYTES_MAX)[0]:
+        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+        yield data[at:end], decode(frame)
+        at = end
+
+
+def subscribes(command: Command) -> bool:
+    return command.code in (PULL, LITE) and bool(int(command.ext["sysFlag"]) & PullFlag.SUBSCRIPTION)
+
+
+def ways(node: RunningNode) -> tuple[int, int]:
+    """How many pulls went each way since the start: plain, other."""
+    with Timeball(node.endpoint) as ball:
+        pulls = ball.status()["pulls"]
+    return pulls["plain"], pulls["other"]
+
+
+def went(node: RunningNode, before: tuple[int, int], plain: int, other: int) -> bool:
+    """Whether so many more went each way; Python's codec has no plain way."""
+    assert node.node.remoting is not None
+    if node.node.remoting.codec is PYTHON:
+        plain, other = 0, plain + other
+    return ways(node) == (before[0] + plain, before[1] + other)
+
+
+@pytest.mark.parametrize("name", ["java-4.9.8.bin", "java-5.3.3.bin"])
+def test_plain_pulls_of_stock_consumers_are_answered_in_c(node: RunningNode, name: str) -> None:
+    """Recorded frames, byte for byte; those that say what they subscribe to, since no heartbeat came before them."""
+    pulls = [(raw, command.opaque) for raw, command in recorded(name) if subscribes(command)]
+    assert len(pulls) >= 2
+    node.run(node.broker.create_topic("recorded-topic", 2))
+    with Wire.to(node) as wire:
+        for queue in (0, 1):
+            sent(wire, b"there", topic="recorded-topic", e=queue)
+        before = ways(node)
+        for raw, opaque in pulls:
+            wire.send_bytes(raw)
+            assert bodies(wire.answer_to(opaque)) == [b"there"]
+    assert went(node, before, len(pulls), 0)
+
+
+def test_pulls_that_wait_are_filtered_or_refused_go_the_other_way(node: RunningNode) -> None:
+    with Wire.to(node) as wire:
+        sent(wire, b"first", properties={"TAGS": "A"})
+        before = ways(node)
+        assert pulled(wire, 1).code == ResponseCode.PULL_NOT_FOUND
+        assert bodies(pulled(wire, subscription="A")) == [b"first"]
+        assert pulled(wire, topic="nowhere").code == ResponseCode.TOPIC_NOT_EXIST
+        assert pulled(wire, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
+        assert went(node, before, 0, 4)
+        assert bodies(pulled(wire)) == [b"first"]
+        assert went(node, before, 1, 4)
+
+
+def test_a_fault_of_the_plain_way_costs_the_client_nothing_and_is_logged(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> int:
+        raise RuntimeError("a fault of ours")
+
+    assert node.node.remoting is not None
+    with Wire.to(node) as wire:
+        sent(wire, b"first")
+        before = ways(node)
+        monkeypatch.setattr(StoredFrames, "put_now", broken)
+        monkeypatch.setattr(StoredFrames, "get_now", lambda *_: None)
+        assert bodies(pulled(wire)) == [b"first"]
+        assert went(node, before, 0, 1)
+    assert ("plain pull failed topic=orders queue=0" in caplog.text) == (
+        node.node.remoting.codec is not PYTHON
+    )
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])

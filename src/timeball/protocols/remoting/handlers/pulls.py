@@ -25,7 +25,7 @@ from timeball.broker.consuming import pull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Queue, Topic
-from timeball.errors import OutOfRange
+from timeball.errors import OutOfRange, TimeballError
 from timeball.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
@@ -80,12 +80,14 @@ class Pulls:
         self._broker = context.broker
         self._stored = StoredFrames(context.broker.parts, codec)
         self._filters = FiltersKept()
+        self.answered = {"plain": 0, "other": 0}  # since the start, by the way they went
         self.handlers: Handlers = {
             RequestCode.PULL_MESSAGE: self._pull,
             RequestCode.LITE_PULL_MESSAGE: self._pull,
         }
 
     def _pull(self, call: Call) -> Reply | Awaitable[Reply]:
+        self.answered["other"] += 1
         fields = call.fields(PullFields)
         topic, queue = self._queue(fields, call.caller)
         wanted = self._filter(fields, topic)
@@ -107,23 +109,30 @@ class Pulls:
 
         It does when it waits, is filtered by rows, needs the disk or is refused: nothing has been done about it then.
         """
+        topic = self._broker.parts.topics.find_topic(pull.topic)
+        if topic is None or not 0 <= pull.queue_id < topic.read_queues:
+            return False
+        index, offset = topic.queues[pull.queue_id].index, pull.queue_offset
+        if not index.min_offset <= offset < index.max_offset:
+            return False
         if connection.calls >= CALLS_MAX or connection.flow.is_full:
             return False
         body = bytearray()
         try:
-            topic, queue = self._queue(pull, connection.caller)
-            index, offset = queue.index, pull.queue_offset
-            if not index.min_offset <= offset < index.max_offset or not self._filter(pull, topic).matches_all:
+            if not self._filter(pull, topic).matches_all:
                 return False
-            host = store_host(self._context, connection)
-            count = self._stored.put_now(body, _next_rows(pull, queue), host, _bytes(pull))
-        except Exception:  # of any kind: the reference meets it again, and tells client and log
-            return False
-        if not count:
+            rows = _next_rows(pull, topic.queues[pull.queue_id])
+            count = self._stored.put_now(body, rows, store_host(self._context, connection), _bytes(pull))
+            if not count:
+                return False
+            # Last, so that a pull which goes the other way is not asked for twice.
+            self._queue(pull, connection.caller)
+        except TimeballError:  # the reference is refused as well, and tells the client
             return False
         self._commit(pull)
         self._broker.parts.rates.got(pull.topic, pull.consumer_group, count, len(body))
         connection.write(pull.answer(offset + count, index.min_offset, index.max_offset, body))
+        self.answered["plain"] += 1
         return True
 
     def _queue(self, fields: Fields, caller: Caller) -> tuple[Topic, Queue]:
