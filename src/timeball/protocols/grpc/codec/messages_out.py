@@ -24,7 +24,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.retry import SPENT
-from timeball.message import DLQ_PREFIX, decode_properties
+from timeball.message import DLQ_PREFIX, NACK_TIME, RETRY_TOPIC, decode_properties
 from timeball.protocols.grpc._generated.definition_pb2 import (
     DeadLetterQueue,
     DigestType,
@@ -70,6 +70,9 @@ RESERVED = SPENT | frozenset(
         "TRAN_PREPARED_QUEUE_OFFSET", "TTL", "WAIT", "__BORNHOST", "__CRC32#",
     }
 )  # fmt: skip
+
+# A sender may use this name, as RocketMQ does not know it; behind a delivery the broker's own count of leases does.
+_HIDDEN = RESERVED | {NACK_TIME}
 
 
 class _Row(NamedTuple):
@@ -120,7 +123,7 @@ def messages(
         if handed_out is not None:
             system.receipt_handle = handed_out.handles[at]
             system.invisible_duration.FromMilliseconds(handed_out.invisible_ms)
-        users = {name: value for name, value in properties.items() if name not in RESERVED}
+        users = {name: value for name, value in properties.items() if name not in _HIDDEN}
         yield Message(topic=asked, user_properties=users, system_properties=system, body=body)
 
 
@@ -171,7 +174,7 @@ def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | Non
     if not row.topic.startswith(DLQ_PREFIX):
         return None
     return DeadLetterQueue(
-        topic=properties.get(DLQ_TOPIC) or properties.get(retry.RETRY_TOPIC),
+        topic=properties.get(DLQ_TOPIC) or properties.get(RETRY_TOPIC),
         message_id=properties.get(DLQ_MESSAGE_ID)
         or row.unique_key
         or properties.get(retry.ORIGIN_MESSAGE_ID),

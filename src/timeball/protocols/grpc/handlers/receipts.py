@@ -101,8 +101,11 @@ class Receipts:
             )
         async with self._renewals.answering([receipt]):
             by_policy = invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push(call)
-            changed = await self._consuming.change_invisible_time(
-                receipt, None if by_policy else invisible_ms, counts=not request.suspend
+            # Any other time may be a nack or an extension: the protocol does not say which.
+            changed = await (
+                self._consuming.nack(receipt, None)
+                if by_policy
+                else self._consuming.change_invisible_time(receipt, invisible_ms, counts=not request.suspend)
             )
         if changed is None:
             raise invalid(LATE)
