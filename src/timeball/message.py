@@ -147,6 +147,12 @@ STORED_OVERHEAD_BYTES = 91
 # Property of a CANCEL row: its reason, if the caller gave one.
 CANCEL_REASON = "REASON"
 
+# Properties of a message that goes back to its group: which that is, and the topic that its consumers see.
+ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"
+# When a member gave it back in its last delivery (ms since 1970); gone with the next delivery. And why a member last
+# gave it back, or up; that stays until another reason takes its place.
+NACK_TIME, NACK_REASON = "NACK_TIME", "NACK_REASON"
+
 PROPERTY_NAME_END = "\x01"
 PROPERTY_END = "\x02"
 

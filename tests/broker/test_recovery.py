@@ -56,11 +56,13 @@ async def state(world: World, files: CrashFiles) -> dict[str, Any]:
         "files": sorted(entry.path for entry in hour_log.pending.live_entries()),
         "waiting": left.broker.status()["schedule"]["tail_rows"],
         "tick": left.broker.parts.outcomes.cursor,
+        "waiting messages": left.broker.parts.waiting_messages,
     }  # fmt: skip
     await left.advance(AFTER_MS)
     await left.consume()
     outcome = await left.outcome()
     assert check(left.observed, outcome) == []
+    known["waiting in the end"] = left.broker.parts.waiting_messages
     known["rows"] = [(row.place, row.key) for row in outcome.rows]
     await left.stop()
     await left.abandon()

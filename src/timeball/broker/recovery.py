@@ -15,6 +15,7 @@
     7. a MOVED row to another instant settles the version it names, and is the newest one of its promise
     8. promises without an instant (half messages) of the checkpoint's list and from C on, named by no row from C on,
        are open
+    9. how many promises wait, and which leases the log keeps: the checkpoint's, changed by the rows from C on
 
     settled(p)  =  p is named by a release or cancel record from C on, or by the checkpoint's list,
                    or p is covered by the checkpoint's mark: below settled_before_seq, due before
@@ -35,6 +36,7 @@ import pyarrow.compute as pc
 
 from timeball.broker.components import Tables
 from timeball.broker.queue_entries import BATCH_ROWS
+from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.transactions import Half, load
 from timeball.errors import Corrupt
@@ -42,12 +44,13 @@ from timeball.log import checkpoint as cp
 from timeball.log.checkpoint import last_snapshot
 from timeball.log.reader import LogReader
 from timeball.log.segment import Segments, segment_name
-from timeball.message import SNAPSHOT_KEY, Int64Array, Kind, pairs_of
+from timeball.message import NO_INSTANT_MS, SNAPSHOT_KEY, Int64Array, Kind, pairs_of
 from timeball.schedule import locations
+from timeball.schedule.holds import Holds
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import ReleaseCursor, Settled
 from timeball.table import attachment as att
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.attachment import Attachment, FileEntry, live_files
 from timeball.table.catalog import Catalog
 
 _EMPTY = np.empty(0, np.int64)
@@ -67,6 +70,8 @@ class Replayed:
     halves: list[Int64Array] = field(default_factory=list)  # numbers, ended ones included
     ended: list[Int64Array] = field(default_factory=list)  # halves that have been published or rolled back
     moved: list[tuple[int, int, int, int]] = field(default_factory=list)  # see schedule/moved.py
+    leases: LeaseCounts = field(default_factory=LeaseCounts)
+    waiting_rows: int = 0  # promises that came
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class Recovered:
     waiting: Waiting  # in the tail, each in the last of its rows
     files: list[FileEntry]  # that live now, by the log
     promises_since_watermark: int  # settled ones included: compaction looks at all
+    waiting_rows: int  # promises for an instant that wait anywhere
+    leases: LeaseCounts
     halves: list[Half]
     moved: list[tuple[int, int, int, int]]
     levels: dict[int, cp.LevelFacts]
@@ -126,11 +133,13 @@ def recover(
     ledger.watermark, ledger.attach_seq = facts.watermark, facts.attach_seq
     ledger.epochs, ledger.jobs = dict(facts.epochs), dict(facts.jobs)
     ledger.reserved = dict(facts.reserved)
-    replayed = _replay(reader, facts.seq, facts.snapshot_seq, tables, ledger)
+    # What the checkpoint has settled; before the replay, which may end holds that it still knows.
+    before = _Before.of(known, tables)
+    replayed = _replay(reader, facts, tables, ledger)
     if reader.first_seq > 1:
         # Retention may have gone on after the checkpoint was saved, and what it let go must not be offered.
         topics.forget(reader.first_seq)
-    files = _live_files(facts, replayed.attaches)
+    files = live_files(msgspec.convert(facts.files or [], list[FileEntry]), replayed.attaches)
     # Before the Delta log is changed: a file that is missing must stop the start while all is as it was.
     catalog.check_data(files)
     catalog.bring_up(files, replayed.attaches, ledger.attach_seq, ledger.watermark, now_ms)
@@ -167,6 +176,8 @@ def recover(
         tail.part(waiting),
         files,
         len(tail),
+        facts.waiting_rows + replayed.waiting_rows - before.count_new(replayed.settled),
+        replayed.leases,
         halves,
         moved,
         facts.levels,
@@ -175,11 +186,42 @@ def recover(
     )
 
 
-def _replay(
-    reader: LogReader, from_seq: int, snapshot_seq: int, tables: Tables, ledger: AttachState
-) -> Replayed:
-    replayed = Replayed(snapshot_seq)
-    for rows in reader.coalesced(from_seq, reader.next_seq, None, BATCH_ROWS):
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The promises that a checkpoint counts as settled.
+
+    A row behind it may settle one of them once more: a decision counts at once, and its row may be durable later.
+    """
+
+    settled: Settled
+    holds: Holds
+
+    @classmethod
+    def of(cls, known: cp.Checkpoint, tables: Tables) -> _Before:
+        facts, holds = known.facts, Holds()
+        for name, campaign in tables.campaigns.all().items():
+            if campaign.held_from_ms is not None:
+                holds.add(name, campaign.ranges, campaign.held_from_ms)
+        mark = Settled(
+            facts.settled_before_ms, known.settled_due, known.settled_seq,
+            before_seq=min(facts.seq, facts.settled_before_seq), late=tuple(facts.late),
+        )  # fmt: skip
+        return cls(mark, holds)
+
+    def count_new(self, settled: list[tuple[Int64Array, Int64Array]]) -> int:
+        """Return how many of these pairs it does not count as settled."""
+        due_ms, seq = _concat(settled)
+        if (is_half := due_ms == NO_INSTANT_MS).any():
+            due_ms, seq = due_ms[~is_half], seq[~is_half]
+        by_mark = (due_ms < self.settled.before_ms) & ~self.settled.may_wait(seq)
+        by_mark &= ~self.holds.contains(due_ms, seq)
+        return int(np.count_nonzero(~by_mark & ~np.isin(seq, self.settled.seq)))
+
+
+def _replay(reader: LogReader, facts: cp.Facts, tables: Tables, ledger: AttachState) -> Replayed:
+    replayed = Replayed(facts.snapshot_seq)
+    replayed.leases.restore(facts.leases)
+    for rows in reader.coalesced(facts.seq, reader.next_seq, None, BATCH_ROWS):
         kinds, seqs = rows.column("kind").to_numpy(), rows.column("seq").to_numpy()
         # Asked once a batch: most batches hold one or two kinds, and each branch below filters columns.
         present = set(np.unique(kinds).tolist())
@@ -208,6 +250,9 @@ def _replay(
             released = done.column("kind").to_numpy() == Kind.RELEASE
             replayed.settled.append((due, seq))
             replayed.released.append((due[released], seq[released]))
+        if present & (locations.KINDS | {Kind.RELEASE, Kind.CANCEL}):
+            replayed.leases.replay(rows)
+            replayed.waiting_rows += int(np.count_nonzero((kinds == Kind.PROMISE) & has_instant))
         for at in np.flatnonzero(kinds == Kind.TABLE).tolist() if Kind.TABLE in present else ():
             _replay_change(int(seqs[at]), rows.slice(at, 1), ledger, replayed)
     return replayed
@@ -224,7 +269,10 @@ def _replay_moves(rows: pa.RecordBatch, replayed: Replayed) -> None:
     moves = rows.filter(rows.column("from_due_ms").is_valid())
     columns = (moves.column(name).to_pylist() for name in ("due_ms", "source_seq", "seq", "from_due_ms"))
     replayed.moved += zip(*columns, strict=True)
-    replayed.settled.append((moves.column("from_due_ms").to_numpy(), locations.versions(moves)))
+    from_due_ms = moves.column("from_due_ms").to_numpy()
+    replayed.settled.append((from_due_ms, locations.versions(moves)))
+    # A move ends one version and begins another; `count_new` knows that a half message had none to be ended.
+    replayed.waiting_rows += moves.num_rows
 
 
 def _replay_change(seq: int, row: pa.RecordBatch, ledger: AttachState, replayed: Replayed) -> None:
@@ -235,15 +283,8 @@ def _replay_change(seq: int, row: pa.RecordBatch, ledger: AttachState, replayed:
     else:
         ledger.apply(change, seq, row.column("store_ms")[0].as_py())
         replayed.attaches.append((seq, change))
-
-
-def _live_files(facts: cp.Facts, attaches: list[tuple[int, Attachment]]) -> list[FileEntry]:
-    live = {entry.path: entry for entry in msgspec.convert(facts.files or [], list[FileEntry])}
-    for _, attachment in attaches:
-        # In the order of the log: a later rewrite may remove what an earlier attach has added.
-        live = {path: entry for path, entry in live.items() if path not in attachment.removes}
-        live |= {entry.path: entry for entry in attachment.files}
-    return list(live.values())
+        if change.job == "bulk":
+            replayed.waiting_rows += change.rows
 
 
 def _promises(reader: LogReader, watermark: int, to_seq: int) -> list[Waiting]:

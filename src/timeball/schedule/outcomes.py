@@ -100,6 +100,8 @@ class Outcomes:
         # Hand-outs, oldest first: (due_ms, seq, recorded_ms).
         self._in_flight: deque[tuple[Int64Array, Int64Array, Int64Array]] = deque()
         self.in_flight_rows = 0
+        # Promises for an instant that are not settled durably, wherever they wait; a number that the log decides.
+        self.waiting_rows = 0
         self._released, self._cancelled = DueIndex(), DueIndex()
         self._mark = NOTHING_SETTLED  # without pairs
         self.holds = Holds()
@@ -140,6 +142,7 @@ class Outcomes:
         if count < len(handed):  # large bodies: one run was several frames
             self._in_flight.appendleft((handed_due[count:], handed[count:], recorded_ms[count:]))
         self.in_flight_rows -= count
+        self.waiting_rows -= count
         self._released.add(handed_due[:count], seq)
         self.cursor = self.cursor.after(recorded_ms[:count])
 
@@ -147,6 +150,7 @@ class Outcomes:
         """Cancel those of these promises that waited until now; return which."""
         # A promise in flight does not wait: its release record was decided on first, so the cancel comes too late.
         waiting = self.waits(due_ms, seq)
+        self.waiting_rows -= int(np.count_nonzero(waiting))
         self._cancelled.add(due_ms[waiting], seq[waiting])
         return waiting
 
@@ -199,8 +203,12 @@ class Outcomes:
                     index.add(due[held], seq[held])  # the mark does not cover them
             self.moved.forget_before(before_ms)
 
-    def add_late(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Except promises with these numbers, (first_seq, rows), from the mark: set aside long ago, they come now."""
+    def add_late(self, ranges: Iterable[tuple[int, int]], new_rows: int = 0) -> None:
+        """Except promises with these numbers, (first_seq, rows), from the mark: set aside long ago, they come now.
+
+        `new_rows` of them were not counted before.
+        """
+        self.waiting_rows += new_rows
         self._mark = replace(self._mark, late=(*self._mark.late, *ranges))
 
     def hold(self, name: str, ranges: Sequence[tuple[int, int]], settled_before_ms: int) -> int:
@@ -217,9 +225,11 @@ class Outcomes:
         due, seq = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
         return replace(self._mark, due_ms=due, seq=seq, released=len(pairs[1][1]))
 
-    def restore(self, settled: Settled, cursor: ReleaseCursor = NOTHING_SENT) -> None:
-        """Begin with what a checkpoint and the log behind it say is settled, and how far the sending has come."""
-        self.cursor = cursor
+    def restore(
+        self, settled: Settled, cursor: ReleaseCursor = NOTHING_SENT, *, waiting_rows: int = 0
+    ) -> None:
+        """Begin with what a checkpoint and the log behind it say: what is settled, how many wait, what was sent."""
+        self.cursor, self.waiting_rows = cursor, waiting_rows
         self._mark = replace(settled, due_ms=_NONE, seq=_NONE, released=0)
         cut = len(settled.seq) - settled.released
         self._cancelled.add(settled.due_ms[:cut], settled.seq[:cut])

@@ -84,14 +84,14 @@ class Scheduler:
         # Called when there is something to do before the instant that `fall_asleep` returned.
         self.on_earlier: Callable[[], None] = lambda: None
         self._now_ms = self._marked_ms = -FAR_MS
-        self._next_ms = -FAR_MS  # the kept one; -FAR_MS: awake
-        self._rewritten_rows = 0
+        self._rewritten_rows, self._next_ms = 0, -FAR_MS  # the kept instant; -FAR_MS: awake
 
     # -- promises come ---------------------------------------------------------------------------------------
 
     def add(self, backlog: Backlog, promises: pa.RecordBatch) -> None:
         """Keep these durable promises, rows of the log that gave them their instants."""
         due, seq = (promises.column(name).to_numpy() for name in ("due_ms", "seq"))
+        self.outcomes.waiting_rows += len(seq)
         now_ms = int(promises.column("store_ms")[-1].as_py())
         near = backlog.add(Waiting(due, seq, seq), now_ms)
         self._bound_opening(backlog, due, near)
@@ -117,7 +117,7 @@ class Scheduler:
                 self._start_opening(table, self._now_ms)
             await asyncio.wait([self._openings[id(table)][0]])
         table.attach(attachment)
-        self.outcomes.add_late(attachment.ranges)
+        self.outcomes.add_late(attachment.ranges, attachment.rows if attachment.job == "bulk" else 0)
         self.outcomes.holds.remove(resumes)
         self._expect_opening(table)
 

@@ -18,7 +18,9 @@ from tests.broker.consuming.consumer import (
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
+from timeball.access import ANONYMOUS
 from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.message import decode_properties
 
 
 @on_node()
@@ -68,3 +70,18 @@ async def test_in_order_the_same_attempt_is_answered_again(world: World) -> None
     assert bodies(again) == bodies(first) and again.times == [0, 0]
     assert engine(world).acknowledge_positions(first.receipts) == [False, False]
     assert engine(world).acknowledge_positions(again.receipts) == [True, True]
+
+
+@on_node()
+async def test_in_order_the_next_delivery_shows_why_it_was_given_back(world: World) -> None:
+    await send_in_order(world, 1)
+    (receipt,) = (await pop(world, in_order=True, in_log=True)).receipts
+    assert await engine(world).nack(receipt, 1_000, "no\nstock") == receipt
+    await pass_time(world, 1_000)
+    again = await pop(world, in_order=True, in_log=True)
+    (text,) = again.rows.column("properties").to_pylist()
+    assert decode_properties(text)["NACK_REASON"] == "no stock"
+    await world.restart()
+    assert await engine(world).dead_letter(again.receipts[0])
+    page = await world.broker.dead_letters.page(GROUP, 1, None, ANONYMOUS)
+    assert [letter.reason for letter in page.dead_letters] == ["no stock"]

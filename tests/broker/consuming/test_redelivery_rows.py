@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.broker.consuming import redelivery_rows, retry
-from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, ORIGIN_GROUP, POP_CK
-from timeball.message import READ_SCHEMA, Kind, build_rows, decode_properties, encode_properties
+from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, POP_CK
+from timeball.message import (
+    ORIGIN_GROUP,
+    READ_SCHEMA,
+    RETRY_TOPIC,
+    Kind,
+    build_rows,
+    decode_properties,
+    encode_properties,
+)
 
 GROUP, TOPIC, NOW_MS = "g", "orders", 1_700_000_000_000
 NAMES = st.sampled_from(
@@ -22,7 +31,7 @@ NAMES = st.sampled_from(
         "TIMER_DELIVER_MS",
         POP_CK,
         ORIGIN_GROUP,
-        retry.RETRY_TOPIC,
+        RETRY_TOPIC,
         FIRST_POP_TIME,
         "XDELAY",
     ]
@@ -62,7 +71,7 @@ def test_by_columns_it_is_what_it_is_one_by_one(texts: list[str | None]) -> None
 def test_a_copy_says_whose_it_is_and_nothing_of_what_delayed_it(text: str) -> None:
     before, (after,) = decode_properties(text), (decode_properties(one) for one in dressed([text]))
     assert after[ORIGIN_GROUP] == GROUP
-    assert after[retry.RETRY_TOPIC] == before.get(retry.RETRY_TOPIC, TOPIC), "the first topic stays"
+    assert after[RETRY_TOPIC] == before.get(RETRY_TOPIC, TOPIC), "the first topic stays"
     assert after[FIRST_POP_TIME] == before.get(FIRST_POP_TIME, str(NOW_MS)), "and so does the first time"
     assert not {*retry.SPENT, POP_CK} & after.keys()
     for name in ("UNIQ_KEY", "a", "XDELAY"):
@@ -160,3 +169,54 @@ def test_a_copy_is_of_the_group_that_it_names(group: str, other: str, before: st
     own += "\x02" if ended else ""
     assert redelivery_rows.is_of(other, own) == (group == other)
     assert redelivery_rows.is_of(other, before or None)  # names no group: it is for every reader
+
+
+@given(st.text(), st.integers(0, 3))
+def test_a_reason_is_one_line_of_bounded_length_that_ends_no_property(text: str, times: int) -> None:
+    reason = redelivery_rows.reason_text(text * (1 + 700 * times))
+    assert len(reason.encode()) <= limits.NACK_REASON_BYTES_MAX
+    assert reason.isprintable() and reason == " ".join(reason.split(" "))
+    said = redelivery_rows.given_back(text, 5) | {"own": "1"}
+    assert decode_properties(encode_properties(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a\x01b\x02c", "a b c"),
+        ("  ", ""),
+        ("\ud800x", "x"),
+        ("line\r\nline", "line line"),
+        ("ü" * 600, "ü" * 512),
+    ],
+)
+def test_what_would_break_a_property_is_left_out(text: str, reason: str) -> None:
+    assert redelivery_rows.reason_text(text) == reason
+
+
+def test_a_reason_stays_until_another_takes_its_place() -> None:
+    first = redelivery_rows.properties_of("", redelivery_rows.added(GROUP, TOPIC, 1))
+    saying = redelivery_rows.added(GROUP, TOPIC, 1) | redelivery_rows.given_back("no stock", 5)
+    back = redelivery_rows.properties_of(first, saying)
+    assert decode_properties(back).items() >= {("NACK_REASON", "no stock"), ("NACK_TIME", "5")}
+    again = redelivery_rows.properties_of(back, redelivery_rows.added(GROUP, TOPIC, 2))
+    assert decode_properties(again)["NACK_REASON"] == "no stock" and "NACK_TIME" not in decode_properties(
+        again
+    )
+    silent = redelivery_rows.properties_of(again, saying | redelivery_rows.given_back("", 6))
+    assert "NACK_REASON" not in decode_properties(silent)
+
+
+def test_a_sender_gives_no_reason() -> None:
+    text = encode_properties({"NACK_REASON": "made up", "NACK_TIME": "1"})
+    (copied,) = dressed([text])
+    assert not {"NACK_REASON", "NACK_TIME"} & decode_properties(copied).keys()
+
+
+def test_a_reason_that_does_not_fit_is_left_out() -> None:
+    text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - 80)})
+    saying = redelivery_rows.added(GROUP, TOPIC, 1) | redelivery_rows.given_back("y" * 100, 5)
+    found = decode_properties(redelivery_rows.properties_of(text, saying))
+    assert "NACK_REASON" not in found and found["ORIGIN_GROUP"] == GROUP
+    (shown,) = redelivery_rows.with_reasons(pa.array([text], pa.string()), ["y" * 100]).to_pylist()
+    assert shown == text

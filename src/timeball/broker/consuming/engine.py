@@ -27,7 +27,7 @@ from timeball.broker.consuming import restart, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Leases, OpenCount, QueueLeases
 from timeball.broker.consuming.log_leases import Change, LogLeases
 from timeball.broker.consuming.memory_leases import MemoryLeases
-from timeball.broker.consuming.redelivery_rows import is_of, retry_topic, times_of
+from timeball.broker.consuming.redelivery_rows import is_of, retry_topic, times_of, with_reasons
 from timeball.broker.consuming.requests import (
     NO_ROWS,
     AnyReceipt,
@@ -37,7 +37,7 @@ from timeball.broker.consuming.requests import (
     ReceiveRequest,
     Subscription,
 )
-from timeball.broker.consuming.selection import Selection
+from timeball.broker.consuming.selection import Selection, check, check_invisible
 from timeball.broker.filters.tags import BoolArray
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
@@ -49,9 +49,12 @@ from timeball.message import READ_SCHEMA, Int64Array
 
 logger = logging.getLogger(__name__)
 
+GONE = "its consumer went away without an answer"  # the reason of what is given back for it
+
 # Each fifth request looks at the retry topic first: RocketMQ's popFromRetryProbability of 20 %.
 RETRY_TURN = 5
 
+_PROPERTIES = READ_SCHEMA.get_field_index("properties")
 _RECONSUME_TIMES = READ_SCHEMA.get_field_index("reconsume_times")
 
 
@@ -135,7 +138,7 @@ class Consuming:
 
     async def receive(self, request: ReceiveRequest, wait_ms: int) -> Received:
         """Lease up to `request.rows` rows; wait up to `wait_ms` for the first. Raise RequestError, OverLimit."""
-        _check(request)
+        check(request)
         self._subscription(request.group, request.topic)
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         hand_out = self._hand_out_in_memory
@@ -157,7 +160,7 @@ class Consuming:
 
     async def wait_for_some(self, request: ReceiveRequest, wait_ms: int) -> bool:
         """Wait up to `wait_ms` for rows, filters aside, and return whether there are any; lease nothing."""
-        _check(request)
+        check(request)
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         while True:
             for queue in self._queues(request):
@@ -268,13 +271,8 @@ class Consuming:
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
         self._parts.rates.got(request.topic, request.group, rows.num_rows, size_bytes)
         pop_ms, found = selection.pop_ms, selection.found
-        return Received(
-            rows,
-            [PositionReceipt(request.group, q.topic, q.queue_id, offset, pop_ms) for q, offset, _ in found],
-            pop_ms,
-            [lease.times for _, _, lease in found],
-            selection.rest,
-        )
+        receipts = [PositionReceipt(request.group, q.topic, q.queue_id, at, pop_ms) for q, at, _ in found]
+        return Received(rows, list(receipts), pop_ms, [lease.times for _, _, lease in found], selection.rest)
 
     async def _hand_out_counted(self, request: ReceiveRequest, selection: Selection) -> Received:
         """Hand out in order; messages that have used up their attempts go to the dead letters instead."""
@@ -285,6 +283,9 @@ class Consuming:
         rows = received.rows.set_column(
             _RECONSUME_TIMES, READ_SCHEMA.field(_RECONSUME_TIMES), pa.array(times.astype(np.int32))
         )
+        if any(reasons := [lease.nack_reason for _, _, lease in selection.found]):
+            texts = with_reasons(rows.column("properties"), reasons)
+            rows = rows.set_column(_PROPERTIES, READ_SCHEMA.field(_PROPERTIES), texts)
         if late.any():
             try:
                 for receipt, is_late in zip(received.receipts, late, strict=True):
@@ -346,21 +347,33 @@ class Consuming:
         group's retry policy says for this attempt (of a lease in memory: at once).
         Without `counts` this lease is no attempt (RocketMQ's `suspend`); in order it is one all the same.
         """
-        _check_invisible(invisible_ms or 0, 0)
+        check_invisible(invisible_ms or 0, 0)
         if isinstance(receipt, Receipt):
             return await self._log.change(Change(receipt, invisible_ms, counts))
         return await self._memory.change(receipt, invisible_ms or 0)
 
-    async def dead_letter(self, receipt: AnyReceipt) -> bool:
+    async def nack(
+        self, receipt: AnyReceipt, delay_ms: int | None, reason: str = "", *, counts: bool = True
+    ) -> AnyReceipt | None:
+        """Give a message back: as `change_invisible_time`, and its consumer holds it no more.
+
+        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON).
+        """
+        check_invisible(delay_ms or 0, 0)
+        if isinstance(receipt, Receipt):
+            return await self._log.change(Change(receipt, delay_ms, counts, reason))
+        return await self._memory.nack(receipt, delay_ms or 0, reason)
+
+    async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
         """Put the message into the group's dead letters now; false when the receipt is not valid (any more)."""
         if isinstance(receipt, Receipt):
-            return await self._log.dead_letter(receipt)
-        return await self._memory.dead_letter(receipt)
+            return await self._log.dead_letter(receipt, reason)
+        return await self._memory.dead_letter(receipt, reason)
 
     async def give_back(self, receipts: Sequence[AnyReceipt]) -> None:
         """End the leases of a consumer that has gone without an answer, as after an attempt that failed."""
         self._memory.give_back(_positions(receipts))
-        await self._change_all([Change(one, None) for one in receipts if isinstance(one, Receipt)])
+        await self._change_all([Change(one, None, nack=GONE) for one in receipts if isinstance(one, Receipt)])
 
     def not_seen(self, receipts: Sequence[AnyReceipt]) -> None:
         """End leases whose consumer was gone before it had the messages: they come at once, and it was no attempt."""
@@ -378,21 +391,6 @@ class Consuming:
         except TimeballError as error:
             # Their promises stand as they were: they come when their time is over.
             logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
-
-
-def _check(request: ReceiveRequest) -> None:
-    """Raise OutOfRange for what cannot be asked."""
-    if not 1 <= request.rows <= limits.POP_ROWS_MAX:
-        raise OutOfRange(f"rows {request.rows}: between 1 and {limits.POP_ROWS_MAX}")
-    if request.queue_id < -1:
-        raise OutOfRange(f"queue {request.queue_id}: -1 (any) or one that the topic has")
-    _check_invisible(request.invisible_ms, 1)
-
-
-def _check_invisible(invisible_ms: int, least_ms: int) -> None:
-    """Raise OutOfRange unless a message may be invisible for so long."""
-    if not least_ms <= invisible_ms <= limits.INVISIBLE_MS_MAX:
-        raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")
 
 
 def _positions(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:

@@ -42,6 +42,8 @@ class Lease:
     deadline_ms: int
     in_order: bool = False
     times: int = 0  # in order: how many leases of this position ended without an acknowledgement
+    nacked_ms: int | None = None  # when a member gave it back, while it waits for its next delivery
+    nack_reason: str = ""  # the last one given
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class QueueLeases:
     in_flight: dict[int, Lease] = field(default_factory=dict)  # leased; never also in `returned`
     returned: dict[int, Lease] = field(default_factory=dict)  # came back; handed out before new ones
     acked_ahead: set[int] = field(default_factory=set)  # at or behind `next_offset`, and done already
+    nacked: set[int] = field(default_factory=set)  # of `in_flight`, those that a member has given back
     last_pop_ms: int = 0  # of the newest receipt: in order the next one must be larger
     attempt_id: str = ""  # of the last request served; in order its repeat gets the same positions
     in_log: bool = False  # promises in the log stand for positions of it that are done (log_leases.py)
@@ -84,6 +87,11 @@ class QueueLeases:
     def open_rows(self) -> int:
         """Return the number of positions that are leased or have come back."""
         return len(self.in_flight) + len(self.returned)
+
+    @property
+    def held_rows(self) -> int:
+        """Return the number of positions that members hold."""
+        return len(self.in_flight) - len(self.nacked)
 
     @property
     def idle(self) -> bool:
@@ -121,6 +129,7 @@ class QueueLeases:
         for offset in offsets:
             lease = self.in_flight[offset] = self.returned.pop(offset)
             lease.pop_ms, lease.deadline_ms, lease.in_order = pop_ms, deadline_ms, in_order
+            lease.nacked_ms = None
         return offsets
 
     def lease_next(
@@ -159,12 +168,24 @@ class QueueLeases:
         """End a lease: the group does not need this position any more."""
         if self.in_flight.pop(offset, None) is not None:
             self.count.rows -= 1
+            self.nacked.discard(offset)
 
     def give_back(self, offset: int) -> None:
         """End a lease: the position waits to be handed out again, before all later ones."""
         lease = self.returned[offset] = self.in_flight.pop(offset)
+        self.nacked.discard(offset)
         # Its receipt is void from now on; the next lease makes another.
         lease.pop_ms = NO_RECEIPT
+
+    def nack(self, offset: int, now_ms: int) -> None:
+        """Count a lease as given back: no member holds it until its next delivery."""
+        self.in_flight[offset].nacked_ms = now_ms
+        self.nacked.add(offset)
+
+    def held_again(self, offset: int) -> None:
+        """Count a lease that was given back as held."""
+        self.in_flight[offset].nacked_ms = None
+        self.nacked.discard(offset)
 
     def drop_before(self, first_seq: int) -> None:
         """Forget returned positions whose rows retention has removed (before `first_seq`)."""
@@ -176,6 +197,7 @@ class QueueLeases:
     def restore(self, in_flight: dict[int, Lease], returned: dict[int, Lease], acked_ahead: set[int]) -> None:
         """Take over the leases that the last orderly stop has saved."""
         self.in_flight, self.returned, self.acked_ahead = in_flight, returned, acked_ahead
+        self.nacked = {offset for offset, lease in in_flight.items() if lease.nacked_ms is not None}
         self._order = sorted([*in_flight, *returned])
         self.count.rows += self.open_rows + len(acked_ahead)
 
@@ -183,6 +205,7 @@ class QueueLeases:
         """Void all receipts; no position comes back."""
         self.count.rows -= self.open_rows + len(self.acked_ahead)
         self.in_flight.clear()
+        self.nacked.clear()
         self.returned.clear()
         self.acked_ahead.clear()
 

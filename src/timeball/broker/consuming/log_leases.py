@@ -4,7 +4,8 @@
                    when the lease ends; the consumer sees the message, and the position is done, when it is durable
     acknowledged   the promise is cancelled
     other time     moved: a MOVED row of the same number, for the other instant; the receipt stays
-    dead letter    cancelled, and a message for the group's dead letters in its place
+    given back     moved as well; the row says when and why, and the next delivery shows it
+    dead letter    cancelled, and a message for the group's dead letters in its place, with the reason
 
 What is not acknowledged is released by the schedule that releases every promise, exactly once, also after a crash.
 None of what a group has received and not acknowledged is kept in memory here.
@@ -39,6 +40,7 @@ from timeball.broker.delivery import as_moves
 from timeball.broker.filters.tags import BoolArray
 from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.registry import groups
+from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked
 from timeball.errors import OutOfRange, OverLimit, RequestError
 from timeball.message import CANCEL_REASON, Int64Array, Kind, build_rows, encode_properties, int64
@@ -57,11 +59,22 @@ Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
 
 
 class Change(NamedTuple):
-    """Another invisible time for a receipt. None: what the group's retry policy says. `counts`: as an attempt."""
+    """Another invisible time for a receipt. None: what the group's retry policy says. `counts`: as an attempt.
+
+    `nack`: the reason for which the message is given back; None when its consumer keeps it.
+    """
 
     receipt: Receipt
     invisible_ms: int | None
     counts: bool = True
+    nack: str | None = None
+
+
+class GivenUp(NamedTuple):
+    """A message for the dead letters, and why."""
+
+    receipt: Receipt
+    reason: str
 
 
 class LogLeases:
@@ -76,7 +89,7 @@ class LogLeases:
             self._acknowledge, CALLS_PER_TURN
         )
         self._changes: AsyncBatcher[Change, Receipt | None] = AsyncBatcher(self._change, MOVES_PER_TURN)
-        self._dead: AsyncBatcher[Receipt, bool] = AsyncBatcher(self._dead_letter, MOVES_PER_TURN)
+        self._dead: AsyncBatcher[GivenUp, bool] = AsyncBatcher(self._dead_letter, MOVES_PER_TURN)
 
     # -- handing out ---------------------------------------------------------------------------------------------
 
@@ -110,6 +123,8 @@ class LogLeases:
             del self._under_way[first_seq]
             for queue in queues:
                 queue.in_log = True
+            numbers = np.arange(first_seq, first_seq + rows.num_rows)
+            parts.lease_counts.add(request.group, topic_of(request.group, request.topic), numbers)
             self._leases.finish(selection.found)
 
         appended = self._appender.append(self._appender.prepare(promises, now_ms), on_durable)
@@ -137,9 +152,9 @@ class LogLeases:
         """Return the receipt, durably good for the new time; None when it is not valid (any more)."""
         return await self._changes.put(change)
 
-    async def dead_letter(self, receipt: Receipt) -> bool:
+    async def dead_letter(self, receipt: Receipt, reason: str) -> bool:
         """Write the message to the group's dead letters, durably; false when the receipt is not valid."""
-        return await self._dead.put(receipt)
+        return await self._dead.put(GivenUp(receipt, reason))
 
     # -- one turn of each ----------------------------------------------------------------------------------------
 
@@ -153,8 +168,10 @@ class LogLeases:
         valid = await self._decide(receipts, lambda _, at: self._renew([changes[i] for i in at]))
         return [receipt if won else None for receipt, won in zip(receipts, valid.tolist(), strict=True)]
 
-    async def _dead_letter(self, receipts: list[Receipt]) -> list[bool]:
-        return [bool(one) for one in await self._decide(receipts, lambda some, _: self._give_up(some))]
+    async def _dead_letter(self, asked: list[GivenUp]) -> list[bool]:
+        receipts = [one.receipt for one in asked]
+        valid = await self._decide(receipts, lambda _, at: self._give_up([asked[i] for i in at]))
+        return [bool(one) for one in valid]
 
     async def _decide(self, receipts: list[Receipt], attempt: Attempt) -> BoolArray:
         """Call `attempt` for these, again for those that another request moved meanwhile; return which it settled."""
@@ -188,6 +205,7 @@ class LogLeases:
             now_ms = self._parts.clock.now_ms()
             newest = self._newest(part)
             won = valid[begin : begin + len(part)] = self._settle(*newest)
+            self._count_ended(part, won)
             if won.any():
                 # No pause since the decision: the CANCEL rows stand in the log before any later release.
                 rows = _cancel_rows(part, *newest, ACKNOWLEDGED, now_ms)
@@ -211,23 +229,31 @@ class LogLeases:
         )
         receipts = [change.receipt for change in asked]
         topics = [self._topic_after(receipt, n) for receipt, n in zip(receipts, times.tolist(), strict=True)]
-        fresh = self._copies(rows, receipts, topics, times, now_ms, due_ms=due_ms)
-        valid[at] = await self._move(rows, fresh, now_ms)
+        nacked = np.array([change.nack is not None for change in asked])
+        saying = [
+            {} if change.nack is None else redelivery_rows.given_back(change.nack, now_ms) for change in asked
+        ]
+        fresh = self._copies(rows, receipts, topics, times, now_ms, saying, due_ms=due_ms)
+        valid[at] = await self._move(rows, fresh, nacked, now_ms)
         return valid
 
-    async def _give_up(self, receipts: Sequence[Receipt]) -> BoolArray:
+    async def _give_up(self, given_up: Sequence[GivenUp]) -> BoolArray:
         """Write the messages of these to their dead letters, durably; return which still waited."""
-        rows, times, at = await self._read(receipts)
-        valid = np.zeros(len(receipts), dtype=np.bool_)
+        rows, times, at = await self._read([one.receipt for one in given_up])
+        valid = np.zeros(len(given_up), dtype=np.bool_)
         if len(at):
-            now_ms, asked = self._parts.clock.now_ms(), [receipts[i] for i in at.tolist()]
+            now_ms, found = self._parts.clock.now_ms(), [given_up[i] for i in at.tolist()]
+            asked = [one.receipt for one in found]
             # One more attempt: the message was handed out, even if its consumer gives it up at once.
             topics = [retry.dead_letter_topic(receipt.group) for receipt in asked]
-            fresh = self._copies(rows, asked, topics, times + 1, now_ms, kind=Kind.MESSAGE)
+            saying = [redelivery_rows.given_up(one.reason) for one in found]
+            fresh = self._copies(rows, asked, topics, times + 1, now_ms, saying, kind=Kind.MESSAGE)
             valid[at] = await self._bury(asked, rows, fresh, now_ms)
         return valid
 
-    async def _move(self, before: pa.RecordBatch, fresh: pa.RecordBatch, now_ms: int) -> BoolArray:
+    async def _move(
+        self, before: pa.RecordBatch, fresh: pa.RecordBatch, nacked: BoolArray, now_ms: int
+    ) -> BoolArray:
         """Write these promises again, for the instants in `fresh`, durably; return which still waited."""
         prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
         from_ms = int64(before.column("due_ms"))
@@ -242,8 +268,14 @@ class LogLeases:
             (due, number, first_seq + i, was)
             for i, (due, number, was) in enumerate(zip(*(column.tolist() for column in columns), strict=True))
         ]
+        numbers = columns[1]
+
+        def on_durable() -> None:
+            self._parts.outcomes.moved.add(moves)
+            self._parts.lease_counts.change(numbers, nacked[won])
+
         # No pause since the decision: after it the append must not fail.
-        await self._appender.append(rows, lambda: self._parts.outcomes.moved.add(moves)).durable
+        await self._appender.append(rows, on_durable).durable
         return won
 
     # -- what they have in common ----------------------------------------------------------------------------------
@@ -255,6 +287,9 @@ class LogLeases:
             for name in ("due_ms", "seq")
         )
         return self._parts.outcomes.moved.newest_of(due_ms, number)
+
+    def _count_ended(self, receipts: Sequence[Receipt], won: BoolArray) -> None:
+        self._parts.lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[won])
 
     def _settle(self, due_ms: Int64Array, version: Int64Array) -> BoolArray:
         """Cancel the promises of these that still wait; return which did."""
@@ -271,6 +306,7 @@ class LogLeases:
         versions = int64(before.column("due_ms")), int64(before.column("seq"))
         cancels = _cancel_rows(receipts, *versions, DEAD, now_ms)
         won = self._settle(*versions)
+        self._count_ended(receipts, won)
         if won.any():
             # No pause since the decision, and one append: a promise is never gone without what takes its place.
             chosen = pa.array(won)
@@ -297,11 +333,16 @@ class LogLeases:
         topics: Sequence[str],
         times: Int64Array,
         now_ms: int,
+        saying: Sequence[dict[str, str]],
         *,
         kind: Kind = Kind.PROMISE,
         due_ms: Int64Array | None = None,
     ) -> pa.RecordBatch:
-        adding = [redelivery_rows.added(receipt.group, receipt.topic, now_ms) for receipt in receipts]
+        """Return READ_SCHEMA promises as rows for other topics, with what is to be said of each besides."""
+        adding = [
+            redelivery_rows.added(receipt.group, receipt.topic, now_ms) | said
+            for receipt, said in zip(receipts, saying, strict=True)
+        ]
         return self._rows(
             rows, kind=kind, topics=topics,
             properties=redelivery_rows.properties_of_each(rows.column("properties"), adding),

@@ -18,6 +18,7 @@ from timeball.broker.components import Components
 from timeball.broker.consuming import restart
 from timeball.broker.consuming.leases import Lease, Leases, QueueLeases
 from timeball.broker.consuming.redelivery import Redelivery
+from timeball.broker.consuming.redelivery_rows import reason_text
 from timeball.broker.consuming.requests import PositionReceipt
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.rates import Stat, of_group
@@ -78,6 +79,7 @@ class MemoryLeases:
         queue, lease = found
         now_ms = self._parts.clock.now_ms()
         lease.deadline_ms = now_ms + invisible_ms
+        queue.held_again(receipt.offset)
         if not lease.in_order:
             # Always another number, or the old receipt would still be valid.
             lease.pop_ms = max(now_ms, receipt.pop_ms + 1)
@@ -87,6 +89,16 @@ class MemoryLeases:
             await self.redelivery.write(queue, [receipt.offset], later=True)
         else:
             self.redelivery.expect(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
+        return changed
+
+    async def nack(self, receipt: PositionReceipt, delay_ms: int, reason: str) -> PositionReceipt | None:
+        """Give a message back for its next delivery in `delay_ms`, as `change` does; its lease remembers why."""
+        changed = await self.change(receipt, delay_ms)
+        found = None if changed is None else self._lease_of(changed)
+        if found is not None:
+            queue, lease = found
+            queue.nack(receipt.offset, self._parts.clock.now_ms())
+            lease.nack_reason = reason_text(reason)
         return changed
 
     def give_back(self, receipts: Iterable[PositionReceipt]) -> None:
@@ -99,10 +111,11 @@ class MemoryLeases:
                 topics.add(receipt.topic)
         self._waiters.wake(topics)
 
-    async def dead_letter(self, receipt: PositionReceipt) -> bool:
+    async def dead_letter(self, receipt: PositionReceipt, reason: str) -> bool:
         """Write the message to the group's dead letters; false when the receipt is not valid."""
         found = self._lease_of(receipt)
         if found is not None:
+            found[1].nack_reason = reason_text(reason) or found[1].nack_reason
             await self.redelivery.write(found[0], [receipt.offset], dead=True)
         return found is not None
 

@@ -24,6 +24,7 @@ from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Lease, Leases, OpenCount, QueueLeases
+from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.waiters import Waiters
 from timeball.errors import Corrupt, TimeballError
 from timeball.message import Kind
@@ -260,13 +261,21 @@ class Redelivery:
             rows,
             kind=Kind.PROMISE if later else Kind.MESSAGE,
             topics=topics,
-            properties=_properties(rows, queue, [one.pop_ms for one in kept]),
+            properties=_properties(rows, queue, kept),
             times=times,
             due_ms=due_ms if later else None,
+            source_seq=rows.column("seq") if later else None,
             now_ms=now_ms,
             host=parts.settings.host,
         )
-        await self._appender.append(self._appender.prepare(batch, now_ms)).durable
+
+        def on_durable() -> None:
+            if later:  # the consumer still has them
+                numbers = np.arange(appended.first_seq, appended.first_seq + len(kept))
+                parts.lease_counts.add(queue.group, topic_of(queue.group, queue.topic), numbers)
+
+        appended = self._appender.append(self._appender.prepare(batch, now_ms), on_durable)
+        await appended.durable
 
     async def _read(self, queue: QueueLeases, voided: list[_Voided]) -> tuple[pa.RecordBatch, list[_Voided]]:
         """Return the rows that can be read, and of which positions they are; those in damaged frames are given up."""
@@ -292,11 +301,15 @@ class Redelivery:
         return pa.concat_batches([rows for rows, _ in halves]), [one for _, kept in halves for one in kept]
 
 
-def _properties(rows: pa.RecordBatch, queue: QueueLeases, first_ms: list[int]) -> pa.Array:
-    texts = rows.column("properties")
-    if len(set(first_ms)) == 1:
-        return redelivery_rows.properties_for(texts, queue.group, queue.topic, first_ms[0])
-    adding = [redelivery_rows.added(queue.group, queue.topic, each) for each in first_ms]
+def _properties(rows: pa.RecordBatch, queue: QueueLeases, kept: list[_Voided]) -> pa.Array:
+    texts, first_ms = rows.column("properties"), kept[0].pop_ms
+    if all(one.pop_ms == first_ms and not one.lease.nack_reason for one in kept):
+        return redelivery_rows.properties_for(texts, queue.group, queue.topic, first_ms)
+    adding = [
+        redelivery_rows.added(queue.group, queue.topic, one.pop_ms)
+        | redelivery_rows.given_up(one.lease.nack_reason)
+        for one in kept
+    ]
     return redelivery_rows.properties_of_each(texts, adding)
 
 

@@ -2,7 +2,8 @@
 
     topic            the group's retry topic for this topic (POP's form), or its dead letters after the last attempt
     reconsume_times  one more, unless this attempt does not count
-    properties       which group's copy it is, of which topic, when it was first handed out; spent delays come off
+    properties       which group's copy it is, of which topic, when it was first handed out, why and when a member has
+                     given it back; spent delays come off
     due_ms           of a promise: when the lease ends
     source_seq       of a promise: the row handed out
 
@@ -29,9 +30,13 @@ from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.requests import Subscription
 from timeball.message import (
+    NACK_REASON,
+    NACK_TIME,
+    ORIGIN_GROUP,
     PROPERTY_END,
     PROPERTY_NAME_END,
     RETRY_PREFIX,
+    RETRY_TOPIC,
     Int64Array,
     Kind,
     build_rows,
@@ -42,10 +47,10 @@ from timeball.message import (
 )
 
 FIRST_POP_TIME = "1ST_POP_TIME"
-ORIGIN_GROUP = "ORIGIN_GROUP"
 POP_CK = "POP_CK"
 
-_SET_HERE = (ORIGIN_GROUP, retry.RETRY_TOPIC, FIRST_POP_TIME)  # the first would be missed most
+# The first would be missed most.
+_SET_HERE = (ORIGIN_GROUP, RETRY_TOPIC, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
 _NAMES = "|".join(sorted([*retry.SPENT, *_SET_HERE, POP_CK]))
 _TO_TAKE_APART = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
 _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
@@ -143,6 +148,18 @@ def properties_for(texts: pa.Array, group: str, topic: str, first_ms: int) -> pa
     return pc.replace_with_mask(found, mask, pa.array(apart, pa.string()))
 
 
+def with_reasons(texts: pa.Array, reasons: Sequence[str]) -> pa.Array:
+    """Return properties that show why each message was given back; an empty reason changes nothing."""
+    found = []
+    for text, reason in zip(texts.to_pylist(), reasons, strict=True):
+        shown = decode_properties(text or "") | {NACK_REASON: reason}
+        # Over the bound it is left out, as in a copy of the message.
+        shown_text = encode_properties(shown)
+        is_shown = reason and len(shown_text.encode()) <= limits.PROPERTIES_BYTES_MAX
+        found.append(shown_text if is_shown else text)
+    return pa.array(found, pa.string())
+
+
 def properties_of_each(texts: pa.Array, adding: Sequence[dict[str, str]]) -> pa.Array:
     """Return the same where the rows were handed out to different groups or at different times."""
     each = zip(texts.to_pylist(), adding, strict=True)
@@ -150,21 +167,53 @@ def properties_of_each(texts: pa.Array, adding: Sequence[dict[str, str]]) -> pa.
 
 
 def added(group: str, topic: str, first_ms: int) -> dict[str, str]:
-    """Return the properties that a copy gets unless it has them already."""
-    return {ORIGIN_GROUP: group, retry.RETRY_TOPIC: topic, FIRST_POP_TIME: str(first_ms)}
+    """Return the properties that a copy gets unless an earlier attempt has given them."""
+    return {ORIGIN_GROUP: group, RETRY_TOPIC: topic, FIRST_POP_TIME: str(first_ms)}
+
+
+def given_back(reason: str, now_ms: int) -> dict[str, str]:
+    """Return the properties of a message that a member gives back, or up, at `now_ms`."""
+    return {NACK_TIME: str(now_ms), NACK_REASON: reason_text(reason)}
+
+
+def given_up(reason: str) -> dict[str, str]:
+    """Return the properties of a message that a member puts into the dead letters."""
+    text = reason_text(reason)
+    return {NACK_REASON: text} if text else {}  # else the last reason that was given stays
+
+
+def reason_text(reason: str) -> str:
+    """Return a reason as a property may hold it: one line, without what ends a property, cut to its bound.
+
+    >>> reason_text("Refused:\\n\\x02 no  stock ")
+    'Refused: no stock'
+    """
+    # Cut before anything else, as it may be of any length; a character is at least a byte.
+    cut = reason[: limits.NACK_REASON_BYTES_MAX]
+    line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+    # Half a surrogate pair is not printable, so this encodes; half a character at the cut is left out.
+    return line.encode()[: limits.NACK_REASON_BYTES_MAX].decode(errors="ignore")
 
 
 def properties_of(text: str, adding: dict[str, str]) -> str:
     """Return one row's: the group is replaced, topic and first time stay from an earlier attempt."""
+    said = decode_properties(text)
     # A check point of an earlier handing out would name a position that is done.
-    kept = {n: v for n, v in decode_properties(text).items() if n not in retry.SPENT and n != POP_CK}
-    found = {**kept, **{n: v for n, v in adding.items() if n == ORIGIN_GROUP or n not in kept}}
+    dropped = {POP_CK, NACK_TIME}
+    if ORIGIN_GROUP not in said:
+        dropped.add(NACK_REASON)  # the sender's: no member has given it back yet
+    kept = {n: v for n, v in said.items() if n not in retry.SPENT and n not in dropped}
+    replaced = {ORIGIN_GROUP, NACK_REASON}
+    found = {**kept, **{n: v for n, v in adding.items() if n in replaced or n not in kept}}
+    if not found.get(NACK_REASON, "-"):
+        del found[NACK_REASON]  # given back without a reason: an older one would pass for it
     encoded = encode_properties(found)
     # What is missed least goes first, until the text fits.
     for name in reversed(_SET_HERE):
         if len(encoded.encode()) <= limits.PROPERTIES_BYTES_MAX:
             break
-        if name not in kept:
+        # A reason gives way also when it has come along.
+        if name in found and (name not in kept or name == NACK_REASON):
             del found[name]
             encoded = encode_properties(found)
     return encoded

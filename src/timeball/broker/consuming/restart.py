@@ -22,13 +22,12 @@ import pyarrow as pa
 
 from timeball.broker.components import Components
 from timeball.broker.consuming.leases import Key, Lease, Leases, OpenCount, QueueLeases
-from timeball.broker.consuming.redelivery_rows import ORIGIN_GROUP
 from timeball.broker.registry.leases import SavedLease, SavedLeases
 from timeball.broker.registry.meta import MetaTable
 from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.topic import Topic
 from timeball.log.reader import LogReader
-from timeball.message import Kind, decode_properties
+from timeball.message import ORIGIN_GROUP, Kind, decode_properties
 
 _COLUMNS = ["seq", "kind", "properties", "source_seq"]
 _BATCH_ROWS = 65_536
@@ -121,9 +120,12 @@ def _restored(kept: SavedLeases, topic: Topic, count: OpenCount) -> QueueLeases:
 
 def _as_row(offset: int, lease: Lease) -> SavedLease:
     return SavedLease(
-        offset, lease.seq, lease.size_bytes, lease.pop_ms, lease.deadline_ms, lease.in_order, lease.times
-    )
+        offset, lease.seq, lease.size_bytes, lease.pop_ms, lease.deadline_ms, lease.in_order, lease.times,
+        lease.nacked_ms, lease.nack_reason,
+    )  # fmt: skip
 
 
 def _lease(row: SavedLease) -> Lease:
-    return Lease(row.seq, row.size_bytes, row.pop_ms, row.deadline_ms, row.in_order, row.times)
+    return Lease(
+        row.seq, row.size_bytes, row.pop_ms, row.deadline_ms, row.in_order, row.times, row.nacked_ms, row.nack_reason
+    )  # fmt: skip

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX
+from timeball.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC
 
 FIRST_LEVEL = 3
 INT_MAX = (1 << 31) - 1  # orderly clients send it for "without end"
 
-RETRY_TOPIC = "RETRY_TOPIC"  # the topic consumers see again
 ORIGIN_MESSAGE_ID = "ORIGIN_MESSAGE_ID"
 WAIT = "WAIT"
 DELAY = "DELAY"

@@ -10,8 +10,10 @@ import numpy as np
 
 from timeball import limits
 from timeball.broker.consuming.leases import NO_RECEIPT, Found, QueueLeases
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
+from timeball.errors import OutOfRange
 from timeball.message import Int64Array
 
 SCAN_ENTRIES = 4_096  # index entries looked at in one go when a filter passes few
@@ -116,3 +118,18 @@ class Selection:
         self._bytes -= int(sizes_bytes[:fit].sum())
         self._room -= fit
         return fit
+
+
+def check(request: ReceiveRequest) -> None:
+    """Raise OutOfRange for what cannot be asked."""
+    if not 1 <= request.rows <= limits.POP_ROWS_MAX:
+        raise OutOfRange(f"rows {request.rows}: between 1 and {limits.POP_ROWS_MAX}")
+    if request.queue_id < -1:
+        raise OutOfRange(f"queue {request.queue_id}: -1 (any) or one that the topic has")
+    check_invisible(request.invisible_ms, 1)
+
+
+def check_invisible(invisible_ms: int, least_ms: int) -> None:
+    """Raise OutOfRange unless a message may be invisible for so long."""
+    if not least_ms <= invisible_ms <= limits.INVISIBLE_MS_MAX:
+        raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")

@@ -24,6 +24,8 @@ class SavedLease(msgspec.Struct, array_like=True):
     deadline_ms: int
     in_order: bool
     times: int
+    nacked_ms: int | None = None
+    nack_reason: str = ""
 
 
 class SavedLeases(msgspec.Struct):

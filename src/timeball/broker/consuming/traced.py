@@ -1,0 +1,51 @@
+"""The engine with spans: for each message that a group receives, acknowledges or gives up.
+
+A class of its own, so that the engine without tracing pays nothing. A change of a lease's time has no span: workers
+that renew their leases would make most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from timeball.broker.components import Components, Tracing
+from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Received, ReceiveRequest
+
+
+class TracedConsuming(Consuming):
+    """The verbs, told to the broker's traces."""
+
+    def __init__(self, parts: Components, *others: Any) -> None:
+        super().__init__(parts, *others)
+        assert parts.traces is not None, "without traces the engine is Consuming"
+        self._traces: Tracing = parts.traces
+
+    async def receive(self, request: ReceiveRequest, wait_ms: int) -> Received:
+        """Receive, and record what a consumer is handed."""
+        received = await super().receive(request, wait_ms)
+        if received.receipts:
+            self._traces.received(request.group, received.rows, received.receipts)
+        return received
+
+    def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
+        """End leases kept in memory, and record that."""
+        begin_ns = self._traces.now_ns()
+        valid = super().acknowledge_positions(receipts)
+        self._traces.settled("ack", receipts, valid, begin_ns)
+        return valid
+
+    async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
+        """End leases, and record that."""
+        begin_ns = self._traces.now_ns()
+        valid = await super().acknowledge(receipts)
+        self._traces.settled("ack", receipts, valid, begin_ns)
+        return valid
+
+    async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
+        """Give a message up, and record that."""
+        begin_ns = self._traces.now_ns()
+        is_valid = await super().dead_letter(receipt, reason)
+        self._traces.settled("dead_letter", [receipt], [is_valid], begin_ns)
+        return is_valid

@@ -1,0 +1,236 @@
+"""Count the leases that are kept in the log, by group and topic: what members hold, and what they have given back.
+
+Thirteen bytes a lease: its promise's number, its group and topic, its state. Receives, answers and releases change
+whole batches of them by number, and a number that is not known here changes nothing.
+
+A cache: the log says it all, and the checkpoint repeats it (`facts`). Recovery goes on from there with the rows behind
+it (`replay`), in the order of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.broker.filters.tags import BoolArray
+from timeball.log.checkpoint import LeaseFacts
+from timeball.message import (
+    DLQ_PREFIX,
+    NACK_TIME,
+    ORIGIN_GROUP,
+    PROPERTY_END,
+    PROPERTY_NAME_END,
+    RETRY_PREFIX,
+    RETRY_TOPIC,
+    Int64Array,
+    Kind,
+    filled,
+    int64,
+)
+
+GroupTopic = tuple[str, str]  # a group, and the topic whose messages it holds
+Counts = dict[GroupTopic, int]
+
+SWEEP_ROWS_MIN = 1_024
+
+_NONE = np.empty(0, np.int64)
+
+
+class State(IntEnum):
+    """The states of a lease."""
+
+    HELD = 0  # delivered, and not answered
+    NACKED = 1  # given back: it waits for its next delivery
+    ENDED = 2  # acknowledged, dead, expired: kept until the next sweep
+
+
+class LeaseCounts:
+    """Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._keys: list[GroupTopic] = []
+        self._index: dict[GroupTopic, int] = {}
+        # Columns of the leases, the first `_rows` of each in use; numbers ascend, as the log gives them out.
+        self._number, self._key, self._state = _NONE, np.empty(0, np.int32), np.empty(0, np.int8)
+        self._rows = 0
+        self._counts = np.zeros((len(State), 0), np.int64)  # by state and key
+        # Promises of the log that bring a message back to its group. No property: each release asks whether there are.
+        self.waiting_rows = 0
+
+    def held(self) -> Counts:
+        """Return how many messages members hold."""
+        return self._by_key(State.HELD)
+
+    def nacked(self) -> Counts:
+        """Return how many messages were given back and wait for their next delivery."""
+        return self._by_key(State.NACKED)
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    def add(self, group: str, topic: str, numbers: Int64Array) -> None:
+        """Count leases whose promises have these numbers: they ascend, and all are later than those known."""
+        key, rows = self._key_at((group, topic)), self._rows
+        if rows + len(numbers) > len(self._number):
+            self._make_room(len(numbers))
+            rows = self._rows
+        self._rows = end = rows + len(numbers)
+        self._number[rows:end], self._key[rows:end], self._state[rows:end] = numbers, key, State.HELD
+        self._counts[State.HELD, key] += len(numbers)
+        self.waiting_rows += len(numbers)
+
+    def add_rows(self, promises: pa.RecordBatch, numbers: Int64Array) -> None:
+        """Count leases as their promises, rows of the log, name their groups and topics."""
+        keys = keys_of(promises)
+        # By runs: a receive writes its leases side by side, and numbers must ascend.
+        begin = 0
+        for at in range(1, len(keys) + 1):
+            if at == len(keys) or keys[at] != keys[begin]:
+                if (key := keys[begin]) is not None:
+                    self.add(*key, numbers[begin:at])
+                begin = at
+
+    def end(self, numbers: Int64Array) -> None:
+        """Count these leases no longer: they were answered for good, or their promises have been released."""
+        self._set(numbers, State.ENDED)
+
+    def change(self, numbers: Int64Array, nacked: BoolArray) -> None:
+        """Count these as given back, or as held again; of a number that stands here twice the last one counts."""
+        last = dict(zip(numbers.tolist(), nacked.tolist(), strict=True))
+        for state, wanted in ((State.NACKED, True), (State.HELD, False)):
+            self._set(np.array([n for n, was in last.items() if was is wanted], dtype=np.int64), state)
+
+    def _set(self, numbers: Int64Array, state: State) -> None:
+        if not self._rows or not len(numbers):
+            return
+        numbers, known = np.unique(numbers), self._number[: self._rows]
+        at = np.minimum(np.searchsorted(known, numbers), self._rows - 1)
+        at = at[(known[at] == numbers) & (self._state[at] != State.ENDED)]
+        if len(at):
+            keys = self._key[at]
+            np.subtract.at(self._counts, (self._state[at], keys), 1)
+            np.add.at(self._counts, (np.full(len(at), state), keys), 1)
+            self._state[at] = state
+            self.waiting_rows -= len(at) if state == State.ENDED else 0
+
+    def _key_at(self, key: GroupTopic) -> int:
+        found = self._index.get(key)
+        if found is None:
+            found = self._index[key] = len(self._keys)
+            self._keys.append(key)
+            self._counts = np.concatenate([self._counts, np.zeros((len(State), 1), np.int64)], axis=1)
+        return found
+
+    def _make_room(self, rows: int) -> None:
+        """Forget ended leases, and take more memory when few were."""
+        kept = np.flatnonzero(self._state[: self._rows] != State.ENDED)
+        self._counts[State.ENDED] = 0
+        size = max(SWEEP_ROWS_MIN, 2 * (len(kept) + rows))
+        for name in ("_number", "_key", "_state"):
+            column = getattr(self, name)
+            fresh = np.empty(size, column.dtype)
+            fresh[: len(kept)] = column[kept]
+            setattr(self, name, fresh)
+        self._rows = len(kept)
+
+    def _by_key(self, state: State) -> Counts:
+        counts = self._counts[state]
+        return {self._keys[at]: int(counts[at]) for at in np.flatnonzero(counts).tolist()}
+
+    # -- restarts ------------------------------------------------------------------------------------------------
+
+    def facts(self) -> list[LeaseFacts]:
+        """Return the leases for a checkpoint."""
+        number, key, state = (column[: self._rows] for column in (self._number, self._key, self._state))
+        found = []
+        for at in np.flatnonzero(self._counts[[State.HELD, State.NACKED]].sum(axis=0)).tolist():
+            held, nacked = (spans(number[(key == at) & (state == one)]) for one in (State.HELD, State.NACKED))
+            found.append(LeaseFacts(*self._keys[at], held, nacked))
+        return found
+
+    def restore(self, facts: Sequence[LeaseFacts]) -> None:
+        """Begin with the leases of a checkpoint."""
+        columns = [
+            (_numbers(some), self._key_at((one.group, one.topic)), state)
+            for one in facts
+            for some, state in ((one.held, State.HELD), (one.nacked, State.NACKED))
+        ]
+        if not columns:
+            return
+        number = np.concatenate([numbers for numbers, _, _ in columns])
+        key = np.concatenate([np.full(len(numbers), at, np.int32) for numbers, at, _ in columns])
+        state = np.concatenate([np.full(len(numbers), one, np.int8) for numbers, _, one in columns])
+        order = np.argsort(number)
+        self._number, self._key, self._state = number[order], key[order], state[order]
+        self._rows = self.waiting_rows = len(number)
+        np.add.at(self._counts, (state, key), 1)
+
+    def replay(self, rows: pa.RecordBatch) -> None:
+        """Apply READ_SCHEMA rows of the log, in its order."""
+        kinds = rows.column("kind").to_numpy()
+        named = np.asarray(rows.column("source_seq").is_valid()) & np.asarray(
+            rows.column("due_ms").is_valid()
+        )
+        leased = named & (kinds == Kind.PROMISE)
+        if leased.any():
+            promises = rows.filter(pa.array(leased))
+            self.add_rows(promises, int64(promises.column("seq")))
+        if not self._rows:
+            return
+        # After all that were added: a row that changes or ends a lease stands behind its promise.
+        moved = rows.filter(pa.array(named & (kinds == Kind.MOVED)))
+        if moved.num_rows:
+            self.change(int64(moved.column("source_seq")), were_nacked(moved))
+        ended = rows.filter(pa.array(named & np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])))
+        self.end(int64(ended.column("source_seq")))
+
+
+def spans(numbers: Int64Array) -> list[tuple[int, int]]:
+    """Return ascending numbers as (first, count): leases of one receive stand side by side."""
+    if not len(numbers):
+        return []
+    begins = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
+    counts = np.diff(np.concatenate([begins, [len(numbers)]]))
+    return list(zip(numbers[begins].tolist(), counts.tolist(), strict=True))
+
+
+def _numbers(found: Sequence[tuple[int, int]]) -> Int64Array:
+    return np.concatenate([_NONE, *(np.arange(first, first + count) for first, count in found)])
+
+
+def keys_of(promises: pa.RecordBatch) -> list[GroupTopic | None]:
+    """Return the group and topic of each lease's promise; None where full properties left no room for a group."""
+    texts = promises.column("properties")
+    groups, firsts = (_property(texts, name).to_pylist() for name in (ORIGIN_GROUP, RETRY_TOPIC))
+    # The retry topic names the topic. Dead letters of all topics go to one, so theirs is read from the properties.
+    return [
+        None
+        if group is None
+        else (group, topic_of(group, first or topic if topic.startswith(DLQ_PREFIX) else topic))
+        for group, first, topic in zip(groups, firsts, promises.column("topic").to_pylist(), strict=True)
+    ]
+
+
+def topic_of(group: str, topic: str) -> str:
+    """Return the topic for which a group reads its retry topic; another topic is itself.
+
+    >>> topic_of("g", "%RETRY%g_orders"), topic_of("g", "orders")
+    ('orders', 'orders')
+    """
+    return topic.removeprefix(f"{RETRY_PREFIX}{group}_")
+
+
+def were_nacked(rows: pa.RecordBatch) -> BoolArray:
+    """Return which of these MOVED rows say that a member has given its message back."""
+    mark = f"(^|{PROPERTY_END}){NACK_TIME}{PROPERTY_NAME_END}"
+    return np.asarray(pc.match_substring_regex(filled(rows.column("properties"), ""), mark))
+
+
+def _property(texts: pa.Array, name: str) -> pa.Array:
+    """Return the value of one property of each text; null where it is missing."""
+    # As a column: a start after a crash may read the leases of an hour.
+    pattern = f"(?:^|{PROPERTY_END}){name}{PROPERTY_NAME_END}(?P<value>[^{PROPERTY_END}]*)"
+    return pc.struct_field(pc.extract_regex(filled(texts, ""), pattern), "value")

@@ -1,0 +1,69 @@
+"""The engine with spans gives what the engine without gives, and tells each receipt and each answer that counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.consuming.traced import TracedConsuming
+
+CONTEXT = "traceparent\x0100-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\x02"
+
+
+class Told:
+    """What the broker's traces are told, beside what they do."""
+
+    def __init__(self, world: World) -> None:
+        made = world.broker.parts.traces
+        self.received: list[int] = []
+        self.settled: list[tuple[str, list[bool]]] = []
+        received, settled = made.received, made.settled
+
+        def note_received(group: str, rows: Any, receipts: Any) -> None:
+            self.received.append(len(receipts))
+            received(group, rows, receipts)
+
+        def note_settled(operation: str, receipts: Any, valid: Any, begin_ns: int) -> None:
+            self.settled.append((operation, list(valid)))
+            settled(operation, receipts, valid, begin_ns)
+
+        made.received, made.settled = note_received, note_settled
+
+
+@pytest.mark.parametrize("in_log", [True, False])
+def test_receipts_and_answers_are_told(in_log: bool) -> None:
+    @on_node(traces=True)
+    async def run(world: World) -> None:
+        consuming, told = world.broker.consuming, Told(world)
+        assert isinstance(consuming, TracedConsuming)
+        request = ReceiveRequest("g", "orders", rows=2, in_log=in_log)
+        await world.broker.send(batch(3, properties=[CONTEXT] * 3))
+        first = await consuming.receive(request, 0)
+        second = await consuming.receive(request, 0)
+        assert (await consuming.receive(request, 0)).receipts == []
+        assert told.received == [2, 1]
+        assert await consuming.acknowledge(first.receipts) == [True, True]
+        assert await consuming.acknowledge(first.receipts) == [False, False]
+        assert await consuming.dead_letter(second.receipts[0])
+        assert told.settled == [("ack", [True, True]), ("ack", [False, False]), ("dead_letter", [True])]
+        # Three receipts, two acknowledgements and a dead letter: what is not valid has no span.
+        assert world.broker.parts.traces.counts["recorded"] == 6
+
+    run()
+
+
+@on_node(traces=True)
+async def test_positions_are_told_and_a_lease_that_was_made_longer_is_the_same_lease(world: World) -> None:
+    consuming, told = world.broker.consuming, Told(world)
+    await world.broker.send(batch(1, properties=[CONTEXT]))
+    (receipt,) = (await consuming.receive(ReceiveRequest("g", "orders"), 0)).receipts
+    world.clock.advance(10)
+    longer = await consuming.change_invisible_time(receipt, 30_000)
+    assert longer != receipt
+    assert consuming.acknowledge_positions([longer]) == [True]
+    assert told.settled == [("ack", [True])]
+    assert world.broker.parts.traces.counts["recorded"] == 2
