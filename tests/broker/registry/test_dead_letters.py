@@ -1,0 +1,46 @@
+"""Positions of dead letters that are dealt with: any order gives the same spans, and what is left is the rest."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import limits
+from timeball.broker.registry.dead_letters import ResolvedDeadLetters, joined
+from timeball.broker.registry.meta import MetaLog
+from timeball.errors import OverLimit
+
+
+def registry() -> ResolvedDeadLetters:
+    log = MetaLog()
+    found = ResolvedDeadLetters(log)
+    log.open(lambda _: None, lambda: 0)
+    return found
+
+
+@given(st.lists(st.sets(st.integers(0, 30), max_size=6), max_size=6), st.integers(0, 30), st.integers(0, 31))
+def test_what_is_left_is_what_was_not_dealt_with(steps: list[set[int]], begin: int, end: int) -> None:
+    kept, done = registry(), set[int]()
+    for step in steps:
+        kept.changed("g", [(2, offset) for offset in step], {}).keep()
+        done |= step
+    left = [at for low, high in kept.open_spans("g", 2, begin, end) for at in range(low, high)]
+    assert left == [at for at in range(begin, end) if at not in done]
+    assert kept.spans("g", 2) == joined((at, at + 1) for at in done)
+    assert kept.spans("g", 0) == kept.spans("other", 2) == []
+
+
+def test_what_the_log_no_longer_has_is_forgotten() -> None:
+    kept = registry()
+    kept.changed("g", [(0, 1), (0, 5)], {}).keep()
+    kept.changed("g", [(0, 9)], {0: 4}).keep()
+    assert kept.spans("g", 0) == [(5, 6), (9, 10)]
+    kept.forget("g")
+    assert kept.spans("g", 0) == []
+
+
+def test_many_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DEAD_LETTER_SPANS_MAX", 2)
+    with pytest.raises(OverLimit, match="oldest"):
+        registry().changed("g", [(0, 1), (0, 3), (0, 5)], {})
