@@ -135,7 +135,11 @@ def test_row_groups_say_which_instants_they_hold(count: int) -> None:
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     assert [group.num_rows for group in groups[:-1]] == [GROUP_ROWS] * (len(groups) - 1)
     named = {c.path_in_schema: c.statistics for c in (groups[0].column(i) for i in range(15))}
-    assert {name for name, statistics in named.items() if statistics is not None} == {"due_ms", "seq"}
+    assert {name for name, statistics in named.items() if statistics is not None} == {
+        "due_ms",
+        "seq",
+        "topic",
+    }
     begins = [group.column(metadata.schema.names.index("due_ms")).statistics.min for group in groups]
     assert begins == [NOW_MS + GROUP_ROWS * i for i in range(len(groups))]
 

@@ -71,6 +71,16 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", 
         return sum(entry.rows for entry in self.files)
 
 
+def live_files(files: list[FileEntry], attaches: Sequence[tuple[int, Attachment]]) -> list[FileEntry]:
+    """Return the files that live behind these attaches, (row, attach) in the order of the log."""
+    live = {entry.path: entry for entry in files}
+    for _, attachment in attaches:
+        # In the order of the log: a later rewrite may remove what an earlier attach has added.
+        live = {path: entry for path, entry in live.items() if path not in attachment.removes}
+        live |= {entry.path: entry for entry in attachment.files}
+    return list(live.values())
+
+
 def encode(change: Attachment | Reservation) -> bytes:
     """Return the JSON that stands in the log and goes over the wire."""
     return msgspec.json.encode(change)

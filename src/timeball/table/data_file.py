@@ -28,6 +28,8 @@ Position = tuple[int, int]  # (due_ms, seq)
 
 _CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
 _ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
+_TOPIC = TABLE_SCHEMA.get_field_index("topic")
+_SOME_ROWS = 4_096  # decoded at a time where bodies are among the columns
 _NO_GROUPS: Int64Array = np.empty(0, np.int64)
 _NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in _ID_COLUMNS]).empty_table()
 
@@ -126,6 +128,58 @@ class DataFile:
         with self._briefly():
             rows = self._read([group], _ID_COLUMNS).combine_chunks()
         return pa.RecordBatch.from_arrays([column.chunk(0) for column in rows.columns], schema=rows.schema)
+
+    # -- row group by row group, for reads that come to a part of a file and no schedule's -----------------------
+
+    @property
+    def group_min_ms(self) -> Int64Array:
+        """The first instant of each row group."""
+        self._open()
+        return self._group_min
+
+    @property
+    def group_max_ms(self) -> Int64Array:
+        """The last instant of each row group."""
+        self._open()
+        return self._group_max
+
+    def groups_between(self, low: Position, high: Position) -> list[int]:
+        """The row groups that may hold rows with low <= (due_ms, seq) < high."""
+        self._open()
+        return self._groups_between(low, high)
+
+    def group_topics(self, group: int) -> tuple[str, str] | None:
+        """The first and the last topic of a row group, as its statistics say; None for a file without these."""
+        column = self._open().metadata.row_group(group).column(_TOPIC).statistics
+        return None if column is None or not column.has_min_max else (column.min, column.max)
+
+    def may_have_topic(self, group: int, topic: str) -> bool:
+        """Say whether rows for a topic may be in a row group."""
+        span = self.group_topics(group)
+        return span is None or span[0] <= topic <= span[1]
+
+    def group_rows(self, group: int) -> int:
+        """The number of rows in a row group."""
+        self._open()
+        return int(self._group_starts[group + 1] - self._group_starts[group])
+
+    def read_group(self, group: int, columns: list[str]) -> pa.Table:
+        """These columns of all rows of a row group."""
+        return self._read([group], columns)
+
+    def read_group_rows(self, group: int, rows: Int64Array, columns: list[str]) -> pa.Table:
+        """These columns of some rows of a row group, ascending; pages behind the last of them are not read."""
+        parts, begin = [], 0
+        try:
+            for batch in self._open().iter_batches(_SOME_ROWS, row_groups=[group], columns=columns):
+                inside = rows[(rows >= begin) & (rows < begin + batch.num_rows)] - begin
+                parts.append(batch.take(pa.array(inside)))
+                begin += batch.num_rows
+                if begin > rows[-1]:
+                    break
+        except (OSError, pa.ArrowInvalid) as error:
+            raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
+        return pa.Table.from_batches(parts)
 
     def ensure_keys(self) -> None:
         """Build the key sidecar now, ahead of the first look-up; `keys_tried` says that this was done or cannot be."""

@@ -143,7 +143,7 @@ def encode_file(rows: pa.Table) -> bytes:
         compression_level=1,
         row_group_size=ROW_GROUP_ROWS,
         use_dictionary=["topic", "tag", "born_host"],
-        write_statistics=["due_ms", "seq"],
+        write_statistics=["due_ms", "seq", "topic"],
         write_page_checksum=True,  # a rotten page is an error when it is read, never a message
     )
     return seal(sink.getvalue())

@@ -1,0 +1,66 @@
+"""The request for a page of waiting messages, the page, and the answer of a forecast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Unit = Literal["second", "minute", "hour", "day"]
+Position = tuple[int, int]  # (due_ms, version), as in the files of the table
+FIRST: Position = (-(1 << 62), 0)
+LAST: Position = (1 << 62, 0)
+
+
+class Waiting(NamedTuple):
+    """A message that waits. `seq`: the number by which it may be cancelled."""
+
+    seq: int
+    topic: str
+    due_ms: int
+    unique_key: str | None
+    keys: str | None
+    tag: str | None
+    size_bytes: int
+    campaign: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request for a page: messages due in [from_ms, to_ms), from the position `after` on."""
+
+    rows: int
+    topic: str | None = None
+    key: str | None = None
+    from_ms: int | None = None
+    to_ms: int | None = None
+    after: Position | None = None
+
+    @property
+    def low(self) -> Position:
+        """The first position that may be shown."""
+        low = FIRST if self.from_ms is None else (self.from_ms, 0)
+        return low if self.after is None else max(low, self.after)
+
+    @property
+    def high(self) -> Position:
+        """The position behind the last that may be."""
+        return LAST if self.to_ms is None else (self.to_ms, 0)
+
+
+class Page(NamedTuple):
+    """Messages in order, and where the next page begins; None when there is none."""
+
+    messages: list[Waiting]
+    next_page: Position | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The messages due in each bucket that has messages, (its first instant, how many), and of each topic in all."""
+
+    by: Unit
+    from_ms: int
+    to_ms: int
+    counted_ms: int
+    buckets: list[tuple[int, int]]
+    topics: dict[str, int]
