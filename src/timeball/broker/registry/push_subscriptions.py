@@ -1,0 +1,130 @@
+"""Push subscriptions: messages of a topic that the broker sends to a URL, as a consumer group's.
+
+The secrets that sign the requests are rows of their own, under `secret/`, so that no reader of the log outside the
+broker is given them. A secret that has been replaced signs beside the new one for a day: receivers that still know the
+old one go on, and accept the new one when they have it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from base64 import b64encode
+from typing import Literal
+
+import msgspec
+
+from timeball import limits
+from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.broker.registry.topics import check_name
+from timeball.errors import NotFound, OutOfRange, OverLimit
+from timeball.message import SECRET_PREFIX
+
+SECRET_BYTES = 32
+SECRET_MARK = "whsec_"  # Standard Webhooks: tells people, and tools that look for leaked secrets, what it is
+OVERLAP_MS = limits.DAY_MS
+TIMEOUT_MS = 15_000  # Standard Webhooks: 15 to 30 s
+
+FilterKind = Literal["tag", "sql"]
+
+
+class PushSubscription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value of a subscription's META row. Two of one group share its messages."""
+
+    topic: str
+    group: str
+    url: str
+    filter: str = "*"
+    filter_type: FilterKind = "tag"
+    in_flight_max: int = 16
+    rate_per_s: float | None = None
+    timeout_ms: int = TIMEOUT_MS
+    paused: bool = False
+    paused_by: Literal["operator", "receiver"] = "operator"  # a receiver that is gone for good (410) says so
+
+    def check(self) -> None:
+        """Raise InvalidName, OutOfRange for a topic, a group or a bound that no subscription may have."""
+        check_name(self.topic, limits.TOPIC_BYTES_MAX, "topic")
+        check_name(self.group, limits.GROUP_BYTES_MAX, "group")
+        if not 1 <= self.in_flight_max <= limits.PUSH_IN_FLIGHT_MAX:
+            raise OutOfRange(f"in_flight_max {self.in_flight_max}: 1 to {limits.PUSH_IN_FLIGHT_MAX}")
+        if not limits.SECOND_MS <= self.timeout_ms <= limits.PUSH_TIMEOUT_MS_MAX:
+            least, most = limits.SECOND_MS, limits.PUSH_TIMEOUT_MS_MAX
+            raise OutOfRange(f"timeout of {self.timeout_ms} ms: {least} to {most} ms")
+        rate = self.rate_per_s
+        # Also refuses what is no number: a comparison with it is false.
+        if rate is not None and not 0.001 <= rate <= limits.PUSH_RATE_PER_S_MAX:
+            raise OutOfRange(f"rate_per_s {rate}: 0.001 to {limits.PUSH_RATE_PER_S_MAX:g}; null for none")
+
+
+class PushSecrets(msgspec.Struct, frozen=True):
+    """The value of the row beside it. `previous` signs too until its instant."""
+
+    current: bytes
+    previous: bytes = b""
+    previous_until_ms: int = 0
+
+    def at(self, now_ms: int) -> list[bytes]:
+        """Return the secrets that sign now, the newest first."""
+        return [self.current, self.previous] if now_ms < self.previous_until_ms else [self.current]
+
+
+def secret_text(secret: bytes) -> str:
+    """Return a secret as receivers are given it (Standard Webhooks)."""
+    return SECRET_MARK + b64encode(secret).decode()
+
+
+class PushSubscriptions:
+    """All subscriptions, by name. Belongs to the event loop."""
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._kept = MetaTable(meta, "push", PushSubscription)
+        self._secrets = MetaTable(meta, SECRET_PREFIX + "push", PushSecrets)
+
+    def all(self) -> dict[str, PushSubscription]:
+        """Return all subscriptions."""
+        return dict(sorted(self._kept.values.items()))
+
+    def get(self, name: str) -> PushSubscription:
+        """Return one; raise NotFound."""
+        found = self._kept.values.get(name)
+        if found is None:
+            raise NotFound(f"no subscription {name[: limits.GROUP_BYTES_MAX]!r}")
+        return found
+
+    def find(self, name: str) -> PushSubscription | None:
+        """Return one, if it exists."""
+        return self._kept.values.get(name)
+
+    def secrets(self, name: str, now_ms: int) -> list[bytes]:
+        """Return the secrets that sign this subscription's requests now, the newest first."""
+        return self._secrets.values[name].at(now_ms)
+
+    def put(
+        self, name: str, subscription: PushSubscription, now_ms: int, *, rotates: bool = False
+    ) -> bytes | None:
+        """Append a subscription; return the secret that was made for it, None when it keeps the one it has.
+
+        Raises InvalidName, OutOfRange, OverLimit.
+        """
+        check_name(name, limits.GROUP_BYTES_MAX, "subscription")
+        subscription.check()
+        known = self._kept.values.get(name)
+        if known is None and len(self._kept.values) >= limits.PUSH_SUBSCRIPTIONS_MAX:
+            raise OverLimit(f"{limits.PUSH_SUBSCRIPTIONS_MAX} subscriptions exist; delete some first")
+        made = None
+        if known is None or rotates:
+            made = secrets.token_bytes(SECRET_BYTES)
+            before = None if known is None else self._secrets.values[name].current
+            until_ms = now_ms + OVERLAP_MS
+            # Ahead of the subscription: a crash between the two must not leave one that cannot sign.
+            row = PushSecrets(made) if before is None else PushSecrets(made, before, until_ms)
+            self._secrets.put([(name, row)])
+        if subscription != known:
+            self._kept.put([(name, subscription)])
+        return made
+
+    def remove(self, name: str) -> None:
+        """Delete a subscription and its secrets; raise NotFound."""
+        self.get(name)
+        self._kept.put([(name, None)])
+        self._secrets.put([(name, None)])

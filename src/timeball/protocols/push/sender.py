@@ -1,0 +1,197 @@
+"""One request to one receiver, and what came of it.
+
+Each receiver has a pool of connections of its own. A name is resolved, what may not be connected to is taken out of
+the answer, and the connection goes to an address that was left: there is no second resolution between check and
+connection, so a name that changes its answer gains nothing. The socket itself is made by a function that checks its
+address once more. Redirects are not followed, proxies of the environment are not asked, cookies are not kept, and of
+an answer only the status and Retry-After count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from timeball import __version__
+from timeball.addresses import Allowed, Target, parse_address
+from timeball.errors import InvalidMessage
+from timeball.protocols.push.codec import Answer, Headers, retry_after_ms
+
+ANSWER_BYTES_MAX = 64 * 1024  # read, so that the connection can be used again; one with more is closed
+HEADER_BYTES_MAX = 8 * 1024  # of one line of an answer
+CONNECT_S_MAX = 10.0
+# Below the 5 s after which common servers close a connection that is idle: a request must not meet that.
+IDLE_S = 4.0
+NAMES_KEPT_S = 10  # with the addresses that were checked
+LOOK_UPS_MAX = 8  # a name server that does not answer holds one for half a minute
+LARGE_BODY_BYTES = 256 * 1024
+
+LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+class ForbiddenAddress(OSError):
+    """The name leads to no address that may be connected to."""
+
+
+class Names:
+    """Resolves names in threads of its own: those of others must not wait for a name server that is slow."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(LOOK_UPS_MAX, thread_name_prefix="push-names")
+
+    async def look_up(self, host: str, port: int) -> list[str]:
+        """Return the addresses of a name; raise OSError."""
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
+        return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+    def close(self) -> None:
+        """Wait for none of them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Checked(AbstractResolver):
+    """Gives the connector the addresses that may be connected to."""
+
+    def __init__(self, name: str, look_up: LookUp, allowed: Allowed) -> None:
+        self._name, self._look_up, self._allowed = name, look_up, allowed
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Return what is left of a name's addresses; raise ForbiddenAddress when that is nothing."""
+        reasons, found = list[str](), list[ResolveResult]()
+        for text in await self._look_up(self._name, port):
+            address = parse_address(text)
+            reason = self._allowed.refusal(self._name, address)
+            if reason is not None:
+                reasons.append(reason)
+                continue
+            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+            flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            found.append(
+                ResolveResult(hostname=host, host=text, port=port, family=family, proto=0, flags=flags)
+            )
+        if not found:
+            raise ForbiddenAddress("; ".join(reasons) or f"{host} has no address")
+        return found
+
+    async def close(self) -> None:
+        """Leave the threads to their owner."""
+
+
+class Receiver:
+    """Sends to one URL. Belongs to the event loop; `close` ends its connections."""
+
+    def __init__(
+        self,
+        url: str,
+        allowed: Allowed,
+        look_up: LookUp,
+        trust: ssl.SSLContext,
+        *,
+        connections: int,
+        timeout_ms: int,
+    ) -> None:
+        self._allowed = allowed
+        self._target: Target = allowed.check_url(url)
+        # As it stands: a URL that was written anew might not be the one that was checked.
+        self._url = URL(url, encoded=True)
+        if (self._url.raw_host or "").lower() != self._target.host:
+            raise InvalidMessage(f"url: host {self._target.host!r} is written in an unusual way")
+        connector = aiohttp.TCPConnector(
+            resolver=_Checked(self._target.host, look_up, allowed),
+            socket_factory=self._open_socket,
+            ssl=trust,
+            limit=connections,
+            keepalive_timeout=IDLE_S,
+            ttl_dns_cache=NAMES_KEPT_S,
+        )
+        total_s = timeout_ms / 1_000
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=min(total_s, CONNECT_S_MAX)),
+            headers={"user-agent": f"timeball/{__version__}"},
+            skip_auto_headers=["accept-encoding"],
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+            auto_decompress=False,  # nothing of it is read
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
+        )
+
+    async def post(self, body: bytes, headers: Headers, now_ms: int) -> Answer:
+        """Send a message; return how it went, whatever happens."""
+        # A long one in pieces: written whole, it would hold the event loop.
+        data: Any = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
+        try:
+            async with self._session.post(
+                self._url, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                answer = _answer(response, now_ms)
+                await _discard(response)
+                return answer
+        except TimeoutError:
+            return Answer("timeout", words="no answer in time")
+        except aiohttp.ClientConnectorError as error:
+            is_forbidden = _is_forbidden(error)
+            words = str(error.os_error if is_forbidden else error)
+            return Answer("forbidden_address" if is_forbidden else "unreachable", words=words)
+        except (aiohttp.ClientError, OSError) as error:
+            return Answer("broken", words=f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+    def _open_socket(self, info: Any) -> socket.socket:
+        """Return a socket for an address that is connected to next; raise ForbiddenAddress."""
+        family, kind, protocol, _, place = info
+        # Addresses that stand in the URL are connected to without a resolver.
+        reason = self._allowed.refusal(self._target.host, parse_address(str(place[0])))
+        if reason is not None:
+            raise ForbiddenAddress(reason)
+        return socket.socket(family, kind, protocol)
+
+
+def _answer(response: aiohttp.ClientResponse, now_ms: int) -> Answer:
+    status, words = response.status, f"status {response.status}"
+    wait_ms = retry_after_ms(response.headers.get("retry-after"), now_ms)
+    if 200 <= status < 300:
+        return Answer("delivered", status)
+    if 300 <= status < 400:
+        return Answer("redirect", status, f"{words}: redirects are not followed", wait_ms)
+    return Answer("client_error" if 400 <= status < 500 else "server_error", status, words, wait_ms)
+
+
+async def _discard(response: aiohttp.ClientResponse) -> None:
+    """Read what is left of an answer, if that is little; its status counts however it goes on."""
+    left = ANSWER_BYTES_MAX
+    try:
+        async for part in response.content.iter_any():
+            left -= len(part)
+            if left < 0:
+                break
+        else:
+            return
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        pass
+    response.close()
+
+
+def _is_forbidden(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ForbiddenAddress):
+            return True
+        error = getattr(error, "os_error", None) or error.__cause__
+    return False

@@ -1,0 +1,143 @@
+"""A receiver of webhooks: a real HTTP server in threads of its own, which answers as a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Request(NamedTuple):
+    """A request as it came; names of headers in lower case."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Reply(NamedTuple):
+    """A status with headers, a body; or how the connection ends instead."""
+
+    status: int = 200
+    headers: dict[str, str] = {}
+    body: bytes = b""
+    instead: str = ""  # "hang" until the receiver stops, "reset", "close", "noise", "endless"
+
+
+Script = Callable[[Request], Reply]
+
+
+class Receiver:
+    """Keeps the requests; `script` may be exchanged at any time."""
+
+    def __init__(self, script: Script | None = None, port: int = 0) -> None:
+        self.requests: list[Request] = []
+        self.script: Script = script or (lambda request: Reply())
+        self.stopped = threading.Event()
+        self.now, self.most, self._lock = 0, 0, threading.Lock()
+        self._server = _Server(("127.0.0.1", port), self)
+        self.port = int(self._server.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}/hook"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), name="receiver", daemon=True
+        )
+        self._thread.start()
+
+    def bodies(self) -> list[bytes]:
+        return [request.body for request in self.requests]
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._server.cut()
+
+    def handle(self, request: Request) -> Reply:
+        with self._lock:
+            self.requests.append(request)
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            return self.script(request)
+        finally:
+            with self._lock:
+                self.now -= 1
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1_024
+
+    def __init__(self, address: tuple[str, int], receiver: Receiver) -> None:
+        self.receiver = receiver
+        self._open: set[socket.socket] = set()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone away is what some tests are about."""
+
+    def cut(self) -> None:
+        for one in list(self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", "0")))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        receiver = self.server.receiver
+        reply = receiver.handle(Request(self.path, headers, body))
+        if reply.instead:
+            self._end(reply.instead)
+            return
+        self.send_response(reply.status)
+        for name, value in {"content-length": str(len(reply.body)), **reply.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(reply.body)
+
+    def _end(self, how: str) -> None:
+        self.close_connection = True
+        if how == "hang":
+            self.server.receiver.stopped.wait()
+        elif how == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+        elif how == "noise":
+            self.wfile.write(b"\x00\xffno http at all\r\n\r\n")
+        elif how == "endless":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not self.server.receiver.stopped.is_set():
+                self.wfile.write(b"x" * 65_536)
+        elif how == "stuck":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n12345")
+            self.server.receiver.stopped.wait()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def receiver_of(script: Script | None = None) -> Iterator[Receiver]:
+    receiver = Receiver(script)
+    try:
+        yield receiver
+    finally:
+        receiver.stop()
