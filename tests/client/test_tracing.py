@@ -1,0 +1,84 @@
+"""Trace context of the Python clients: from the program's current span to a message, and from that to a handler."""
+
+import asyncio
+import threading
+
+import pytest
+from opentelemetry import trace
+from tests.client.current_span import Current, current
+from tests.node_fixture import RunningNode, eventually
+
+from timeball import AsyncTimeball, Message, Timeball, Worker
+from timeball.client import tracing
+
+OWN = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def parents(ball: Timeball, topic: str) -> list[str | None]:
+    return [message.properties.get("traceparent") for message in ball.pull(topic, "g", wait="20s")]
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_send_carries_the_current_span_sampled_or_not(ball: Timeball, sampled: bool) -> None:
+    topic = f"spans-{sampled}"
+    ball.create_topic(topic, 1)
+    with current(sampled=sampled) as span:
+        ball.send(topic, "a", properties={"a": "b"})
+        ball.send(topic, "b", properties={"traceparent": OWN})
+        ball.send_many([{"body": "c"}, {"body": "d", "properties": {"traceparent": OWN}}], topic=topic)
+    ball.send(topic, "e")
+    assert parents(ball, topic) == [span.traceparent, OWN, span.traceparent, OWN, None]
+
+
+def test_a_send_that_is_awaited_carries_the_span_of_its_task(node: RunningNode, ball: Timeball) -> None:
+    ball.create_topic("awaited", 1)
+
+    async def send() -> Current:
+        async with AsyncTimeball(node.endpoint) as client:
+            with current() as span:
+                await client.send("awaited", "a")
+            await client.send("awaited", "b")
+            return span
+
+    span = asyncio.run(send())
+    assert parents(ball, "awaited") == [span.traceparent, None]
+
+
+def test_a_send_that_is_repeated_in_another_span_is_the_same_send(ball: Timeball) -> None:
+    """By `message_id`, as a program does that starts again: only its span is another."""
+    seqs = []
+    for _ in range(2):
+        with current():
+            seqs.append(ball.send("repeated", "a", message_id="order-17", retry=True).seq)
+    seqs.append(ball.send("repeated", "a", message_id="order-17", retry=True).seq)
+    assert len(set(seqs)) == 1
+
+
+def test_a_handler_runs_in_the_trace_of_its_message(ball: Timeball) -> None:
+    ball.create_topic("handled", 1)
+    with current() as span:
+        ball.send("handled", "a")
+    ball.send("handled", "b")
+    seen: list[tuple[str, str]] = []
+
+    def handler(message: Message) -> None:
+        context = trace.get_current_span().get_span_context()
+        seen.append((trace.format_trace_id(context.trace_id), tracing.current_context()))
+
+    with Worker(ball, "workers", "handled", handler) as worker:
+        eventually(lambda: worker.counts.acknowledged == 2, "both are handled")
+    (first, carried), (second, none) = seen
+    # Without a provider of the program's own the span is the message's, and what the handler sends carries it on.
+    assert first == span.trace and carried == f"traceparent\x01{span.traceparent}\x02"
+    assert second == "0" * 32 and none == ""
+
+
+def test_without_the_api_nothing_is_carried(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "HAS_API", False)
+    done = threading.Event()
+    ball.create_topic("bare", 1)
+    with current():
+        ball.send("bare", "a")
+    with Worker(ball, "workers", "bare", lambda _: done.set()):
+        eventually(done.is_set, "it is handled")
+    assert parents(ball, "bare") == [None]

@@ -1,0 +1,106 @@
+"""An OTLP receiver over HTTP: what a broker exports, decoded by OpenTelemetry's own definitions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from tests.node_fixture import eventually
+
+
+class Span(NamedTuple):
+    """One span; ids in hexadecimal, as they stand in a `traceparent`."""
+
+    name: str
+    trace: str
+    id: str
+    parent: str
+    kind: int
+    begin_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    service: str
+    status: int
+
+
+class Collector:
+    """Keeps the spans it was sent. `status`: its answer."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.status = 200
+        self.requests = 0
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers["content-length"]))
+                collector.requests += 1
+                if collector.status == 200:
+                    assert self.path == "/v1/traces", self.path
+                    assert self.headers["content-type"] == "application/x-protobuf"
+                    collector.spans += decoded(data)
+                answer = ExportTraceServiceResponse().SerializeToString()
+                self.send_response(collector.status)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def wait_for(self, *names: str, trace: str | None = None) -> list[Span]:
+        """The spans of a trace, or of all, once each of these names is among them."""
+
+        def found() -> list[Span]:
+            return [span for span in list(self.spans) if trace in (None, span.trace)]
+
+        eventually(lambda: not set(names) - {span.name for span in found()}, f"spans {names}")
+        return found()
+
+
+def decoded(data: bytes) -> list[Span]:
+    request = ExportTraceServiceRequest.FromString(data)
+    spans = []
+    for of_resource in request.resource_spans:
+        resource = _values(of_resource.resource.attributes)
+        for scope in of_resource.scope_spans:
+            for span in scope.spans:
+                spans.append(
+                    Span(
+                        span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.kind,
+                        span.start_time_unix_nano, span.end_time_unix_nano, _values(span.attributes),
+                        resource["service.name"], span.status.code,
+                    )
+                )  # fmt: skip
+    return spans
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+
+
+@contextmanager
+def collector() -> Iterator[Collector]:
+    running = Collector()
+    try:
+        yield running
+    finally:
+        running.close()

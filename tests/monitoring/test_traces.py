@@ -1,0 +1,420 @@
+"""Traces: real brokers and clients, and a receiver that decodes what is exported, or is dead."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.broker.on_node import batch, column, on_node
+from tests.client.current_span import current
+from tests.crash.world import World
+from tests.monitoring import test_metrics
+from tests.monitoring.collector import Collector, Span, collector
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.protocols.grpc.consumer import resource
+from tests.protocols.grpc.sending import message, sent
+from tests.protocols.grpc.wire import Wire, s
+from tests.protocols.http.client import client_of
+
+from timeball import Timeball
+from timeball.clock import ManualClock
+from timeball.errors import SetupError
+from timeball.message import decode_properties
+from timeball.monitoring import traces
+from timeball.monitoring.traces import LEASES_MAX, SPANS_AT_ONCE, SPANS_PER_S, Traces
+from timeball.trace_context import TRACEPARENT
+
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PARENT = f"00-{TRACE}-{CALLER}-01"
+FLAGS = "03"  # of a root: sampled, and its id is random (W3C, level 2)
+UNSAMPLED = f"00-{TRACE}-{CALLER}-00"
+ALL = ("send orders", "release orders", "receive orders", "ack orders")
+OK = 0
+
+
+@pytest.fixture(autouse=True)
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A collector, and the variables that lead to it."""
+    with collector() as running:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+        yield running
+
+
+def by_name(spans: list[Span]) -> dict[str, Span]:
+    found = {span.name: span for span in spans}
+    assert len(found) == len(spans), spans
+    return found
+
+
+def check_tree(spans: list[Span], root: str) -> dict[str, Span]:
+    """One of each: three children of the message's context, and the acknowledgement below the receipt."""
+    found = by_name(spans)
+    assert set(found) == set(ALL)
+    send, release, receive, ack = (found[name] for name in ALL)
+    assert {span.trace for span in spans} == {send.trace}
+    assert (release.parent, receive.parent, ack.parent) == (root, root, receive.id)
+    assert all(span.begin_ns <= span.end_ns for span in spans)
+    assert send.end_ns <= release.end_ns <= receive.begin_ns <= ack.end_ns
+    due_ms = release.attributes["timeball.due_ms"]
+    assert release.begin_ns == due_ms * 1_000_000
+    assert send.attributes.get("timeball.due_ms", due_ms) == due_ms
+    assert "timeball.due_ms" in send.attributes or send.attributes["timeball.delay_ms"] == 10
+    late_ms = (release.end_ns - release.begin_ns) // 1_000_000
+    assert release.attributes["timeball.lateness_ms"] == late_ms >= 0
+    assert {span.attributes["messaging.system"] for span in spans} == {"timeball"}
+    assert {span.attributes["messaging.destination.name"] for span in spans} == {"orders"}
+    assert len({span.attributes["messaging.message.id"] for span in spans}) == 1
+    assert (
+        receive.attributes["messaging.consumer.group.name"]
+        == "g"
+        == ack.attributes["messaging.consumer.group.name"]
+    )
+    types = [span.attributes.get("messaging.operation.type") for span in (send, release, receive, ack)]
+    assert types == ["send", None, "receive", "settle"]
+    assert {span.service for span in spans} == {"timeball"} and {span.status for span in spans} == {OK}
+    return found
+
+
+def sound() -> list[Span]:
+    """A trace as it should be, by hand."""
+    told = {
+        "messaging.system": "timeball", "messaging.destination.name": "orders", "messaging.message.id": "17",
+        "timeball.due_ms": 20,
+    }  # fmt: skip
+    of_group = {"messaging.consumer.group.name": "g"}
+    late = {"timeball.lateness_ms": 2}
+    kinds = {
+        "send orders": told | {"messaging.operation.type": "send"},
+        "release orders": told | late,
+        "receive orders": told | of_group | {"messaging.operation.type": "receive"},
+        "ack orders": told | of_group | {"messaging.operation.type": "settle"},
+    }
+    begins, parents = (10, 20, 30, 40), (CALLER, CALLER, CALLER, "id-30")
+    return [
+        Span(
+            name,
+            TRACE,
+            f"id-{begin}",
+            parent,
+            2,
+            begin * 1_000_000,
+            (begin + 2) * 1_000_000,
+            kinds[name],
+            "timeball",
+            OK,
+        )
+        for name, begin, parent in zip(ALL, begins, parents, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("at", "fault"),
+    [
+        (0, {"trace": "another"}),
+        (1, {"parent": "id-10"}),
+        (2, {"parent": ""}),
+        (3, {"parent": CALLER}),
+        (1, {"begin_ns": 19_000_000}),
+        (1, {"end_ns": 25_000_000}),
+        (2, {"begin_ns": 5_000_000}),
+        (3, {"name": "receive orders"}),
+        (0, {"status": 2}),
+        (2, {"attributes": {}}),
+        (0, None),
+    ],
+)
+def test_a_trace_with_a_fault_is_noticed(at: int, fault: dict[str, Any] | None) -> None:
+    spans = sound()
+    check_tree(spans, CALLER)
+    spans[at : at + 1] = [] if fault is None else [spans[at]._replace(**fault)]
+    with pytest.raises((AssertionError, KeyError)):
+        check_tree(spans, CALLER)
+
+
+# ---- one trace over each edge ---------------------------------------------------------------------------------
+
+
+def test_a_trace_spans_http_from_the_callers_header_to_the_acknowledgement(
+    tmp_path: Path, receiver: Collector
+) -> None:
+    with running_node(tmp_path / "data", http_port=0, traces=True) as node, client_of(node) as client:
+        client.send("orders", {"body": "17", "delay": "10ms"}, traceparent=PARENT, tracestate="vendor=1")
+        reply = client.receive("orders", "g", wait="20s")
+        (got,) = reply.value["messages"]
+        assert (got["properties"][TRACEPARENT], got["properties"]["tracestate"]) == (PARENT, "vendor=1")
+        client.ask("POST", "/v1/topics/orders/ack", {"receipts": [got["receipt"]]}, query={"group": "g"})
+        spans = check_tree(receiver.wait_for(*ALL), CALLER)
+    assert spans["send orders"].trace == TRACE and spans["send orders"].parent == CALLER
+
+
+def test_a_trace_spans_grpc_and_a_restart_between_send_and_release(
+    tmp_path: Path, receiver: Collector
+) -> None:
+    clock = ManualClock()
+    node = RunningNode(tmp_path / "data", clock, traces=True)
+    node.start()
+    try:
+        node.run(node.broker.create_topic("orders"))
+        with Wire.to(node) as wire:
+            sent(wire, message(due_ms=clock.wall + 60_000, properties={TRACEPARENT: PARENT}))
+        receiver.wait_for("send orders")
+    finally:
+        node.stop()
+    node.start()
+    try:
+        clock.advance(60_000)
+        with Wire.to(node) as wire:
+            (got,) = wire.receive("g", "orders", wait_ms=20_000)
+            wire.ask_ok("AckMessage", acknowledge(got))
+        check_tree(receiver.wait_for(*ALL, trace=TRACE), CALLER)
+    finally:
+        node.stop()
+
+
+def acknowledge(got: Any) -> s.AckMessageRequest:
+    system = got.system_properties
+    entry = s.AckMessageEntry(message_id=system.message_id, receipt_handle=system.receipt_handle)
+    return s.AckMessageRequest(group=resource("g"), topic=resource("orders"), entries=[entry])
+
+
+def test_a_trace_spans_flight_below_the_clients_current_span(tmp_path: Path, receiver: Collector) -> None:
+    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+        with current() as span:
+            ball.send("orders", "17", after="10ms")
+        (got,) = ball.pull("orders", "g", wait="20s")
+        assert got.ack()
+        spans = check_tree(receiver.wait_for(*ALL), span.id)
+    assert spans["send orders"].trace == span.trace
+
+
+# ---- roots -------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_without_a_context_begins_a_trace_and_carries_it(
+    tmp_path: Path, receiver: Collector
+) -> None:
+    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+        ball.send("orders", "17", after="10ms", properties={"a": "b"})
+        (got,) = ball.pull("orders", "g", wait="20s")
+        got.ack()
+        spans = receiver.wait_for(*ALL)
+        send = by_name(spans)["send orders"]
+        check_tree(spans, send.id)
+    assert send.parent == "" and send.kind == 4  # a producer
+    assert got.properties == {TRACEPARENT: f"00-{send.trace}-{send.id}-{FLAGS}", "a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "properties"),
+    [("always_off", {"a": "b"}), ("parentbased_always_on", {"a": "b", TRACEPARENT: UNSAMPLED})],
+)
+def test_what_is_not_sampled_keeps_its_bytes_and_has_no_spans(
+    tmp_path: Path,
+    receiver: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
+    properties: dict[str, str],
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+        ball.send("orders", "17", after="10ms", properties=properties)
+        (got,) = ball.pull("orders", "g", wait="20s")
+        got.ack()
+        assert got.properties == properties
+        assert counts(node) == {"recorded": 0, "exported": 0, "failed": 0}
+    assert receiver.spans == []
+
+
+def counts(node: RunningNode) -> dict[str, int]:
+    made = node.broker.parts.traces
+    assert made is not None
+    return dict(made.counts)
+
+
+def test_a_ratio_samples_about_so_many_messages_of_a_batch_and_changes_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
+
+    @on_node(traces=True)
+    async def run(world: World) -> None:
+        accept = world.broker.parts.traced(world.broker.appender.send)
+        texts: list[str | None] = []
+        for _ in range(4):
+            world.clock.advance(1_000)  # the allowance of another second
+            accepted, durable = accept(batch(50, properties=["a\x01b\x02"] * 50))
+            await durable
+            texts += column(accepted.kept, "properties")
+        traced = [text for text in texts if text != "a\x01b\x02"]
+        assert 50 < len(traced) < 150
+        form = re.compile(f"traceparent\x0100-[0-9a-f-]+-{FLAGS}\x02a\x01b\x02")
+        assert all(text and form.fullmatch(text) for text in traced)
+
+    run()
+
+
+@pytest.mark.parametrize("rows", [3, traces.ROOTS_LOOKED_AT + 10])
+def test_columns_of_any_number_carry_contexts(rows: int) -> None:
+    @on_node(traces=True)
+    async def run(world: World) -> None:
+        columns = {
+            "properties": [None, f"{TRACEPARENT}\x01{PARENT}\x02", "a\x01b\x02"]
+            + ["" for _ in range(rows - 3)]
+        }
+        accept = world.broker.parts.traced(world.broker.appender.send)
+        accepted, durable = accept(batch(rows, **columns))
+        await durable
+        first, second, third, *_ = (
+            decode_properties(text or "") for text in column(accepted.kept, "properties")
+        )
+        assert set(first) == {TRACEPARENT} and second == {TRACEPARENT: PARENT}
+        assert set(third) == {TRACEPARENT, "a"} and third[TRACEPARENT] != first[TRACEPARENT]
+
+    run()
+
+
+# ---- bounds ------------------------------------------------------------------------------------------------------
+
+
+@on_node(traces=True)
+async def test_a_burst_has_as_many_spans_as_are_allowed_and_the_others_are_counted(world: World) -> None:
+    rows = 20_000
+    properties = [f"{TRACEPARENT}\x01{PARENT}\x02"] * rows
+    await world.broker.send(batch(rows, properties=properties, delay_ms=[5_000] * rows))
+    await world.advance(5_000)
+    await world.until(lambda: world.broker.lateness.released == rows, "all are released")
+    found = await test_metrics.samples(world)
+    assert found["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE
+    assert found["timeball_trace_spans_left_out_total", "release"] == rows - SPANS_AT_ONCE
+    world.clock.advance(100)
+    world.broker.parts.traces.released(await _released(world, rows), world.clock.wall)
+    again = await test_metrics.samples(world)
+    assert again["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE + SPANS_PER_S // 10
+
+
+async def _released(world: World, rows: int) -> Any:
+    """Some of the messages, as they were when they were due."""
+    (low, high) = world.broker.queues("orders")[0]
+    return await world.broker.read_queue("orders", 0, low, min(rows, high - low))
+
+
+@on_node(traces=True)
+async def test_leases_that_are_remembered_are_bounded(world: World) -> None:
+    await world.broker.send(batch(1, properties=[f"{TRACEPARENT}\x01{PARENT}\x02"]))
+    made, row = world.broker.parts.traces, (await _released(world, 1))
+    for number in range(LEASES_MAX + 10):
+        if number % SPANS_AT_ONCE == 0:
+            world.clock.advance(1_000)
+        made.received("g", row, [("g", "orders", number, 0)])
+    assert len(made._leased) == LEASES_MAX
+
+
+def test_a_dead_collector_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receiver: Collector
+) -> None:
+    receiver.close()  # its port is closed now
+    monkeypatch.setattr(traces, "STOP_S", 0.1)
+    node = RunningNode(tmp_path / "data", traces=True)
+    node.start()
+    with Timeball(node.endpoint) as ball:
+        for number in range(20):
+            ball.send("orders", f"{number}", after="10ms")
+        bodies: set[bytes] = set()
+        eventually(
+            lambda: bodies.update(m.body for m in ball.pull("orders", "g", wait="1s")) or len(bodies) == 20,
+            "all are received",
+        )
+        assert counts(node)["exported"] == 0 and counts(node)["recorded"] >= 60
+    node.stop()
+
+
+def test_a_collector_that_fails_is_counted(tmp_path: Path, receiver: Collector) -> None:
+    receiver.status = 400
+    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+        ball.send("orders", "17")
+        eventually(lambda: counts(node)["failed"], "an export has failed")
+        assert counts(node)["exported"] == 0
+
+
+def test_what_is_left_is_exported_at_a_stop(
+    tmp_path: Path, receiver: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(1_000 * BOUND_S * 10))
+    with running_node(tmp_path / "data", traces=True) as node, Timeball(node.endpoint) as ball:
+        ball.send("orders", "17")
+        assert receiver.spans == []
+    assert [span.name for span in receiver.spans] == ["send orders"]
+
+
+# ---- off, and settings -----------------------------------------------------------------------------------------------
+
+
+def test_without_the_option_there_are_no_spans_and_no_check_for_them(
+    tmp_path: Path, receiver: Collector
+) -> None:
+    with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
+        broker = node.broker
+        assert broker.sends.accept == broker.appender.send and broker.halves.accept == broker.prepare_nowait
+        assert type(broker.consuming).__name__ == "Consuming"
+        ball.send("orders", "17", properties={TRACEPARENT: PARENT}, after="10ms")
+        (got,) = ball.pull("orders", "g", wait="20s")
+        got.ack()
+        assert got.properties == {TRACEPARENT: PARENT}
+    assert receiver.requests == 0
+
+
+def test_without_the_extra_the_operator_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "timeball.monitoring.traces", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    node = RunningNode(tmp_path / "data", traces=True)
+    with pytest.raises(SetupError, match=r"pip install 'timeball\[otel\]'"):
+        node.start()
+
+
+def test_another_protocol_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with pytest.raises(SetupError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: spans go by http/protobuf"):
+        Traces(ManualClock(), "1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "timeball"),
+        ({"OTEL_SERVICE_NAME": "orders-broker"}, "orders-broker"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=b,zone=eu"}, "b"),
+    ],
+)
+def test_the_service_has_the_name_of_the_environment(
+    variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    found = traces._resource("1.2")
+    assert (found.attributes["service.name"], found.attributes["service.version"]) == (name, "1.2")
+    assert found.attributes.get("zone") == ("eu" if "zone" in str(variables) else None)
+
+
+def test_instants_are_those_of_the_wall_clock_and_finer(receiver: Collector) -> None:
+    class Fine(ManualClock):
+        fine_ns = 0
+
+        def monotonic_ns(self) -> int:
+            return super().monotonic_ns() + self.fine_ns
+
+    clock = Fine()
+    made = Traces(clock, "1")
+    assert made.now_ns() == clock.wall * 1_000_000
+    clock.fine_ns = 400_000
+    assert made.now_ns() == clock.wall * 1_000_000 + 400_000
+    clock.step_wall(-5_000)
+    assert made.now_ns() == clock.wall * 1_000_000
