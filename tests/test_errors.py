@@ -24,6 +24,8 @@ CODES = {
     "out_of_range": "OutOfRange",
     "over_limit": "OverLimit",
     "unavailable": "Unavailable",
+    "lease_lost": "LeaseLost",
+    "peer": "PeerError",
     "setup": "SetupError",
     "storage": "StorageError",
     "corrupt": "Corrupt",

@@ -20,10 +20,11 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from timeball import Timeball, __version__
 from timeball.clock import ManualClock
 from timeball.config import Settings
+from timeball.data_folder import FORMAT_NAME, FormatFacts, check_folder, write_format
 from timeball.errors import DiskFailed, SetupError, StorageError
 from timeball.files import RealFiles
 from timeball.log.format import FORMAT_VERSION
-from timeball.node import FORMAT_NAME, FormatFacts, Node, check_folder, write_format
+from timeball.node import Node
 
 
 def refused(data: Path, text: str, **settings: int) -> None:

@@ -14,7 +14,7 @@ from tests.certificates import certificate
 from timeball.access import Access, Verb
 from timeball.config import Settings
 from timeball.errors import SetupError, Unauthorized
-from timeball.security import OPEN, Security, load_tls
+from timeball.security import OPEN, Security, load_client_tls, load_tls
 
 ONE = '[[accounts]]\naccess_key = "one"\nsecret_key = "secret of one"\n'
 
@@ -121,3 +121,28 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: P
     locked.chmod(0o600)
     with pytest.raises(SetupError, match="password"):
         load_tls(made.cert, str(locked))
+
+
+def test_a_server_is_trusted_by_its_authority_and_shown_a_certificate(tmp_path: Path) -> None:
+    made = certificate(tmp_path)
+    for context in (load_client_tls(made.roots, "", ""), load_client_tls(made.roots, made.cert, made.key)):
+        assert context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
+        assert len(context.get_ca_certs()) == 1, "and not those of the system"
+    assert load_client_tls("", "", "").verify_mode is ssl.CERT_REQUIRED
+
+
+def test_what_cannot_be_shown_to_a_server_is_named(tmp_path: Path) -> None:
+    made, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
+    Path(open_key := str(tmp_path / "open.pem")).write_bytes(Path(made.key).read_bytes())
+    Path(open_key).chmod(0o644)
+    for files, named in [
+        ((str(tmp_path / "none.pem"), "", ""), "none.pem"),
+        ((made.key, "", ""), made.key),  # no certificate in it
+        ((made.roots, made.cert, ""), "both"),
+        ((made.roots, "", made.key), "both"),
+        ((made.roots, made.cert, other.key), other.key),
+        ((made.roots, made.cert, open_key), "others may read it"),
+    ]:
+        with pytest.raises(SetupError, match="etcd") as caught:
+            load_client_tls(*files)
+        assert named in str(caught.value)

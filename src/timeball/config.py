@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from timeball import limits
+from timeball.addresses import Allowed
 from timeball.errors import SetupError
 
 Durability = Literal["sync", "async"]
@@ -55,6 +56,11 @@ class Settings:
     allow_plaintext: bool = _of(False, "Listen without TLS on an address that others can reach.")
 
     http_port: int = _of(7480, "Port for HTTP clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX)
+
+    push_allow: str = _of(
+        "",
+        "Host names and networks, with commas, that a push may reach though they are not of the open internet.",
+    )
 
     # RocketMQ clients: the defaults are RocketMQ's own ports, for gRPC those of its proxy
     name_server_port: int = _of(
@@ -138,6 +144,12 @@ class Settings:
     compact_rows_min: int = _of(10_000, "Fewer than this are left for the next round.")
     compact_self: bool = _of(True, "The broker compacts by itself while no pipeline does.")
 
+    # what is told to OpenTelemetry (docs/tracing.md)
+    traces: bool = _of(
+        False,
+        "Export spans of messages by OTLP/HTTP; OTEL_EXPORTER_OTLP_ENDPOINT and its like say where and how many.",
+    )
+
     # what is logged, on stderr
     log_level: LogLevel = _of("warning", "Least level of the lines on stderr: debug, info, warning or error.")
     log_format: LogFormat = _of("text", "Of these lines: text, or json for one document a line.")
@@ -163,6 +175,7 @@ class Settings:
                 allowed = "1 to 127 of the characters % | a-z A-Z 0-9 _ -"
                 raise SetupError(f"{option_name(name)} {value!r}: {allowed}")
         self._check_security()
+        Allowed.parse(self.push_allow)
         try:
             ZoneInfo(self.timing_zone)
         except (ZoneInfoNotFoundError, ValueError) as error:

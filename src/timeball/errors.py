@@ -15,7 +15,9 @@
     │   │   └── GroupNotFound       no such consumer group
     │   └── OutOfRange          a position outside the range that is kept, which it carries
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
-    ├── Unavailable         the broker is starting, stopping or stopped, or Spark was lost: retry elsewhere or later
+    ├── Unavailable         the broker is starting, stopping or stopped, or Spark or etcd is lost: retry later
+    │   └── LeaseLost           this node's lease in etcd has ended: it no longer leads, and takes a new one
+    ├── PeerError           another node sent what is not of the replication protocol: look at its version and port
     ├── SetupError          the operator must act: port, folder, Java, a setting
     └── StorageError        the disk must be looked at; the log has stopped
         ├── Corrupt             bytes that do not match their checksum; never delivered, never dropped
@@ -119,9 +121,21 @@ class OverLimit(TimeballError):
 
 
 class Unavailable(TimeballError):
-    """The broker, or Spark, cannot serve now."""
+    """The broker, Spark or etcd cannot serve now."""
 
     code = "unavailable"
+
+
+class LeaseLost(Unavailable):
+    """The lease by which this node leads has ended."""
+
+    code = "lease_lost"
+
+
+class PeerError(TimeballError):
+    """Another node of the cluster does not keep the replication protocol; the connection to it ends."""
+
+    code = "peer"
 
 
 class SetupError(TimeballError):

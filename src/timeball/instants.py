@@ -1,4 +1,4 @@
-"""What a person writes for `after=` and `at=`, as milliseconds.
+"""What a person writes for a delay and an instant, as milliseconds: in Python's `after=` and `at=`, as in options.
 
 `after` is relative and stays relative until the broker admits the message, so that a wrong clock on this
 machine does not move it. `at` is absolute. Fractions of a millisecond are rounded up: never early.
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
+from functools import lru_cache
 from operator import index
 from typing import SupportsIndex
 
@@ -30,7 +33,7 @@ _UNIT_MS = {
     "d": limits.DAY_MS,
     "w": 7 * limits.DAY_MS,
 }
-_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(ms|[smhdw])")
+_PART = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(ms|[smhdw])")
 _TEXT_MAX = 100
 # An `at` below this, 1973 in milliseconds, is 5138 in seconds: certainly meant as seconds.
 _SECONDS_BELOW = 100_000_000_000
@@ -55,7 +58,8 @@ def delay_ms(after: After) -> int:
     if isinstance(after, bool):
         raise InvalidDelay(f"after={after}: a number of seconds, a timedelta, or text like '30m'")
     if isinstance(after, str):
-        delay = _parse(after)
+        with _named("after="):
+            delay = duration_ms(after)
     elif isinstance(after, timedelta):
         delay = -(-(after // _MICROSECOND) // 1000)
     elif isinstance(after, float):
@@ -78,26 +82,23 @@ def delay_ms(after: After) -> int:
 def due_ms(at: At) -> int:
     """Milliseconds since 1970 UTC of an instant: an aware datetime, RFC 3339, or that number itself.
 
+    A number may be text, as everything on a command line is.
+
     >>> due_ms("2026-01-01T01:00:00+01:00")
     1767225600000
     >>> due_ms(datetime(2026, 1, 1, tzinfo=UTC))
     1767225600000
     """
-    if isinstance(at, str):
-        at = _instant(at)
-    if isinstance(at, datetime):
-        if at.tzinfo is None or at.utcoffset() is None:
-            raise InvalidDelay(
-                f"at={at.isoformat()}: without a time zone it names a different instant on each machine; "
-                "use datetime.now(timezone.utc), or add tzinfo=…"
-            )
-        due = -(-((at - _EPOCH) // _MICROSECOND) // 1000)
+    if isinstance(at, str | datetime):
+        with _named("at="):
+            due = instant_ms(at) if isinstance(at, str) else _of_datetime(at)
     elif isinstance(at, SupportsIndex) and not isinstance(at, bool):
         due = index(at)
-        if 0 < due < _SECONDS_BELOW:
-            raise InvalidDelay(f"at={at}: milliseconds since 1970 are meant; this looks like seconds")
     else:
         raise InvalidDelay(f"at={at!r}: an aware datetime, or milliseconds since 1970 as an int")
+    is_number = at.strip().isdecimal() if isinstance(at, str) else not isinstance(at, datetime)
+    if is_number and 0 < due < _SECONDS_BELOW:
+        raise InvalidDelay(f"at={at}: milliseconds since 1970 are meant; this looks like seconds")
     if not 0 <= due <= limits.INSTANT_MS_MAX:
         raise InvalidDelay(f"at={_shown(at)}: an instant lies between 1970 and 9999")
     return due
@@ -113,19 +114,13 @@ def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
     )
 
 
-def _instant(text: str) -> datetime:
-    """Read RFC 3339; a text without a zone is refused by `due_ms`."""
-    try:
-        if len(text) > _TEXT_MAX:
-            raise ValueError
-        return datetime.fromisoformat(text.strip())
-    except ValueError:
-        raise InvalidDelay(
-            f"at={_shown(text)}: an instant as in '2030-01-31T09:00:00Z', or an aware datetime"
-        ) from None
+@lru_cache(1_024)  # an application has a few delays, and sends each again and again
+def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30m', '250ms', '2d'") -> int:
+    """Return the milliseconds of a duration with units, or of one in ISO 8601; raise InvalidDelay with the advice.
 
-
-def _parse(text: str) -> int:
+    >>> duration_ms("1h 30m"), duration_ms("PT1.5S")
+    (5400000, 1500)
+    """
     compact = text.strip().lower()
     total, end = Fraction(0), 0
     if len(compact) <= _TEXT_MAX and (iso := _ISO.fullmatch(compact)):
@@ -138,8 +133,42 @@ def _parse(text: str) -> int:
             total += Fraction(part[1]) * _UNIT_MS[part[2]]
             end = part.end()
     if not compact or end != len(compact):
-        raise InvalidDelay(f"after={_shown(text)}: numbers with units, as in '30m', '1h30m', '250ms', '2d'")
+        raise InvalidDelay(f"{_shown(text)}: {advice}")
     return math.ceil(total)
+
+
+def instant_ms(text: str) -> int:
+    """Return the milliseconds since 1970 of RFC 3339 with a zone, or of a whole number of them; raise InvalidDelay."""
+    stripped = text.strip()
+    try:
+        if len(text) > _TEXT_MAX:
+            raise ValueError
+        if stripped.isdecimal():
+            return int(stripped)
+        instant = datetime.fromisoformat(stripped)
+    except ValueError:
+        raise InvalidDelay(
+            f"{_shown(text)}: an instant as in '2030-01-31T09:00:00Z', or an aware datetime"
+        ) from None
+    return _of_datetime(instant)
+
+
+def _of_datetime(at: datetime) -> int:
+    if at.tzinfo is None or at.utcoffset() is None:
+        raise InvalidDelay(
+            f"{at.isoformat()}: without a time zone it names a different instant on each machine; end it with Z or "
+            "an offset such as +01:00; a datetime needs a tzinfo"
+        )
+    return -(-((at - _EPOCH) // _MICROSECOND) // 1000)
+
+
+@contextmanager
+def _named(argument: str) -> Iterator[None]:
+    """Put the argument's name in front of what refuses its value in this block."""
+    try:
+        yield
+    except InvalidDelay as error:
+        raise InvalidDelay(f"{argument}{error}") from None
 
 
 def _shown(value: object) -> str:

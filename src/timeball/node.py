@@ -22,7 +22,7 @@ import psutil
 
 from timeball import __version__
 from timeball.access import ANONYMOUS, Caller
-from timeball.broker.components import Components, Tables
+from timeball.broker.components import Components, Tables, Tracing
 from timeball.broker.recovery import Recovered, recover, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
@@ -30,6 +30,7 @@ from timeball.broker.tables.attach import AttachState
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
+from timeball.data_folder import check_folder, write_format
 from timeball.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
@@ -40,7 +41,6 @@ from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
-from timeball.log.segment import holds_log
 from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
@@ -48,6 +48,7 @@ from timeball.monitoring.metrics import Metrics
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.http.edge import HttpEdge
+from timeball.protocols.push.edge import PushEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.protocols.strangers import Strangers
 from timeball.schedule import strategies
@@ -64,15 +65,17 @@ from timeball.table.catalog import Catalog
 
 logger = logging.getLogger(__name__)
 
-FORMAT_NAME = "FORMAT"
 SWITCH_INTERVAL_S = 0.000_5
 
 
-class FormatFacts(msgspec.Struct):
-    """The contents of the file FORMAT in a data folder."""
-
-    product: str
-    format: int
+def _open_traces(clock: Clock) -> Tracing:
+    try:
+        from timeball.monitoring.traces import Traces
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"--traces: no {error.name}; install the extra, pip install 'timeball[otel]'"
+        ) from error
+    return Traces(clock, __version__)
 
 
 class Node:
@@ -92,6 +95,8 @@ class Node:
         self.remoting: RemotingEdge | None = None
         self.grpc: GrpcEdge | None = None
         self.http: HttpEdge | None = None
+        self.push: PushEdge | None = None
+        self._traces: Tracing | None = None
         reader, background = (
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background")
         )
@@ -134,6 +139,7 @@ class Node:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._failed = asyncio.get_running_loop().create_future()
         self.security = Security(self.settings)
+        self._traces = _open_traces(self.clock) if self.settings.traces else None
         if self._real_files is not None:
             check_folder(self._real_files)
             self._real_files.lock()
@@ -164,7 +170,7 @@ class Node:
             security=self.security,
         )
         remoting, grpc = RemotingEdge(self.broker, self.security), GrpcEdge(self.broker, self.security)
-        http = HttpEdge(self.broker, self.metrics, self.security)
+        http = HttpEdge(self.broker, self.metrics, self.status, self.security)
         try:
             for edge in (remoting, grpc, http):
                 await edge.start()
@@ -174,6 +180,8 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
             raise
         self.remoting, self.grpc, self.http = remoting, grpc, http
+        self.push = PushEdge(self.broker, self.metrics.push)
+        await self.push.start()
         self._run_until_stop(self.broker.transaction_checks.run())
         ports = {self.port, self.name_server_port, self.remoting_port, self.grpc_port, self.http_port}
         self._run_until_stop(Strangers(open_files_max(), ports).run())
@@ -197,7 +205,7 @@ class Node:
             ),
         )
         outcomes = Outcomes()
-        outcomes.restore(found.settled, found.cursor)
+        outcomes.restore(found.settled, found.cursor, waiting_rows=found.waiting_rows)
         outcomes.moved.add(found.moved)
         for name, facts in tables.campaigns.all().items():
             if facts.held_from_ms is not None:
@@ -212,7 +220,8 @@ class Node:
             key_index=KeyIndex(files, opened.segments, reader), **vars(tables),
             scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
             backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog, ledger=ledger,
-            reader_thread=reader_thread, background=background, on_failure=self._fail,
+            lease_counts=found.leases,
+            reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
         )  # fmt: skip
         self.broker = Broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
@@ -283,7 +292,7 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
-        for edge in (self.http, self.grpc, self.remoting):
+        for edge in (self.push, self.http, self.grpc, self.remoting):
             if edge is not None:
                 await edge.close()
         if self.edge is not None:
@@ -299,6 +308,8 @@ class Node:
         await self.broker.parts.writer.close()
         for thread in self._threads:
             thread.shutdown(wait=True)
+        if self._traces is not None:
+            await self._traces.close()
         if self._real_files is not None:
             self._real_files.unlock()
 
@@ -332,7 +343,7 @@ class Node:
         return self._real_files.free_bytes() if self._real_files else 0
 
     def _connections(self) -> dict[str, int]:
-        edges = {"remoting": self.remoting, "grpc": self.grpc}
+        edges = {"flight": self.edge, "remoting": self.remoting, "grpc": self.grpc, "http": self.http}
         return {name: edge.connections for name, edge in edges.items() if edge is not None}
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
@@ -351,6 +362,7 @@ class Node:
             },
             "access": self.security.status(),
             "codec": self.remoting.codec.name if self.remoting is not None else "",
+            "pulls": self.remoting.pulls if self.remoting is not None else {},
             **self.broker.status(caller),
         }
 
@@ -362,34 +374,3 @@ class Node:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(error)
-
-
-def check_folder(files: RealFiles) -> None:
-    """Raise SetupError when the folder belongs to something else or to a newer Timeball."""
-    root = files.root
-    if root.exists() and not root.is_dir():
-        raise SetupError(f"--data {root} is a file; name a folder")
-    if not files.exists(FORMAT_NAME):
-        foreign = [name for name in files.list_dir(".") if name != "LOCK"]
-        if foreign and not holds_log(files):
-            raise SetupError(
-                f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder"
-            )
-        return
-    try:
-        facts = msgspec.json.decode(bytes(files.map_readonly(FORMAT_NAME)), type=FormatFacts)
-    except msgspec.DecodeError as error:
-        raise SetupError(f"--data {root}: its file FORMAT is not Timeball's; name another folder") from error
-    if facts.product != "timeball":
-        raise SetupError(f"--data {root} belongs to {facts.product!r}, not to Timeball; name another folder")
-    if facts.format > FORMAT_VERSION:
-        raise SetupError(
-            f"--data {root} has format {facts.format}, written by a newer Timeball; "
-            f"this one reads up to {FORMAT_VERSION}"
-        )
-
-
-def write_format(files: Files) -> None:
-    """Mark a new folder as ours."""
-    if not files.exists(FORMAT_NAME):
-        files.replace(FORMAT_NAME, msgspec.json.encode(FormatFacts("timeball", FORMAT_VERSION)))

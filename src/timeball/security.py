@@ -52,6 +52,26 @@ def load_tls(certificate: str, key: str) -> Tls:
     return Tls(chain, secret, *contexts)
 
 
+def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
+    """Return how etcd is connected to: trusting these roots ("": the system's), showing a certificate if one is given.
+
+    Raises SetupError.
+    """
+    where = f"etcd: CA {roots or '(of the system)'}, certificate {certificate}, key {key}"
+    if bool(certificate) != bool(key):
+        raise SetupError(f"{where}: name both a certificate and its key, or none")
+    try:
+        context = ssl.create_default_context(cafile=roots or None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if certificate:
+            read_secret(key, "etcd: key", forbidden_mode=ANYBODY)
+            context.load_cert_chain(certificate, key, password=_no_password)
+    except (ssl.SSLError, ValueError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise SetupError(f"{where}: no certificates in PEM, or a key with a password ({reason})") from error
+    return context
+
+
 def _context(certificate: str, key: str, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -494,6 +494,8 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
             for each in (model, others):
                 each.pass_to(world.clock.wall)
             assert await delivered(world) == sorted(model.out | others.out), step
+            left = set(keys) - model.out - model.ended | others.due_ms.keys() - others.out
+            assert world.broker.parts.waiting_messages == len(left), step
         if model.paused_ms is not None:
             await world.resume("spring", model.resume(world.clock.wall, shift=True), shift=True)
         await world.advance(DAY_MS)

@@ -18,6 +18,7 @@ from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig, altered_attributes, check_config
 from timeball.broker.registry.topics import FilterType
 from timeball.broker.waiters import Waiters
+from timeball.message import DLQ_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Administration:
         # Rows appended from now on belong to a topic of the same name that may be made again.
         if self._parts.topics.delete(name, self._parts.writer.next_seq):
             self._parts.offsets.forget_topic(name)
+            if name.startswith(DLQ_PREFIX):
+                self._parts.resolved_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
             self._waiters.wake([name])  # consumers that wait for its messages are told that it is gone
             await self._parts.writer.flushed()
 

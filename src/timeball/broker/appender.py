@@ -27,6 +27,7 @@ from timeball.broker.policy import Policy
 from timeball.broker.rates import TIMER_TOPIC
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.idempotency import KeyedSend, KeyUse
+from timeball.broker.registry.meta import Change
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
@@ -182,6 +183,16 @@ class Appender:
         rows, level, now_ms = self.admit(batch)
         self.make_topics(rows)
         return self._accept(rows, level, now_ms)[1]
+
+    def send_with(self, batch: pa.RecordBatch, change: Callable[[], Change]) -> asyncio.Future[int]:
+        """`send_again` with the row of a change in the same frame; `change` is asked once nothing else may refuse."""
+        rows, level, now_ms = self.admit(batch)
+        self.make_topics(rows)
+        rows = self.prepare(rows, now_ms, level)
+        changed = change()
+        durable = self.append(pa.concat_batches([rows, changed.rows])).durable
+        changed.keep()
+        return durable
 
     def admit(self, batch: SendBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
         """Return the rows and levels of `admission.admit`, and their store time; raises what it raises."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import pyarrow as pa
 
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
+from timeball.broker.registry.dead_letters import ResolvedDeadLetters
 from timeball.broker.registry.groups import Groups, RequestModes
 from timeball.broker.registry.idempotency import IdempotencyKeys
+from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.leases import ReceiptSecret, SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.offsets import Offsets
+from timeball.broker.registry.push_subscriptions import PushSubscriptions
 from timeball.broker.registry.topics import Topics
 from timeball.broker.tables.attach import AttachState
 from timeball.clock import SchedulerClock
@@ -25,6 +30,7 @@ from timeball.files import Files
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
+from timeball.message import SendBatch
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.backlog import DelayLevels
 from timeball.schedule.hour_log.backlog import HourLog
@@ -34,6 +40,7 @@ from timeball.table.catalog import Catalog
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Accepting = tuple[R, "asyncio.Future[int]"]  # the answer to a send, and when it is durable
 
 
 class Gate:
@@ -72,6 +79,33 @@ class Gate:
             yield
 
 
+class Tracing(Protocol):
+    """Spans of what the broker does with messages (monitoring/traces.py). Belongs to the event loop."""
+
+    counts: dict[str, int]  # spans by outcome: recorded, exported, failed
+    left_out: dict[str, int]  # messages with a context that got no span, by operation
+
+    def send(self, batch: SendBatch, accept: Callable[[SendBatch], Accepting[R]]) -> Accepting[R]:
+        """Accept a batch, with a span for each message that is traced; some are given a context before."""
+
+    def released(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        """Record the releases of READ_SCHEMA promises that are durable now."""
+
+    def received(self, group: str, rows: pa.RecordBatch, receipts: Sequence[tuple[object, ...]]) -> None:
+        """Record the receipts of READ_SCHEMA rows by a group."""
+
+    def now_ns(self) -> int:
+        """Return the instant from which `settled` counts."""
+
+    def settled(
+        self, operation: str, receipts: Sequence[tuple[object, ...]], valid: Sequence[bool], begin_ns: int
+    ) -> None:
+        """Record the ends of leases by their receipts."""
+
+    async def close(self) -> None:
+        """Export the rest, if that can be done soon."""
+
+
 class Tables:
     """The tables that META rows are kept in; all are registered before recovery reads the first row."""
 
@@ -83,6 +117,8 @@ class Tables:
         self.in_flight = MetaTable(meta, "in_flight", SavedLeases)
         self.campaigns = Campaigns(meta)
         self.idempotency_keys = IdempotencyKeys(meta)
+        self.push_subscriptions = PushSubscriptions(meta)
+        self.resolved_dead_letters = ResolvedDeadLetters(meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +138,11 @@ class Components:
     request_modes: RequestModes
     receipt_secret: ReceiptSecret
     in_flight: MetaTable[SavedLeases]  # leases that the last orderly stop has saved
+    lease_counts: LeaseCounts  # of leases that the log keeps
     campaigns: Campaigns
     idempotency_keys: IdempotencyKeys
+    push_subscriptions: PushSubscriptions
+    resolved_dead_letters: ResolvedDeadLetters
     scheduler: Scheduler
     backlog: Backlog  # keeps promises that are sent for an instant: the strategy of the settings
     hour_log: HourLog  # keeps the pending table, under every strategy
@@ -114,6 +153,7 @@ class Components:
     reader_thread: Executor  # one thread: reads log and files, and alone changes the Delta log
     background: Executor  # one thread: compaction and rewriting, which may take seconds
     on_failure: Callable[[BaseException], None]  # stops the broker: memory may be ahead of the files
+    traces: Tracing | None = None  # None: off
     rates: Rates = field(default_factory=Rates)
     revoking: Gate = field(default_factory=Gate)  # open to all that end or move promises, closed by a resume
 
@@ -121,6 +161,25 @@ class Components:
     def compacts(self) -> bool:
         """Return whether promises wait in the log's tail, to be moved to the pending table."""
         return self.backlog is self.hour_log
+
+    @property
+    def waiting_messages(self) -> int:
+        """Return how many scheduled messages wait: none that was cancelled, and no lease."""
+        # Never below nought, although a lease counts a moment longer than its promise (delivery.py).
+        return max(0, self.outcomes.waiting_rows - self.lease_counts.waiting_rows)
+
+    def traced(
+        self, accept: Callable[Concatenate[SendBatch, P], Accepting[R]]
+    ) -> Callable[Concatenate[SendBatch, P], Accepting[R]]:
+        """Return a verb that accepts messages as one that traces them; itself when tracing is off."""
+        traces = self.traces
+        if traces is None:
+            return accept
+
+        def accept_traced(batch: SendBatch, /, *args: P.args, **kwargs: P.kwargs) -> Accepting[R]:
+            return traces.send(batch, lambda rows: accept(rows, *args, **kwargs))
+
+        return accept_traced
 
 
 def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:

@@ -51,7 +51,7 @@ class Delivery:
     ) -> None:
         """`on_visible` is told of queues that have got something: topic and number."""
         self._parts, self._scheduler = parts, parts.scheduler
-        self._on_visible, self._lateness = on_visible, lateness
+        self._on_visible, self._lateness, self._traces = on_visible, lateness, parts.traces
         self._build = builder_of(parts.settings.codec)
 
     def release(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
@@ -99,12 +99,16 @@ class Delivery:
     def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement | FewPlaces) -> None:
         due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
         placement.index(first_seq)
-        placement.count(self._parts.rates)
+        placement.count(self._parts.rates, released=True)
         now_ms = self._parts.clock.now_ms()
         # After the index: a consumer must find the message before the promise counts as released.
         self._scheduler.released(seq)
+        if self._parts.lease_counts.waiting_rows:
+            self._parts.lease_counts.end(numbers(promises))
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - due_ms))
+        if self._traces is not None:
+            self._traces.released(promises, now_ms)
 
     # -- releases by a dispatcher outside: it reads due promises in the table's files and hands them in ----------
 
@@ -161,6 +165,11 @@ def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
     return pc.if_else(mask, promises.column("source_seq"), seq), pc.if_else(
         mask, seq, pa.scalar(None, pa.int64())
     )
+
+
+def numbers(promises: pa.RecordBatch) -> Int64Array:
+    """Return the numbers of READ_SCHEMA promises."""
+    return int64(names(promises)[0])
 
 
 def without_lists(promises: pa.RecordBatch) -> pa.RecordBatch:

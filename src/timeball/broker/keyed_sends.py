@@ -40,7 +40,7 @@ class KeyedSends:
     """The sends of all edges that have an idempotency key. Belongs to the event loop."""
 
     def __init__(self, parts: Components, appender: Appender, policy: Policy) -> None:
-        self._parts, self._appender, self._policy = parts, appender, policy
+        self._parts, self._policy, self._send = parts, policy, parts.traced(appender.send_keyed)
         self._under_way: dict[str, _Use] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._batcher: Batcher[_Use] = Batcher(self._begin, self._answer, self._refuse)
@@ -87,7 +87,7 @@ class KeyedSends:
 
     def _begin(self, uses: list[_Use]) -> Begun:
         pieces = [use.piece for use in uses]
-        return self._appender.send_keyed(joined(pieces), [use.key for use in uses], pieces[0].caller)
+        return self._send(joined(pieces), [use.key for use in uses], pieces[0].caller)
 
     def _answer(self, uses: list[_Use], accepted: Accepted) -> None:
         answer(self._ended(uses), accepted)

@@ -210,6 +210,10 @@ class Policy:
         is_users = reserved.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
         return is_users and self._settings.auto_create_topics
 
+    def is_awaited(self, name: str) -> bool:
+        """Return whether a topic is missing and its first message would make it: a receive waits for that one."""
+        return self._topics.find_topic(name) is None and self.may_be_made(name)
+
     def check_managed(self, name: str, caller: Caller) -> None:
         """Raise InvalidName or Forbidden unless the caller may create, change or delete a topic of this name."""
         self.allow(caller, Verb.ADMIN)

@@ -15,7 +15,8 @@ Names and keys are those of RocketMQ's BrokerStatsManager, as its tools ask for 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,8 @@ class Stat:
     SNDBCK_PUT_NUMS = "SNDBCK_PUT_NUMS"
     BROKER_PUT_NUMS = "BROKER_PUT_NUMS"
     BROKER_GET_NUMS = "BROKER_GET_NUMS"
-    # Our own, with keys of "": no tool of RocketMQ's asks for them.
+    # Our own, of scheduled messages by topic: no tool of RocketMQ's asks for them.
+    RELEASED_NUMS = "RELEASED_NUMS"
     CANCELLED_NUMS = "CANCELLED_NUMS"
     RESCHEDULED_NUMS = "RESCHEDULED_NUMS"
 
@@ -88,6 +90,11 @@ class Rates:
             self.add(Stat.GROUP_GET_NUMS, key, rows)
             self.add(Stat.GROUP_GET_SIZE, key, size_bytes)
             self.add(Stat.BROKER_GET_NUMS, "", rows)
+
+    def add_each(self, stat: str, keys: Iterable[str]) -> None:
+        """Count one for each key as often as it is there."""
+        for key, count in Counter(keys).items():
+            self.add(stat, key, count)
 
     def add(self, stat: str, key: str, count: int) -> None:
         """Count."""

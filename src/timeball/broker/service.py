@@ -18,10 +18,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.access import ANONYMOUS, Caller, Verb
-from timeball.broker import (
-    delivery,
-    transactions,
-)
+from timeball.broker import delivery, transactions
 from timeball.broker.administration import Administration
 from timeball.broker.admission import as_columns
 from timeball.broker.appender import Accepted, Appender
@@ -29,12 +26,18 @@ from timeball.broker.campaign_changes import CampaignChanges
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.traced import TracedConsuming
+from timeball.broker.dead_letters import DeadLetters
+from timeball.broker.group_states import GroupStates
 from timeball.broker.ingress import Ingress
+from timeball.broker.job_reports import JobReports
 from timeball.broker.keyed_sends import KeyedSends
+from timeball.broker.live_tail import LiveTail
 from timeball.broker.policy import Policy
+from timeball.broker.push_changes import PushChanges
 from timeball.broker.rates import Stat
 from timeball.broker.revoking.cancel import cancel, settle
-from timeball.broker.revoking.find_message import MessagePlace, find_message
+from timeball.broker.revoking.find_message import find_message
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
@@ -43,12 +46,14 @@ from timeball.broker.table_changes import TableChanges
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
 from timeball.broker.waiters import Waiters
+from timeball.broker.waiting.forecast import Forecast
+from timeball.broker.waiting.listing import Listing
 from timeball.errors import OutOfRange
 from timeball.log.segment import starts
 from timeball.message import READ_SCHEMA, Kind, SendBatch, codes_of, without_secrets
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
-from timeball.wire import Attached, Campaign, CampaignChange, RangesCancelled, Start, Verdict
+from timeball.wire import Attached, Campaign, CampaignChange, MessagePlace, RangesCancelled, Start, Verdict
 
 
 class Broker:
@@ -62,15 +67,24 @@ class Broker:
         self._loop = asyncio.get_running_loop()
         self.waiters = Waiters()
         self.administration = Administration(parts, self.policy, self.waiters)
+        self.push = PushChanges(parts, self.policy)
         self.lateness = delivery.Lateness()
         self.delivery = delivery.Delivery(parts, on_visible=self.waiters.wake_queues, lateness=self.lateness)
         self.ticker = Ticker(parts.scheduler, parts.clock, self.delivery.release, self.delivery.rewrite)
         self.mover = TableChanges(parts, promises_since_watermark=promises_since_watermark)
+        self.live_tail = LiveTail(parts, self.policy, self.waiters)
+        self.listing = Listing(parts, self.policy, self.mover.lock)
+        self.forecast = Forecast(parts, self.policy, self.mover.lock)
         self.campaign_changes = CampaignChanges(parts, self.mover)
         self.appender = Appender(parts, self.policy, self.waiters, self.mover.tail_count)
-        self.consuming = Consuming(parts, self.appender, self.waiters, self.policy, self.save_offsets)
+        self.dead_letters = DeadLetters(parts, self.appender, self.policy)
+        consuming = Consuming if parts.traces is None else TracedConsuming
+        self.consuming = consuming(parts, self.appender, self.waiters, self.policy, self.save_offsets)
+        self.job_reports = JobReports(parts, self.policy)
+        self.groups = GroupStates(parts, self.policy, self.consuming.leases, self.dead_letters)
         # Two ways in: halves become promises without an instant, so they cannot share a batch with sends.
-        self.sends, self.halves = Ingress(self.appender.send), Ingress(self.prepare_nowait)
+        self.sends = Ingress(parts.traced(self.appender.send))
+        self.halves = Ingress(parts.traced(self.prepare_nowait))
         self.keyed_sends = KeyedSends(parts, self.appender, self.policy)
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)
@@ -157,7 +171,10 @@ class Broker:
         """Return where the messages with this id are (revoking/find_message.py)."""
         self.policy.allow(caller, Verb.LOOK)
         may = None if self.policy.allows(caller, Verb.ADMIN) else partial(self._may_look, caller)
-        return await find_message(self.parts, Names([message_id], topic=topic, may=may))
+        names = Names([message_id], topic=topic, may=may)
+        return await find_message(
+            self.parts, names, lambda name: self.policy.allows(caller, Verb.RECEIVE, topic=name)
+        )
 
     def _may_look(self, caller: Caller, topic: str) -> bool:
         return caller.may(Verb.LOOK, topic=topic)
@@ -214,7 +231,7 @@ class Broker:
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         # The loop's clock: a wall clock that is set must not make a poll longer.
         deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
-        if wait_ms > 0 and self.parts.topics.find_topic(topic) is None and self.policy.may_be_made(topic):
+        if wait_ms > 0 and self.policy.is_awaited(topic):
             await self.waiters.wait(topic, deadline - self._loop.time())
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         while True:
@@ -353,11 +370,15 @@ class Broker:
             "watermark": parts.ledger.watermark,
             "settled_before_ms": parts.scheduler.settled_before_ms,
             "strategy": parts.settings.strategy,
+            "durability": parts.settings.durability,
+            "waiting_messages": parts.waiting_messages,
+            "redelivery_messages": parts.lease_counts.waiting_rows,
             "schedule": self.schedule_statistics(),
             "levels": parts.levels.statistics(),
             "transactions": self.transactions.statistics(),
             "table": {"uri": parts.catalog.uri, "version": parts.catalog.version},
             "lateness": self.lateness.summary(),
+            "delivered": parts.rates.total(Stat.BROKER_GET_NUMS),
             "clock_suspect": parts.clock.suspect,
         }
 

@@ -43,6 +43,7 @@ class TableChanges:
         self._compact_lock = asyncio.Lock()
         self.tail_count = TailCount(parts.ledger.watermark, promises_since_watermark)
         self.outside_compactor_until_ms = 0
+        self.compactions = compact.Figures(parts.clock.clock)
         # An attach is decided and the table may lack it. Recovery repeats only what stands behind the
         # checkpoint, so none may be saved now, and no later attach may pass this one.
         self.is_unfinished = False
@@ -126,6 +127,7 @@ class TableChanges:
         self.is_unfinished = False
         if attachment.job == "compact":
             self.tail_count.drop_below(attachment.to_seq)
+        self.compactions.attached(attachment, now_ms)
         return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
 
     def _check_compacts(self) -> None:
@@ -167,8 +169,15 @@ class TableChanges:
         `even_without_promises` moves the watermark all the same, so that retention may let the rows before it go.
         """
         self._check_compacts()
+        try:
+            return await self._compact(even_without_promises=even_without_promises)
+        except Exception:  # of any kind: counted, and raised again
+            self.compactions.failures += 1
+            raise
+
+    async def _compact(self, *, even_without_promises: bool) -> Attached | None:
         async with self._compact_lock:
-            parts = self.parts
+            parts, began_ns = self.parts, self.parts.clock.clock.monotonic_ns()
             from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
             to_seq = min(to_seq, from_seq + compact.RUN_ROWS_MAX)
             if to_seq <= from_seq:
@@ -186,7 +195,9 @@ class TableChanges:
             try:
                 if not attachment.files and not even_without_promises:
                     return None
-                return await self.attach(attachment)
+                attached = await self.attach(attachment)
+                self.compactions.durations.add(parts.clock.clock.monotonic_ns() - began_ns)
+                return attached
             finally:
                 await in_thread(parts.background, give_back)
 

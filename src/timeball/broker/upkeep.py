@@ -188,6 +188,8 @@ class Upkeep:
             epochs=dict(parts.ledger.epochs),
             jobs=dict(parts.ledger.jobs),
             reserved=list(parts.ledger.reserved.items()),
+            waiting_rows=parts.outcomes.waiting_rows,
+            leases=parts.lease_counts.facts(),
             halves=self._broker.transactions.open(),
             levels=parts.levels.state(parts.scheduler.settled_ms).levels,
             tick=(parts.outcomes.cursor.tick_ms, parts.outcomes.cursor.local_index),

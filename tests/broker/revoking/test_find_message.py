@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from tests.broker.on_node import batch, on_node
 from tests.broker.revoking.test_cancel import PLACES, delivered
@@ -24,7 +25,7 @@ async def test_each_state_of_a_scheduled_message(world: World, place: Callable) 
     due_ms = waiting.due_ms + HOUR_MS
     await world.broker.reschedule(ids=[key], due_ms=due_ms)
     (moved,) = await world.broker.find(key)
-    assert moved == waiting._replace(due_ms=due_ms)
+    assert moved == msgspec.structs.replace(waiting, due_ms=due_ms)
     await world.advance(FAR_MS + HOUR_MS)
     assert await delivered(world) == [key]
     (visible,) = await world.broker.find(key)
@@ -32,6 +33,26 @@ async def test_each_state_of_a_scheduled_message(world: World, place: Callable) 
     assert visible.at_ms is not None
     assert visible.at_ms >= due_ms
     assert visible.queue_offset == 0
+
+
+def _nothing(_: str) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_node()
+async def test_its_content_is_shown_to_those_who_may_receive_it(world: World, place: Callable) -> None:
+    key = await place(world)
+    (waiting,) = await world.broker.find(key)
+    (hidden,) = await find_message(world.broker.parts, Names([key]), _nothing)
+    assert waiting.content is not None
+    assert hidden == msgspec.structs.replace(waiting, content=None)
+    await world.advance(FAR_MS + HOUR_MS)
+    (visible,) = await world.broker.find(key)
+    assert visible.content is not None
+    assert visible.content.body == waiting.content.body
+    (row,) = (await world.broker.read_queue("a", visible.queue_id, 0, 9)).to_pylist()
+    assert (row["body"], len(row["body"])) == (waiting.content.body, waiting.content.size_bytes)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -60,9 +81,16 @@ async def test_topics_that_the_caller_may_not_see_are_not_there(world: World) ->
     key = (await world.send("a", [FAR_MS]))[0]
     for message_id in ("now", key):
         assert (
-            len(await find_message(world.broker.parts, Names([message_id], may=lambda topic: topic == "a")))
+            len(
+                await find_message(
+                    world.broker.parts, Names([message_id], may=lambda topic: topic == "a"), _nothing
+                )
+            )
             == 1
         )
         assert (
-            await find_message(world.broker.parts, Names([message_id], may=lambda topic: topic == "b")) == []
+            await find_message(
+                world.broker.parts, Names([message_id], may=lambda topic: topic == "b"), _nothing
+            )
+            == []
         )

@@ -118,3 +118,11 @@ def test_what_is_no_status_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "status/compact.json").write_text("{}")
     with pytest.raises(SetupError, match=r"--checkpoint .*: "):
         list(read_statuses(str(tmp_path)))
+
+
+def test_an_audit_lies_beside_the_statuses_and_is_none(tmp_path: Path) -> None:
+    board = Board(str(tmp_path))
+    board.write_audit(b'{"ok": false}')
+    board.write_audit(b'{"ok": true}')
+    assert (tmp_path / "audit.json").read_text() == '{"ok": true}'
+    assert list(read_statuses(str(tmp_path))) == []

@@ -14,7 +14,7 @@ from timeball.errors import InvalidFilter
 from timeball.log.queue_file import EntryArray
 
 TAG, SQL92 = "TAG", "SQL92"
-# Of all texts kept: some 8 MB of filters, in each of the three rooms that keep some.
+# Of all texts kept: some 8 MB of filters, in each of the four rooms that keep some.
 CHARACTERS_MAX = 256 * 1024
 OVERHEAD_CHARACTERS = 64  # of a filter whose text is short
 

@@ -7,7 +7,7 @@ and each of them takes some microseconds for one row too.
 from __future__ import annotations
 
 from timeball.broker.filters.tags import tag_hash, tag_mask
-from timeball.broker.rates import Rates
+from timeball.broker.rates import Rates, Stat
 from timeball.broker.registry.topic import Topic
 
 
@@ -52,10 +52,12 @@ class FewPlaces:
         for (topic, queue_id), entries in self._queues.items():
             topic.queues[queue_id].index.extend([(first_seq + row, size, tag) for row, size, tag in entries])
 
-    def count(self, rates: Rates) -> None:
-        """Count what came into each topic."""
+    def count(self, rates: Rates, *, released: bool = False) -> None:
+        """Count what came into each topic; `released`: as scheduled messages, too."""
         for (topic, _), entries in self._queues.items():
             rates.put(topic.name, len(entries), sum(size for _, size, _ in entries))
+            if released:
+                rates.add(Stat.RELEASED_NUMS, topic.name, len(entries))
 
     def queues(self) -> list[tuple[str, int]]:
         """Return the queues that got rows: topic and number."""

@@ -18,10 +18,11 @@ from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.errors import Conflict
 from timeball.message import SEND_COLUMNS
+from timeball.trace_context import without_context
 
 DROPPED_AT_ONCE_MAX = 10_000  # expired keys; their rows share a frame
 _HASH_BYTES = 16
-# A client that sends again may have another address, and may stamp the message anew.
+# A client that sends again may have another address, may stamp the message anew, and may be in another span.
 _CONTENT = [name for name in SEND_COLUMNS if name not in ("born_ms", "born_host")]
 
 
@@ -50,6 +51,8 @@ def key_use(caller: str, key: str, batch: pa.RecordBatch) -> KeyUse:
     """Return how a send of SEND_COLUMNS uses a key; `caller` is the name of the account."""
     # By rows, so that neither slices nor dictionaries of the same messages make a difference.
     columns = [batch.column(name).to_pylist() if name in batch.schema.names else None for name in _CONTENT]
+    at = _CONTENT.index("properties")
+    columns[at] = [without_context(text) for text in columns[at] or ()]
     columns = [
         column if column and any(value is not None for value in column) else None for column in columns
     ]

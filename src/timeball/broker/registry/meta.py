@@ -8,7 +8,10 @@
     offsets/parked                     Parked                   offsets.py
     in_flight/<group>@<topic>@<queue>  leases at a clean stop   leases.py
     campaign/<id>                      CampaignFacts            campaigns.py
+    push/<name>                        PushSubscription         push_subscriptions.py
     secret/receipts                    32 bytes, as base64      leases.py
+    secret/push/<name>                 PushSecrets              push_subscriptions.py
+    dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
     once/<hash of caller and key>      KeyedSend                idempotency.py
     snapshot                           all of these at once     log/checkpoint.py
 
@@ -93,7 +96,7 @@ class MetaLog:
         for key, value in pairs:
             if key == SNAPSHOT_KEY:
                 continue  # it says what the rows before it have said, all of which are known here
-            prefix, _, name = key.partition("/")
+            prefix, _, name = key.rpartition("/")  # no name has one
             table = self._tables.get(prefix)
             # Dropping it would lose state for good, as the next snapshot is made of `values`.
             if table is None:

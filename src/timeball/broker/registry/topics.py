@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker import queue_entries
-from timeball.broker.rates import Rates
+from timeball.broker.rates import Rates, Stat
 from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.topic import (
     FilterType,
@@ -60,10 +60,12 @@ class Placement:
             seqs = first_seq + rows if row_seqs is None else row_seqs[rows]
             topic.queues[queue_id].index.append(seqs, self.sizes[rows], self.tags[rows])
 
-    def count(self, rates: Rates) -> None:
-        """Count what came into each topic."""
+    def count(self, rates: Rates, *, released: bool = False) -> None:
+        """Count what came into each topic; `released`: as scheduled messages, too."""
         for topic, _, rows in self.groups:
             rates.put(topic.name, len(rows), int(self.sizes[rows].sum()))
+            if released:
+                rates.add(Stat.RELEASED_NUMS, topic.name, len(rows))
 
     def queues(self) -> list[tuple[str, int]]:
         """Return the queues that got rows: topic and number."""

@@ -64,10 +64,12 @@ async def cancel(parts: Components, candidates: list[Candidate]) -> dict[int, Ve
     now_ms = parts.clock.now_ms()
     chosen = [c for c, was in zip(candidates, stop_waiting(parts, candidates).tolist(), strict=True) if was]
     if chosen:
+        # An operator may name the topic that messages are redelivered from.
+        parts.lease_counts.end(np.array([c.number for c in chosen], dtype=np.int64))
         # No pause since the decision: the CANCEL rows stand in the log before any later release.
         _, durable = parts.writer.append(cancel_rows(chosen, now_ms))
         await durable
-        parts.rates.add(Stat.CANCELLED_NUMS, "", len(chosen))
+        parts.rates.add_each(Stat.CANCELLED_NUMS, (each.topic for each in chosen))
     return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in chosen}
 
 

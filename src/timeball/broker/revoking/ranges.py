@@ -75,9 +75,11 @@ async def _cancel(parts: Components, rows: pa.RecordBatch, reason: str) -> int:
     if not chosen.any():
         return 0
     # No pause since the decision: the CANCEL rows stand in the log before any later release.
-    _, durable = parts.writer.append(cancel_rows(rows.filter(pa.array(chosen)), now_ms, reason))
+    cancelled = rows.filter(pa.array(chosen))
+    _, durable = parts.writer.append(cancel_rows(cancelled, now_ms, reason))
     await durable
-    parts.rates.add(Stat.CANCELLED_NUMS, "", int(chosen.sum()))
+    for found in cancelled.column("topic").value_counts().to_pylist():
+        parts.rates.add(Stat.CANCELLED_NUMS, found["values"], found["counts"])
     return int(np.count_nonzero(chosen))
 
 

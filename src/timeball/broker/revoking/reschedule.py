@@ -106,7 +106,7 @@ async def _move_frame(
         as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves)
     )
     await appended.durable
-    parts.rates.add(Stat.RESCHEDULED_NUMS, "", len(chosen))
+    parts.rates.add_each(Stat.RESCHEDULED_NUMS, (each.topic for each in chosen))
     return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}
 
 

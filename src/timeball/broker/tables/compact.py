@@ -7,10 +7,13 @@ one for files of any writer.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.clock import Clock, Durations
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import TABLE_SCHEMA, Int64Array, Kind
@@ -19,6 +22,24 @@ from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 
 JOB_ID = "broker"
+
+
+class Figures:
+    """Compactions since the start, by whom: "broker" or "pipeline". Durations and failures are the broker's own."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.runs, self.rows, self.last_ms = Counter[str](), Counter[str](), dict[str, int]()
+        self.durations, self.failures = Durations(clock), 0
+
+    def attached(self, attachment: Attachment, now_ms: int) -> None:
+        """Count an attach, if it ends a compaction."""
+        if attachment.job == "compact":
+            by = "broker" if attachment.job_id == JOB_ID else "pipeline"
+            self.runs[by] += 1
+            self.rows[by] += attachment.rows
+            self.last_ms[by] = now_ms
+
+
 _NONE: Int64Array = np.empty(0, np.int64)
 # A frame with more rows is a batch as it is, a view of the mapped log: joining would copy every body.
 COALESCE_ROWS = 8_192

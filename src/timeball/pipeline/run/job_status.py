@@ -140,6 +140,19 @@ class Board:
         except (pa.ArrowException, OSError) as error:
             self._give_up(error)
 
+    def write_audit(self, report: bytes) -> None:
+        """Leave what an audit found, as JSON, for `GET /v1/jobs`."""
+        if self._files is None:
+            return
+        target = f"{self._root.removesuffix(FOLDER)}audit.json"
+        try:
+            self._files.create_dir(self._root, recursive=True)
+            with self._files.open_output_stream(f"{target}.new") as stream:
+                stream.write(report)
+            self._files.move(f"{target}.new", target)
+        except (pa.ArrowException, OSError) as error:
+            self._give_up(error)
+
     def _give_up(self, error: Exception) -> None:
         self._files = None
         LOG.warning("status files not written reason=%s", error)

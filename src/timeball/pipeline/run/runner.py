@@ -211,7 +211,7 @@ def run(
     stop = stop or threading.Event()
     # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    folder = checkpoint or _default_folder(endpoint)  # first: without a broker, do not wait for Spark
+    folder = checkpoint or default_folder(endpoint)  # first: without a broker, do not wait for Spark
     session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
     make_active(session)
     try:
@@ -234,7 +234,8 @@ def check_names(jobs: Sequence[str]) -> None:
         raise SetupError("name at least one job, each once")
 
 
-def _default_folder(endpoint: str) -> str:
+def default_folder(endpoint: str) -> str:
+    """Return the folder of the jobs' checkpoints, beside the pending table; raise Forbidden, Unavailable."""
     with Endpoint(endpoint) as broker:
         # A question that changes nothing, and that only those may ask who may do what jobs do.
         broker.starts(0, 0)

@@ -1,0 +1,136 @@
+"""What the jobs of the pipeline say of themselves, in files beside the pending table, and what the last audit found.
+
+    pipeline/status/<job>.json    written by each job every few seconds (pipeline/run/job_status.py)
+    pipeline/audit.json           written by `timeball audit`
+
+Jobs that were given another folder for their checkpoints, or whose table is on an object store, write elsewhere and are
+not seen here. The files are for people: a broker decides nothing by them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from timeball.access import Caller, Verb
+from timeball.broker.components import Components, in_thread
+from timeball.broker.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+STATUS, AUDIT = "pipeline/status", "pipeline/audit.json"
+FILES_MAX = 100
+FILE_BYTES_MAX = 64 * 1024
+
+Report = dict[str, object]
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The latest micro-batch of a job: up to which position, a row of the log (seq) or an instant (due_ms)."""
+
+    unit: Literal["seq", "due_ms"]
+    position: int
+    took_ms: int
+
+
+class JobFigures(msgspec.Struct, frozen=True):
+    """The figures in a job's report."""
+
+    job: Annotated[str, Meta(max_length=100)]
+    state: Annotated[str, Meta(max_length=20)]
+    updated_ms: int
+    epochs: int = 0
+    rows: int = 0
+    last: Batch | None = None
+    failures: int = 0
+
+
+class JobState(NamedTuple):
+    """A job's figures, and how far it is behind the broker now; None where its position does not say."""
+
+    figures: JobFigures
+    lag_rows: int | None
+    lag_ms: int | None
+
+
+class JobReports:
+    """The read-out of jobs. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, policy: Policy) -> None:
+        self._parts, self._policy = parts, policy
+
+    async def all(self, caller: Caller) -> tuple[list[Report], Report | None]:
+        """Return the reports of the jobs, by name, and that of the last audit; raise Forbidden."""
+        # Errors in them may name topics and places that are not for all.
+        self._policy.allow(caller, Verb.ADMIN)
+        return await in_thread(self._parts.reader_thread, self._read_all)
+
+    async def states(self) -> list[JobState]:
+        """Return the jobs by name, for metrics; a report that lacks what they need is left out."""
+        parts = self._parts
+        return await in_thread(parts.reader_thread, self._states, parts.reader.next_seq, parts.clock.now_ms())
+
+    async def compaction_lag_ms(self) -> int:
+        """Return the age of the oldest row of the log that compaction has not looked at; 0 without promises there."""
+        parts = self._parts
+        return await in_thread(
+            parts.reader_thread,
+            self._age_ms,
+            parts.ledger.watermark,
+            parts.reader.next_seq,
+            parts.clock.now_ms(),
+        )
+
+    def _states(self, next_seq: int, now_ms: int) -> list[JobState]:
+        found = []
+        for report in self._read_all()[0]:
+            try:
+                figures = msgspec.convert(report, JobFigures)
+            except msgspec.ValidationError as error:
+                logger.warning("report of a job not understood reason=%s", error)
+                continue
+            last = figures.last
+            if last is None:
+                found.append(JobState(figures, None, None))
+            elif last.unit == "due_ms":
+                found.append(JobState(figures, None, max(0, now_ms - last.position)))
+            else:
+                # By the log's end now: a job that has died goes on falling behind.
+                lag_ms = self._age_ms(last.position, next_seq, now_ms)
+                found.append(JobState(figures, max(0, next_seq - last.position), lag_ms))
+        return found
+
+    def _age_ms(self, seq: int, next_seq: int, now_ms: int) -> int:
+        """Return how long ago the first row at or behind `seq` was written; 0 when there is none."""
+        reader = self._parts.reader
+        first = max(seq, reader.first_seq)
+        # A frame at a time; numbers that are set aside have no rows.
+        for rows in reader.coalesced(first, next_seq, None, 1, ["store_ms"]) if first < next_seq else ():
+            if rows.num_rows:
+                return max(0, now_ms - int(rows.column("store_ms")[0].as_py() or now_ms))
+        return 0
+
+    def _read_all(self) -> tuple[list[Report], Report | None]:
+        files = self._parts.files
+        # Their writers replace them whole, by another name that is left out here.
+        names = (
+            [name for name in files.list_dir(STATUS) if name.endswith(".json")]
+            if files.exists(STATUS)
+            else []
+        )
+        found = [self._read(f"{STATUS}/{name}") for name in sorted(names)[:FILES_MAX]]
+        return [each for each in found if each is not None], self._read(AUDIT)
+
+    def _read(self, name: str) -> Report | None:
+        files = self._parts.files
+        try:
+            # Another process may remove it, or fill it with anything.
+            if not files.exists(name) or files.size(name) > FILE_BYTES_MAX:
+                return None
+            return msgspec.json.decode(memoryview(files.map_readonly(name)), type=Report)
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("report of a job not read file=%s reason=%s", name, error)
+            return None

@@ -1,0 +1,53 @@
+"""Whose a data folder is, and of which format: its file FORMAT, and a mark while a restore is not finished."""
+
+from __future__ import annotations
+
+import msgspec
+
+from timeball.errors import SetupError
+from timeball.files import Files, RealFiles
+from timeball.log.format import FORMAT_VERSION
+from timeball.log.segment import holds_log
+
+FORMAT_NAME = "FORMAT"
+RESTORING = "RESTORING"  # there while a restore is not finished: no broker starts on such a folder
+
+
+class FormatFacts(msgspec.Struct):
+    """The contents of the file FORMAT in a data folder."""
+
+    product: str
+    format: int
+
+
+def check_folder(files: RealFiles) -> None:
+    """Raise SetupError when the folder belongs to something else or to a newer Timeball."""
+    root = files.root
+    if root.exists() and not root.is_dir():
+        raise SetupError(f"--data {root} is a file; name a folder")
+    if files.exists(RESTORING):
+        raise SetupError(f"--data {root}: a restore was not finished; run `timeball restore` again")
+    if not files.exists(FORMAT_NAME):
+        foreign = [name for name in files.list_dir(".") if name != "LOCK"]
+        if foreign and not holds_log(files):
+            raise SetupError(
+                f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder"
+            )
+        return
+    try:
+        facts = msgspec.json.decode(bytes(files.map_readonly(FORMAT_NAME)), type=FormatFacts)
+    except msgspec.DecodeError as error:
+        raise SetupError(f"--data {root}: its file FORMAT is not Timeball's; name another folder") from error
+    if facts.product != "timeball":
+        raise SetupError(f"--data {root} belongs to {facts.product!r}, not to Timeball; name another folder")
+    if facts.format > FORMAT_VERSION:
+        raise SetupError(
+            f"--data {root} has format {facts.format}, written by a newer Timeball; "
+            f"this one reads up to {FORMAT_VERSION}"
+        )
+
+
+def write_format(files: Files) -> None:
+    """Mark a new folder as ours."""
+    if not files.exists(FORMAT_NAME):
+        files.replace(FORMAT_NAME, msgspec.json.encode(FormatFacts("timeball", FORMAT_VERSION)))

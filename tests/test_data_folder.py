@@ -1,0 +1,36 @@
+"""A data folder is ours, of a format that we read, and not half restored; else it is refused and left as it is."""
+
+from pathlib import Path
+
+import pytest
+
+from timeball.data_folder import FORMAT_NAME, RESTORING, check_folder, write_format
+from timeball.errors import SetupError
+from timeball.files import RealFiles
+
+
+def test_an_empty_folder_becomes_ours(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    check_folder(files)
+    write_format(files)
+    check_folder(files)
+    assert [path.name for path in tmp_path.iterdir()] == [FORMAT_NAME]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (RESTORING, "", "restore was not finished"),
+        ("letter", "dear", "no Timeball data"),
+        (FORMAT_NAME, "{}", "not Timeball's"),
+        (FORMAT_NAME, '{"product":"other","format":1}', "belongs to 'other'"),
+        (FORMAT_NAME, '{"product":"timeball","format":99}', "newer Timeball"),
+    ],
+)
+def test_a_folder_that_is_not_ready_is_refused_with_the_reason(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SetupError, match=said):
+        check_folder(RealFiles(tmp_path))
+    assert (tmp_path / name).read_text() == content
