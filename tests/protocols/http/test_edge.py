@@ -14,36 +14,10 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.http.client import Client, client_of
 
 from timeball.errors import SetupError
-from timeball.protocols.http import edge
 
 
 def connect(node: RunningNode) -> socket.socket:
     return socket.create_connection(("127.0.0.1", node.node.http_port), timeout=BOUND_S)
-
-
-def test_a_head_without_an_end_is_refused(node: RunningNode) -> None:
-    with connect(node) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
-        try:
-            for _ in range(edge.HEAD_BYTES_MAX // 1_000 + 2):
-                connection.sendall(b"a: " + b"x" * 1_000 + b"\r\n")
-            answer = connection.recv(4_096)
-        except ConnectionError:
-            answer = b"HTTP/1.1 400 "  # closed while this was sending
-    assert answer.startswith(b"HTTP/1.1 400 ")
-
-
-@pytest.mark.parametrize("said", [b"", b"GET / HT"])
-def test_a_client_that_says_no_more_is_closed(
-    node: RunningNode, monkeypatch: pytest.MonkeyPatch, said: bytes
-) -> None:
-    monkeypatch.setattr(edge, "HEAD_S", 0.1)
-    with connect(node) as connection:
-        connection.sendall(said)
-        try:
-            assert connection.recv(1) == b""
-        except ConnectionResetError:
-            pass
 
 
 def test_a_connection_is_used_again_after_each_kind_of_answer(client: Client) -> None:

@@ -31,6 +31,10 @@ def test_a_scrape_counts_what_was_sent(node: RunningNode, client: Client) -> Non
     accepted = families["timeball_accepted_messages"].samples
     assert [sample.value for sample in accepted if sample.labels == {"topic": "measured"}] == [2]
     assert "process_resident_memory_bytes" in families
+    open_now = {s.labels["edge"]: s.value for s in families["timeball_connections"].samples}
+    assert (
+        set(open_now) == {"flight", "remoting", "grpc", "http"} and open_now["http"] >= 1
+    )  # this client's own
 
 
 def test_under_an_access_file_it_is_for_accounts(tmp_path: Path) -> None:

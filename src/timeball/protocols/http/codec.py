@@ -1,71 +1,27 @@
-"""JSON to columns of a send, rows to JSON. No I/O.
-
-    application/json        one message, or an array of them
-    application/x-ndjson    one message a line
-    ce-specversion: 1.0     a CloudEvent in binary mode, of any type: the body as it is, its attributes as properties
-
-A body is given as text (`body`), as a JSON value (`json`, stored as its text stands), or as `base64`. Instants and
-delays are read by instants.py, as those of the Python client are; a bare number is milliseconds.
-"""
+"""JSON of receives, answers and moves to structs and back; instants, spans and leases. No I/O."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 
 from timeball import instants, limits
-from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange, OverLimit
-from timeball.message import SEND_COLUMNS, decode_properties
+from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
+from timeball.message import decode_properties
 from timeball.protocols.error_codes import Refused
-from timeball.rules import keys_text, properties_text
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
-# They become columns in a thread of their own, which shares the interpreter with the loop.
-MESSAGES_MAX = 10_000
 
 Span = int | str
-_NAMES = ("topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms")
-_SCHEMA = pa.schema([(name, SEND_COLUMNS[name]) for name in _NAMES])
-_SCHEMA_WITHOUT_DELAY = pa.schema(list(_SCHEMA)[:-1])
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A message to send: one of body, json and base64; at most one of deliver_at and delay."""
-
-    body: str | None = None
-    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    base64: bytes | None = None
-    id: str | None = None
-    key: str | None = None
-    keys: list[str] = []
-    tag: str | None = None
-    properties: dict[str, str] = {}
-    deliver_at: Span | None = None
-    delay: Span | None = None
-
-
-class Sent(msgspec.Struct, omit_defaults=True):
-    """The answer to a message that was taken. Without `due` it is in its queue already."""
-
-    id: str
-    seq: int
-    durable: bool
-    due: str | None = None
-    due_ms: int | None = None
-
-
-class SentMany(msgspec.Struct):
-    """The answers to many messages, in their order."""
-
-    messages: list[Sent]
 
 
 class Leased(msgspec.Struct, omit_defaults=True):
@@ -105,6 +61,14 @@ class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
 
     receipts: list[str]
     delay: Span | None = None
+    reason: str = ""
+
+
+class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts of messages for the group's dead letters."""
+
+    receipts: list[str]
+    reason: str = ""
 
 
 class Extending(msgspec.Struct, forbid_unknown_fields=True):
@@ -127,6 +91,43 @@ class AnsweredMany(msgspec.Struct):
     results: list[Answered]
 
 
+class Deciding(msgspec.Struct, forbid_unknown_fields=True):
+    """A decision about a campaign that needs no more than its name: {}."""
+
+
+class Resuming(msgspec.Struct, forbid_unknown_fields=True):
+    """`shift`: what was held comes later, by as long as the pause was; otherwise what is overdue comes at once."""
+
+    shift: bool = False
+
+
+class Resolving(msgspec.Struct, forbid_unknown_fields=True):
+    """Dead letters to send again or to delete: those that are named, or all that are left."""
+
+    dead_letters: list[str] | None = None
+    all: bool = False
+
+
+class Topic(msgspec.Struct):
+    """A topic: its queues, and the visible messages that are kept in them."""
+
+    topic: str
+    queues: int
+    messages: int
+
+
+class Topics(msgspec.Struct):
+    """Topics, by name."""
+
+    topics: list[Topic]
+
+
+class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
+    """A topic to make; one that is there keeps its queues, or gains some. Without a number: as the settings say."""
+
+    queues: int | None = None
+
+
 class Moving(msgspec.Struct, forbid_unknown_fields=True):
     """Another instant for a scheduled message: exactly one of these."""
 
@@ -134,15 +135,6 @@ class Moving(msgspec.Struct, forbid_unknown_fields=True):
     delay: Span | None = None
 
 
-class Columns(NamedTuple):
-    """Messages as a batch of SEND_COLUMNS; `is_one`: the answer is one object and no list."""
-
-    batch: pa.RecordBatch
-    is_one: bool
-
-
-_MESSAGE = msgspec.json.Decoder(Message)
-_MESSAGES = msgspec.json.Decoder(list[Message])
 encode = msgspec.json.Encoder().encode
 
 
@@ -161,108 +153,6 @@ def decode(kind: type[Any], data: bytes) -> Any:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidMessage(f"body: {error}") from error
-
-
-def columns(topic: str, content_type: str, data: bytes, ids: IdSource, now_ms: int | None = None) -> Columns:
-    """Return the messages of a send; raise InvalidMessage, InvalidDelay, OverLimit.
-
-    `now_ms`: delays become instants counted from it; None: they stay delays, alike in a send that is repeated.
-    """
-    is_one = content_type == JSON and data.lstrip()[:1] != b"["
-    try:
-        if content_type == NDJSON:
-            messages = _MESSAGE.decode_lines(data)
-        else:
-            messages = [_MESSAGE.decode(data)] if is_one else _MESSAGES.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidMessage(f"body: {error}") from error
-    if not messages:
-        raise InvalidMessage("no message: send at least one")
-    if len(messages) > MESSAGES_MAX:
-        raise OverLimit(
-            f"{len(messages)} messages in one request; at most {MESSAGES_MAX}: send fewer at once"
-        )
-    return _columns(topic, messages, ids, now_ms, is_one=is_one)
-
-
-def _columns(
-    topic: str, messages: Sequence[Message], ids: IdSource, now_ms: int | None, *, is_one: bool
-) -> Columns:
-    rows = [_row(at, topic, message, ids) for at, message in enumerate(messages)]
-    schema, count = _SCHEMA, len(rows)
-    if now_ms is not None:
-        # Few messages without a delay go row by row, which costs a third of the way of columns.
-        rows = [(*row[:6], row[6] if row[7] is None else now_ms + row[7]) for row in rows]
-        schema = _SCHEMA_WITHOUT_DELAY
-    try:
-        arrays = [
-            # An array costs a microsecond or ten for one value, too: most columns of most sends are empty.
-            pa.nulls(count, kind) if values.count(None) == count else pa.array(values, kind)
-            for values, kind in zip(zip(*rows, strict=True), schema.types, strict=True)
-        ]
-    except (pa.ArrowException, UnicodeError, OverflowError) as error:
-        raise InvalidMessage(f"not to be stored: {error}") from error
-    return Columns(pa.RecordBatch.from_arrays(arrays, schema=schema), is_one)
-
-
-def cloud_event(
-    topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource, now_ms: int | None = None
-) -> Columns:
-    """Return the message of a CloudEvent in binary mode; raise InvalidMessage, InvalidDelay.
-
-    HTTP Protocol Binding for CloudEvents 1.0.2, section 3.1. Its id becomes that of the message.
-    """
-    attributes = {name: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
-    if attributes["ce-specversion"] != "1.0":
-        raise InvalidMessage(f"ce-specversion {attributes['ce-specversion'][:20]!r}: 1.0 is known")
-    for name in ("ce-id", "ce-source", "ce-type"):
-        if not attributes.get(name):
-            raise InvalidMessage(f"{name} is missing: a CloudEvent has an id, a source and a type")
-    properties = {**attributes, "content-type": headers.get("content-type", "")}
-    message = Message(
-        base64=data,
-        id=attributes["ce-id"],
-        key=headers.get("timeball-key"),
-        tag=headers.get("timeball-tag"),
-        properties={name: value for name, value in properties.items() if value},
-        deliver_at=_number_or_text(headers.get("timeball-deliver-at")),
-        delay=headers.get("timeball-delay"),
-    )
-    return _columns(topic, [message], ids, now_ms, is_one=True)
-
-
-def _number_or_text(text: str | None) -> Span | None:
-    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) < 20
-    return int(text) if is_number and text is not None else text
-
-
-class IdSource:
-    """Gives a message its id where it has none: the nth of a request."""
-
-    def id_of(self, at: int) -> str:
-        """Return an id of 32 hexadecimal characters."""
-        raise NotImplementedError
-
-
-def _row(at: int, topic: str, message: Message, ids: IdSource) -> tuple[Any, ...]:
-    body = _body(at, message)
-    due_ms, delay_ms = when(message.deliver_at, message.delay)
-    if message.id == "":
-        raise InvalidMessage(f"message {at}: id is empty; leave it out to be given one")
-    if message.key is not None and message.keys:
-        raise InvalidMessage(f"message {at}: key and keys; give one of them")
-    keys = keys_text([message.key] if message.key is not None else message.keys) or None
-    properties = properties_text(message.properties)
-    return topic, body, message.tag, keys, message.id or ids.id_of(at), properties, due_ms, delay_ms
-
-
-def _body(at: int, message: Message) -> bytes:
-    given = (message.body is not None) + bool(message.json) + (message.base64 is not None)
-    if given != 1:
-        raise InvalidMessage(f"message {at}: give one of body (text), json and base64; this has {given}")
-    if message.body is not None:
-        return message.body.encode("utf-8", "strict")
-    return message.base64 if message.base64 is not None else bytes(message.json)
 
 
 # ---- instants ---------------------------------------------------------------------------------------------------
@@ -290,8 +180,13 @@ def span_ms(span: Span) -> int:
 
 def instant_text(instant_ms: int) -> str:
     """Return an instant as RFC 3339 in UTC, with milliseconds."""
-    text = (_EPOCH + timedelta(milliseconds=instant_ms)).isoformat(timespec="milliseconds")
-    return text.removesuffix("+00:00") + "Z"
+    second, ms = divmod(instant_ms, limits.SECOND_MS)
+    return f"{_second_text(second)}.{ms:03d}Z"
+
+
+@lru_cache(1_024)  # messages of one time are due at one time
+def _second_text(second: int) -> str:
+    return (_EPOCH + timedelta(seconds=second)).isoformat(timespec="seconds").removesuffix("+00:00")
 
 
 def lease_ms(span: Span) -> int:
@@ -305,22 +200,6 @@ def lease_ms(span: Span) -> int:
 # ---- answers ----------------------------------------------------------------------------------------------------
 
 
-def sent(messages: Columns, first_seq: int, store_ms: int, *, durable: bool) -> Sent | SentMany:
-    """Return the answer to messages that stand in the log from `first_seq` on."""
-    batch = messages.batch
-    ids, due = (batch.column(name).to_pylist() for name in ("unique_key", "due_ms"))
-    delays: list[int | None] = (
-        batch.column("delay_ms").to_pylist() if "delay_ms" in batch.schema.names else [None] * len(ids)
-    )
-    answers = []
-    for at, message_id in enumerate(ids):
-        delay_ms = delays[at]
-        due_ms = due[at] if delay_ms is None else store_ms + delay_ms
-        text = None if due_ms is None else instant_text(due_ms)
-        answers.append(Sent(message_id, first_seq + at, durable, text, due_ms))
-    return answers[0] if messages.is_one else SentMany(answers)
-
-
 def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMany:
     """Return what was handed out, under the topic that was asked for: some of it may come from a retry topic."""
     names = (
@@ -331,7 +210,7 @@ def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMa
     found = []
     for handle, row in zip(handles, values, strict=True):
         seq, queue, offset, store_ms, times, unique_key, body, tag, keys, properties, due_ms = row
-        text, raw = _shown(body or b"")
+        text, raw = shown(body or b"")
         one = Leased(
             handle, topic, 1 + (times or 0), seq, queue, offset, instant_text(store_ms), unique_key, text, raw,
             tag, (keys or "").split(), decode_properties(properties or ""),
@@ -342,7 +221,19 @@ def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMa
     return LeasedMany(found)
 
 
-def _shown(body: bytes) -> tuple[str | None, bytes | None]:
+def shown_body(beginning: bytes, size_bytes: int) -> dict[str, Any]:
+    """Return the fields that show a body of so many bytes by its beginning: as text, or as base64 where it is none."""
+    is_cut = len(beginning) < size_bytes
+    fields: dict[str, Any] = {"size_bytes": size_bytes} | ({"body_cut": True} if is_cut else {})
+    try:
+        # A cut may go through a character.
+        return fields | {"body": getincrementaldecoder("utf-8")().decode(beginning, not is_cut)}
+    except UnicodeDecodeError:
+        return fields | {"base64": beginning}
+
+
+def shown(body: bytes) -> tuple[str | None, bytes | None]:
+    """Return a body as text, or as bytes when it is no UTF-8."""
     try:
         return body.decode(), None
     except UnicodeDecodeError:

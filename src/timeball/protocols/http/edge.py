@@ -1,7 +1,6 @@
 """The edge for HTTP: one table of paths, and uvicorn on the broker's own event loop.
 
-uvicorn bounds neither the bytes of a head nor the time that a client takes for it; the protocol below does. Too many
-connections are closed by strangers.py, as on every port.
+Too many connections are closed by strangers.py, as on every port.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from typing import Any
 
 import uvicorn
 from starlette.routing import BaseRoute, Route, Router
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.broker.service import Broker
 from timeball.errors import SetupError
 from timeball.monitoring.metrics import Metrics
-from timeball.protocols.http.handlers import Handlers
+from timeball.protocols.http.connection import BoundedHttp
+from timeball.protocols.http.dashboard import Dashboard
+from timeball.protocols.http.handlers.operators import Status
+from timeball.protocols.http.handlers.routes import routes as routes_of
 from timeball.protocols.http.openapi import document
 from timeball.protocols.http.requests import Answer, Call, Endpoint, Handler, Room, not_found
 from timeball.security import OPEN, Security
@@ -28,61 +29,8 @@ from timeball.security import OPEN, Security
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1_024
-HEAD_BYTES_MAX = 32 * 1024
-HEAD_S = 20.0  # for a head, from the connection or its first byte on
 IDLE_S = 75  # between two requests of a connection
 LAST_ANSWERS_S = 1  # at a stop: long polls that wait then end without an answer
-
-
-class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's connection, with bounds of a request's head."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._head_bytes = 0
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first head."""
-        super().connection_made(transport)
-        self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Count the bytes of a head that is not complete."""
-        if self._deadline is not None:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if (
-            self._deadline is not None
-            and self._head_bytes > HEAD_BYTES_MAX
-            and not self.transport.is_closing()
-        ):
-            self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
-
-    def on_message_begin(self) -> None:
-        """Begin to wait for the rest of a head."""
-        super().on_message_begin()
-        if self._deadline is None:
-            self._wait()
-
-    def on_headers_complete(self) -> None:
-        """Hand the request on: its body has bounds of its own."""
-        self._stop_waiting()
-        super().on_headers_complete()
-
-    def _wait(self) -> None:
-        self._head_bytes = 0
-        self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 class _Server(uvicorn.Server):
@@ -97,23 +45,29 @@ class _Server(uvicorn.Server):
 class HttpEdge:
     """Builds the paths, starts and stops the server. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker, metrics: Metrics, security: Security = OPEN) -> None:
+    def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security = OPEN) -> None:
         self._settings, self._security, self._clock = (
             broker.parts.settings,
             security,
             broker.parts.clock.clock,
         )
         self.room, self.port = Room(), self._settings.http_port
-        handlers = Handlers(broker, metrics)
+        handlers = routes_of(broker, metrics, status)
+        open_paths = handlers.open_paths | Dashboard().open_paths
         self._document: dict[str, Any] | None = None
         routes: list[BaseRoute] = [
             *(self._route(path, methods, is_open=False) for path, methods in handlers.paths.items()),
-            *(self._route(path, methods, is_open=True) for path, methods in handlers.open_paths.items()),
+            *(self._route(path, methods, is_open=True) for path, methods in open_paths.items()),
             self._route("/openapi.json", {"GET": self._openapi}, is_open=True),
         ]
         self._app = Router(routes, redirect_slashes=False, default=not_found)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def connections(self) -> int:
+        """Return how many connections are open."""
+        return len(self._server.server_state.connections) if self._server is not None else 0
 
     async def start(self) -> None:
         """Listen; raises SetupError when the port is taken."""
@@ -157,7 +111,11 @@ class HttpEdge:
         host, port = self._settings.host, self._settings.http_port
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(address, family=family, backlog=BACKLOG)
+            listening = socket.create_server(address, family=family, backlog=BACKLOG)
+            # Connections inherit it; asyncio sets it only on sockets that were made with a protocol number. Without it
+            # the second write of an answer waits 40 ms for the client's delayed acknowledgement of the first.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return listening
         except OSError as error:
             raise SetupError(
                 f"--http-port {port}: {error.strerror or error}; another broker may be running, choose another port"

@@ -7,12 +7,65 @@ from typing import Any, NamedTuple
 import msgspec
 
 from timeball import __version__
-from timeball.protocols.http import codec
+from timeball.protocols.http import codec, events_codec, send_codec, subscription_codec, waiting_codec
 from timeball.protocols.http.codec import JSON, NDJSON
 
 _REF = "#/components/schemas/{name}"
 _GROUP = ("group", "The consumer group.", True)
 _TOPIC_OF_ID = ("topic", "Only messages for this topic: producers of others may use the same id.", False)
+_PATH: dict[str, dict[str, Any]] = {
+    "topic": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,127}$"},
+    "id": {"type": "string", "minLength": 1},
+    "group": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,255}$"},
+    "campaign": {"type": "string", "minLength": 1, "maxLength": 100},
+    "name": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,120}$"},
+}
+# What the pages of the API (dashboard/reference.js) write into the requests that they show.
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "Message": {"body": "hello", "key": "order-17", "delay": "30m"},
+    "Moving": {"delay": "2h"},
+    "TopicMade": {"queues": 8},
+    "Answering": {"receipts": ["RECEIPT"]},
+    "GivingBack": {"receipts": ["RECEIPT"], "delay": "10s", "reason": "the shop answered 500"},
+    "GivingUp": {"receipts": ["RECEIPT"], "reason": "no such order"},
+    "Extending": {"receipts": ["RECEIPT"], "lease": "5m"},
+    "Resolving": {"all": True},
+    "Deciding": {},
+    "Resuming": {"shift": True},
+    "Subscribing": {"topic": "orders", "group": "billing", "url": "https://billing.example/hooks/orders"},
+}
+_PARAMETER_EXAMPLES = {
+    "topic": "orders",
+    "group": "billing",
+    "id": "order-17",
+    "campaign": "spring",
+    "name": "billing",
+    "key": "order-17",
+    "tag": "red || blue",
+    "by": "hour",
+    "wait": "30s",
+    "lease": "5m",
+    "from": "2027-01-31T00:00:00Z",
+    "to": "2027-02-01T00:00:00Z",
+}
+# Of these fields a request has exactly one, which a struct cannot say.
+_ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("deliver_at", "delay")}
+_SUBSCRIBED = (subscription_codec.Subscribed,)
+_SPAN = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|[0-9]+|PT[0-9]+[HMS])$"}
+_INSTANT = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
+_QUERY: dict[str, dict[str, Any]] = {
+    "group": _PATH["group"],
+    "max": {"type": "integer", "minimum": 1},
+    "wait": _SPAN,
+    "lease": _SPAN,
+    "from": _INSTANT,
+    "to": _INSTANT,
+    "by": {"type": "string", "enum": ["second", "minute", "hour", "day"]},
+}
+_WINDOW = (
+    ("from", "Due at this instant or later: RFC 3339 with a zone, or milliseconds since 1970.", False),
+    ("to", "Due before this instant.", False),
+)
 _PROBLEM = {
     "type": "object",
     "required": ["type", "title", "status", "code", "detail"],
@@ -37,13 +90,21 @@ class Operation(NamedTuple):
     request: tuple[Any, ...] = ()
     answer: tuple[Any, ...] = ()
     status: int = 200
+    media_type: str = JSON
 
 
 OPERATIONS = (
-    Operation("get", "/v1/topics", "topics", "The topics, and their numbers of queues."),
+    Operation("get", "/v1/broker", "broker", "How the broker is, and whether the caller may change things."),
+    Operation("get", "/v1/topics", "topics", "The topics, with queues and messages.", (), (), (codec.Topics,)),
+    Operation(
+        "put", "/v1/topics/{topic}", "create_topic", "Make a topic, or give it more queues.",
+        (), (codec.TopicMade,),
+    ),
+    Operation("delete", "/v1/topics/{topic}", "delete_topic", "Delete a topic with its messages."),
     Operation(
         "post", "/v1/topics/{topic}/messages", "send", "Send one message or many, for now or for later.",
-        (), (codec.Message, list[codec.Message]), (codec.Sent, codec.SentMany), 201,
+        (), (send_codec.Message, list[send_codec.Message]),
+        (send_codec.Sent, send_codec.SentMany, send_codec.SentRows), 201,
     ),
     Operation(
         "get", "/v1/topics/{topic}/messages", "receive", "Receive messages as a group, each leased for a time.",
@@ -55,6 +116,11 @@ OPERATIONS = (
         ), (), (codec.LeasedMany,),
     ),
     Operation(
+        "get", "/v1/topics/{topic}/events", "events", "A live tail of visible messages, as server-sent events.",
+        (("tag", "Only messages with one of these tags, as in red || blue.", False),),
+        media_type=events_codec.EVENTS,
+    ),
+    Operation(
         "post", "/v1/topics/{topic}/ack", "ack", "Say that messages are dealt with.", (_GROUP,),
         (codec.Answering,), (codec.AnsweredMany,),
     ),
@@ -63,8 +129,30 @@ OPERATIONS = (
         (codec.GivingBack,), (codec.AnsweredMany,),
     ),
     Operation(
+        "post", "/v1/topics/{topic}/dead-letter", "dead_letter", "Give messages up: they are dead letters.",
+        (_GROUP,), (codec.GivingUp,), (codec.AnsweredMany,),
+    ),
+    Operation(
         "post", "/v1/topics/{topic}/extend", "extend", "Keep messages for longer.", (_GROUP,),
         (codec.Extending,), (codec.AnsweredMany,),
+    ),
+    Operation(
+        "get", "/v1/messages", "list", "What waits, by due time.",
+        (
+            ("topic", "Only messages for this topic.", False),
+            ("key", "Only messages with this business key.", False),
+            *_WINDOW,
+            ("max", "At most so many messages, 1 to 1000; 100 otherwise.", False),
+            ("page", "The next_page of the page before.", False),
+        ), (), (waiting_codec.WaitingPage,),
+    ),
+    Operation(
+        "get", "/v1/forecast", "forecast", "How many messages are due when, by topic.",
+        (
+            ("by", "second, minute, hour (otherwise) or day, in UTC.", False),
+            *_WINDOW,
+            ("topic", "Only messages for this topic.", False),
+        ), (), (waiting_codec.Forecast,),
     ),
     Operation("get", "/v1/messages/{id}", "get", "Where a message is, and when.", (_TOPIC_OF_ID,)),
     Operation(
@@ -72,7 +160,55 @@ OPERATIONS = (
         (_TOPIC_OF_ID,), (codec.Moving,),
     ),
     Operation("delete", "/v1/messages/{id}", "cancel", "Cancel a scheduled message.", (_TOPIC_OF_ID,)),
-    Operation("get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format."),
+    Operation("get", "/v1/groups", "groups", "The consumer groups: lags, messages in hand, dead letters."),
+    Operation("get", "/v1/groups/{group}", "group", "One consumer group."),
+    Operation(
+        "get", "/v1/groups/{group}/dead-letters", "dead_letters", "What a group has given up.",
+        (("max", "At most so many; 50 otherwise.", False), ("page", "The next_page of an answer.", False)),
+    ),
+    Operation(
+        "post", "/v1/groups/{group}/dead-letters/resend", "resend_dead_letters", "Send them to the group again.", (),
+        (codec.Resolving,),
+    ),
+    Operation(
+        "post", "/v1/groups/{group}/dead-letters/delete", "delete_dead_letters", "Put them aside for good.", (),
+        (codec.Resolving,),
+    ),
+    Operation("get", "/v1/campaigns", "campaigns", "Bulk writes as objects, and how each was left."),
+    Operation("get", "/v1/campaigns/{campaign}", "campaign", "One campaign, with its ranges of rows."),
+    Operation(
+        "post", "/v1/campaigns/{campaign}/pause", "pause_campaign", "Hold what of it waits.", (), (codec.Deciding,)
+    ),
+    Operation(
+        "post", "/v1/campaigns/{campaign}/resume", "resume_campaign", "Let what is held wait again.", (),
+        (codec.Resuming,),
+    ),
+    Operation(
+        "post", "/v1/campaigns/{campaign}/cancel", "cancel_campaign", "End what of it waits.", (), (codec.Deciding,)
+    ),
+    Operation("get", "/v1/jobs", "jobs", "The jobs of the pipeline beside this broker, and the last audit."),
+    Operation(
+        "get", "/v1/subscriptions", "subscriptions", "The push subscriptions.", (), (),
+        (subscription_codec.SubscribedMany,),
+    ),
+    Operation(
+        "put", "/v1/subscriptions/{name}", "subscribe",
+        "Have messages of a topic sent to a URL. A new subscription (201) is answered with its secret, once.",
+        (), (subscription_codec.Subscribing,), (subscription_codec.Subscribed,),
+    ),
+    *(
+        Operation(method, f"/v1/subscriptions/{{name}}{path}", name, summary, (), (), answer)
+        for method, path, name, summary, answer in (
+            ("get", "", "subscription", "A push subscription, and how it goes.", _SUBSCRIBED),
+            ("delete", "", "unsubscribe", "Delete a push subscription; its group stays.", ()),
+            ("post", "/pause", "pause_subscription", "Send nothing more for now.", _SUBSCRIBED),
+            ("post", "/resume", "resume_subscription", "Go on sending, at once.", _SUBSCRIBED),
+        )
+    ),
+    Operation(
+        "get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format.",
+        media_type="text/plain",
+    ),
     Operation("get", "/health/live", "live", "Whether the process answers."),
     Operation("get", "/health/ready", "ready", "Whether messages are taken now."),
 )  # fmt: skip
@@ -83,6 +219,10 @@ def document() -> dict[str, Any]:
     kinds = [kind for each in OPERATIONS for kind in each.request + each.answer]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     schema_of = dict(zip(map(str, kinds), schemas, strict=True))
+    for name, fields in _ONE_OF.items():
+        components[name]["oneOf"] = [{"required": [field]} for field in fields]
+    for name, example in _EXAMPLES.items():
+        components[name]["examples"] = [example]
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _operation(each, schema_of)
@@ -102,25 +242,40 @@ def document() -> dict[str, Any]:
 
 def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
     parameters = [
-        {"name": name, "in": "query", "required": needed, "description": text, "schema": {"type": "string"}}
+        {
+            "name": name,
+            "in": "query",
+            "required": needed,
+            "description": text,
+            "schema": _QUERY.get(name, {"type": "string"}),
+        }
         for name, text, needed in each.query
     ]
-    for name in ("topic", "id"):
+    for name in ("topic", "id", "name", "campaign", "group"):
         if f"{{{name}}}" in each.path:
-            parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
+            parameters.append({"name": name, "in": "path", "required": True, "schema": _PATH[name]})
     if each.name == "send":
         text = "A send with the key of an earlier one gets its answer, and no message is sent twice."
         parameters.append(
             {"name": "Idempotency-Key", "in": "header", "description": text, "schema": {"type": "string"}}
         )
+    if each.name == "events":
+        text = "The id of an event: the stream goes on behind it. Without one it begins with what comes now."
+        parameters.append(
+            {"name": "Last-Event-ID", "in": "header", "description": text, "schema": {"type": "string"}}
+        )
+    for parameter in parameters:
+        if parameter["name"] in _PARAMETER_EXAMPLES:
+            parameter["example"] = _PARAMETER_EXAMPLES[parameter["name"]]
     found: dict[str, Any] = {
         "operationId": each.name,
+        "tags": [each.path.removeprefix("/v1").split("/")[1]],
         "summary": each.summary,
         "parameters": parameters,
         "responses": {
             str(each.status): {
                 "description": "done",
-                "content": {JSON: {"schema": _any_of(each.answer, schema_of)}},
+                "content": {each.media_type: {"schema": _any_of(each.answer, schema_of)}},
             },
             "default": {
                 "description": "a problem (RFC 9457)",
@@ -132,7 +287,10 @@ def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
         content = {JSON: {"schema": _any_of(each.request, schema_of)}}
         if each.name == "send":
             content[NDJSON] = {"schema": {"type": "string", "description": "one message a line"}}
+            content[send_codec.ARROW] = {"schema": {"type": "string", "format": "binary"}}
         found["requestBody"] = {"required": True, "content": content}
+    if each.name == "subscribe":
+        found["responses"]["201"] = found["responses"]["200"]  # as it was there before, or not
     if each.path.startswith("/health"):
         found["security"] = []
     return found

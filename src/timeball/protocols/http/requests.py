@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from starlette.datastructures import QueryParams
@@ -21,7 +21,7 @@ from timeball.access import Caller
 from timeball.errors import OverLimit, StorageError, TimeballError, Unauthorized
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused, codes_of, log_failure, sentence
-from timeball.protocols.http.codec import JSON, encode
+from timeball.protocols.http.codec import JSON, check_type, decode, encode
 from timeball.security import Security
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ BODY_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # one body of 4 MiB in base64, and w
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # of all requests that are read or answered
 SENT_BYTES_MAX = 64 * 1024 * 1024  # of answers that clients have not taken
 CALLS_MAX = limits.PULLS_WAITING_MAX
+STREAMS_MAX = (
+    2_000  # besides the calls, so that live tails leave receives alone; each is some tasks and a socket
+)
+TAKEN_S = 20.0  # for a client to read what is before the next part of a stream
 BODY_S = 20.0
 ANSWER_S = 60.0
 PROBLEM = "application/problem+json"
@@ -43,6 +47,13 @@ class Answer(NamedTuple):
     headers: tuple[tuple[bytes, bytes], ...] = ()
     media_type: str = JSON
     size_bytes: int = 0
+
+
+class Stream(NamedTuple):
+    """An answer without an end, part by part; `parts` is closed when its client goes, or does not read."""
+
+    parts: AsyncGenerator[bytes, None]
+    media_type: str
 
 
 class Call:
@@ -99,14 +110,21 @@ class Room:
     def __init__(self) -> None:
         self.received = ByteShares(RECEIVED_BYTES_MAX, BODY_BYTES_MAX)
         self.sent = ByteShares(SENT_BYTES_MAX, 2 * limits.POP_BYTES_MAX)
-        self.calls = 0
+        self.calls = self.streams = 0
 
 
 class Gone(Exception):
     """The client has gone away: there is nobody to answer."""
 
 
-Handler = Callable[[Call], Awaitable[Answer]]
+Handler = Callable[[Call], Awaitable[Answer | Stream]]
+Paths = dict[str, dict[str, Handler]]  # by path and method
+
+
+async def read(call: Call, kind: type[Any]) -> Any:
+    """Return the JSON body of a request as a struct of this type; raise Refused (415), InvalidMessage."""
+    check_type(call.headers.get("content-type", ""), JSON)
+    return decode(kind, await call.body())
 
 
 class Endpoint:
@@ -138,6 +156,9 @@ class Endpoint:
         finally:
             self._room.calls -= 1
             call.release()
+        if isinstance(answer, Stream):
+            await self._stream(answer, call, send, is_head=scope["method"] == "HEAD")
+            return
         with self._room.sent.held(call.peer, 0):
             self._room.sent.add(call.peer, answer.size_bytes)
             try:
@@ -149,7 +170,49 @@ class Endpoint:
             finally:
                 self._room.sent.remove(call.peer, answer.size_bytes)
 
-    async def _answer(self, method: str, call: Call) -> Answer:
+    async def _stream(self, stream: Stream, call: Call, send: Send, *, is_head: bool) -> None:
+        """Write the parts of a stream until it ends, its client goes, or does not read."""
+        if is_head or self._room.streams >= STREAMS_MAX:
+            await stream.parts.aclose()
+            full = problem_of(OverLimit(f"{STREAMS_MAX} streams are open; try again later"))
+            await respond(Answer(200, b"", media_type=stream.media_type) if is_head else full, send)
+            return
+        self._room.streams += 1
+        writing = asyncio.ensure_future(self._write(stream, call.peer, send))
+        gone = asyncio.ensure_future(call.gone())
+        try:
+            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            self._room.streams -= 1
+            for task in (writing, gone):
+                task.cancel()
+            await asyncio.gather(writing, gone, return_exceptions=True)
+            await stream.parts.aclose()
+
+    async def _write(self, stream: Stream, peer: str, send: Send) -> None:
+        headers = [
+            (b"content-type", stream.media_type.encode()),
+            (b"cache-control", b"no-store"),
+            (b"x-content-type-options", b"nosniff"),
+            (b"x-accel-buffering", b"no"),  # a proxy that gathers an answer would keep it for ever
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for part in stream.parts:
+            # Sent when the transport has room: of a client that does not read, one part waits here and no more.
+            self._room.sent.add(peer, len(part))
+            try:
+                async with asyncio.timeout(TAKEN_S):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            except TimeoutError:
+                logger.info("stream not read peer=%s", peer)
+                raise
+            finally:
+                self._room.sent.remove(peer, len(part))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _answer(self, method: str, call: Call) -> Answer | Stream:
         handler = self._methods.get("GET" if method == "HEAD" else method)
         if handler is None:
             allowed = ", ".join(sorted(self._methods))

@@ -1,0 +1,80 @@
+"""Serves the dashboard's files below /dashboard/, and sends a browser there from `/`; from `/docs` to the API's pages.
+
+The files hold no data, so they need no account; the requests that they make do. They are read out of the installed
+package when they are first asked for, by names that cannot leave its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from importlib.resources import files
+
+from timeball.protocols.http.requests import Answer, Call, Handler, problem
+
+PACKAGE = "timeball.dashboard"  # data and no code, so named and not imported
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+# Nothing from elsewhere, nothing inline: a message that got into the page as HTML could run nothing and tell nobody.
+SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+)
+HEADERS = (
+    (b"content-security-policy", SECURITY_POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+)
+_NAME = re.compile(r"(?:[a-z_]+/)?[a-z_]+\.(html|css|js|svg)")
+
+
+class Dashboard:
+    """The paths of the dashboard; each file is read once."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Answer] = {}
+        self.open_paths: dict[str, dict[str, Handler]] = {
+            "/": {"GET": self._front},
+            "/dashboard": {"GET": self._redirect},
+            "/docs": {"GET": self._redirect_to_reference},
+            "/dashboard/{file:path}": {"GET": self._file},
+        }
+
+    async def _front(self, call: Call) -> Answer:
+        if "text/html" in call.headers.get("accept", ""):
+            return await self._redirect(call)
+        return problem(
+            404, "not_found", "no path '/'; GET /openapi.json has them all, and browsers have /dashboard/"
+        )
+
+    async def _redirect(self, call: Call) -> Answer:
+        return _redirection(b"dashboard/")
+
+    async def _redirect_to_reference(self, call: Call) -> Answer:
+        return _redirection(b"dashboard/reference.html")
+
+    async def _file(self, call: Call) -> Answer:
+        name = call.path["file"] or "index.html"
+        if name not in self._read:
+            matched = _NAME.fullmatch(name)
+            data = await asyncio.to_thread(_bytes_of, name) if matched else None
+            if matched is None or data is None:
+                return problem(404, "not_found", f"the dashboard has no file {name[:100]!r}")
+            self._read[name] = Answer(200, data, HEADERS, TYPES[matched[1]])
+        return self._read[name]
+
+
+def _redirection(location: bytes) -> Answer:
+    # Relative, so that it holds behind a proxy that adds a prefix.
+    return Answer(307, b"", ((b"location", location),), TYPES["html"])
+
+
+def _bytes_of(name: str) -> bytes | None:
+    try:
+        return files(PACKAGE).joinpath(*name.split("/")).read_bytes()
+    except OSError:
+        return None

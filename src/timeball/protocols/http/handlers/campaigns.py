@@ -1,0 +1,62 @@
+"""Campaigns over HTTP: bulk writes as objects, to look at, pause, resume and cancel. Spark plans them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from timeball.broker.service import Broker
+from timeball.protocols.http import codec
+from timeball.protocols.http.requests import Answer, Call, Handler, Paths, read
+from timeball.wire import Campaign, CampaignChange
+
+
+class Campaigns:
+    """Serves campaigns, to accounts that administer. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        one = "/v1/campaigns/{campaign}"
+        self.paths: Paths = {
+            "/v1/campaigns": {"GET": self._list},
+            one: {"GET": self._look},
+            f"{one}/pause": {"POST": self._changing("pause")},
+            f"{one}/resume": {"POST": self._resume},
+            f"{one}/cancel": {"POST": self._changing("cancel")},
+        }
+
+    async def _list(self, call: Call) -> Answer:
+        found = self._broker.campaigns(caller=call.caller)
+        return Answer(200, {"campaigns": [_shown(one) for one in found]})
+
+    async def _look(self, call: Call) -> Answer:
+        (found,) = self._broker.campaigns(call.path["campaign"], call.caller)
+        return Answer(200, _shown(found))
+
+    def _changing(self, change: CampaignChange) -> Handler:
+        async def changed(call: Call) -> Answer:
+            await read(call, codec.Deciding)
+            return await self._change(call, change)
+
+        return changed
+
+    async def _resume(self, call: Call) -> Answer:
+        request: codec.Resuming = await read(call, codec.Resuming)
+        return await self._change(call, "resume", shift=request.shift)
+
+    async def _change(self, call: Call, change: CampaignChange, *, shift: bool = False) -> Answer:
+        campaign = call.path["campaign"]
+        return Answer(
+            200,
+            _shown(await self._broker.change_campaign(campaign, change, shift=shift, caller=call.caller)),
+        )
+
+
+def _shown(campaign: Campaign) -> dict[str, Any]:
+    """Return a campaign with its instants as texts too."""
+    facts = msgspec.structs.asdict(campaign)
+    for name in ("since_ms", "planned_ms", "held_from_ms"):
+        if facts[name] is not None:
+            facts[name.removesuffix("_ms")] = codec.instant_text(facts[name])
+    return facts

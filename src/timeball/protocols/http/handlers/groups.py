@@ -1,0 +1,85 @@
+"""Consumer groups over HTTP: how far behind each is, and its dead letters, to read, to send again and to delete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from timeball import limits
+from timeball.answers import DeadLetterRow
+from timeball.broker.service import Broker
+from timeball.errors import InvalidMessage, OutOfRange
+from timeball.protocols.http import codec
+from timeball.protocols.http.requests import Answer, Call, Paths, read
+
+PAGE_ROWS = 50
+
+
+class Groups:
+    """Serves what names a group. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        letters = "/v1/groups/{group}/dead-letters"
+        self.paths: Paths = {
+            "/v1/groups": {"GET": self._list},
+            "/v1/groups/{group}": {"GET": self._look},
+            letters: {"GET": self._browse},
+            f"{letters}/resend": {"POST": self._resend},
+            f"{letters}/delete": {"POST": self._delete},
+        }
+
+    async def _list(self, call: Call) -> Answer:
+        return Answer(200, {"groups": self._broker.groups.all(None, call.caller)})
+
+    async def _look(self, call: Call) -> Answer:
+        (found,) = self._broker.groups.all(call.path["group"], call.caller)
+        return Answer(200, found)
+
+    async def _browse(self, call: Call) -> Answer:
+        rows = call.query.get("max", str(PAGE_ROWS))
+        most = limits.DEAD_LETTERS_PER_REQUEST_MAX
+        if not (rows.isascii() and rows.isdecimal() and len(rows) < 9 and 1 <= int(rows) <= most):
+            raise OutOfRange(f"max={rows[:20]}: 1 to {most}")
+        page = await self._broker.dead_letters.page(
+            call.path["group"], int(rows), call.query.get("page"), call.caller
+        )
+        found: dict[str, Any] = {"dead_letters": [_shown(letter) for letter in page.dead_letters]}
+        if page.next_page is not None:
+            found["next_page"] = page.next_page
+        return Answer(200, found, size_bytes=sum(len(letter.body) for letter in page.dead_letters))
+
+    async def _resend(self, call: Call) -> Answer:
+        named = _named(await read(call, codec.Resolving))
+        found = await self._broker.dead_letters.resend(call.path["group"], named, call.caller)
+        return _resolved(named, found.found, found.rows, "resent")
+
+    async def _delete(self, call: Call) -> Answer:
+        named = _named(await read(call, codec.Resolving))
+        found = await self._broker.dead_letters.delete(call.path["group"], named, call.caller)
+        return _resolved(named, found.found, found.rows, "deleted")
+
+
+def _named(request: codec.Resolving) -> list[str] | None:
+    """Return the dead letters that a request names, None for all; raise InvalidMessage, OutOfRange."""
+    if (request.dead_letters is None) != request.all:
+        raise InvalidMessage('name "dead_letters", or "all": true')
+    most = limits.DEAD_LETTERS_PER_REQUEST_MAX
+    if request.dead_letters is not None and len(request.dead_letters) > most:
+        raise OutOfRange(f"{len(request.dead_letters)} dead letters: at most {most} in one request")
+    return request.dead_letters
+
+
+def _resolved(named: list[str] | None, found: list[bool], rows: int, verdict: str) -> Answer:
+    pairs = zip(named or [], found, strict=True)
+    results = [{"dead_letter": one, "verdict": verdict if there else "not_found"} for one, there in pairs]
+    return Answer(200, {"count": rows, "results": results})
+
+
+def _shown(letter: DeadLetterRow) -> dict[str, Any]:
+    """Return a dead letter with its body as text, or as base64 where that is none."""
+    shown = {name: value for name, value in msgspec.structs.asdict(letter).items() if value is not None}
+    shown["died"] = codec.instant_text(letter.died_ms)
+    del shown["body"]
+    return shown | codec.shown_body(letter.body, letter.size_bytes)

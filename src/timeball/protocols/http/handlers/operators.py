@@ -1,0 +1,73 @@
+"""Read-outs for people and their tools: the broker, topics, metrics, health."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from timeball.access import Caller, Verb
+from timeball.broker.service import Broker
+from timeball.errors import Unavailable
+from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
+from timeball.protocols.http import codec
+from timeball.protocols.http.requests import Answer, Call, Paths, read
+
+# The figures of the broker and of its process, for a caller who may look.
+Status = Callable[[Caller], dict[str, object]]
+
+
+class Operators:
+    """Serves read-outs. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker, metrics: Metrics, status: Status) -> None:
+        self._broker, self._metrics, self._status = broker, metrics, status
+        self.paths: Paths = {
+            "/metrics": {"GET": self._measure},
+            "/v1/broker": {"GET": self._look},
+            "/v1/jobs": {"GET": self._jobs},
+            "/v1/topics": {"GET": self._topics},
+            "/v1/topics/{topic}": {"PUT": self._create_topic, "DELETE": self._delete_topic},
+        }
+        self.open_paths: Paths = {
+            "/health/live": {"GET": self._live},
+            "/health/ready": {"GET": self._ready},
+        }
+
+    async def _look(self, call: Call) -> Answer:
+        may_admin = self._broker.policy.allows(call.caller, Verb.ADMIN)
+        return Answer(200, {**self._status(call.caller), "may_admin": may_admin})
+
+    async def _topics(self, call: Call) -> Answer:
+        found = []
+        for name, facts in sorted(self._broker.topics(call.caller).items()):
+            ranges = self._broker.queues(name, call.caller).values()
+            found.append(codec.Topic(name, facts["queues"], sum(end - begin for begin, end in ranges)))
+        return Answer(200, codec.Topics(found))
+
+    async def _create_topic(self, call: Call) -> Answer:
+        request: codec.TopicMade = await read(call, codec.TopicMade)
+        await self._broker.create_topic(call.path["topic"], request.queues, call.caller)
+        queues = self._broker.queues(call.path["topic"], call.caller)
+        return Answer(200, {"topic": call.path["topic"], "queues": len(queues)})
+
+    async def _delete_topic(self, call: Call) -> Answer:
+        await self._broker.administration.delete_topic(call.path["topic"], call.caller)
+        return Answer(200, {"topic": call.path["topic"], "verdict": "deleted"})
+
+    async def _jobs(self, call: Call) -> Answer:
+        jobs, audit = await self._broker.job_reports.all(call.caller)
+        return Answer(200, {"jobs": jobs, **({} if audit is None else {"audit": audit})})
+
+    async def _measure(self, call: Call) -> Answer:
+        self._broker.policy.allow(call.caller, Verb.LOOK)
+        return Answer(200, await self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _live(self, call: Call) -> Answer:
+        return Answer(200, {"status": "live"})
+
+    async def _ready(self, call: Call) -> Answer:
+        writer = self._broker.parts.writer
+        if writer.failed is not None:
+            raise Unavailable("the log has stopped: see the broker's log")
+        if writer.no_room:
+            raise Unavailable("disk full: free some space, the broker goes on by itself")
+        return Answer(200, {"status": "ready"})

@@ -1,0 +1,46 @@
+"""All paths of the edge, with the handler of each method."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from timeball.broker.service import Broker
+from timeball.monitoring.metrics import Metrics
+from timeball.protocols.http.handlers.campaigns import Campaigns
+from timeball.protocols.http.handlers.events import Events
+from timeball.protocols.http.handlers.groups import Groups
+from timeball.protocols.http.handlers.operators import Operators, Status
+from timeball.protocols.http.handlers.receives import Receives
+from timeball.protocols.http.handlers.scheduled import Scheduled
+from timeball.protocols.http.handlers.sends import Sends
+from timeball.protocols.http.handlers.subscriptions import Subscriptions
+from timeball.protocols.http.handlers.waiting import WaitingMessages
+from timeball.protocols.http.requests import Paths
+
+
+class Routes(NamedTuple):
+    """Handlers by path and method; `open_paths` need no account."""
+
+    paths: Paths
+    open_paths: Paths
+
+
+def routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
+    """Return the handlers of each path."""
+    operators = Operators(broker, metrics, status)
+    paths: Paths = {}
+    parts = (
+        operators,
+        Sends(broker),
+        Receives(broker),
+        Scheduled(broker),
+        WaitingMessages(broker),
+        Events(broker),
+        Campaigns(broker),
+        Groups(broker),
+        Subscriptions(broker, metrics.push),
+    )
+    for part in parts:
+        for path, methods in part.paths.items():
+            paths[path] = {**paths.get(path, {}), **methods}
+    return Routes(paths, operators.open_paths)

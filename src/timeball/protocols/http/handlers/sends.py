@@ -1,0 +1,107 @@
+"""Sends over HTTP: a request's messages to the one batcher, and their places to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from hashlib import blake2b
+from typing import Any
+
+from timeball.broker.appender import Accepted
+from timeball.broker.ingress import Piece, settle
+from timeball.broker.service import Broker
+from timeball.protocols.http import codec, send_codec
+from timeball.protocols.http.requests import Answer, Call, Paths
+from timeball.trace_context import of_headers, with_contexts
+
+SMALL_BYTES = 64 * 1024  # decoded on the loop; more in a thread
+_IDS_AT_ONCE = 64
+
+
+class _Piece(Piece, gc=False):
+    accepted: Any  # a future of Accepted
+
+
+class _Derived(send_codec.IdSource):
+    """Ids of a send that may be repeated: the same for the same key, account and topic."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = "\n".join(parts).encode()
+
+    def id_of(self, at: int) -> str:
+        return blake2b(self._parts + b"\n%d" % at, digest_size=16).hexdigest()
+
+
+class _Fresh(send_codec.IdSource):
+    """Random ids, of which the kernel gives many at once: a call of it costs more than the rest of an id."""
+
+    def __init__(self) -> None:
+        self._ready: list[str] = []
+
+    def id_of(self, at: int) -> str:
+        # Large requests are decoded in other threads: each of these steps is one of the interpreter's.
+        try:
+            return self._ready.pop()
+        except IndexError:
+            digits = os.urandom(16 * _IDS_AT_ONCE).hex()
+            ids = [digits[begin : begin + 32] for begin in range(0, len(digits), 32)]
+            self._ready.extend(ids[1:])
+            return ids[0]
+
+
+_FRESH = _Fresh()
+
+
+class Sends:
+    """Serves sends; an Edge of broker/ingress.py. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker, self._is_durable = broker, broker.parts.settings.durability == "sync"
+        self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": self._send}}
+
+    async def _send(self, call: Call) -> Answer:
+        """Send the messages of a request; return where they stand."""
+        topic, key = call.path["topic"], call.headers.get("idempotency-key")
+        # What a client may not send is not read.
+        known = self._broker.policy.destination(topic, call.caller)
+        # Only with a header that no page of another site may send without being asked: a browser on this machine would
+        # carry its messages here.
+        is_event, kind = "ce-specversion" in call.headers, ""
+        if not is_event:
+            given = call.headers.get("content-type", "")
+            kind = codec.check_type(given, codec.JSON, codec.NDJSON, send_codec.ARROW)
+        data = await call.body()
+        # Columns where the broker still has to decide: about a topic to be made, once nothing else is wrong, and about
+        # a repeat, which has the same columns.
+        is_decided = known is not None and key is None
+        now_ms = self._broker.parts.clock.now_ms() if is_decided else None
+        ids = _FRESH if key is None else _Derived(call.caller.name, topic, key)
+        if is_event:
+            sending = send_codec.cloud_event(topic, call.headers, data, ids, now_ms)
+        elif len(data) <= SMALL_BYTES:
+            sending = send_codec.read(topic, kind, data, ids, now_ms)
+        else:
+            sending = await asyncio.to_thread(send_codec.read, topic, kind, data, ids, now_ms)
+        if context := of_headers(call.headers):
+            rows = with_contexts(sending.rows, [context] * sending.row_count)
+            sending = sending._replace(rows=rows)
+        accepted: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        piece = _Piece(self, sending.rows, sending.row_count, sending.size_bytes, 0, call.caller, accepted)
+        if key is None:
+            self._broker.sends.put(piece)
+        else:
+            self._broker.keyed_sends.put(piece, key)
+        first_seq, store_ms = await accepted
+        sent = send_codec.sent(sending, first_seq, store_ms, durable=self._is_durable)
+        answered = 1 if sending.places is None else sending.row_count
+        return Answer(201, sent, size_bytes=200 * answered)
+
+    def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
+        """Tell each request where its messages stand (an Edge of broker/ingress.py)."""
+        for piece in pieces:
+            settle(piece.accepted, (accepted.first_seq + piece.first_row, accepted.store_ms))
+
+    def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
+        """Tell each request why its messages were not taken."""
+        for piece in pieces:
+            settle(piece.accepted, error)

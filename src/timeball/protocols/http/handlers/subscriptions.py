@@ -1,0 +1,58 @@
+"""Paths of push subscriptions: made, changed, looked at, paused, deleted. The edge `push` delivers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from timeball.broker.registry.push_subscriptions import PushSubscription
+from timeball.broker.service import Broker
+from timeball.monitoring.push_figures import PushFigures
+from timeball.protocols.http import codec
+from timeball.protocols.http.requests import Answer, Call, Paths
+from timeball.protocols.http.subscription_codec import SubscribedMany, Subscribing, subscribed
+
+
+class Subscriptions:
+    """The handlers, by path and method. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker, figures: Mapping[str, PushFigures]) -> None:
+        self._push, self._figures = broker.push, figures
+        one = "/v1/subscriptions/{name}"
+        self.paths: Paths = {
+            "/v1/subscriptions": {"GET": self._list},
+            one: {"GET": self._get, "PUT": self._put, "DELETE": self._delete},
+            f"{one}/pause": {"POST": self._pause},
+            f"{one}/resume": {"POST": self._resume},
+        }
+
+    async def _list(self, call: Call) -> Answer:
+        kept = self._push.all(call.caller)
+        return Answer(
+            200,
+            SubscribedMany([subscribed(name, one, self._figures.get(name)) for name, one in kept.items()]),
+        )
+
+    async def _get(self, call: Call) -> Answer:
+        return self._shown(call, self._push.get(call.path["name"], call.caller))
+
+    async def _put(self, call: Call) -> Answer:
+        name = call.path["name"]
+        codec.check_type(call.headers.get("content-type", ""), codec.JSON)
+        wanted: Subscribing = codec.decode(Subscribing, await call.body())
+        put = await self._push.put(name, wanted.wanted(), call.caller, rotates=wanted.rotate_secret)
+        shown = subscribed(name, put.subscription, self._figures.get(name), put.secret)
+        return Answer(201 if put.is_new else 200, shown)
+
+    async def _delete(self, call: Call) -> Answer:
+        await self._push.delete(call.path["name"], call.caller)
+        return Answer(200, {"name": call.path["name"], "verdict": "deleted"})
+
+    async def _pause(self, call: Call) -> Answer:
+        return self._shown(call, await self._push.pause(call.path["name"], call.caller))
+
+    async def _resume(self, call: Call) -> Answer:
+        return self._shown(call, await self._push.resume(call.path["name"], call.caller))
+
+    def _shown(self, call: Call, kept: PushSubscription) -> Answer:
+        name = call.path["name"]
+        return Answer(200, subscribed(name, kept, self._figures.get(name)))

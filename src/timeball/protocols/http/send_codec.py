@@ -1,0 +1,274 @@
+"""Messages of a send to rows, and where they stand to an answer. No I/O.
+
+    application/json                        one message, or an array of them
+    application/x-ndjson                    one message a line
+    application/vnd.apache.arrow.stream     columns of SEND_SCHEMA without `topic`, which the path names
+    ce-specversion: 1.0                     a CloudEvent in binary mode, of any type: the body as it is, its attributes
+                                            as properties
+
+A body in JSON is given as text (`body`), as a JSON value (`json`, stored as its text stands), or as `base64`. Instants
+and delays are read by instants.py, as those of the Python client are; a bare number is milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+import pyarrow as pa
+
+from timeball import limits
+from timeball.errors import InvalidMessage, OverLimit
+from timeball.message import SEND_COLUMNS, SendBatch, SendRow
+from timeball.protocols import arrow_ipc
+from timeball.protocols.arrow_columns import SendColumns, check_bytes
+from timeball.protocols.http.codec import JSON, NDJSON, Span, instant_text, when
+from timeball.rules import keys_text, properties_text
+
+ARROW = "application/vnd.apache.arrow.stream"
+# They become columns in a thread of their own, which shares the interpreter with the loop.
+MESSAGES_MAX = 10_000
+FEW = 256  # up to so many messages go row by row, which costs a third of the way of columns
+
+_NAMES = ("topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms")
+_SCHEMA = pa.schema([(name, SEND_COLUMNS[name]) for name in _NAMES])
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A message to send: one of body, json and base64; at most one of deliver_at and delay."""
+
+    body: str | None = None
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    base64: bytes | None = None
+    id: str | None = None
+    key: str | None = None
+    keys: list[str] = []
+    tag: str | None = None
+    properties: dict[str, str] = {}
+    deliver_at: Span | None = None
+    delay: Span | None = None
+
+
+class Sent(msgspec.Struct, omit_defaults=True):
+    """The answer to a message that was taken. Without `due` it is in its queue already."""
+
+    id: str
+    seq: int
+    durable: bool
+    due: str | None = None
+    due_ms: int | None = None
+
+
+class SentMany(msgspec.Struct):
+    """The answers to many messages, in their order."""
+
+    messages: list[Sent]
+
+
+class SentRows(msgspec.Struct):
+    """The answer to columns: their rows stand side by side."""
+
+    first_seq: int
+    rows: int
+    durable: bool
+
+
+class Place(NamedTuple):
+    """The id of a message and its instant: one of due_ms and delay_ms, or none of them."""
+
+    message_id: str
+    due_ms: int | None
+    delay_ms: int | None
+
+
+class Sending(NamedTuple):
+    """The messages of one request: a row for each, or columns of SEND_COLUMNS."""
+
+    rows: SendBatch
+    row_count: int
+    size_bytes: int
+    places: list[Place] | None  # None: of columns, whose rows are answered by their numbers
+    is_one: bool = False  # the answer is one object and no list
+
+
+class IdSource:
+    """Gives a message its id where it has none: the nth of a request."""
+
+    def id_of(self, at: int) -> str:
+        """Return an id of 32 hexadecimal characters."""
+        raise NotImplementedError
+
+
+_MESSAGE = msgspec.json.Decoder(Message)
+_MESSAGES = msgspec.json.Decoder(list[Message])
+
+
+def read(topic: str, content_type: str, data: bytes, ids: IdSource, now_ms: int | None = None) -> Sending:
+    """Return the messages of a send; raise InvalidMessage, InvalidDelay, OverLimit.
+
+    `now_ms`: delays may become instants counted from it; None: they stay delays, alike in a send that is repeated.
+    """
+    if content_type == ARROW:
+        return _arrow(topic, data)
+    is_one = content_type == JSON and data.lstrip()[:1] != b"["
+    try:
+        if content_type == NDJSON:
+            messages = _MESSAGE.decode_lines(data)
+        else:
+            messages = [_MESSAGE.decode(data)] if is_one else _MESSAGES.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InvalidMessage(f"body: {error}") from error
+    if not messages:
+        raise InvalidMessage("no message: send at least one")
+    if len(messages) > MESSAGES_MAX:
+        raise OverLimit(
+            f"{len(messages)} messages in one request; at most {MESSAGES_MAX}: send fewer at once"
+        )
+    return _sending(topic, messages, ids, now_ms, is_one=is_one)
+
+
+def cloud_event(
+    topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource, now_ms: int | None = None
+) -> Sending:
+    """Return the message of a CloudEvent in binary mode; raise InvalidMessage, InvalidDelay.
+
+    HTTP Protocol Binding for CloudEvents 1.0.2, section 3.1. Its id becomes that of the message.
+    """
+    attributes = {name: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
+    if attributes["ce-specversion"] != "1.0":
+        raise InvalidMessage(f"ce-specversion {attributes['ce-specversion'][:20]!r}: 1.0 is known")
+    for name in ("ce-id", "ce-source", "ce-type"):
+        if not attributes.get(name):
+            raise InvalidMessage(f"{name} is missing: a CloudEvent has an id, a source and a type")
+    properties = {**attributes, "content-type": headers.get("content-type", "")}
+    message = Message(
+        base64=data,
+        id=attributes["ce-id"],
+        key=headers.get("timeball-key"),
+        tag=headers.get("timeball-tag"),
+        properties={name: value for name, value in properties.items() if value},
+        deliver_at=_number_or_text(headers.get("timeball-deliver-at")),
+        delay=headers.get("timeball-delay"),
+    )
+    return _sending(topic, [message], ids, now_ms, is_one=True)
+
+
+def sent(sending: Sending, first_seq: int, store_ms: int, *, durable: bool) -> Sent | SentMany | SentRows:
+    """Return the answer to messages that stand in the log from `first_seq` on."""
+    if sending.places is None:
+        return SentRows(first_seq, sending.row_count, durable)
+    answers = []
+    for seq, (message_id, due_ms, delay_ms) in enumerate(sending.places, first_seq):
+        if delay_ms is not None:
+            due_ms = store_ms + delay_ms
+        text = None if due_ms is None else instant_text(due_ms)
+        answers.append(Sent(message_id, seq, durable, text, due_ms))
+    return answers[0] if sending.is_one else SentMany(answers)
+
+
+def _number_or_text(text: str | None) -> Span | None:
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) < 20
+    return int(text) if is_number and text is not None else text
+
+
+# ---- JSON -------------------------------------------------------------------------------------------------------
+
+
+def _sending(
+    topic: str, messages: Sequence[Message], ids: IdSource, now_ms: int | None, *, is_one: bool
+) -> Sending:
+    rows, places, size_bytes = [], [], 0
+    for at, message in enumerate(messages):
+        body, place = _body(at, message), _place(at, message, ids)
+        properties = properties_text(message.properties)
+        size_bytes += len(body) + len(properties or "")
+        rows.append((body, message.tag, _keys(at, message), properties))
+        places.append(place)
+    if now_ms is None or len(rows) > FEW:
+        return Sending(_columns(topic, rows, places), len(rows), size_bytes, places, is_one)
+    places = [
+        place if place.delay_ms is None else Place(place.message_id, now_ms + place.delay_ms, None)
+        for place in places
+    ]
+    few: list[SendRow] = [
+        (topic, body, tag, keys, place.message_id, properties, None, None, None, None, None, None, place.due_ms, None)
+        for (body, tag, keys, properties), place in zip(rows, places, strict=True)
+    ]  # fmt: skip
+    return Sending(few, len(few), size_bytes, places, is_one)
+
+
+def _columns(
+    topic: str,
+    rows: Sequence[tuple[bytes, str | None, str | None, str | None]],
+    places: Sequence[Place],
+) -> pa.RecordBatch:
+    values = [
+        (topic, body, tag, keys, place.message_id, properties, place.due_ms, place.delay_ms)
+        for (body, tag, keys, properties), place in zip(rows, places, strict=True)
+    ]
+    try:
+        arrays = [
+            pa.array(column, kind)
+            for column, kind in zip(zip(*values, strict=True), _SCHEMA.types, strict=True)
+        ]
+    except (pa.ArrowException, UnicodeError, OverflowError) as error:
+        raise InvalidMessage(f"not to be stored: {error}") from error
+    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+
+
+def _place(at: int, message: Message, ids: IdSource) -> Place:
+    if message.id == "":
+        raise InvalidMessage(f"message {at}: id is empty; leave it out to be given one")
+    return Place(message.id or ids.id_of(at), *when(message.deliver_at, message.delay))
+
+
+def _keys(at: int, message: Message) -> str | None:
+    if message.key is not None and message.keys:
+        raise InvalidMessage(f"message {at}: key and keys; give one of them")
+    return keys_text([message.key] if message.key is not None else message.keys) or None
+
+
+def _body(at: int, message: Message) -> bytes:
+    given = (message.body is not None) + bool(message.json) + (message.base64 is not None)
+    if given != 1:
+        raise InvalidMessage(f"message {at}: give one of body (text), json and base64; this has {given}")
+    if message.body is not None:
+        return message.body.encode("utf-8", "strict")
+    return message.base64 if message.base64 is not None else bytes(message.json)
+
+
+# ---- Arrow ------------------------------------------------------------------------------------------------------
+
+
+def _arrow(topic: str, data: bytes) -> Sending:
+    messages = arrow_ipc.messages(data)
+    header, _ = next(messages, (memoryview(b""), memoryview(b"")))
+    given = arrow_ipc.schema(header)
+    if "topic" in given.names:
+        raise InvalidMessage("column 'topic': the path names the topic; leave the column out")
+    schema = given.append(pa.field("topic", pa.string()))
+    columns, batches, rows = SendColumns(schema), [], 0
+    for header, body in messages:
+        batch = arrow_ipc.batch(header, body, given)
+        # Before anything is made of so many rows: a column without values needs no bytes.
+        rows += batch.num_rows
+        if rows > limits.ROWS_PER_REQUEST_MAX:
+            raise OverLimit(
+                f"more than {limits.ROWS_PER_REQUEST_MAX} rows in one request: send fewer at once"
+            )
+        batches.append(columns.adopt(_with_topic(batch, topic, schema)))
+    if not batches:
+        raise InvalidMessage("no record batch: send at least one row")
+    whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+    check_bytes(whole.nbytes)
+    return Sending(whole, rows, whole.nbytes, None)
+
+
+def _with_topic(batch: pa.RecordBatch, topic: str, schema: pa.Schema) -> pa.RecordBatch:
+    topics = pa.repeat(pa.scalar(topic, pa.string()), batch.num_rows)
+    try:
+        return pa.RecordBatch.from_arrays([*batch.columns, topics], schema=schema)
+    except (pa.ArrowException, ValueError) as error:
+        raise InvalidMessage(f"not a sound record batch: {error}") from error

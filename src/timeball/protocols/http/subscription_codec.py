@@ -1,0 +1,89 @@
+"""Push subscriptions as JSON. No I/O."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from timeball.broker.registry.push_subscriptions import TIMEOUT_MS, FilterKind, PushSubscription
+from timeball.monitoring.push_figures import PushFigures
+from timeball.protocols.http.codec import Span, span_ms
+
+State = Literal["delivering", "failing", "paused", "gone"]
+
+
+class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A subscription to make, or what an existing one shall be. `rotate_secret`: give it another secret."""
+
+    topic: str
+    group: str
+    url: str
+    filter: str = "*"
+    filter_type: FilterKind = "tag"
+    in_flight_max: int = 16
+    rate_per_s: float | None = None
+    timeout: Span = TIMEOUT_MS
+    rotate_secret: bool = False
+
+    def wanted(self) -> PushSubscription:
+        """Return it as the broker keeps it; raise InvalidDelay."""
+        return PushSubscription(
+            topic=self.topic,
+            group=self.group,
+            url=self.url,
+            filter=self.filter,
+            filter_type=self.filter_type,
+            in_flight_max=self.in_flight_max,
+            rate_per_s=self.rate_per_s,
+            timeout_ms=span_ms(self.timeout),
+        )
+
+
+class Subscribed(msgspec.Struct, kw_only=True):
+    """A subscription, and how it goes since the broker's start. `secret`: once, when it was made."""
+
+    name: str
+    topic: str
+    group: str
+    url: str
+    filter: str
+    filter_type: FilterKind
+    in_flight_max: int
+    rate_per_s: float | None
+    timeout: int  # in milliseconds
+    state: State
+    in_flight: int = 0
+    delivered: int = 0  # requests that were answered 2xx
+    failed: int = 0  # requests that were not
+    failures_in_row: int = 0
+    last_failure: str | None = None
+    secret: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class SubscribedMany(msgspec.Struct):
+    """Subscriptions by their names."""
+
+    subscriptions: list[Subscribed]
+
+
+def subscribed(
+    name: str, kept: PushSubscription, figures: PushFigures | None, secret: str | None = None
+) -> Subscribed:
+    """Return a subscription as it is shown."""
+    state: State = "delivering"
+    if kept.paused:
+        state = "gone" if kept.paused_by == "receiver" else "paused"
+    elif figures is not None and figures.is_held:
+        state = "failing"
+    return Subscribed(
+        name=name, topic=kept.topic, group=kept.group, url=kept.url, filter=kept.filter,
+        filter_type=kept.filter_type, in_flight_max=kept.in_flight_max, rate_per_s=kept.rate_per_s,
+        timeout=kept.timeout_ms, state=state,
+        in_flight=figures.in_flight if figures is not None else 0,
+        delivered=figures.delivered if figures is not None else 0,
+        failed=figures.failed if figures is not None else 0,
+        failures_in_row=figures.failures if figures is not None else 0,
+        last_failure=(figures.last_failure or None) if figures is not None else None,
+        secret=msgspec.UNSET if secret is None else secret,
+    )  # fmt: skip

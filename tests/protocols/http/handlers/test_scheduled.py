@@ -1,0 +1,42 @@
+"""Scheduled messages over HTTP, against a real node."""
+
+from __future__ import annotations
+
+from tests.node_fixture import eventually
+from tests.protocols.http.client import Client
+
+
+def test_a_scheduled_message_is_looked_at_moved_and_cancelled(client: Client) -> None:
+    message_id = client.send("plans", {"body": "x", "delay": "1h"}).value["id"]
+    path = f"/v1/messages/{message_id}"
+    (place,) = client.ask("GET", path).value["messages"]
+    assert (place["state"], place["topic"]) == ("waiting", "plans")
+    assert (place["body"], place["size_bytes"], place["keys"]) == ("x", 1, [])
+    moved = client.ask("PATCH", path, {"deliver_at": "2031-01-31T09:00:00Z"})
+    assert (moved.status, moved.value["verdict"]) == (200, "rescheduled")
+    (place,) = client.ask("GET", path).value["messages"]
+    assert place["due"] == "2031-01-31T09:00:00.000Z"
+    assert client.ask("DELETE", path).value["verdict"] == "cancelled"
+    (place,) = client.ask("GET", path).value["messages"]
+    assert place["state"] == "cancelled"
+    late = client.ask("DELETE", path)
+    assert (late.status, late.value["code"]) == (409, "already_cancelled")
+
+
+def test_a_delivered_message_says_where_it_is(client: Client) -> None:
+    message_id = client.send("plans", {"body": "x", "delay": 1}).value["id"]
+
+    def places() -> list[dict[str, object]]:
+        found: list[dict[str, object]] = client.ask("GET", f"/v1/messages/{message_id}").value["messages"]
+        return found
+
+    eventually(lambda: places()[0]["state"] == "visible", "released")
+    (place,) = places()
+    assert {"queue_id", "queue_offset", "at", "due"} <= place.keys()
+    assert client.ask("DELETE", f"/v1/messages/{message_id}").value["code"] == "released"
+
+
+def test_an_id_that_there_is_not(client: Client) -> None:
+    for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"delay": "1h"})):
+        answer = client.ask(method, "/v1/messages/none", body)
+        assert (answer.status, answer.value["code"]) == (404, "not_found")

@@ -1,0 +1,125 @@
+"""Sends over HTTP, against a real node, with the standard library's client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import pyarrow as pa
+import pytest
+from tests.node_fixture import RunningNode
+from tests.protocols.http.client import Client
+
+
+def test_a_message_for_now_is_received_and_acknowledged(client: Client) -> None:
+    sent = client.send("now", {"body": "hello", "key": "order-7", "tag": "new", "properties": {"a": "1"}})
+    assert sent.status == 201
+    assert sent.value["durable"] is True
+    assert "due" not in sent.value
+    (got,) = client.receive("now").value["messages"]
+    assert (got["body"], got["keys"], got["tag"]) == ("hello", ["order-7"], "new")
+    assert got["properties"]["a"] == "1"
+    assert (got["id"], got["attempt"], got["topic"]) == (sent.value["id"], 1, "now")
+    answer = client.ask(
+        "POST", "/v1/topics/now/ack", {"receipts": [got["receipt"]]}, query={"group": "workers"}
+    )
+    assert answer.value == {"results": [{"receipt": got["receipt"], "valid": True}]}
+    again = client.ask(
+        "POST", "/v1/topics/now/ack", {"receipts": [got["receipt"]]}, query={"group": "workers"}
+    )
+    assert again.value["results"][0]["valid"] is False
+
+
+def test_bodies_come_back_as_they_were(client: Client) -> None:
+    raw = bytes(range(256))
+    messages = [{"json": {"b": [1, 2.50, None]}}, {"base64": base64.b64encode(raw).decode()}, {"body": "ü☃"}]
+    assert client.send("bodies", messages).status == 201
+    got = {}
+    while len(got) < 3:
+        got |= {one["id"]: one for one in client.receive("bodies").value["messages"]}
+    found = sorted(got.values(), key=lambda one: one["seq"])
+    assert json.loads(found[0]["body"]) == {"b": [1, 2.5, None]}
+    assert base64.b64decode(found[1]["base64"]) == raw
+    assert found[2]["body"] == "ü☃"
+
+
+@pytest.mark.parametrize("after", ["30m", "PT30M", 1_800_000, "1800000", "PT0.5H"])
+def test_a_delay_is_read_in_each_form(client: Client, node: RunningNode, after: object) -> None:
+    before_ms = node.broker.parts.clock.now_ms()
+    sent = client.send("later", {"body": "x", "delay": after})
+    assert sent.status == 201, sent
+    assert before_ms + 1_800_000 <= sent.value["due_ms"] <= node.broker.parts.clock.now_ms() + 1_800_000
+
+
+@pytest.mark.parametrize("at", ["2031-01-31T09:00:00Z", "2031-01-31T10:00:00.000+01:00", 1_927_616_400_000])
+def test_an_instant_is_read_in_each_form(client: Client, at: object) -> None:
+    sent = client.send("later", {"body": "x", "deliver_at": at})
+    assert sent.value["due"] == "2031-01-31T09:00:00.000Z"
+
+
+def test_many_are_taken_as_an_array_or_line_by_line(client: Client) -> None:
+    lines = b"".join(b'{"body": "%d", "delay": "1h"}\n' % at for at in range(3_000))
+    sent = client.send("many", lines, content_type="application/x-ndjson")
+    assert len({one["id"] for one in sent.value["messages"]}) == 3_000
+    seqs = [one["seq"] for one in sent.value["messages"]]
+    assert seqs == list(range(seqs[0], seqs[0] + 3_000))
+    assert len(client.send("many", [{"body": "x"}]).value["messages"]) == 1
+
+
+def test_a_cloud_event_is_a_message_with_its_attributes(client: Client) -> None:
+    event = {
+        "ce_specversion": "1.0",
+        "ce_id": "e-1",
+        "ce_source": "/shop",
+        "ce_type": "paid",
+        "ce_note": "a%20b",
+    }
+    sent = client.send("events", b"\xff\x00", **event, content_type="image/png", timeball_key="order-7")
+    assert (sent.status, sent.value["id"]) == (201, "e-1")
+    (got,) = client.receive("events").value["messages"]
+    assert base64.b64decode(got["base64"]) == b"\xff\x00"
+    assert got["keys"] == ["order-7"]
+    wanted = {"ce-id": "e-1", "ce-source": "/shop", "ce-note": "a b", "content-type": "image/png"}
+    assert wanted.items() <= got["properties"].items()
+    later = client.send("events", b"", **event, timeball_delay="PT1H")
+    assert "due" in later.value
+    at = client.send("events", b"", **event, timeball_deliver_at="1927616400000")
+    assert at.value["due"] == "2031-01-31T09:00:00.000Z"
+
+
+@pytest.mark.parametrize("wrong", [{"ce_specversion": "0.3"}, {"ce_id": ""}, {"timeball_delay": "soon"}])
+def test_a_cloud_event_that_is_none(client: Client, wrong: dict[str, str]) -> None:
+    event = {"ce_specversion": "1.0", "ce_id": "e-1", "ce_source": "/shop", "ce_type": "paid"}
+    assert client.send("events", b"x", **{**event, **wrong}).status == 400
+
+
+def test_a_send_with_a_key_is_taken_once(client: Client) -> None:
+    first = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")
+    again = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")
+    assert first.status == again.status == 201
+    assert first.value == again.value
+    other = client.send("once", {"body": "b", "delay": "1h"}, idempotency_key="k1")
+    assert (other.status, other.value["code"]) == (409, "conflict")
+
+
+def test_columns_are_taken_whole_and_answered_by_their_numbers(client: Client) -> None:
+    sink = io.BytesIO()
+    rows = pa.RecordBatch.from_pydict({"body": [b"x"] * 500, "unique_key": [f"c-{at}" for at in range(500)]})
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    sent = client.send("columns", sink.getvalue(), content_type="application/vnd.apache.arrow.stream")
+    assert (sent.status, sent.value["rows"], sent.value["durable"]) == (201, 500, True)
+    (place,) = client.ask("GET", "/v1/messages/c-499").value["messages"]
+    assert place["seq"] == sent.value["first_seq"] + 499
+    again = client.send(
+        "columns", sink.getvalue(), content_type="application/vnd.apache.arrow.stream", idempotency_key="c"
+    )
+    assert again.status == 201
+
+
+def test_one_wrong_message_refuses_its_request_and_no_other(client: Client) -> None:
+    wrong = client.send("whole", [{"body": "x"}, {"body": "y", "tag": "t" * 1_000_000}])
+    assert (wrong.status, wrong.value["code"]) == (400, "invalid_message")
+    assert client.send("whole", {"body": "z"}).status == 201
+    assert [one["body"] for one in client.receive("whole").value["messages"]] == ["z"]
