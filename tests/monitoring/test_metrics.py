@@ -11,6 +11,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import HOUR_MS, World
 
 from timeball import __version__
+from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.delivery import Lateness
 from timeball.clock import BOUNDS_NS
 from timeball.monitoring import metrics
@@ -41,12 +42,13 @@ async def test_what_a_broker_did_and_holds(world: World) -> None:
     await broker.commit_offsets("readers", "orders", {0: 0, 1: 0})
     found = await samples(world)
     assert found["timeball_accepted_messages_total", "orders"] == 2  # one at once, one released
-    assert found["timeball_released_messages_total",] == 1
-    assert found["timeball_cancelled_messages_total",] == 1
-    assert found["timeball_rescheduled_messages_total",] == 1
+    assert found["timeball_released_messages_total", "orders"] == 1
+    assert found["timeball_cancelled_messages_total", "orders"] == 1
+    assert found["timeball_rescheduled_messages_total", "orders"] == 1
     assert found["timeball_release_lateness_seconds_count",] == 1
     assert found["timeball_release_lateness_seconds_bucket", "+Inf"] == 1
-    assert found["timeball_waiting_messages", "tail"] + found["timeball_waiting_messages", "near"] >= 2
+    assert found["timeball_waiting_messages",] == 2
+    assert found["timeball_schedule_rows", "tail"] + found["timeball_schedule_rows", "near"] >= 2
     assert found["timeball_due_messages", "1h"] <= found["timeball_due_messages", "1d"]
     assert found["timeball_due_messages", "1d"] >= 1
     assert found["timeball_group_lag_messages", "readers", "orders"] == 2
@@ -55,6 +57,34 @@ async def test_what_a_broker_did_and_holds(world: World) -> None:
     assert found["timeball_log_commit_seconds_sum",] >= found["timeball_log_sync_seconds_sum",]
     assert found["timeball_log_stopped",] == found["timeball_disk_full",] == 0
     assert found["timeball_build_info", world.settings.durability, world.settings.strategy, __version__] == 1
+
+
+@on_node()
+async def test_what_consumers_have_in_flight(world: World) -> None:
+    consuming, in_flight = world.broker.consuming, "timeball_group_in_flight_messages"
+    await world.broker.send(batch(3))
+    received = await consuming.receive(ReceiveRequest("pops", "orders"), 0)
+    assert (await samples(world))[in_flight, "pops", "orders"] == 3
+    consuming.acknowledge_positions(received.receipts[:2])
+    assert (await samples(world))[in_flight, "pops", "orders"] == 1
+    logged = await consuming.receive(ReceiveRequest("logged", "orders", in_log=True), 0)
+    assert (await samples(world))[in_flight, "logged", "orders"] == 3
+    await consuming.acknowledge(logged.receipts[:1])
+    await consuming.nack(logged.receipts[1], 5_000)
+    found = await samples(world)
+    assert found[in_flight, "logged", "orders"] == 1
+    assert found["timeball_group_retry_messages", "logged", "orders"] == 1
+    assert found["timeball_waiting_messages",] == 0, "a lease is no scheduled message"
+    assert found["timeball_schedule_rows", "tail"] + found["timeball_schedule_rows", "near"] >= 3
+
+
+@on_node()
+async def test_a_pipeline_that_compacts_is_seen(world: World) -> None:
+    assert (await samples(world))["timeball_pipeline_compacts",] == 0
+    world.broker.mover.lease(60_000)
+    assert (await samples(world))["timeball_pipeline_compacts",] == 1
+    await world.advance(61_000)
+    assert (await samples(world))["timeball_pipeline_compacts",] == 0
 
 
 @on_node()
@@ -76,7 +106,7 @@ async def test_more_topics_than_are_shown_are_one_series(
 async def test_another_strategy_says_what_waits(world: World) -> None:
     await world.broker.send(batch(2, delay_ms=[HOUR_MS, 2 * HOUR_MS]))
     found = await samples(world)
-    assert sum(value for key, value in found.items() if key[0] == "timeball_waiting_messages") == 2
+    assert found["timeball_waiting_messages",] == 2
 
 
 @on_node()

@@ -1,1 +1,1 @@
-"""What a broker says of itself to a machine that watches it: metrics, and how quickly its event loop turns."""
+"""What a broker says of itself to what watches it: metrics, how quickly its event loop turns, and systemd's states."""

@@ -16,13 +16,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from timeball.broker import group_states
 from timeball.broker.delivery import Lateness
 from timeball.broker.rates import Stat
 from timeball.broker.service import Broker
-from timeball.clock import BOUNDS_NS, Durations
+from timeball.clock import BOUNDS_NS
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.message import DLQ_PREFIX
+from timeball.monitoring import pipeline_metrics
+from timeball.monitoring.histograms import buckets, durations, histogram
 from timeball.monitoring.loop_lag import LoopLag
+from timeball.monitoring.push_figures import PushFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
@@ -44,10 +48,11 @@ class Metrics(Collector):
         self._broker, self._version, self._loop_lag = broker, version, loop_lag
         self._free_bytes, self._connections = free_bytes, connections
         self._process = ProcessCollector(registry=None)
+        self.push: dict[str, PushFigures] = {}  # by subscription, written by the edge that delivers
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        found = list(self.collect())
+        found = [*self.collect(), *await pipeline_metrics.read(self._broker)]
         return await asyncio.to_thread(_as_text, found)
 
     def collect(self) -> Iterator[Metric]:
@@ -56,6 +61,8 @@ class Metrics(Collector):
         yield from self._waiting()
         yield from self._log()
         yield from self._consumers()
+        yield from self._pushes()
+        yield from self._spans()
         yield from self._machine()
 
     def _messages(self) -> Iterator[Metric]:
@@ -76,16 +83,19 @@ class Metrics(Collector):
             CounterMetricFamily("timeball_dead_letters", "Messages a group gave up.", labels=["group"]), dead
         )
         for name, text, stat in (
+            ("released", "Scheduled messages put into their queues.", Stat.RELEASED_NUMS),
             ("cancelled", "Scheduled messages that were cancelled.", Stat.CANCELLED_NUMS),
             ("rescheduled", "Scheduled messages that were given another instant.", Stat.RESCHEDULED_NUMS),
-            ("delivered", "Messages that were handed to consumers.", Stat.BROKER_GET_NUMS),
         ):
-            yield CounterMetricFamily(f"timeball_{name}_messages", text, value=rates.total(stat))
-        late = broker.lateness
+            family = CounterMetricFamily(f"timeball_{name}_messages", text, labels=["topic"])
+            yield _by_name(family, {topic: rates.total(stat, topic) for topic in names})
         yield CounterMetricFamily(
-            "timeball_released_messages", "Scheduled messages put into their queues.", value=late.released
+            "timeball_delivered_messages",
+            "Messages that were handed to consumers.",
+            value=rates.total(Stat.BROKER_GET_NUMS),
         )
-        yield _histogram(
+        late = broker.lateness
+        yield histogram(
             "timeball_release_lateness_seconds",
             "From a message's instant to its release on disk.",
             [bound / 1_000 for bound in Lateness.BOUNDS],
@@ -102,12 +112,15 @@ class Metrics(Collector):
             "table": counts["table_rows"],
             "levels": levels["waiting_rows"],
         }
-        waiting = GaugeMetricFamily(
-            "timeball_waiting_messages", "Scheduled messages, by where they wait.", labels=["place"]
+        yield GaugeMetricFamily(
+            "timeball_waiting_messages", "Scheduled messages that wait.", parts.waiting_messages
+        )
+        kept = GaugeMetricFamily(
+            "timeball_schedule_rows", "What the schedule keeps, by where it lies.", labels=["place"]
         )
         for place, rows in places.items():
-            waiting.add_metric([place], max(0, rows))
-        yield waiting
+            kept.add_metric([place], max(0, rows))
+        yield kept
         now_ms = parts.clock.now_ms()
         due = GaugeMetricFamily(
             "timeball_due_messages",
@@ -125,6 +138,11 @@ class Metrics(Collector):
             "timeball_compaction_pending_rows",
             "Scheduled messages in the log that compaction is still to look at.",
             broker.mover.tail_count.rows,
+        )
+        yield GaugeMetricFamily(
+            "timeball_pipeline_compacts",
+            "1 while a pipeline compacts, and the broker leaves that to it.",
+            _flag(broker.mover.outside_compactor_until_ms > now_ms),
         )
         yield CounterMetricFamily(
             "timeball_rewritten_messages",
@@ -146,10 +164,10 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "timeball_log_bytes", "Bytes of the log's segments.", parts.reader.segments.size_bytes
         )
-        yield _durations(
+        yield durations(
             "timeball_log_commit_seconds", "Writing and syncing a group commit.", statistics.commit_durations
         )
-        yield _durations(
+        yield durations(
             "timeball_log_sync_seconds", "fdatasync of a group commit.", statistics.sync_durations
         )
         yield GaugeMetricFamily(
@@ -164,30 +182,74 @@ class Metrics(Collector):
 
     def _consumers(self) -> Iterator[Metric]:
         parts = self._broker.parts
-        lags: dict[tuple[str, str], int] = {}
-        for group, topics in parts.offsets.table.items():
-            for name, offsets in topics.items():
-                topic = parts.topics.find_topic(name)
-                if topic is not None:
-                    ends = [queue.index.max_offset for queue in topic.queues]
-                    lags[group, name] = sum(
-                        max(0, ends[queue] - offset) for queue, offset in offsets.items() if queue < len(ends)
-                    )
-        lag = GaugeMetricFamily(
+        yield _by_group(
             "timeball_group_lag_messages",
             "Messages behind a group's stored offsets.",
-            labels=["group", "topic"],
+            group_states.lags(parts),
         )
-        shown = sorted(lags, key=lags.__getitem__, reverse=True)
-        for key in shown[:SERIES_MAX]:
-            lag.add_metric(list(key), lags[key])
-        if len(shown) > SERIES_MAX:
-            lag.add_metric([OTHERS, OTHERS], sum(lags[key] for key in shown[SERIES_MAX:]))
-        yield lag
+        yield _by_group(
+            "timeball_group_in_flight_messages",
+            "Messages that members of a group hold.",
+            group_states.in_flight(self._broker.consuming.leases, parts.lease_counts),
+        )
+        yield _by_group(
+            "timeball_group_retry_messages",
+            "Messages that members have given back and that wait for their next delivery.",
+            parts.lease_counts.nacked(),
+        )
         connections = GaugeMetricFamily("timeball_connections", "Open connections.", labels=["edge"])
         for edge, count in self._connections().items():
             connections.add_metric([edge], count)
         yield connections
+
+    def _pushes(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "timeball_push_requests",
+            "Requests to receivers that have ended.",
+            labels=["subscription", "outcome"],
+        )
+        seconds = HistogramMetricFamily(
+            "timeball_push_seconds", "How long a request to a receiver took.", labels=["subscription"]
+        )
+        in_flight = GaugeMetricFamily(
+            "timeball_push_in_flight", "Requests under way.", labels=["subscription"]
+        )
+        failing = GaugeMetricFamily(
+            "timeball_push_failing", "1 while single requests try a receiver.", labels=["subscription"]
+        )
+        late = CounterMetricFamily(
+            "timeball_push_late_acks",
+            "Granted after the lease had ended: sent again.",
+            labels=["subscription"],
+        )
+        # At most PUSH_SUBSCRIPTIONS_MAX, made by administrators: those that send the most are shown.
+        shown = sorted(self.push, key=lambda name: -sum(self.push[name].durations.counts))[:SERIES_MAX]
+        for name in shown:
+            figures = self.push[name]
+            for outcome, count in figures.outcomes.items():
+                requests.add_metric([name, outcome], count)
+            bounds_s = [bound / 1e9 for bound in BOUNDS_NS]
+            seconds.add_metric(
+                [name], buckets(bounds_s, figures.durations.counts), figures.durations.sum_ns / 1e9
+            )
+            in_flight.add_metric([name], figures.in_flight)
+            failing.add_metric([name], _flag(figures.is_held))
+            late.add_metric([name], figures.late_acks)
+        yield from (requests, seconds, in_flight, failing, late)
+
+    def _spans(self) -> Iterator[Metric]:
+        traces = self._broker.parts.traces
+        spans = CounterMetricFamily("timeball_trace_spans", "Spans, by how far they came.", labels=["state"])
+        left_out = CounterMetricFamily(
+            "timeball_trace_spans_left_out",
+            "Messages with a trace that got no span: the allowance of a second was used up.",
+            labels=["operation"],
+        )
+        if traces is not None:
+            for family, counts in ((spans, traces.counts), (left_out, traces.left_out)):
+                for name, count in counts.items():
+                    family.add_metric([name], count)
+        yield from (spans, left_out)
 
     def _machine(self) -> Iterator[Metric]:
         settings = self._broker.parts.settings
@@ -196,7 +258,7 @@ class Metrics(Collector):
         )
         info.add_metric([self._version, settings.strategy, settings.durability], 1)
         yield info
-        yield _durations(
+        yield durations(
             "timeball_event_loop_lag_seconds",
             "How late the event loop is for what it has planned.",
             self._loop_lag.durations,
@@ -230,20 +292,15 @@ def _by_name(family: CounterMetricFamily, counts: Mapping[str, int]) -> CounterM
     return family
 
 
-def _durations(name: str, text: str, durations: Durations) -> HistogramMetricFamily:
-    return _histogram(
-        name, text, [bound / 1e9 for bound in BOUNDS_NS], durations.counts, durations.sum_ns / 1e9
-    )
-
-
-def _histogram(
-    name: str, text: str, bounds_s: Sequence[float], counts: Sequence[int], sum_s: float
-) -> HistogramMetricFamily:
-    total, buckets = 0, list[tuple[str, float]]()
-    for bound, count in zip([*map(str, bounds_s), "+Inf"], counts, strict=True):
-        total += count
-        buckets.append((bound, total))
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=sum_s)
+def _by_group(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
+    """Return the largest by group and topic, and the sum of the others."""
+    family = GaugeMetricFamily(name, text, labels=["group", "topic"])
+    ordered = sorted(counts, key=counts.__getitem__, reverse=True)
+    for key in ordered[:SERIES_MAX]:
+        family.add_metric(list(key), counts[key])
+    if len(ordered) > SERIES_MAX:
+        family.add_metric([OTHERS, OTHERS], sum(counts[key] for key in ordered[SERIES_MAX:]))
+    return family
 
 
 def _flag(value: object) -> int:

@@ -1,0 +1,34 @@
+"""Histograms as Prometheus has them, of counts by bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client.core import HistogramMetricFamily
+
+from timeball.clock import BOUNDS_NS, Durations
+
+
+def durations(name: str, text: str, found: Durations) -> HistogramMetricFamily:
+    """Return how long something took, in seconds."""
+    return histogram(name, text, [bound / 1e9 for bound in BOUNDS_NS], found.counts, found.sum_ns / 1e9)
+
+
+def histogram(
+    name: str, text: str, bounds_s: Sequence[float], counts: Sequence[int], sum_s: float
+) -> HistogramMetricFamily:
+    """Return counts by bounds as a histogram without labels."""
+    return HistogramMetricFamily(name, text, buckets=buckets(bounds_s, counts), sum_value=sum_s)
+
+
+def buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Return what is at or below each bound; the last count has none.
+
+    >>> buckets([0.5, 1.0], [1, 2, 3])
+    [('0.5', 1), ('1.0', 3), ('+Inf', 6)]
+    """
+    total, found = 0, list[tuple[str, float]]()
+    for bound, count in zip([*map(str, bounds_s), "+Inf"], counts, strict=True):
+        total += count
+        found.append((bound, total))
+    return found

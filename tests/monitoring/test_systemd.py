@@ -1,0 +1,128 @@
+"""What systemd is told, by a datagram socket in its place: the states of a real `timeball serve`, in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cli.processes import running
+
+from timeball.monitoring.systemd import Systemd
+
+
+@contextmanager
+def listener(address: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind("\0" + address[1:] if address.startswith("@") else address)
+        receiver.settimeout(BOUND_S)
+        yield receiver
+
+
+def fields(receiver: socket.socket) -> dict[str, str]:
+    """Return the next datagram's variables."""
+    return dict(line.split("=", 1) for line in receiver.recv(4_096).decode().splitlines())
+
+
+@pytest.fixture(params=["path", "abstract"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "notify") if request.param == "path" else f"@timeball-{uuid.uuid4()}"
+
+
+def test_each_state_is_told(address: str) -> None:
+    with listener(address) as receiver:
+        systemd = Systemd({"NOTIFY_SOCKET": address})
+        systemd.status("recovering")
+        systemd.ready("serves")
+        systemd.stopping()
+        assert fields(receiver) == {"STATUS": "recovering"}
+        assert fields(receiver) == {"READY": "1", "STATUS": "serves"}
+        assert fields(receiver)["STOPPING"] == "1"
+
+
+def test_the_event_loop_says_again_and_again_that_it_turns(address: str) -> None:
+    with listener(address) as receiver:
+        systemd = Systemd(
+            {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "2000", "WATCHDOG_PID": str(os.getpid())}
+        )
+        assert systemd.watchdog_s == 0.002
+
+        async def main() -> None:
+            watchdog = asyncio.create_task(systemd.run_watchdog())
+            for _ in range(3):
+                told = await asyncio.to_thread(fields, receiver)
+                assert told == {"WATCHDOG": "1"}
+            watchdog.cancel()
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"WATCHDOG_USEC": "1000000"},
+        {"NOTIFY_SOCKET": "/nowhere"},
+        {"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"},
+        {"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "soon"},
+    ],
+)
+def test_who_is_not_watched_tells_nothing(environment: dict[str, str]) -> None:
+    systemd = Systemd(environment)
+    assert systemd.watchdog_s == 0
+    asyncio.run(systemd.run_watchdog())  # ends at once
+
+
+def test_a_systemd_that_does_not_listen_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        Systemd({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready("serves")
+        Systemd({}).ready("serves")
+    (line,) = caplog.messages
+    assert line.startswith("systemd not told text=READY=1 error=")
+
+
+def test_a_full_queue_costs_a_watchdog_its_turn_and_no_time(tmp_path: Path) -> None:
+    address = str(tmp_path / "notify")
+    with listener(address) as receiver:
+        systemd = Systemd({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1000000"})
+        receiver.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as filler:
+            filler.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    filler.sendto(b"X=1", address)
+        systemd._tell("WATCHDOG=1", wait_s=0.0)
+        with pytest.raises(BlockingIOError):
+            while True:
+                assert receiver.recv(4_096) == b"X=1"
+
+
+def test_a_broker_from_its_start_to_its_end(tmp_path: Path) -> None:
+    """READY=1 comes when a client can connect, WATCHDOG=1 after it, STOPPING=1 with the signal."""
+    address, data = str(tmp_path / "notify"), str(tmp_path / "data")
+    with listener(address) as receiver:
+        variables = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "20000"}
+        with running("serve", "--json", "--port", "0", "--data", data, **variables) as server:
+            assert fields(receiver)["STATUS"].startswith("recovering")
+            told = fields(receiver)
+            assert told["READY"] == "1"
+            endpoint = told["STATUS"].removeprefix("serves grpc://")
+            host, _, port = endpoint.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=BOUND_S):
+                pass
+            assert [fields(receiver) for _ in range(3)] == [{"WATCHDOG": "1"}] * 3
+            assert server.end(signal.SIGTERM) == 0
+        told = {"WATCHDOG": "1"}
+        while told == {"WATCHDOG": "1"}:
+            told = fields(receiver)
+        assert told["STOPPING"] == "1"
