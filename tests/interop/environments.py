@@ -90,9 +90,19 @@ def venv_python(name: str, lock: Path) -> str:
     return str(kept(name, [lock], make, sys.version) / "bin/python")
 
 
+def axe() -> Path:
+    """npm's `axe-core`: the script that looks a page over for faults of accessibility. For `tests/dashboard`."""
+    return node_modules("axe", LOCKS / "axe") / "axe-core" / "axe.min.js"
+
+
 def node_with(name: str, locks: Path, program: Path) -> list[str]:
     """Node, with the `node_modules` that the locks in this folder name."""
-    node, npm = tool("node", "nodejs"), tool("npm", "npm")
+    return ["env", f"NODE_PATH={node_modules(name, locks)}", tool("node", "nodejs"), str(program)]
+
+
+def node_modules(name: str, locks: Path) -> Path:
+    """What the locks in this folder name, as npm lays it out."""
+    npm = tool("npm", "npm")
     inputs = [locks / "package.json", locks / "package-lock.json"]
 
     def make(folder: Path) -> None:
@@ -103,7 +113,7 @@ def node_with(name: str, locks: Path, program: Path) -> list[str]:
         locked = ["--omit=dev", "--ignore-scripts", "--omit-lockfile-registry-resolved"]
         fetch([npm, "ci", *quiet, *locked, "--prefix", str(folder)])
 
-    return ["env", f"NODE_PATH={kept(name, inputs, make) / 'node_modules'}", node, str(program)]
+    return kept(name, inputs, make) / "node_modules"
 
 
 def java_with(profile: str, program: str, *more: Path, options: Sequence[str] = ()) -> list[str]:

@@ -1,0 +1,100 @@
+// One way to do something: a dialog that says what will be done to what, does it, and shows the verdict.
+
+import { Problem } from './api.js';
+import { button, el, show, write } from './dom.js';
+import { printable } from './format.js';
+
+let opened = null;
+
+/** Close the dialog that is open, if there is one. */
+export const closeDialog = () => opened?.close();
+
+function dialog(title, ...children) {
+  closeDialog();
+  const heading = el('h2', { id: 'dialog-title' }, title);
+  const node = el('dialog', { 'aria-labelledby': 'dialog-title' }, heading, ...children);
+  node.addEventListener('close', () => {
+    opened = null;
+    node.remove();
+  });
+  // A click beside it; `isKept`: it shows what will not be shown again.
+  node.addEventListener('click', event => event.target === node && !node.isKept && node.close());
+  document.body.append(node);
+  node.showModal();
+  opened = node;
+  return node;
+}
+
+/** Return pairs of a name and a text or node as a list; pairs without a value are left out. */
+export function facts(pairs) {
+  return el('dl', { class: 'facts' }, ...pairs.filter(([, value]) => value !== undefined && value !== null && value !== '')
+    .map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value instanceof Node ? value : String(value)))));
+}
+
+/** Show something, with nothing to decide. */
+export function tell(title, ...children) {
+  const close = button('Close', closeDialog, 'primary');
+  dialog(title, ...children, el('div', { class: 'actions' }, close));
+  close.focus();
+}
+
+/** Ask, do it, show what came of it. `act()` returns [a sentence, good or warn, a node to show]; it may raise Problem. */
+export function confirm({ title, about = [], note = '', fields = [], label, isDangerous = false, act, done }) {
+  const verdict = el('p', { class: 'verdict', role: 'status', hidden: true });
+  const keep = button('Leave it', closeDialog);
+  const go = el('button', { type: 'submit', class: isDangerous ? 'danger' : 'primary' }, label);
+  const form = el('form', { novalidate: true, onsubmit: submit }, facts(about), note ? el('p', {}, note) : null, ...fields,
+    verdict, el('div', { class: 'actions' }, keep, go));
+  const node = dialog(title, form);
+  (form.querySelector('input, select') ?? keep).focus();
+
+  async function submit(event) {
+    event.preventDefault();
+    if (go.disabled) return;
+    go.disabled = true;
+    let tone;
+    let text;
+    let shown;
+    try {
+      [text, tone, shown] = await act();
+    } catch (error) {
+      [text, tone] = [error instanceof Problem ? `${error.message} (${error.code})` : error.message, 'bad'];
+    }
+    write(verdict, text);
+    verdict.className = `verdict ${tone}`;
+    show(verdict, true);
+    if (tone === 'bad' || tone === 'again') {
+      // Another try may go better: a field may be put right.
+      go.disabled = false;
+    } else {
+      for (const field of form.querySelectorAll('input, select')) field.disabled = true;
+      show(go, false);
+      node.isKept = shown !== undefined;
+      if (shown) verdict.after(shown);
+      write(keep, 'Close');
+      keep.focus();
+    }
+    done?.();
+  }
+}
+
+/** Return a labelled field. */
+export function field(label, input, hint) {
+  input.id ||= `field-${label.toLowerCase().replace(/\W+/g, '-')}`;
+  if (hint) input.setAttribute('aria-describedby', `${input.id}-hint`);
+  return el('div', { class: 'field' }, el('label', { for: input.id }, label), input,
+    hint ? el('p', { class: 'hint', id: `${input.id}-hint` }, hint) : null);
+}
+
+/** Have a select offer these names too. */
+export function offer(node, names) {
+  const known = new Set([...node.options].map(option => option.value));
+  node.append(...names.filter(name => !known.has(name)).map(name => el('option', { value: name }, printable(name, 80))));
+}
+
+/** Return a select of [value, label] pairs. */
+export function select(options, value, attributes = {}) {
+  const node = el('select', attributes, ...options.map(([each, label]) => el('option', { value: each }, label)));
+  if (value !== undefined) node.value = value;
+  return node;
+}

@@ -1,0 +1,13 @@
+// The pages, in the order of the menu.
+
+import { campaigns } from './campaigns.js';
+import { coming } from './coming.js';
+import { deadLetters } from './dead_letters.js';
+import { groups } from './groups.js';
+import { node } from './node.js';
+import { pipeline } from './pipeline.js';
+import { punctual } from './punctual.js';
+import { push } from './push.js';
+import { waitingPage } from './waiting.js';
+
+export const pages = [punctual, coming, waitingPage, groups, deadLetters, push, campaigns, pipeline, node];

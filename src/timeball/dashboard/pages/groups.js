@@ -1,0 +1,52 @@
+// Consumer groups: how far behind each is, and what it has in hand.
+
+import { get } from '../api.js';
+import { el, emptiness, keyed, set, write } from '../dom.js';
+import { count, printable } from '../format.js';
+import { bdi } from '../messages.js';
+import { Poll } from '../poll.js';
+import { refusal } from '../refusal.js';
+import { DataTable } from '../table.js';
+
+const EVERY_MS = 2_000;
+const RECEIVE = `curl -s '${location.origin}/v1/topics/reminders/messages?group=workers&wait=30s'`;
+
+export const groups = {
+  id: 'groups',
+  title: 'Groups',
+  open(root) {
+    const refused = refusal();
+    const table = new DataTable({
+      caption: 'Consumer groups', keyOf: row => row.group,
+      empty: emptiness('No group has received anything yet.', 'A group is made by the first receive in its name:', RECEIVE),
+      columns: [
+        { label: 'Group', make: row => bdi(row().group, 80) },
+        { label: 'Lag', kind: 'number', value: row => count(row.lag) },
+        { label: 'In flight', kind: 'number', value: row => count(row.in_flight) },
+        { label: 'Dead letters', kind: 'number', make: row => el('a', { href: `#/dead-letters?${new URLSearchParams({ group: row().group })}` }),
+          update: (cell, row) => write(cell.firstChild, count(row.dead_letters)) },
+        { label: 'Attempts', kind: 'number', value: row => (row.attempts_max ? `at most ${count(row.attempts_max)}` : '–') },
+        { label: 'Topics: lag, in flight', make: () => el('ul', { class: 'lines' }), update: showTopics },
+      ],
+    });
+    root.append(refused.node, el('section', { class: 'card' }, table.node));
+    const poll = new Poll({
+      everyMs: EVERY_MS,
+      read: signal => get(['v1', 'groups'], {}, signal),
+      show: found => {
+        refused.show(null);
+        table.show([...found.groups].sort((a, b) => b.lag - a.lag || (a.group < b.group ? -1 : 1)));
+      },
+      fail: error => refused.show(error),
+    }).start();
+    return { close: () => poll.stop() };
+  },
+};
+
+function showTopics(cell, row) {
+  keyed(cell.firstChild, row.topics ?? [], ({ topic }) => topic, ({ topic }) => el('li', {}, el('bdi', { class: 'text' }, printable(topic, 60)), el('span')),
+    (item, { lag, in_flight: inFlight }) => {
+      write(item.lastChild, `  ${count(lag)}, ${count(inFlight ?? NaN)}`);
+      set(item, 'class', lag > 0 && 'behind');
+    });
+}

@@ -1,0 +1,179 @@
+"""Answers as a busy broker gives them, to look at pages that a test's small broker would leave empty.
+
+`texts` stands in each text of a message.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from datetime import datetime
+from typing import Any
+
+HOSTILE = "<img src=x onerror=\"alert(1)\"><script>alert('2')</script>\u202e\u0000\u001b[2J{{7*7}}javascript:alert(3)"
+SIZES = {"second": 1_000, "minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
+BUCKETS = {"<=1ms": 56, "<=2ms": 37, "<=5ms": 5, "<=10ms": 1, "<=50ms": 1}  # of a hundred
+
+
+class BusyBroker:
+    """Answers requests; each `GET /v1/broker` finds some more released."""
+
+    def __init__(self, *, may_admin: bool = True, texts: str = "", body: Any = None) -> None:
+        self.may_admin, self.texts = may_admin, texts
+        self.body: dict[str, Any] = body or {"body": '{"order": 17, "total": "29.90"}'}
+        self.hundreds = 0
+
+    def __call__(self, method: str, path: str, query: dict[str, list[str]]) -> tuple[int, Any]:
+        parts = path.split("/")[2:]
+        match method, *parts:
+            case "GET", "broker":
+                return 200, self.broker()
+            case "GET", "topics":
+                topics = [
+                    {"topic": name, "queues": 4, "messages": 9, "kind": "normal"} for name in self.topics()
+                ]
+                return 200, {"topics": topics}
+            case "GET", "forecast":
+                return 200, self.forecast({name: values[0] for name, values in query.items()})
+            case "GET", "messages":
+                return 200, {"messages": [self.waiting(n) for n in range(12)], "next_page": "2"}
+            case "GET", "messages", _:
+                place = {
+                    "state": "waiting",
+                    **self.waiting(0),
+                    **self.body,
+                    "properties": {self.text("p"): self.text("v")},
+                }
+                return 200, {"id": "0", "messages": [place]}
+            case "GET", "groups":
+                return 200, {"groups": [self.group(n) for n in range(3)]}
+            case "GET", "groups", _, "dead-letters":
+                return 200, {"dead_letters": [self.dead_letter(n) for n in range(7)]}
+            case "GET", "campaigns":
+                return 200, {"campaigns": [self.campaign(n) for n in range(4)]}
+            case "GET", "subscriptions":
+                return 200, {"subscriptions": [self.subscription(n) for n in range(4)]}
+            case "GET", "jobs":
+                return 200, {"jobs": [self.job(n) for n in range(3)], "audit": self.audit()}
+        return 404, {"status": 404, "code": "not_found", "title": "not_found", "detail": f"no path {path!r}"}
+
+    def text(self, plain: str) -> str:
+        return f"{plain} {self.texts}" if self.texts else plain
+
+    def topics(self) -> list[str]:
+        return ["orders", "reminders", "a-topic-with-a-name-of-some-length-that-has-to-find-its-place"]
+
+    def broker(self) -> dict[str, Any]:
+        self.hundreds += 3
+        return {
+            "version": "0.1.0", "format": 1, "pid": 4711, "rss_bytes": 431_000_000, "anon_bytes": 197_000_000,
+            "disk": {"free_bytes": 41_000_000_000, "no_room": ""}, "access": {"accounts": 3, "refused": 1},
+            "codec": "compiled", "now_ms": now_ms(), "strategy": "hour_log", "durability": "sync",
+            "log": {"first_seq": 0, "next_seq": 2_903_112, "durable_seq": 2_903_112, "bytes": 1_300_000_000,
+                    "commits": 8_123, "rows": 812_345},
+            "waiting_messages": 1_914_646, "redelivery_messages": 41,
+            "watermark": 2_800_000, "settled_before_ms": now_ms() - 4,
+            "schedule": {"near_rows": 1_204, "tail_rows": 90_312, "table_rows": 1_823_441, "table_files": 42,
+                         "cancelled_rows": 311, "moving_rows": 0, "moved_rows": 0},
+            "levels": {"waiting_rows": 12}, "transactions": {"open": 0, "oldest_seq": None},
+            "table": {"uri": "file:///data/pending", "version": 91}, "clock_suspect": False,
+            "lateness": {"released": 100 * self.hundreds, "max_ms": 41,
+                         "buckets": {name: n * self.hundreds for name, n in BUCKETS.items()}},
+            "delivered": 96 * self.hundreds, "may_admin": self.may_admin,
+        }  # fmt: skip
+
+    def forecast(self, query: dict[str, str]) -> dict[str, Any]:
+        size, begin, end = SIZES[query["by"]], at_ms(query["from"]), at_ms(query["to"])
+        counts = [
+            round((20 + 15 * math.sin(at / 7) + 8 * math.sin(at / 2)) * size / 1_000)
+            for at in range((end - begin) // size)
+        ]
+        counts[len(counts) // 2] *= 3
+        buckets = [{"from_ms": begin + at * size, "due": n} for at, n in enumerate(counts) if n]
+        shares = dict(zip(map(self.text, self.topics()), (0.6, 0.3, 0.1), strict=True))
+        topics = {name: round(sum(counts) * part) for name, part in shares.items()}
+        return {"by": query["by"], "from_ms": begin, "to_ms": end, "buckets": buckets, "topics": topics}
+
+    def waiting(self, n: int) -> dict[str, Any]:
+        due_ms = now_ms() + 20_000 + n * n * 37_123
+        return {
+            "id": f"{n:x}5f0c2a7be1d94c3f8a6b4e2d1c0f9a7", "topic": self.topics()[n % 2], "due": "", "due_ms": due_ms,
+            "seq": 2_900_000 + n, "keys": [self.text(f"order-{17 + n}")], "tag": self.text("eu"),
+            "size_bytes": 90 + 47 * n * n, "campaign": None,
+        }  # fmt: skip
+
+    def group(self, n: int) -> dict[str, Any]:
+        name, topic = ("billing", "mailers", "search")[n], self.topics()[n]
+        counts = {"lag": (1_203, 0, 17)[n], "in_flight": (32, 0, 4)[n]}
+        topics = [{"topic": topic, **counts}, {"topic": f"%RETRY%{name}", "lag": 0, "in_flight": 0}]
+        return {
+            "group": name,
+            **counts,
+            "dead_letters": (7, 0, 0)[n],
+            "topics": topics,
+            "attempts_max": 16,
+            "retry": {},
+        }
+
+    def dead_letter(self, n: int) -> dict[str, Any]:
+        body = {"base64": base64.b64encode(bytes(range(256)) * 4).decode()} if n == 3 else self.body
+        return {
+            "dead_letter": f"AQE{n}", "id": f"{n:x}a7be1d94c3f8a6b4e2d1c0f9a75f0c2", "topic": "orders", "died": "",
+            "died_ms": now_ms() - 4_000 - n * 600_000, "attempts": 16, "reason": self.text("the shop answered 500"),
+            "tag": self.text("eu"), "keys": [self.text(f"order-{n}")], "properties": {self.text("k"): self.text("v")},
+            **body,
+        }  # fmt: skip
+
+    def campaign(self, n: int) -> dict[str, Any]:
+        return {
+            "campaign": ("spring-2027", "win-back", "tariff-letter", "test-run")[n],
+            "state": ("running", "paused", "planned", "cancelled")[n], "since_ms": now_ms() - 7_000_000 * (n + 1) ** 2,
+            "planned_ms": 0, "planned_seq": 0, "rows": (1_200_000, 50_000, 8_000, 10)[n], "cancelled": n // 3,
+        }  # fmt: skip
+
+    def subscription(self, n: int) -> dict[str, Any]:
+        state = ("delivering", "failing", "paused", "gone")[n]
+        failure = self.text("timeout: no answer in time") if state == "failing" else None
+        return {
+            "name": self.text(("billing", "mailers", "search", "audit")[n]), "topic": self.text("orders"),
+            "group": ("billing", "mailers", "search", "audit")[n], "filter": self.text("eu"), "filter_type": "tag",
+            "url": "https://hooks.example/" + (self.texts or "orders"), "in_flight_max": 16, "rate_per_s": None,
+            "timeout": 15_000, "state": state, "in_flight": (3, 1, 0, 0)[n], "delivered": 81_311 // (n + 1),
+            "failed": 40 * n, "failures_in_row": 12 if state == "failing" else 0, "last_failure": failure,
+        }  # fmt: skip
+
+    def job(self, n: int) -> dict[str, Any]:
+        last = {
+            "epoch": 91,
+            "unit": "seq",
+            "position": 2_903_000,
+            "took_ms": 420,
+            "lag": 112 * n,
+            "rows": 9_000,
+        }
+        return {
+            "job": ("compact", "ledger", "archive")[n], "state": ("running", "waiting", "failed")[n],
+            "updated_ms": now_ms() - 1_000 - 600_000 * (n // 2), "started_ms": now_ms() - 86_400_000,
+            "pid": 4712, "host": "broker-1", "epochs": 91, "rows": 812_000, "last": last, "last_ms": now_ms() - 1_000,
+            "failures": n // 2, "error": self.text("no space left in the archive") if n == 2 else None,
+        }  # fmt: skip
+
+    def audit(self) -> dict[str, Any]:
+        faults = dict.fromkeys(("lost", "early", "duplicate", "unknown", "overdue", "queue_gaps"), 0)
+        counts = {
+            "accepted": 2_903_112,
+            "released": 987_804,
+            "cancelled": 640,
+            "expired": 0,
+            "pending": 1_914_668,
+        }
+        return {"ok": True, "scope": {"now_ms": now_ms() - 3_600_000}, **counts, **faults}
+
+
+def at_ms(text: str) -> int:
+    return round(datetime.fromisoformat(text).timestamp() * 1_000)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000

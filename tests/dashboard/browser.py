@@ -1,0 +1,130 @@
+"""Debian's Chromium, and a tab of it that notes every fault: of the console, of the policy, and of where it asks.
+
+Where there is no Chromium the tests are skipped, and the end of the run says so in capitals (tests/not_tested.py); with
+TIMEBALL_INTEROP=required they fail.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from tests.bounds import BOUND_S
+from tests.interop import environments
+from tests.interop.environments import Missing
+
+# Asked for by the same names as in docs/dashboard.md.
+PAGES = {
+    "punctual": "Punctual",
+    "coming": "Coming",
+    "waiting": "Waiting",
+    "groups": "Groups",
+    "dead-letters": "Dead letters",
+    "push": "Push",
+    "campaigns": "Campaigns",
+    "pipeline": "Pipeline and audit",
+    "node": "Node",
+}
+SHOTS = environments.CACHE / "dashboard"  # git leaves it alone; CI keeps it
+WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
+# A policy's breach is an event of the page itself.
+LISTEN = "document.addEventListener('securitypolicyviolation', e => console.error(`policy: ${e.violatedDirective}`))"
+
+T = TypeVar("T")
+Answers = Callable[[str, str, dict[str, list[str]]], tuple[int, Any]]
+
+
+def needed(find: Callable[[], T]) -> T:
+    """What `find` returns; without it the test is skipped, or fails where it is required."""
+    try:
+        return find()
+    except Missing as why:
+        if os.environ.get("TIMEBALL_INTEROP") == "required":
+            pytest.fail(f"the dashboard's tests are required (TIMEBALL_INTEROP), and {why}", pytrace=False)
+        pytest.skip(f"dashboard: {why}")
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A running Chromium. Ends with its module: while it runs, this thread's event loop is Playwright's."""
+    program = needed(lambda: environments.tool("chromium", "chromium"))
+    # Root, as in containers, has no sandbox to put it in.
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    expect.set_options(timeout=BOUND_S * 1000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=options)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A tab at a broker's dashboard. `faults`: what went wrong in it; `allowed`: statuses that a test asks for."""
+
+    def __init__(self, browser: Browser, port: int, **options: Any) -> None:
+        self.origin, self.faults = f"http://127.0.0.1:{port}", []
+        self.allowed: set[int] = set()
+        self._context = browser.new_context(**{"viewport": WIDE, "timezone_id": "Europe/Berlin", **options})
+        self._context.set_default_timeout(BOUND_S * 1000)
+        self.page = self._context.new_page()
+        self.page.add_init_script(LISTEN)
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        self.page.on("request", self._asked)
+        self.page.on(
+            "dialog", lambda dialog: self.faults.append(f"a dialog that the page does not have: {dialog}")
+        )
+
+    def _heard(self, message: Any) -> None:
+        if message.type not in ("error", "warning"):
+            return
+        # Chromium reports statuses from 400 on, and servers that are gone, as errors.
+        if any(f"status of {status}" in message.text for status in self.allowed):
+            return
+        if 0 in self.allowed and "net::ERR" in message.text:
+            return
+        self.faults.append(f"console: {message.text}")
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith((self.origin, "data:")):
+            self.faults.append(f"asked another host: {request.url}")
+
+    def open(self, name: str, **query: str) -> Page:
+        """Go to a page of the dashboard and wait until it is there."""
+        text = "&".join(f"{key}={value}" for key, value in query.items())
+        self.page.goto(f"{self.origin}/dashboard/#/{name}{'?' + text if text else ''}")
+        expect(self.page.locator("h1")).to_have_text(PAGES[name])
+        return self.page
+
+    def answer(self, answers: Answers) -> None:
+        """Answer the page's requests to the API in the broker's place."""
+
+        def fulfil(route: Route) -> None:
+            url = urlsplit(route.request.url)
+            status, value = answers(route.request.method, url.path, parse_qs(url.query))
+            kind = "application/json" if status < 400 else "application/problem+json"
+            route.fulfill(status=status, content_type=kind, json=value)
+
+        self.page.route("**/v1/**", fulfil)
+
+    def shoot(self, name: str) -> Path:
+        """Take a picture of the page, for people."""
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        path = SHOTS / f"{name}.png"
+        self.page.screenshot(path=path)
+        return path
+
+    def close(self) -> None:
+        self._context.close()
+
+
+def overflow(page: Page) -> int:
+    """By how many pixels the page, or a table of it, is wider than what shows it."""
+    over = "node => node.scrollWidth - node.clientWidth"
+    frames = "[document.documentElement, ...document.querySelectorAll('.table-frame')]"
+    return int(page.evaluate(f"Math.max(...{frames}.map({over}))"))

@@ -1,0 +1,70 @@
+"""`make pictures`: the pictures of the dashboard in docs/pictures, of a real broker that is busy (busy.py).
+
+Each is a screenshot with its colours reduced to a palette: a third of the bytes, and no difference that is seen.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image  # comes with matplotlib
+from playwright.sync_api import Page, expect
+from tests.dashboard.browser import PHONE, Tab, chromium
+from tests.dashboard.busy import busy_node
+
+FOLDER = Path(__file__).parents[2] / "docs/pictures"
+# Page, or page-phone -> how the tab is. Light and dark in turn, since each page has both.
+PICTURES: dict[str, dict[str, Any]] = {
+    "punctual": {},
+    "coming": {},
+    "waiting": {"color_scheme": "dark"},
+    "groups": {},
+    "dead-letters": {},
+    "push": {},
+    "campaigns": {"color_scheme": "dark"},
+    "pipeline": {},
+    "node": {"color_scheme": "dark"},
+    "reference": {},
+    "push-phone": {"viewport": PHONE},
+}
+SCHEDULED = 60_000
+WATCHED_MS = 90_000  # of history, for the charts
+COLOURS = 128
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
+        with busy_node(Path(folder) / "data", SCHEDULED) as node:
+            tabs = {}
+            for name, options in PICTURES.items():
+                tabs[name] = Tab(browser, node.node.http_port, **options)
+                go(tabs[name], name)
+            tabs["punctual"].page.wait_for_timeout(WATCHED_MS)
+            for name, tab in tabs.items():
+                tab.page.bring_to_front()
+                expect(tab.page.locator("#live[data-state=live], .operations").first).to_be_visible()
+                path = FOLDER / f"dashboard-{name}.png"
+                tab.page.screenshot(path=path)
+                shrink(path)
+                print(f"{path.name}: {path.stat().st_size:,} bytes")
+                assert not tab.faults, tab.faults
+
+
+def go(tab: Tab, name: str) -> Page:
+    page = name.removesuffix("-phone")
+    if page != "reference":
+        return tab.open(page)
+    tab.page.goto(f"{tab.origin}/docs")
+    return tab.page
+
+
+def shrink(path: Path) -> None:
+    with Image.open(path) as picture:
+        few = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

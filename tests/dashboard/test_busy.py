@@ -1,0 +1,104 @@
+"""Every page of a broker that is really busy, in both colours and on a phone: none is empty, too wide, or bars anybody.
+
+Pictures of all of them go to `.interop/dashboard`; those in docs/ are made by `make pictures`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+from tests.dashboard.browser import PAGES, PHONE, Tab, overflow
+from tests.dashboard.busy import busy_node
+from tests.dashboard.pictures import FOLDER, PICTURES
+from tests.dashboard.test_pages import faults_of_access
+from tests.node_fixture import RunningNode
+
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "light": {"color_scheme": "light"},
+    "dark": {"color_scheme": "dark"},
+    "phone": {"viewport": PHONE, "has_touch": True},
+}
+PICTURE_BYTES_MAX = 150 * 1024
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """In place of the empty one."""
+    with busy_node(tmp_path_factory.mktemp("busy") / "data") as running:
+        yield running
+
+
+def filled(page: Page, name: str) -> None:
+    """Wait until a page shows figures, and no place of it says that there is nothing."""
+    if name == "punctual":
+        expect(page.locator(".line.p99")).to_have_attribute("d", re.compile("H"))
+    elif name == "coming":
+        expect(page.locator(".level:visible").first).to_be_visible()
+    elif name == "node":
+        expect(page.get_by_text("Rows kept")).to_be_visible()
+    else:
+        expect(page.locator("tbody tr").first).to_be_visible()
+    expect(page.locator(".empty:visible")).to_have_count(0)
+    expect(page.locator("#page > .verdict:visible")).to_have_count(0)
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_pages_of_a_busy_broker(tabs: Callable[..., Tab], axe: str, how: str) -> None:
+    tab = tabs(**OPTIONS[how])
+    found: dict[str, list[str]] = {}
+    for name in PAGES:
+        page = tab.open(name)
+        filled(page, name)
+        tab.shoot(f"busy-{name}-{how}")
+        assert overflow(page) <= 0, name
+        found[name] = faults_of_access(page, axe)
+    assert not any(found.values()), found
+
+
+def test_dialogs_of_a_busy_broker(tabs: Callable[..., Tab], axe: str) -> None:
+    for how, options in OPTIONS.items():
+        tab = tabs(**options)
+        for name, opener in (
+            ("waiting", "Reschedule"),
+            ("dead-letters", "All of this group"),
+            ("push", "New subscription"),
+            ("push", "Delete"),
+            ("campaigns", "Pause"),
+        ):
+            page = tab.open(name)
+            page.get_by_role("button", name=opener).first.click()
+            expect(page.get_by_role("dialog")).to_be_visible()
+            tab.shoot(f"busy-{name}-{opener.split()[0].lower()}-{how}")
+            assert overflow(page) <= 0
+            assert not faults_of_access(page, axe), (name, how)
+            page.keyboard.press("Escape")
+            # Chromium may do so late, and would close the next one.
+            expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_each_page_has_its_picture_in_the_documentation() -> None:
+    assert PICTURES.keys() >= PAGES.keys() | {"reference"}
+    text = Path(FOLDER.parent, "dashboard.md").read_text("utf-8")
+    for name in PICTURES:
+        picture = FOLDER / f"dashboard-{name}.png"
+        assert 0 < picture.stat().st_size <= PICTURE_BYTES_MAX, name
+        assert f"(pictures/{picture.name})" in text
+    assert {f"dashboard-{name}.png" for name in PICTURES} == {
+        path.name for path in FOLDER.glob("dashboard-*")
+    }
+
+
+def test_what_consumers_take_is_laid_over_what_is_due(tab: Tab) -> None:
+    page = tab.open("coming")
+    level = page.locator("li.level")
+    expect(level).to_have_text("what consumers take now")
+    expect(page.locator("line.level")).to_have_attribute("visibility", "visible")
+    # Deliveries are not counted by topic: beside one topic's bars that is said.
+    page.get_by_label("Topic").select_option("orders")
+    expect(level).to_contain_text("of all topics")

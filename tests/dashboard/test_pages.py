@@ -1,0 +1,113 @@
+"""Each page, in a real browser: it loads without a fault of console or policy, is as wide as its screen, accessible in
+both colours, and shows hostile texts as texts. Pictures of all of them go to `.interop/dashboard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+from tests.dashboard.answers import HOSTILE, BusyBroker
+from tests.dashboard.browser import PAGES, PHONE, Tab, overflow
+
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
+GRAVE = {"serious", "critical"}
+
+
+def faults_of_access(page: Page, axe: str) -> list[str]:
+    """What axe-core finds that keeps people out, and where."""
+    page.evaluate(axe)
+    found: list[dict[str, Any]] = page.evaluate("axe.run().then(result => result.violations)")
+    return [
+        f"{each['id']} ({each['impact']}): {node['html'][:200]}"
+        for each in found
+        if each["impact"] in GRAVE
+        for node in each["nodes"]
+    ]
+
+
+def settled(page: Page) -> None:
+    """Wait until the page shows what it has asked for."""
+    page.wait_for_load_state("networkidle")
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_accessible(tabs: Callable[..., Tab], axe: str, name: str, colours: str) -> None:
+    tab = tabs(color_scheme=colours)
+    tab.answer(BusyBroker())
+    page = tab.open(name)
+    settled(page)
+    tab.shoot(f"{name}-{colours}")
+    assert not faults_of_access(page, axe)
+
+
+def test_a_page_that_keeps_people_out_is_noticed(tab: Tab, axe: str) -> None:
+    tab.answer(BusyBroker())
+    page = tab.open("waiting")
+    settled(page)
+    page.evaluate("document.querySelector('label[for=text]').remove()")
+    page.evaluate("document.documentElement.style.setProperty('--soft', '#d8d8d8')")
+    found = "\n".join(faults_of_access(page, axe))
+    assert "label (critical)" in found and "color-contrast (serious)" in found
+
+
+def test_pages_of_a_broker_that_holds_nothing(tabs: Callable[..., Tab], axe: str) -> None:
+    for name in PAGES:
+        tab = tabs()
+        page = tab.open(name)
+        settled(page)
+        tab.shoot(f"{name}-empty")
+        expect(page.locator("#reach")).to_be_hidden()
+        expect(page.locator("#page > .verdict:visible")).to_have_count(0)
+        assert not faults_of_access(page, axe)
+
+
+def test_pages_fit_a_phone(tabs: Callable[..., Tab], axe: str) -> None:
+    tab = tabs(viewport=PHONE, has_touch=True)
+    tab.answer(BusyBroker(texts="a-key-that-is-rather-long-and-has-no-blank-to-break-at-" * 3))
+    for name in PAGES:
+        page = tab.open(name)
+        settled(page)
+        tab.shoot(f"{name}-phone")
+        assert overflow(page) <= 0, name
+        assert not faults_of_access(page, axe)
+
+
+@pytest.mark.parametrize(
+    "body", [HOSTILE + "<b>" * 21_000, "\r\n\t" * 100, ""], ids=["html", "blanks", "none"]
+)
+def test_hostile_texts_are_texts(tab: Tab, body: str) -> None:
+    message = {"body": body, "body_cut": len(body) > 60_000, "size_bytes": 4 << 20}
+    tab.answer(BusyBroker(texts=HOSTILE, body=message))
+    for name in PAGES:
+        page = tab.open(name)
+        settled(page)
+        if name in ("waiting", "dead-letters"):
+            page.locator("tbody button.link").first.click()
+            expect(page.locator("dialog")).to_be_visible()
+            assert page.locator("dialog img, dialog script").count() == 0
+            page.keyboard.press("Escape")
+            expect(page.locator("dialog")).to_have_count(0)
+        assert page.locator("#page img, #page script").count() == 0
+        assert overflow(page) <= 0, name
+        shown = page.locator("#page").inner_text()
+        assert "\u202e" not in shown and "\x1b" not in shown
+
+
+def test_a_fault_in_a_page_is_noticed(browser: Any, node: Any) -> None:
+    tab = Tab(browser, node.node.http_port)
+    tab.answer(BusyBroker())
+    page = tab.open("node")
+    for fault in ("innerHTML = '<img src=x onerror=alert(1)>'", "innerHTML = '<p style=color:red>x</p>'"):
+        page.evaluate(f"document.getElementById('page').{fault}")
+    page.evaluate("void fetch('http://127.0.0.1:1/').catch(() => {})")
+    page.evaluate("void Promise.reject(new Error('of the page'))")
+    page.wait_for_timeout(0)
+    expect(page.locator("h1")).to_be_visible()
+    found = "\n".join(tab.faults)
+    tab.close()
+    for part in ("policy: script-src", "policy: style-src", "policy: connect-src", "of the page"):
+        assert part in found

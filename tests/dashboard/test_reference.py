@@ -1,0 +1,181 @@
+"""The pages of the HTTP API: every operation of openapi.json, found, read and opened; each curl does what it says."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+from tests.accounts import guarded_node
+from tests.bounds import BOUND_S
+from tests.dashboard.browser import PHONE, Tab, needed, overflow
+from tests.dashboard.test_pages import faults_of_access
+from tests.interop import environments
+from tests.node_fixture import RunningNode
+from tests.protocols.http.client import Client
+from tests.protocols.http.handlers.test_campaigns import planned
+
+from timeball.protocols.http.openapi import OPERATIONS
+
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
+# The campaign of this test was sent and not attached, so that its rows are cancelled one by one.
+REFUSED = {"cancel_campaign": 416}
+ENDLESS = {"events"}
+ORDER = ["put", "post", "get", "patch", "delete"]
+
+
+def reference(tab: Tab, hash_: str = "") -> Page:
+    tab.page.goto(f"{tab.origin}/docs{hash_}")
+    expect(tab.page.locator(".operation").first).to_be_visible()
+    return tab.page
+
+
+def shown(page: Page) -> list[str]:
+    return [
+        each.get_attribute("id") or ""
+        for each in page.locator(".operations > section .operation:visible").all()
+    ]
+
+
+def test_each_operation_is_there_with_what_it_takes_and_answers(tab: Tab, client: Client) -> None:
+    page = reference(tab)
+    expect(page).to_have_url(f"{tab.origin}/dashboard/reference.html")
+    assert sorted(shown(page)) == sorted(each.name for each in OPERATIONS)
+    expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(len(OPERATIONS))
+    page.get_by_role("button", name="Open all").click()
+    document = client.ask("GET", "/openapi.json").value
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            text = page.locator(f"#{operation['operationId']}").inner_text()
+            for part in (path, method.upper(), operation["summary"], "curl -s"):
+                assert part in text, operation["operationId"]
+            for parameter in operation["parameters"]:
+                assert parameter["name"] in text
+                assert parameter.get("description", "").split("`")[0] in text
+            for status in operation["responses"].keys() - {"default"}:
+                assert f"{status} " in text
+    send = page.locator("#send")
+    for part in (
+        "deliver_at",
+        "integer or string",
+        "application/x-ndjson",
+        "Idempotency-Key",
+        "list of Message",
+    ):
+        expect(send).to_contain_text(part)
+    # A struct within a struct is made when it is opened.
+    send.locator("summary", has_text="Sent").last.click()
+    expect(send.locator(".inner[open]")).to_contain_text("durable")
+
+
+def test_operations_are_found_by_words(tab: Tab) -> None:
+    page = reference(tab)
+    page.keyboard.press("/")
+    expect(page.get_by_label("Search")).to_be_focused()
+    page.keyboard.type("subscriptions PUT")
+    expect(page.locator(".operations > section .operation:visible")).to_have_count(1)
+    assert shown(page) == ["subscribe"]
+    expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(1)
+    # By a field of a body too.
+    page.get_by_label("Search").fill("idempotency")
+    expect(page.get_by_text("1 of ")).to_be_visible()
+    assert shown(page) == ["send"]
+    page.get_by_label("Search").fill("<img src=x onerror=alert(1)>")
+    expect(page.get_by_text("No operation has all of these words.")).to_be_visible()
+    page.get_by_label("Search").fill("")
+    expect(page.locator(".operation:visible")).to_have_count(len(OPERATIONS) + 1)
+
+
+def test_the_keyboard_is_enough(tab: Tab) -> None:
+    page = reference(tab)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    summary = page.locator("#subscribe > summary")
+    summary.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#subscribe")).to_have_attribute("open", "")
+    page.keyboard.press("Enter")
+    expect(page.locator("#subscribe")).not_to_have_attribute("open", "")
+
+
+def test_an_address_leads_to_one_operation(tab: Tab) -> None:
+    page = reference(tab, "#nack")
+    expect(page.locator("#nack")).to_have_attribute("open", "")
+    expect(page.locator("#nack > summary")).to_be_focused()
+    page.get_by_label("Search").fill("campaign")
+    page.evaluate("location.hash = '#forecast'")
+    expect(page.locator("#forecast")).to_have_attribute("open", "")
+    expect(page.locator("#forecast")).to_be_visible()
+    page.evaluate("location.hash = '#%'")
+    expect(page.locator("#forecast")).to_be_visible()
+
+
+def test_it_is_linked_from_the_dashboard_and_leads_back(tab: Tab) -> None:
+    page = tab.open("node")
+    page.get_by_role("link", name="HTTP API").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("HTTP API")
+    page.get_by_role("link", name="Dashboard").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Punctual")
+
+
+def test_it_is_read_without_an_account(tabs: Callable[..., Tab], tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node:
+        assert len(shown(reference(tabs(node.node.http_port)))) == len(OPERATIONS)
+
+
+@pytest.mark.parametrize("colours", ["light", "dark", "phone"])
+def test_it_is_accessible(tabs: Callable[..., Tab], axe: str, colours: str) -> None:
+    options: dict[str, Any] = {"viewport": PHONE} if colours == "phone" else {"color_scheme": colours}
+    tab = tabs(**options)
+    page = reference(tab, "#send")
+    tab.shoot(f"reference-{colours}")
+    page.get_by_role("button", name="Open all").click()
+    for summary in page.locator("#send .inner > summary, #groups .inner > summary").all():
+        summary.click()
+    assert overflow(page) <= 0
+    assert not faults_of_access(page, axe)
+
+
+def test_a_document_that_does_not_come_is_said(tab: Tab) -> None:
+    tab.allowed = {503}
+    tab.page.route("**/openapi.json", lambda route: route.fulfill(status=503, json={"detail": "disk full"}))
+    tab.page.goto(f"{tab.origin}/docs")
+    expect(tab.page.locator("#about")).to_contain_text("could not be read: disk full")
+
+
+def test_each_curl_does_what_it_says(tab: Tab, client: Client, node: RunningNode) -> None:
+    """In an order in which what is made is there; the statuses are those of the document."""
+    needed(lambda: environments.tool("curl", "curl"))
+    page = reference(tab)
+    planned(node, "spring", client)
+    commands = {
+        (each.get_attribute("aria-label") or "").removeprefix("curl for "): each.text_content() or ""
+        for each in page.locator("pre.body").all()
+    }
+    order = sorted(OPERATIONS, key=lambda each: ORDER.index(each.method))
+    statuses: dict[str, int] = {}
+    for each in order:
+        if each.name in ENDLESS:
+            continue
+        if each.name == "get":
+            client.send("orders", {"body": "x", "id": "order-17", "delay": "1h"})
+        # By a shell, as a person would.
+        asked = f"{commands[each.name]} -o /dev/null -w '%{{http_code}}'"
+        assert asked.startswith("curl ")
+        done = subprocess.run(
+            ["sh", "-c", asked], capture_output=True, text=True, timeout=BOUND_S, check=True
+        )
+        statuses[each.name] = int(done.stdout)
+    assert {name: status for name, status in statuses.items() if status >= 300} == REFUSED
+
+
+def test_an_operation_that_is_missing_is_noticed(tab: Tab, client: Client) -> None:
+    document = client.ask("GET", "/openapi.json").value
+    del document["paths"]["/v1/jobs"]
+    tab.page.route("**/openapi.json", lambda route: route.fulfill(json=document))
+    assert sorted(shown(reference(tab))) != sorted(each.name for each in OPERATIONS)
