@@ -21,20 +21,119 @@ The rooms, in the order a message meets them:
     cli                           one file a command
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for readers and type checkers; a program gets it from `__getattr__`
-    from timeball.client import Timeball
+from timeball.errors import (
+    Conflict,
+    Corrupt,
+    DiskFailed,
+    Forbidden,
+    GroupNotFound,
+    InvalidDelay,
+    InvalidFilter,
+    InvalidMessage,
+    InvalidName,
+    InvalidReceipt,
+    NotFound,
+    OutOfRange,
+    OverLimit,
+    RequestError,
+    SetupError,
+    StorageError,
+    TimeballError,
+    Unauthorized,
+    Unavailable,
+)
 
-__all__ = ["Timeball", "__version__"]
+if TYPE_CHECKING:  # for readers and type checkers; a program gets these from `__getattr__`
+    from timeball.client.async_timeball import AsyncMessage, AsyncTimeball
+    from timeball.client.messages import Message
+    from timeball.client.sender import Receipt, RefusedRows, SendSummary
+    from timeball.client.timeball import Timeball
+    from timeball.client.worker import Dead, Retry, Worker
+    from timeball.wire import (
+        Attached,
+        DeadLetterPage,
+        DeadLetterRow,
+        GroupState,
+        MessagePlace,
+        QueueRange,
+        Resolved,
+        TopicState,
+        Verdict,
+    )
+
+__all__ = [
+    "AsyncMessage",
+    "AsyncTimeball",
+    "Attached",
+    "Conflict",
+    "Corrupt",
+    "Dead",
+    "DeadLetterPage",
+    "DeadLetterRow",
+    "DiskFailed",
+    "Forbidden",
+    "GroupNotFound",
+    "GroupState",
+    "InvalidDelay",
+    "InvalidFilter",
+    "InvalidMessage",
+    "InvalidName",
+    "InvalidReceipt",
+    "Message",
+    "MessagePlace",
+    "NotFound",
+    "OutOfRange",
+    "OverLimit",
+    "QueueRange",
+    "Receipt",
+    "RefusedRows",
+    "RequestError",
+    "Resolved",
+    "Retry",
+    "SendSummary",
+    "SetupError",
+    "StorageError",
+    "Timeball",
+    "TimeballError",
+    "TopicState",
+    "Unauthorized",
+    "Unavailable",
+    "Verdict",
+    "Worker",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 
+# Name -> its module, imported when a program asks for it: Arrow alone costs a command half of its start.
+_PLACES = {
+    "AsyncMessage": "timeball.client.async_timeball",
+    "AsyncTimeball": "timeball.client.async_timeball",
+    "Attached": "timeball.wire",
+    "Dead": "timeball.client.worker",
+    "DeadLetterPage": "timeball.wire",
+    "DeadLetterRow": "timeball.wire",
+    "GroupState": "timeball.wire",
+    "Message": "timeball.client.messages",
+    "MessagePlace": "timeball.wire",
+    "QueueRange": "timeball.wire",
+    "Receipt": "timeball.client.sender",
+    "RefusedRows": "timeball.client.sender",
+    "Resolved": "timeball.wire",
+    "Retry": "timeball.client.worker",
+    "SendSummary": "timeball.client.sender",
+    "Timeball": "timeball.client.timeball",
+    "TopicState": "timeball.wire",
+    "Verdict": "timeball.wire",
+    "Worker": "timeball.client.worker",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import the client when a program asks for it: Arrow alone costs a command half of its start."""
-    if name != "Timeball":
+    """Import what a program asks for."""
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from timeball.client import Timeball
-
-    return Timeball
+    return getattr(import_module(_PLACES[name]), name)

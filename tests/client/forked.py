@@ -8,6 +8,7 @@ polling   while a thread of the parent waits in a pull
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from timeball import Timeball
+from timeball import AsyncTimeball, Timeball, Worker
 from timeball.pipeline.endpoint import Endpoint
 
 TIMEOUT_MS = 2_000
@@ -42,10 +43,29 @@ def calls(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
         "read_queue": lambda: ball.read_queue("forked", 0, 0, 1).read_all(),
         "reserve": lambda: ball.reserve(1),
         "compact": ball.compact,
+        "worker": lambda: work(ball),
+        "asyncio": lambda: asyncio.run(ask(endpoint)),
         "a new client": lambda: Timeball(endpoint, timeout_ms=TIMEOUT_MS).status(),
         "a new endpoint": lambda: Endpoint(endpoint, patience_s=1).status(),
         "close": ball.close,
     }
+
+
+def work(ball: Timeball) -> None:
+    """Run a worker until it has handled a message, or has ended by itself."""
+    handled = threading.Event()
+    worker = Worker(ball, "w", "forked", lambda message: handled.set())
+    worker.start()
+    while not handled.wait(0.02) and all(thread.is_alive() for thread in worker._threads):
+        pass
+    worker.stop()
+    worker.join()
+
+
+async def ask(endpoint: str) -> None:
+    """Make a call of an asynchronous client."""
+    async with AsyncTimeball(endpoint, timeout_ms=TIMEOUT_MS) as ball:
+        await ball.status()
 
 
 def child(ball: Timeball, endpoint: str) -> None:

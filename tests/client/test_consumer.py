@@ -10,7 +10,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from timeball import Timeball
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.client.messages import Message
-from timeball.errors import InvalidReceipt, NotFound, RequestError
+from timeball.errors import InvalidFilter, InvalidReceipt, NotFound, RequestError
 
 
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
@@ -64,10 +64,12 @@ def test_attempts_that_fail_end_in_the_dead_letters(node: RunningNode, ball: Tim
     for attempts in range(3):
         (message,) = ball.pull("failing", "tries", wait="30s")
         assert message.attempts == attempts
-        assert message.nack(after=0)
+        assert message.nack_reason == (f"fault {attempts - 1}?" if attempts else None)
+        assert message.nack(after=0, reason=f"fault {attempts}\ud800")
     eventually(lambda: "%DLQ%tries" in ball.topics() and ball.queues("%DLQ%tries")[0].max == 1, "given up")
     (dead,) = ball.browse("%DLQ%tries")
     assert (dead.body, dead.attempts, dead.properties["RETRY_TOPIC"]) == (b"0", 3, "failing")
+    assert [one.reason for one in ball.dead_letters("tries").dead_letters] == ["fault 2?"]
     assert ball.pull("failing", "tries", wait=0) == []
 
 
@@ -227,3 +229,46 @@ def test_a_member_may_come_before_the_topic(node: RunningNode, ball: Timeball) -
     ball.send_many([{"body": b"%d" % i} for i in range(3)], topic=topic)
     waiting.join(BOUND_S)
     assert sorted(message.body for message in got) == [b"0", b"1", b"2"]
+
+
+def test_members_may_ask_for_tags_or_for_what_an_expression_matches(
+    node: RunningNode, ball: Timeball
+) -> None:
+    ball.create_topic("filtered", 2)
+    for number, (tag, region) in enumerate(
+        [("paid", "eu"), ("refunded", "us"), ("open", "eu"), (None, "eu")]
+    ):
+        ball.send("filtered", f"{number}", tag=tag, properties={"region": region, "total": f"{number}00"})
+    got = [m.body for m in ball.consume("filtered", "tags", tag="paid || refunded", until_idle="100ms")]
+    assert sorted(got) == [b"0", b"1"]
+    sql = "region = 'eu' AND total BETWEEN 0 AND 250"
+    assert sorted(m.body for m in ball.consume("filtered", "sql", sql=sql, until_idle="100ms")) == [
+        b"0",
+        b"2",
+    ]
+    assert ball.pull_batch("filtered", "columns", tag="open").column("body").to_pylist() == [b"2"]
+    # What did not match is passed: the group's offsets stand behind it.
+    assert sum(ball.offsets("tags", "filtered").values()) == 4
+
+
+def test_a_filtered_message_that_comes_again_passes_the_filter(ball: Timeball) -> None:
+    ball.send("filtered-again", "x", tag="paid")
+    (message,) = ball.pull("filtered-again", "g", tag="paid")
+    assert message.nack(after="10ms")
+    (again,) = ball.pull("filtered-again", "g", tag="paid", wait="30s")
+    assert (again.attempts, again.tag) == (1, "paid")
+
+
+@pytest.mark.parametrize("wait", [0, "10s"])
+def test_a_filter_that_cannot_be_read_is_refused_at_once(ball: Timeball, wait: object) -> None:
+    with pytest.raises(InvalidFilter, match="1"):
+        ball.pull("no-such-topic-yet", "g", sql="region = ", wait=wait)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="one of them"):
+        ball.pull("filtered", "g", sql="a = 1", tag="a")
+
+
+def test_a_message_may_be_given_up(ball: Timeball) -> None:
+    send(ball, "given-up", 1)
+    (message,) = ball.pull("given-up", "givers")
+    assert message.dead_letter() and not message.dead_letter()
+    assert [dead.body for dead in ball.browse("%DLQ%givers")] == [b"0"]

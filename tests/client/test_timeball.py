@@ -1,10 +1,14 @@
 """The client's front door against a real node: each verb once, end to end."""
 
+import pickle
+
 import msgspec
 import pyarrow as pa
 import pytest
+from tests.node_fixture import RunningNode
 
-from timeball import Timeball
+import timeball
+from timeball import Timeball, errors
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, RequestError
 from timeball.message import READ_SCHEMA, Kind
 
@@ -175,3 +179,58 @@ def test_send_many_names_wrong_options(ball: Timeball, wrong: dict[str, object])
 def test_a_timeout_is_positive() -> None:
     with pytest.raises(RequestError, match="timeout_ms"):
         Timeball(timeout_ms=0)
+
+
+def test_get_says_where_a_message_is(ball: Timeball) -> None:
+    receipt = ball.send("places", "x", after="1h")
+    assert (ball.get(receipt.id).state, ball.get(receipt.id).due_ms) == ("waiting", receipt.due_ms)
+    assert ball.cancel(receipt.id).cancelled
+    assert ball.get(receipt.id, "places").state == "cancelled"
+    now = ball.send("places", "y")
+    place = ball.get(now.id)
+    assert (place.state, place.topic, place.seq) == ("visible", "places", now.seq)
+    assert place.queue_id is not None and place.queue_offset is not None
+    for topic in (None, "elsewhere"):
+        with pytest.raises(NotFound, match="no message"):
+            ball.get("unknown" if topic is None else now.id, topic)
+
+
+def test_a_client_that_is_pickled_dials_for_itself(node: RunningNode) -> None:
+    with Timeball(node.endpoint, timeout_ms=7_000, access_key="a", secret_key="s") as ball:
+        again = pickle.loads(pickle.dumps(ball))
+    with again:
+        assert again.topics() is not None
+        assert again._calls.timeout_ms == 7_000 and again._calls._who == ball._calls._who
+
+
+def test_everything_that_users_catch_or_annotate_is_at_the_front_door() -> None:
+    for name in timeball.__all__:
+        assert getattr(timeball, name) is not None, name
+    raised = {
+        name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)
+    }
+    # Raised within a node, about the others of its cluster: no call of a client's ends with one.
+    raised -= {"LeaseLost", "PeerError"}
+    assert raised <= set(timeball.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        timeball.nothing  # noqa: B018
+
+
+def test_what_a_group_gave_up_is_sent_to_it_again_or_deleted(ball: Timeball) -> None:
+    ball.send_many([{"body": str(number)} for number in range(3)], topic="resent")
+    left = 3
+    while left:
+        for message in ball.pull("resent", "resends"):
+            assert message.dead_letter()
+            left -= 1
+    page = ball.dead_letters("resends", max_messages=2)
+    assert len(page.dead_letters) == 2 and page.next_page is not None
+    assert len(ball.dead_letters("resends", after=page.next_page).dead_letters) == 1
+    first = page.dead_letters[0]
+    assert ball.resend_dead_letters("resends", [first.dead_letter]).found == [True]
+    (again,) = ball.pull("resent", "resends")
+    assert (again.body, again.attempts, again.ack()) == (first.body, 0, True)
+    assert ball.delete_dead_letters("resends").rows == 2
+    (state,) = ball.groups("resends")
+    assert (state.dead_letters, state.lag) == (0, 0)
+    assert state in ball.groups()

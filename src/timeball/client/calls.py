@@ -35,7 +35,20 @@ from timeball.message import READ_SCHEMA
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a program that has patience
 # Verbs whose repetition changes nothing. Attach carries a job id and an epoch by which the broker knows it.
-REPEATABLE = frozenset({"status", "topics", "queues", "offsets", "commit", "attach", "compactor"})
+REPEATABLE = frozenset(
+    {
+        "status",
+        "topics",
+        "groups",
+        "dead_letters",
+        "queues",
+        "offsets",
+        "get",
+        "commit",
+        "attach",
+        "compactor",
+    }
+)
 
 # gRPC waits up to 20 s before it looks again whether a broker has come back.
 _CHANNEL = [
@@ -48,6 +61,29 @@ _CHANNEL = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class OpenRead:
+    """A read that another thread may cancel. The broker gives back what it had leased for one that was cancelled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reader: Any = None
+        self.is_cancelled = False
+
+    def begin(self, reader: Any) -> None:
+        """Note the stream to cancel."""
+        with self._lock:
+            self._reader = reader
+            if self.is_cancelled:
+                reader.cancel()
+
+    def cancel(self) -> None:
+        """End the read, now or when it begins; it raises RequestError. No effect on one that has ended."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._reader is not None:
+                self._reader.cancel()
 
 
 class Calls:
@@ -140,15 +176,26 @@ class Calls:
             return self._repeat(once, timeout_ms)
         return self._once(once, timeout_ms / 1000)
 
-    def rows(self, ticket: wire.Ticket, wait_ms: int = 0) -> pa.RecordBatch:
+    def rows(
+        self, ticket: wire.Ticket, wait_ms: int = 0, open_read: OpenRead | None = None
+    ) -> pa.RecordBatch:
         """The one batch a ticket names, in READ_SCHEMA; `wait_ms` is how long the broker may take besides."""
         data = flight.Ticket(msgspec.json.encode(ticket))
 
         def once(left_s: float) -> pa.RecordBatch:
-            options = flight.FlightCallOptions(timeout=left_s)
-            table = self.flight.do_get(data, options).read_all()
-            batches = table.combine_chunks().to_batches()
-            return batches[0] if batches else pa.RecordBatch.from_pylist([], READ_SCHEMA)
+            reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=left_s))
+            if open_read is not None:
+                open_read.begin(reader)
+            try:
+                # Not `read_all`: one that is cancelled interrupts the main thread, as Ctrl-C would.
+                found = [chunk.data for chunk in reader]
+            except flight.FlightError:
+                if open_read is not None and open_read.is_cancelled:
+                    raise RequestError("this read was cancelled") from None
+                raise
+            if not found:
+                return pa.RecordBatch.from_pylist([], READ_SCHEMA)
+            return found[0] if len(found) == 1 else pa.concat_batches(found)
 
         return self._repeat(once, self.timeout_ms + wait_ms)
 

@@ -7,23 +7,37 @@ to any member, with one more attempt counted; after the group's last attempt it 
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 import pyarrow as pa
 
 from timeball import limits, wire
-from timeball.client.calls import Calls
+from timeball.client.calls import Calls, OpenRead
 from timeball.client.dialing import check_process
-from timeball.client.messages import Member, Message, view
+from timeball.client.messages import Leased, Member, Message, view
 from timeball.clock import Clock
 from timeball.errors import RequestError
 from timeball.instants import After, delay_ms
 
-ACK_INTERVAL_MS = 1_000  # a loop acknowledges so often; a crash of the consumer repeats no more than this
 Start = Literal["earliest", "latest"]
+
+
+class Wanted(NamedTuple):
+    """A filter, by tag or by SQL; empty texts want all messages."""
+
+    tag: str = ""
+    sql: str = ""
+
+
+EVERYTHING = Wanted()
+
+
+def wanted(tag: str | None, sql: str | None) -> Wanted:
+    """Return the filter that a program has given; raise RequestError for two."""
+    if tag and sql:
+        raise RequestError("filter by tag= or by sql=, one of them")
+    return Wanted(tag or "", sql or "")
 
 
 class Consumer:
@@ -34,7 +48,15 @@ class Consumer:
         self._clock = clock
 
     def pull_batch(
-        self, topic: str, group: str, rows: int, wait: After, start: Start, lease: After
+        self,
+        topic: str,
+        group: str,
+        rows: int,
+        wait: After,
+        start: Start,
+        lease: After,
+        wanted: Wanted = EVERYTHING,
+        open_read: OpenRead | None = None,
     ) -> pa.RecordBatch:
         """Lease up to `rows` rows: READ_SCHEMA and a column `receipt`."""
         check_process()
@@ -52,17 +74,27 @@ class Consumer:
             wait_ms=wait_ms,
             invisible_ms=lease_ms,
             latest=start == "latest",
+            tag=wanted.tag,
+            sql=wanted.sql,
         )
-        return self._calls.rows(ticket, wait_ms)
+        return self._calls.rows(ticket, wait_ms, open_read)
 
     def pull(
-        self, topic: str, group: str, rows: int, wait: After, start: Start, lease: After
+        self,
+        topic: str,
+        group: str,
+        rows: int,
+        wait: After,
+        start: Start,
+        lease: After,
+        wanted: Wanted = EVERYTHING,
+        open_read: OpenRead | None = None,
     ) -> list[Message]:
         """Return the same as messages."""
-        batch = self.pull_batch(topic, group, rows, wait, start, lease)
+        batch = self.pull_batch(topic, group, rows, wait, start, lease, wanted, open_read)
         return view(batch, self._clock.wall_ms(), Member(self._calls, topic, group))
 
-    def ack(self, messages: Iterable[Message] | pa.RecordBatch, group: str | None) -> int:
+    def ack(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> int:
         """Acknowledge; return how many of the leases had not ended before."""
         return sum(
             is_valid
@@ -70,80 +102,28 @@ class Consumer:
             for is_valid in member.ack(receipts)
         )
 
-    def consume(
-        self,
-        topic: str,
-        group: str,
-        rows: int,
-        idle: After | None,
-        stop: threading.Event | None,
-        start: Start,
-        lease: After,
-    ) -> Iterator[Message]:
-        """See Timeball.consume."""
-        wait_ms = limits.SECOND_MS * 10
-        idle_ms = None if idle is None else delay_ms(idle)
-        if idle_ms is not None:
-            wait_ms = min(wait_ms, idle_ms)
-        if stop is not None:
-            wait_ms = min(wait_ms, limits.SECOND_MS)
-        lease_ms = delay_ms(lease)
-        ack_ms = min(ACK_INTERVAL_MS, lease_ms // 4)  # an acknowledgement must come before its lease ends
-        done: list[Message] = []
-        waiting: deque[Message] = deque()
-        last_ms = self._monotonic_ms()
-        current: Message | None = None
-        try:
-            while stop is None or not stop.is_set():
-                leased_ms = flushed_ms = self._monotonic_ms()
-                waiting.extend(self.pull(topic, group, rows, wait_ms / 1000, start, lease))
-                got = bool(waiting)
-                while waiting and (stop is None or not stop.is_set()):
-                    current = waiting.popleft()
-                    yield current
-                    done.append(current)  # the next one is asked for: this one is dealt with
-                    current, now_ms = None, self._monotonic_ms()
-                    if now_ms - flushed_ms >= ack_ms:
-                        flushed_ms = self._flush(done)
-                    if now_ms - leased_ms >= lease_ms // 2:
-                        leased_ms = self._extend(waiting, lease_ms)
-                self._flush(done)
-                now_ms = self._monotonic_ms()
-                if got:
-                    last_ms = now_ms
-                elif idle_ms is not None and now_ms - last_ms >= idle_ms:
-                    return
-        finally:
-            self._flush(done)
-            self._give_back(current, waiting)
+    def give_back(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> None:
+        """Give back what the program has not looked at: it comes to other members at once, and it was no attempt."""
+        for member, receipts in self._receipts(messages, group):
+            member.change(receipts, 0, counts=False)
 
-    def _flush(self, done: list[Message]) -> int:
-        if done:
-            self.ack(done, None)
-            done.clear()
-        return self._monotonic_ms()
-
-    def _extend(self, waiting: deque[Message], lease_ms: int) -> int:
-        """Lease what the loop has not come to for longer; what has gone to another member leaves the loop."""
-        messages = list(waiting)
-        waiting.clear()
-        if messages:
-            member = messages[0].lease[0]
-            receipts = member.change([message.lease[1] for message in messages], lease_ms, counts=False)
-            for message, receipt in zip(messages, receipts, strict=True):
-                if receipt is not None:
-                    message.renewed(receipt)
-                    waiting.append(message)
-        return self._monotonic_ms()
-
-    def _give_back(self, current: Message | None, waiting: Iterable[Message]) -> None:
-        """Give back at once what a loop that is left was at, and, uncounted, what it had not come to."""
-        for messages, counts in (([current] if current is not None else [], True), (list(waiting), False)):
-            for member, receipts in self._receipts(messages, None):
-                member.change(receipts, 0, counts=counts)
+    def change(self, messages: Iterable[Leased], lease_ms: int, *, counts: bool) -> list[bool]:
+        """Make the leases of these end so far from now; false for one that had ended."""
+        messages = list(messages)
+        by_member: dict[tuple[str, str], list[Leased]] = {}
+        for message in messages:
+            member, _ = message.lease
+            by_member.setdefault((member.topic, member.group), []).append(message)
+        for some in by_member.values():
+            receipts = (
+                some[0].lease[0].change([message.lease[1] for message in some], lease_ms, counts=counts)
+            )
+            for message, receipt in zip(some, receipts, strict=True):
+                message.renewed(receipt)
+        return [message.is_leased for message in messages]
 
     def _receipts(
-        self, messages: Iterable[Message] | pa.RecordBatch, group: str | None
+        self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None
     ) -> list[tuple[Member, list[str]]]:
         if isinstance(messages, pa.RecordBatch):
             if group is None or wire.RECEIPT not in messages.schema.names:
@@ -160,6 +140,3 @@ class Consumer:
             member, text = message.lease
             by_member.setdefault((member.topic, member.group), (member, []))[1].append(text)
         return list(by_member.values())
-
-    def _monotonic_ms(self) -> int:
-        return self._clock.monotonic_ns() // 1_000_000

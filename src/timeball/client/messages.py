@@ -15,7 +15,7 @@ from timeball import limits, wire
 from timeball.client.calls import Calls
 from timeball.errors import RequestError
 from timeball.instants import After, delay_ms
-from timeball.message import decode_properties
+from timeball.message import NACK_REASON, decode_properties
 
 
 class Member:
@@ -35,38 +35,45 @@ class Member:
         return found
 
     def change(
-        self, receipts: Sequence[str], invisible_ms: int | None, *, counts: bool = True
+        self,
+        receipts: Sequence[str],
+        invisible_ms: int | None,
+        *,
+        counts: bool = True,
+        nack: bool = False,
+        reason: str = "",
     ) -> list[str | None]:
         """Make leases end so far from now; return their receipts, None for one that had ended.
 
-        `invisible_ms` None: after as long as the group's retry policy says. `counts`: the lease is an attempt.
+        `invisible_ms` None: after as long as the group's retry policy says. `counts`: the lease is an attempt. `nack`:
+        the messages are given back.
         """
         found: list[str | None] = []
         for part in _parts(receipts, limits.POP_ROWS_MAX):
             body = wire.ChangeInvisibleTime(
-                topic=self.topic, group=self.group, receipts=part, invisible_ms=invisible_ms, counts=counts
-            )
+                topic=self.topic, group=self.group, receipts=part, invisible_ms=invisible_ms, counts=counts,
+                nack=nack, reason=_bounded(reason),
+            )  # fmt: skip
             answer = self._calls.action("change_invisible_time", body, dict[str, list[str | None]])
             found += answer["receipts"]
         return found
 
-    def dead_letter(self, receipts: Sequence[str]) -> list[bool]:
+    def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[bool]:
         """Put messages into the group's dead letters; false for one whose lease had ended."""
         found: list[bool] = []
         for part in _parts(receipts, limits.POP_ROWS_MAX):
-            body = wire.DeadLetter(topic=self.topic, group=self.group, receipts=part)
+            body = wire.DeadLetter(topic=self.topic, group=self.group, receipts=part, reason=_bounded(reason))
             found += self._calls.action("dead_letter", body, dict[str, list[bool]])["valid"]
         return found
 
 
-class Message:
-    """One visible message. Instants are milliseconds since 1970 UTC.
+class Leased:
+    """One visible message, and its lease. Instants are milliseconds since 1970 UTC.
 
-    A message that was pulled as a member of a group is leased to this client: answer with `ack` or `nack` before the
-    lease ends, or `extend` it.
+    What `Message` and `AsyncMessage` have in common: all but how they answer.
     """
 
-    __slots__ = ("_batch", "_member", "_receipt", "_row", "received_ms")
+    __slots__ = ("_batch", "_member", "_receipt", "_row", "is_leased", "received_ms")
 
     def __init__(
         self, batch: pa.RecordBatch, row: int, received_ms: int, member: Member | None = None
@@ -76,6 +83,7 @@ class Message:
         self._receipt: str | None = None  # None: as in the batch
         self._row = row
         self.received_ms = received_ms  # when this client got it, by its own clock
+        self.is_leased = member is not None  # as far as this client has been told
 
     def _value(self, column: str) -> Any:
         return self._batch.column(column)[self._row].as_py()
@@ -162,6 +170,11 @@ class Message:
         """How often it was consumed before and given back."""
         return int(self._value("reconsume_times") or 0)
 
+    @property
+    def nack_reason(self) -> str | None:
+        """Return the last reason that a consumer of the group gave for a nack; None when none has given one."""
+        return self.properties.get(NACK_REASON)
+
     # ---- answers to the group ---------------------------------------------------------------------------
 
     @property
@@ -171,41 +184,80 @@ class Message:
             raise RequestError("this message was browsed and is leased to no group; pull it to answer")
         return self._member, self._receipt or str(self._value(wire.RECEIPT))
 
-    def ack(self) -> bool:
-        """Say that it is dealt with; false when its lease had ended, so that it comes again."""
+    def renewed(self, receipt: str | None) -> None:
+        """Go on with the receipt of a changed lease; None: the lease had ended."""
+        self._receipt, self.is_leased = receipt or self._receipt, receipt is not None
+
+    def _extend(self, lease_ms: int) -> bool:
+        member, receipt = self.lease
+        (changed,) = member.change([receipt], lease_ms)
+        self.renewed(changed)
+        return changed is not None
+
+    def _nack(self, after_ms: int | None, reason: str) -> bool:
+        member, receipt = self.lease
+        (changed,) = member.change([receipt], after_ms, nack=True, reason=reason)
+        self.renewed(changed)
+        return changed is not None
+
+    def _ack(self) -> bool:
         member, receipt = self.lease
         return member.ack([receipt])[0]
 
-    def nack(self, after: After | None = None) -> bool:
-        """Give it back as an attempt that failed; it comes again `after` so long, or when the group's policy says.
-
-        False when its lease had ended.
-        """
+    def _dead_letter(self, reason: str) -> bool:
         member, receipt = self.lease
-        return member.change([receipt], None if after is None else delay_ms(after))[0] is not None
-
-    def extend(self, lease: After) -> bool:
-        """Keep it for so long from now; false when its lease had ended."""
-        member, receipt = self.lease
-        (changed,) = member.change([receipt], delay_ms(lease))
-        if changed is not None:
-            self.renewed(changed)
-        return changed is not None
-
-    def renewed(self, receipt: str) -> None:
-        """Go on with the receipt of a longer lease."""
-        self._receipt = receipt
+        return member.dead_letter([receipt], reason)[0]
 
     def __repr__(self) -> str:
         return (
-            f"Message(topic={self.topic!r}, id={self.id!r}, queue_id={self.queue_id}, "
+            f"{type(self).__name__}(topic={self.topic!r}, id={self.id!r}, queue_id={self.queue_id}, "
             f"queue_offset={self.queue_offset}, body={len(self.body)} bytes)"
         )
+
+
+class Message(Leased):
+    """One visible message.
+
+    A message that was pulled as a member of a group is leased to this client: answer with `ack`, `nack` or
+    `dead_letter` before the lease ends, or `extend` it.
+    """
+
+    __slots__ = ()
+
+    def ack(self) -> bool:
+        """Say that it is dealt with; false when its lease had ended, so that it comes again."""
+        return self._ack()
+
+    def nack(self, after: After | None = None, *, reason: str = "") -> bool:
+        """Give it back as an attempt that failed; it comes again `after` so long, or when the group's policy says.
+
+        The next delivery and the dead letter show the `reason`. False when its lease had ended.
+        """
+        return self._nack(None if after is None else delay_ms(after), reason)
+
+    def extend(self, lease: After) -> bool:
+        """Keep it for so long from now; false when its lease had ended."""
+        return self._extend(delay_ms(lease))
+
+    def dead_letter(self, *, reason: str = "") -> bool:
+        """Give it up: it goes to the group's dead letters at once. False when its lease had ended."""
+        return self._dead_letter(reason)
 
 
 def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:
     """Return the rows of a batch in READ_SCHEMA as messages; `member`: to whom they are leased."""
     return [Message(batch, row, received_ms, member) for row in range(batch.num_rows)]
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an exception as the reason of a nack: its type and what it says."""
+    said = str(error)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _bounded(reason: str) -> str:
+    # The broker keeps no more of it; and JSON has no half of a surrogate pair, which an exception's text may have.
+    return reason[: limits.NACK_REASON_BYTES_MAX].encode(errors="replace").decode()
 
 
 def _parts(receipts: Sequence[str], most: int) -> list[list[str]]:

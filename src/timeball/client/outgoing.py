@@ -31,9 +31,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
+from timeball.client.tracing import current_context
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.instants import when
 from timeball.rules import Keys, keys_text, properties_text
+from timeball.trace_context import with_contexts
 
 ONE_SCHEMA = pa.schema(
     [
@@ -142,7 +144,9 @@ def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.Recor
     if given is None or given.null_count:
         made = IDENTIFIERS.take_many(batch.num_rows)
         columns["unique_key"] = made if given is None else pc.coalesce(pc.cast(given, pa.string()), made)
-    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    completed = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    context = current_context()
+    return with_contexts(completed, [context] * completed.num_rows) if context else completed
 
 
 def due_column(column: pa.Array) -> pa.Array:

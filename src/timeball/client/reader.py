@@ -13,8 +13,9 @@ import pyarrow as pa
 from timeball.client import browser
 from timeball.client.browser import Browser
 from timeball.client.calls import Calls
-from timeball.client.consumer import Consumer, Start
-from timeball.client.messages import Message
+from timeball.client.consume_loop import ConsumeLoop
+from timeball.client.consumer import Consumer, Start, wanted
+from timeball.client.messages import Leased, Message
 from timeball.clock import Clock
 from timeball.instants import After
 
@@ -24,6 +25,7 @@ class Reader:
 
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
+        self._clock = clock
         self._consumer = Consumer(calls, clock)
         self._browser = Browser(calls, clock)
 
@@ -38,6 +40,8 @@ class Reader:
         wait: After = "10s",
         start: Start = "earliest",
         lease: After = "60s",
+        tag: str | None = None,
+        sql: str | None = None,
     ) -> list[Message]:
         """The next messages of a topic for a member of a group; waits up to `wait` (at most a minute) for the first.
 
@@ -45,6 +49,10 @@ class Reader:
         `lease` is handed out again, counted, and after the group's last attempt it goes to `%DLQ%<group>`. A group
         that is new begins at the `start` of the queues. At most 1,024 come at once. A topic that does not exist is
         waited for, as its first message may make it; with wait=0, or where messages make none, it is NotFound.
+
+        `tag`: only messages with this tag, or with one of several ("paid || refunded"). `sql`: only those whose
+        properties match a condition ("region = 'eu' AND total > 100", docs/filters.md). The group has passed the others
+        by, so all its members should ask for the same.
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
@@ -58,7 +66,7 @@ class Reader:
         >>> bodies
         [b'now', b'soon']
         """
-        return self._consumer.pull(topic, group, max_messages, wait, start, lease)
+        return self._consumer.pull(topic, group, max_messages, wait, start, lease, wanted(tag, sql))
 
     def pull_batch(
         self,
@@ -69,16 +77,19 @@ class Reader:
         wait: After = "10s",
         start: Start = "earliest",
         lease: After = "60s",
+        tag: str | None = None,
+        sql: str | None = None,
     ) -> pa.RecordBatch:
         """The same as columns: message.READ_SCHEMA and `receipt`; empty when nothing came in time."""
-        return self._consumer.pull_batch(topic, group, max_messages, wait, start, lease)
+        only = wanted(tag, sql)
+        return self._consumer.pull_batch(topic, group, max_messages, wait, start, lease, only)
 
-    def ack(self, messages: Message | Iterable[Message] | pa.RecordBatch, group: str | None = None) -> int:
+    def ack(self, messages: Leased | Iterable[Leased] | pa.RecordBatch, group: str | None = None) -> int:
         """Say that these are dealt with; returns how many of their leases had not ended before.
 
         `group`: of a batch of `pull_batch`; messages know theirs.
         """
-        return self._consumer.ack([messages] if isinstance(messages, Message) else messages, group)
+        return self._consumer.ack([messages] if isinstance(messages, Leased) else messages, group)
 
     def consume(
         self,
@@ -90,13 +101,15 @@ class Reader:
         stop: threading.Event | None = None,
         start: Start = "earliest",
         lease: After = "60s",
+        tag: str | None = None,
+        sql: str | None = None,
     ) -> Iterator[Message]:
         """Messages as they become visible, without end, or until none has come for `until_idle`, or `stop` is set.
 
         A message counts as dealt with when the next one is asked for; that is acknowledged about once a second, after
         each pull, and when the loop ends. A loop that is left in the middle gives back its last message, as an attempt
         that failed, and what it had not come to. The lease of what it has not come to is renewed; a message that takes
-        longer than `lease` by itself needs `extend`.
+        longer than `lease` by itself needs `extend`. `tag` and `sql` as for `pull`.
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
@@ -104,7 +117,21 @@ class Reader:
         ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="500ms"))
         [b'a', b'b']
         """
-        return self._consumer.consume(topic, group, max_messages, until_idle, stop, start, lease)
+        only = wanted(tag, sql)
+
+        def pull(wait_ms: int) -> list[Message]:
+            return self._consumer.pull(topic, group, max_messages, wait_ms / 1000, start, lease, only)
+
+        loop = ConsumeLoop(self._consumer, self._clock, pull, lease=lease, idle=until_idle, stop=stop)
+        try:
+            while not loop.is_over:
+                message = loop.next()
+                if message is None:
+                    loop.work()
+                else:
+                    yield message
+        finally:
+            loop.end()
 
     # ---- browsing ---------------------------------------------------------------------------------------
 

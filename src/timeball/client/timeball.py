@@ -28,11 +28,13 @@ from timeball.client.dialing import credentials
 from timeball.client.outgoing import IDENTIFIERS, Body, Rows
 from timeball.client.reader import Reader
 from timeball.client.sender import Receipt, Sender, SendSummary
+from timeball.client.tracing import current_context
 from timeball.clock import SystemClock
-from timeball.errors import InvalidDelay, RequestError
+from timeball.errors import InvalidDelay, NotFound, RequestError
 from timeball.instants import After, At, when
 from timeball.rules import Keys
-from timeball.wire import Attached, QueueRange, Verdict
+from timeball.trace_context import with_contexts
+from timeball.wire import Attached, DeadLetterPage, GroupState, MessagePlace, QueueRange, Resolved, Verdict
 
 ENDPOINT = "grpc://127.0.0.1:7400"
 BATCH_ROWS = 8_192
@@ -63,10 +65,10 @@ class Timeball(Reader):
         broker at grpc+tls://; else those that gRPC knows. Credentials not given are taken from TIMEBALL_ACCESS_KEY,
         TIMEBALL_SECRET_KEY and TIMEBALL_TLS_ROOTS (a path).
         """
+        self._dialled_as = (endpoint, timeout_ms, access_key, secret_key, tls_roots)
         if timeout_ms <= 0:
             raise RequestError(f"timeout_ms={timeout_ms}: at least 1")
         clock = SystemClock()
-        self._clock = clock
         self._calls = Calls(endpoint, timeout_ms, credentials(access_key, secret_key, tls_roots))
         self._sender = Sender(self._calls, clock)
         super().__init__(self._calls, clock)
@@ -75,6 +77,10 @@ class Timeball(Reader):
         """Let go of the connection. Answers under way are waited for, a little."""
         self._sender.close()
         self._calls.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle how it was made, keys included: behind it stands a client that dials for itself."""
+        return _dialled_as, self._dialled_as
 
     def __enter__(self) -> Timeball:
         return self
@@ -126,6 +132,8 @@ class Timeball(Reader):
         batch = outgoing.one(
             topic, body, tag, keys, properties, key, self._clock.wall_ms(), relative_ms, due_ms
         )
+        if context := current_context():
+            batch = with_contexts(batch, [context])
         ack = self._sender.send(batch, retry=retry)
         if relative_ms is not None:
             due_ms = ack.store_ms + relative_ms
@@ -162,6 +170,24 @@ class Timeball(Reader):
         if on_refused not in ("raise", "collect"):
             raise RequestError(f"on_refused={on_refused!r}: 'raise' or 'collect'")
         return self._sender.send_many(rows, topic, batch_rows, window, on_refused == "collect", retry)
+
+    def get(self, id: str, topic: str | None = None) -> MessagePlace:
+        """Return where the message with this id is: waiting, visible, cancelled or expired; raise NotFound.
+
+        Of several messages with one id: the newest. `topic`: of those sent to it.
+
+        >>> with Timeball(endpoint) as ball:
+        ...     receipt = ball.send("orders", "close order 20", after="30m")
+        ...     place = ball.get(receipt.id)
+        ...     place.state, place.due_ms == receipt.due_ms
+        ('waiting', True)
+        """
+        found = self._calls.action("get", wire.Get(id=id, topic=topic), dict[str, list[MessagePlace]])[
+            "messages"
+        ]
+        if not found:
+            raise NotFound(f"no message with the id {id!r} is known here")
+        return found[0]
 
     @overload
     def cancel(self, id: str) -> Verdict: ...
@@ -289,6 +315,37 @@ class Timeball(Reader):
         found = self._calls.action("topics", wire.Nothing(), dict[str, dict[str, dict[str, int]]])
         return {name: topic["queues"] for name, topic in found["topics"].items()}
 
+    def groups(self, group: str | None = None) -> list[GroupState]:
+        """All consumer groups, or one: how far behind, how many dead letters. Raises GroupNotFound."""
+        return self._calls.action("groups", wire.Groups(group=group), dict[str, list[GroupState]])["groups"]
+
+    def dead_letters(
+        self, group: str, *, max_messages: int = 100, after: str | None = None
+    ) -> DeadLetterPage:
+        """Messages that a group has given up and that are left; `after`: the `next_page` of the page before.
+
+        >>> from timeball import Timeball
+        >>> with Timeball(endpoint) as ball:
+        ...     ball.dead_letters("billing").dead_letters
+        []
+        """
+        request = wire.DeadLetters(group=group, rows=max_messages, after=after)
+        return self._calls.action("dead_letters", request, DeadLetterPage)
+
+    def resend_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
+        """Send these dead letters, or all that are left, to the group again, with all attempts ahead."""
+        request = wire.ResolveDeadLetters(
+            group=group, dead_letters=None if dead_letters is None else [*dead_letters]
+        )
+        return self._calls.action("resend_dead_letters", request, Resolved)
+
+    def delete_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
+        """Put these dead letters, or all that are left, aside for good; durable on return."""
+        request = wire.ResolveDeadLetters(
+            group=group, dead_letters=None if dead_letters is None else [*dead_letters]
+        )
+        return self._calls.action("delete_dead_letters", request, Resolved)
+
     def create_topic(self, topic: str, queues: int = 8) -> None:
         """Make a topic; the first send makes one too, unless the broker is set not to."""
         self._calls.action("create_topic", wire.CreateTopic(topic=topic, queues=queues), dict[str, Any])
@@ -315,3 +372,12 @@ class Timeball(Reader):
     def lease_compaction(self, lease_ms: int) -> None:
         """Say that an outside compactor is at work for so long: the broker does not compact meanwhile."""
         self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
+
+
+def _dialled_as(
+    endpoint: str, timeout_ms: int, access_key: str | None, secret_key: str | None, tls_roots: bytes | None
+) -> Timeball:
+    """Return a client that was made as another one was, in another process."""
+    return Timeball(
+        endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
+    )

@@ -1,0 +1,329 @@
+"""Worker: runs a handler for each message of a topic, in threads or in processes, until it is stopped.
+
+    def close_if_unpaid(message: Message) -> None: ...
+
+    Worker(ball, "billing", "orders", close_if_unpaid, threads=4).run()
+
+The handler's outcome is the answer to the group:
+
+    returns                 the message is acknowledged
+    raises Retry(after)     it comes again `after` so long, as an attempt that failed
+    raises Dead             it goes to the group's dead letters at once
+    raises anything else    it comes again when the group's retry policy says; the error is logged
+
+The next delivery and the dead letter show what was raised: its type and its text. Of `raise Retry from error` that is
+the error.
+
+While a handler runs, the lease of its message is renewed, so a handler may take as long as it needs; a message that
+waits for a thread is renewed without being counted. One thread pulls, one acknowledges and renews: acknowledgements
+that come while one is under way go together in the next.
+
+`stop`, or SIGTERM or SIGINT during `run`, ends it in order: no more is pulled, what waits for a thread goes back at
+once and uncounted, handlers under way finish, and their outcomes are answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import FrameType, TracebackType
+
+import msgspec
+
+from timeball import limits
+from timeball.client.calls import OpenRead
+from timeball.client.consumer import Start, wanted
+from timeball.client.messages import Message, reason_of
+from timeball.client.timeball import Timeball
+from timeball.client.tracing import processing
+from timeball.client.worker_processes import Processes
+from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
+from timeball.instants import After, delay_ms
+
+logger = logging.getLogger(__name__)
+
+PULL_WAIT_S = 10.0
+RETRY_PAUSE_S = 1.0  # after a call that no broker answered
+
+Handler = Callable[[Message], object]
+
+
+class Retry(Exception):
+    """Raised by a handler: the message comes again `after` so long, or when the group's retry policy says."""
+
+    def __init__(self, after: After | None = None) -> None:
+        super().__init__(after)
+        self.after_ms = None if after is None else delay_ms(after)
+
+
+class Dead(Exception):
+    """Raised by a handler: no further attempt can help, so the message goes to the group's dead letters."""
+
+
+class WorkerCounts(msgspec.Struct):
+    """Outcomes since the start. `late`: acknowledged after the lease had ended, so it comes again."""
+
+    acknowledged: int = 0
+    retried: int = 0
+    dead: int = 0
+    late: int = 0
+
+
+class Worker:
+    """A member of a group that runs `handler` for each message."""
+
+    def __init__(
+        self,
+        ball: Timeball,
+        group: str,
+        topic: str,
+        handler: Handler,
+        *,
+        threads: int = 1,
+        processes: int = 0,
+        lease: After = "60s",
+        start: Start = "earliest",
+        tag: str | None = None,
+        sql: str | None = None,
+    ) -> None:
+        """`threads` in this process, or in each of so many `processes`, which are spawned and replaced when they die.
+
+        A handler for processes must be importable there: a function at the top of a module. `lease`, `start`, `tag` and
+        `sql` as for `Timeball.pull`.
+        """
+        if not 1 <= threads <= limits.POP_ROWS_MAX // 2:
+            raise RequestError(f"threads={threads}: between 1 and {limits.POP_ROWS_MAX // 2}")
+        if processes < 0:
+            raise RequestError(f"processes={processes}: 0 (threads of this process), or how many")
+        self._ball, self._group, self._topic, self._handler = ball, group, topic, handler
+        self._thread_count, self._lease_ms = threads, delay_ms(lease)
+        self._lease, self._first, self._wanted = lease, start, wanted(tag, sql)
+        self.counts = WorkerCounts()
+        self._processes: Processes | None = None
+        if processes:
+            in_each = partial(
+                Worker, ball, group, topic, handler,
+                threads=threads, lease=lease, start=start, tag=tag, sql=sql,
+            )  # fmt: skip
+            self._processes = Processes(processes, in_each)
+        self._state = threading.Condition()
+        self._waiting: deque[Message] = deque()
+        self._running: set[Message] = set()
+        self._done: list[Message] = []
+        self._stopping, self._open_read = threading.Event(), OpenRead()
+        self._handlers_left = 0
+        self._threads: list[threading.Thread] = []
+        self._failure: BaseException | None = None
+
+    # ---- from outside -----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until `stop`, SIGTERM or SIGINT; raise what made it end otherwise. Blocks."""
+
+        def ask(_signal: int, _frame: FrameType | None) -> None:
+            threading.Thread(
+                target=self.stop, name="timeball-worker-stop"
+            ).start()  # a handler must take no lock
+
+        with ExitStack() as before:
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    before.callback(signal.signal, number, signal.signal(number, ask))
+            self.start()
+            self.join()
+
+    def start(self) -> None:
+        """Begin, and return."""
+        if self._processes is not None:
+            self._processes.start()
+            return
+        if self._threads:
+            raise RequestError("this Worker was started before; make another one")
+        self._handlers_left = self._thread_count
+        works = [self._pull, self._answer, *[self._handle] * self._thread_count]
+        names = ["pull", "answer", *(f"handler-{number}" for number in range(self._thread_count))]
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=f"timeball-worker-{name}", daemon=True)
+            for work, name in zip(works, names, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ask it to end in order; `join` waits for that."""
+        if self._processes is not None:
+            self._processes.stop()
+            return
+        self._stopping.set()
+        self._open_read.cancel()
+        with self._state:
+            self._state.notify_all()
+
+    def join(self) -> None:
+        """Wait for the end; raise what made it end, if not `stop`."""
+        if self._processes is not None:
+            self._processes.join()
+            return
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(1.0)  # in turns: the main thread runs signal handlers in between
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> Worker:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self.join()
+
+    # ---- the threads ------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # of any kind: the others must end, and `join` raises it
+            self._failure = self._failure or error
+            self.stop()
+
+    def _pull(self) -> None:
+        """Keep as many messages at hand as there are threads, beside those that are being handled."""
+        consumer = self._ball._consumer
+        while not self._stopping.is_set():
+            with self._state:
+                self._state.wait_for(lambda: self._room() > 0 or self._stopping.is_set())
+                room = self._room()
+            if self._stopping.is_set():
+                break
+            try:
+                found = consumer.pull(
+                    self._topic, self._group, room, PULL_WAIT_S, self._first, self._lease, self._wanted, self._open_read
+                )  # fmt: skip
+            except (Unavailable, OverLimit) as error:
+                self._pause("pull", error)
+                continue
+            except RequestError:
+                if self._stopping.is_set():
+                    break  # the read was cancelled by `stop`
+                raise
+            with self._state:
+                self._waiting.extend(found)
+                self._state.notify_all()
+        with self._state:
+            left, self._waiting = list(self._waiting), deque()
+            self._state.notify_all()
+        self._try("give_back", lambda: consumer.give_back(left, None))
+
+    def _room(self) -> int:
+        return 2 * self._thread_count - len(self._waiting) - len(self._running)
+
+    def _handle(self) -> None:
+        try:
+            while (message := self._next()) is not None:
+                try:
+                    is_done = self._run_handler(message)
+                finally:
+                    with self._state:
+                        self._running.discard(message)
+                        self._state.notify_all()
+                if is_done:
+                    with self._state:
+                        self._done.append(message)
+                        self._state.notify_all()
+        finally:
+            with self._state:
+                self._handlers_left -= 1
+                self._state.notify_all()
+
+    def _next(self) -> Message | None:
+        """Return the next message to handle; None when the worker stops."""
+        with self._state:
+            self._state.wait_for(lambda: self._waiting or self._stopping.is_set())
+            if self._stopping.is_set():
+                return None
+            message = self._waiting.popleft()
+            self._running.add(message)
+            self._state.notify_all()
+            return message
+
+    def _run_handler(self, message: Message) -> bool:
+        """Return whether the message is dealt with; answer here when it is not."""
+        try:
+            with processing(message, self._group):
+                self._handler(message)
+        except Retry as retry:
+            self.counts.retried += 1
+            reason = "" if retry.__cause__ is None else reason_of(retry.__cause__)
+            self._try("nack", partial(message._nack, retry.after_ms, reason))
+        except Dead as error:
+            self.counts.dead += 1
+            logger.warning("message given up id=%s topic=%s reason=%s", message.id, self._topic, error)
+            self._try("dead_letter", partial(message.dead_letter, reason=reason_of(error)))
+        except Exception as error:  # of any kind: it is the handler's, and the message comes again
+            self.counts.retried += 1
+            logger.exception(
+                "handler failed id=%s topic=%s attempt=%d", message.id, self._topic, message.attempts + 1
+            )
+            self._try("nack", partial(message.nack, reason=reason_of(error)))
+        except BaseException as error:  # the thread ends, and the message must not wait for its lease
+            self._try("nack", partial(message.nack, reason=reason_of(error)))
+            raise
+        else:
+            return True
+        return False
+
+    def _answer(self) -> None:
+        """Acknowledge finished messages, and renew leases when half of their time is over."""
+        interval_s = self._lease_ms / 2000
+        clock = self._ball._clock
+        renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
+        while True:
+            with self._state:
+                left_s = (renew_ns - clock.monotonic_ns()) / 1e9
+                self._state.wait_for(lambda: self._done or not self._handlers_left, max(0.0, left_s))
+                done, self._done = self._done, []
+                is_over = not self._handlers_left
+                running, waiting = list(self._running), list(self._waiting)
+            if done and not self._acknowledge(done) and not self._stopping.is_set():
+                with self._state:
+                    self._done[:0] = done  # no broker answered: again
+            if is_over:
+                return
+            if clock.monotonic_ns() >= renew_ns:
+                # Whose time is renewed for a handler counts as an attempt if this process dies; what waits does not.
+                self._try("extend", partial(self._renew, running, counts=True))
+                self._try("extend", partial(self._renew, waiting, counts=False))
+                renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
+
+    def _renew(self, messages: list[Message], *, counts: bool) -> None:
+        self._ball._consumer.change(messages, self._lease_ms, counts=counts)
+
+    def _acknowledge(self, done: list[Message]) -> bool:
+        """Return whether a broker has answered."""
+        try:
+            valid = self._ball.ack(done)
+        except (Unavailable, OverLimit) as error:
+            self._pause("ack", error)
+            return False
+        self.counts.acknowledged += valid
+        self.counts.late += len(done) - valid
+        return True
+
+    def _pause(self, what: str, error: TimeballError) -> None:
+        logger.warning("call failed, trying again call=%s group=%s reason=%s", what, self._group, error)
+        self._stopping.wait(RETRY_PAUSE_S)
+
+    def _try(self, what: str, call: Callable[[], object]) -> None:
+        """Make a call whose failure costs time alone: the lease ends, and the message comes again."""
+        try:
+            call()
+        except TimeballError as error:
+            logger.warning("call failed call=%s group=%s reason=%s", what, self._group, error)

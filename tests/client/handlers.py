@@ -1,0 +1,35 @@
+"""Handlers that can be sent to another process."""
+
+import threading
+
+from timeball import Message, Timeball
+
+
+class Forward:
+    """Sends each message on to another topic."""
+
+    def __init__(self, ball: Timeball, topic: str) -> None:
+        self._ball, self._topic = ball, topic
+
+    def __call__(self, message: Message) -> None:
+        self._ball.send(self._topic, message.body)
+
+
+class Idle:
+    """A worker without work."""
+
+    def __init__(self) -> None:
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        self._stopping.wait()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+
+class Broken(Idle):
+    """One that fails at once."""
+
+    def run(self) -> None:
+        raise ValueError("a fault on purpose")

@@ -1,0 +1,213 @@
+"""AsyncTimeball: the verbs of Timeball, awaited; the loop never waits; what is cancelled gives its leases back."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.node_fixture import RunningNode
+
+from timeball import AsyncMessage, AsyncTimeball, Message, NotFound, RequestError, Timeball, Unavailable
+
+
+def run(node: RunningNode, scenario: Callable[[AsyncTimeball], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with AsyncTimeball(node.endpoint) as ball, asyncio.timeout(BOUND_S):
+            await scenario(ball)
+
+    asyncio.run(whole())
+
+
+def verbs(kind: type) -> dict[str, object]:
+    return {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
+
+
+def parameters(verb: object) -> list[tuple[str, object]]:
+    return [(one.name, one.default) for one in inspect.signature(verb).parameters.values()]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("blocking", "awaited"), [(Timeball, AsyncTimeball), (Message, AsyncMessage)])
+def test_both_clients_have_the_same_verbs_with_the_same_parameters(blocking: type, awaited: type) -> None:
+    assert verbs(blocking).keys() == verbs(awaited).keys()
+    for name, verb in verbs(awaited).items():
+        if not callable(verb) or getattr(verb, "__qualname__", "").startswith("Leased."):
+            continue
+        assert parameters(verb) == parameters(verbs(blocking)[name]), name
+        # Both work without waiting for the loop.
+        asynchronous = inspect.iscoroutinefunction(verb) or inspect.isasyncgenfunction(verb)
+        assert asynchronous, f"{name} would block the loop"
+        assert verb.__doc__, name
+
+
+def test_what_is_sent_is_pulled_and_answered(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        receipt = await ball.send("async", "one", after="10ms", tag="paid")
+        (message,) = await ball.pull("async", "g")
+        assert (message.body, message.id, message.tag) == (b"one", receipt.id, "paid")
+        assert await message.extend("1m") and await message.nack(after="10ms")
+        (again,) = await ball.pull("async", "g")
+        assert again.attempts == 1 and await again.ack() and not await again.ack()
+        assert (await ball.get(receipt.id)).state == "visible"
+        later = await ball.send("async", "two", after="1h", keys="k")
+        assert (await ball.cancel(later.id)).verdict == "cancelled"
+        with pytest.raises(NotFound):
+            await ball.get("of nobody")
+        summary = await ball.send_many([{"body": f"{i}"} for i in range(5)], topic="async")
+        batch = await ball.pull_batch("async", "columns")
+        assert batch.num_rows >= 1 and await ball.ack(batch, "columns") == batch.num_rows
+        rows = [b async for b in ball.read_log(summary.ranges[0][0], summary.ranges[0][0] + 5)]
+        assert sum(b.num_rows for b in rows) == 5
+        assert len(await ball.browse("async")) == 6
+
+    run(node, scenario)
+
+
+def test_calls_run_at_the_same_time_and_the_loop_goes_on(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        await ball.create_topic("at-once", 1)
+        polls = [asyncio.create_task(ball.pull("at-once", f"g{i}", wait="60s")) for i in range(10)]
+        receipts = await asyncio.gather(*(ball.send("at-once", f"{i}", after="1h") for i in range(100)))
+        assert len({receipt.seq for receipt in receipts}) == 100
+        await ball.send("at-once", "for all")
+        assert [len(found) for found in await asyncio.gather(*polls)] == [1] * 10
+
+    run(node, scenario)
+
+
+def test_a_pull_that_is_cancelled_leaves_its_message_to_another_member(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        await ball.create_topic("cancelled-pull", 1)
+        for number in range(20):
+            poll = asyncio.create_task(ball.pull("cancelled-pull", "g", wait="60s", lease="10m"))
+            await asyncio.sleep(0.001 * number)  # before it is begun, and at any point of its way
+            poll.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await poll
+        await ball.send("cancelled-pull", "x")
+        (message,) = await ball.pull("cancelled-pull", "g", wait="60s")
+        assert (message.attempts, await message.ack()) == (0, True)
+
+    run(node, scenario)
+
+
+def test_what_a_cancelled_pull_got_all_the_same_is_given_back(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        await ball.send("too-late", "x")
+        consumer, loop = ball._ball._consumer, asyncio.get_running_loop()
+        pull, has_got, may_return = consumer.pull, asyncio.Event(), asyncio.Event()
+
+        def slow(*args: object, **kwargs: object) -> list[Message]:
+            found = pull(*args, **kwargs)  # type: ignore[arg-type]
+            loop.call_soon_threadsafe(has_got.set)
+            asyncio.run_coroutine_threadsafe(may_return.wait(), loop).result(BOUND_S)
+            return found
+
+        monkeypatch.setattr(consumer, "pull", slow)
+        poll = asyncio.create_task(ball.pull("too-late", "g", lease="10m"))
+        await has_got.wait()
+        poll.cancel()
+        may_return.set()
+        with pytest.raises(asyncio.CancelledError):
+            await poll
+        monkeypatch.setattr(consumer, "pull", pull)
+        (message,) = await ball.pull("too-late", "g", wait="60s")
+        assert message.attempts == 0
+
+    run(node, scenario)
+
+
+def test_a_loop_acknowledges_what_it_has_handed_out_and_ends_when_idle(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        await ball.send_many([{"body": f"{i}"} for i in range(300)], topic="looped")
+        bodies = [m.body async for m in ball.consume("looped", "g", until_idle="100ms", max_messages=50)]
+        assert sorted(bodies) == sorted(b"%d" % i for i in range(300))
+        assert sum((await ball.offsets("g", "looped")).values()) == 300
+        assert await ball.pull("looped", "g", wait=0) == []
+
+    run(node, scenario)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed", "client closed"])
+def test_a_loop_that_is_left_gives_back_what_it_has_not_come_to(node: RunningNode, how: str) -> None:
+    topic = "left-" + how.replace(" ", "-")
+
+    async def leave(ball: AsyncTimeball) -> None:
+        messages = ball.consume(topic, "g", lease="10m")
+        if how == "client closed":
+            await anext(messages)
+            await anext(messages)
+            return
+
+        async def handle() -> None:
+            async with aclosing(messages):
+                await anext(messages)
+                await anext(messages)
+                if how == "cancelled":
+                    await asyncio.Event().wait()
+
+        handling = asyncio.create_task(handle())
+        if how == "cancelled":
+            for _ in range(200):
+                await asyncio.sleep(0.001)
+            handling.cancel()
+        await asyncio.wait([handling])
+
+    with Timeball(node.endpoint) as other:
+        other.create_topic(topic, 1)
+        other.send_many([{"body": f"{i}"} for i in range(10)], topic=topic)
+        run(node, leave)
+        left: list[Message] = []
+        while len(left) < 9:
+            left += other.pull(topic, "g", wait="60s")
+        assert {m.body: m.attempts for m in left} == {b"%d" % i: int(i == 1) for i in range(1, 10)}
+
+
+def test_a_cancelled_wait_of_a_loop_ends_at_once(node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        await ball.create_topic("waited", 1)
+
+        async def handle() -> None:
+            async for _ in ball.consume("waited", "g"):
+                raise AssertionError("nothing was sent")
+
+        handling = asyncio.create_task(handle())
+        await asyncio.sleep(0.05)
+        handling.cancel()
+        await asyncio.wait([handling])
+        assert handling.cancelled()
+        await ball.send("waited", "x")
+        (message,) = await ball.pull("waited", "g", wait="60s")
+        assert message.attempts == 0
+
+    run(node, scenario)
+
+
+def test_a_closed_client_says_so(node: RunningNode) -> None:
+    async def scenario() -> None:
+        ball = AsyncTimeball(node.endpoint)
+        poll = asyncio.create_task(ball.pull("closed-client", "g", wait="60s"))
+        await asyncio.sleep(0.05)
+        await ball.close()
+        with pytest.raises(RequestError, match="cancelled"):
+            await poll
+        with pytest.raises(RequestError, match="closed"):
+            await ball.topics()
+
+    asyncio.run(scenario())
+
+
+def test_wrong_arguments_and_a_missing_broker_raise_as_for_timeball(no_pauses: None) -> None:
+    async def scenario() -> None:
+        with pytest.raises(RequestError, match="calls_max"):
+            AsyncTimeball(calls_max=0)
+        async with AsyncTimeball("grpc://127.0.0.1:1") as ball:
+            with pytest.raises(Unavailable):
+                await ball.status()
+            with pytest.raises(RequestError, match="one of"):
+                await ball.pull("t", "g", tag="a", sql="b = 1")
+
+    asyncio.run(scenario())

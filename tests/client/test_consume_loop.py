@@ -1,0 +1,119 @@
+"""The loop behind `consume`, turn by turn: `next` never waits, `work` does what must come before the next message."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from timeball.client.consume_loop import ConsumeLoop
+from timeball.clock import ManualClock
+
+
+class Message:
+    """As much of a message as the loop looks at: nothing."""
+
+
+class Group:
+    """Records what a member of a group would tell the broker."""
+
+    def __init__(self) -> None:
+        self.acked: list[Message] = []
+        self.back: list[tuple[Message, bool]] = []
+        self.renewed: list[Message] = []
+        self.lost: set[Message] = set()
+
+    def ack(self, messages: list[Message], group: None) -> None:
+        self.acked += messages
+
+    def give_back(self, messages: list[Message], group: None) -> None:
+        self.back += [(message, False) for message in messages]
+
+    def change(self, messages: list[Message], lease_ms: int, *, counts: bool) -> list[bool]:
+        if lease_ms == 0:
+            self.back += [(message, counts) for message in messages]
+        else:
+            self.renewed += messages
+        return [message not in self.lost for message in messages]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1_000_000)
+
+
+def loop_over(clock: ManualClock, group: Group, pulls: list[list[Message]], **options: Any) -> ConsumeLoop:
+    def pull(wait_ms: int) -> Any:
+        found = pulls.pop(0) if pulls else []
+        if not found:
+            clock.advance(wait_ms)
+        return found
+
+    return ConsumeLoop(group, clock, pull, **{"lease": "60s", **options})  # type: ignore[arg-type]
+
+
+def test_a_message_is_dealt_with_when_the_next_one_is_asked_for(clock: ManualClock) -> None:
+    first, second = Message(), Message()
+    group = Group()
+    loop = loop_over(clock, group, [[first, second]])
+    assert loop.next() is None, "nothing is there, and next asks no broker"
+    loop.work()
+    assert loop.next() is first and group.acked == []
+    assert loop.next() is second and group.acked == []
+    assert loop.next() is None
+    loop.work()
+    assert group.acked == [first, second]
+
+
+def test_it_acknowledges_once_a_second_while_messages_wait(clock: ManualClock) -> None:
+    messages = [Message() for _ in range(4)]
+    group = Group()
+    loop = loop_over(clock, group, [list(messages)])
+    loop.work()
+    assert loop.next() is messages[0]
+    clock.advance(1_000)
+    assert loop.next() is None, "it is time to acknowledge"
+    loop.work()
+    assert group.acked == messages[:1] and loop.next() is messages[1]
+
+
+def test_leases_are_renewed_at_half_their_time_and_what_was_lost_is_not_handed_out(
+    clock: ManualClock,
+) -> None:
+    first, lost, kept = Message(), Message(), Message()
+    group = Group()
+    group.lost.add(lost)
+    loop = loop_over(clock, group, [[first, lost, kept]])
+    loop.work()
+    assert loop.next() is first
+    clock.advance(30_000)
+    assert loop.next() is None
+    loop.work()
+    assert group.renewed == [lost, kept] and loop.next() is kept
+
+
+def test_the_end_gives_back_the_last_message_counted_and_the_others_uncounted(clock: ManualClock) -> None:
+    first, second, third = Message(), Message(), Message()
+    group = Group()
+    loop = loop_over(clock, group, [[first, second, third]])
+    loop.work()
+    assert (loop.next(), loop.next()) == (first, second)
+    for _ in range(2):  # the second end finds nothing left
+        loop.end()
+        assert group.acked == [first] and group.back == [(second, True), (third, False)]
+
+
+def test_it_is_over_when_nothing_has_come_for_so_long_or_it_was_stopped(clock: ManualClock) -> None:
+    loop = loop_over(clock, Group(), [[Message()]], idle="5s")
+    turns = 0
+    while not loop.is_over:
+        if loop.next() is None:
+            loop.work()
+        turns += 1
+    assert turns == 4  # pulls one, hands it out, pulls nothing for five seconds, is over
+    stop = threading.Event()
+    stopped = loop_over(clock, Group(), [[Message()]], stop=stop)
+    stopped.work()
+    stop.set()
+    assert stopped.is_over and stopped.next() is None

@@ -1,0 +1,238 @@
+"""The plain package is enough for a client and its commands; what needs more says which extra has it.
+
+Here in a process that cannot import anything else; `make wheel-check` does it with a real installation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+from tests.cli.processes import environment
+from tests.docs_pages import ROOT
+from tests.node_fixture import RunningNode
+
+from timeball.cli.main import COMMANDS
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+# In place of Python's: whatever is installed and not allowed is not there.
+PLAIN = """
+import importlib.abc, json, sys
+
+refused = set(json.loads(sys.argv.pop(1)))
+
+class Plain(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in refused:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Plain())
+"""
+CLIENT = """
+import asyncio
+from timeball import AsyncTimeball, Retry, Timeball, Worker
+
+with Timeball(sys.argv[1]) as ball:
+    receipt = ball.send("light", "x", after="10ms", retry=True)
+    (message,) = ball.pull("light", "g", wait="30s")
+    print(message.ack(), ball.get(receipt.id).state)
+
+async def ask():
+    async with AsyncTimeball(sys.argv[1]) as ball:
+        print((await ball.cancel((await ball.send("light", "y", after="1h")).id)).verdict)
+
+asyncio.run(ask())
+"""
+COMMAND = """
+from timeball.cli.main import main
+
+main(sys.argv[1:])
+"""
+COMMANDS_IN_A_ROW = """
+from timeball import Timeball
+from timeball.cli.main import main
+
+with Timeball(sys.argv[1]) as ball:
+    waiting = ball.send("light", "x", after="1h").id
+for words in json.loads(sys.argv[2]):
+    try:
+        main([waiting if word == "ID" else word for word in words])
+    except SystemExit as end:
+        print("ended", words[0], end.code, file=sys.stderr)
+"""
+PIPELINE = """
+import importlib, pkgutil, timeball.pipeline as pipeline
+
+for found in pkgutil.walk_packages(pipeline.__path__, "timeball.pipeline."):
+    if not found.name.endswith("duckdb_session"):
+        importlib.import_module(found.name)
+print("imported")
+"""
+
+# Arguments with which a command comes as far as what it needs; ID: a message that waits, DATA: a data folder.
+TALK = {
+    "send": ["send", "light", "a"],
+    "schedule": ["schedule", "light", "b", "--after", "1h"],
+    "get": ["get", "ID"],
+    "reschedule": ["reschedule", "ID", "--after", "2h"],
+    "cancel": ["cancel", "ID"],
+    "pull": ["pull", "light", "--group", "other"],
+    "topics": ["topics"],
+    "groups": ["groups"],
+    "dead-letters": ["dead-letters", "list", "g"],
+    "status": ["status"],
+}
+NEED = {
+    "up": (["up", "--port", "0"], "broker"),
+    "serve": (["serve", "--port", "0"], "broker"),
+    "backup": (["backup", "DATA/copy", "--data", "DATA/own"], "broker"),
+    "restore": (["restore", "DATA/own", "--data", "DATA/new"], "broker"),
+    "dump": (["dump", "--data", "DATA/own"], "broker"),
+    "pending": (["pending"], "broker"),
+    "sql": (["sql", "select 1"], "broker"),
+    "forecast": (["forecast"], "broker"),
+    "campaign": (["campaign", "status", "none"], "broker"),
+    "pipeline": (["pipeline", "run", "compact"], "spark"),
+    "bulk": (["bulk", "DATA/rows.csv", "--topic", "light", "--dry-run"], "spark"),
+    "replay": (
+        ["replay", "--from", "2026-01-01T00:00Z", "--until", "2026-01-02T00:00Z", "--shift", "7d"],
+        "spark",
+    ),
+    "audit": (["audit"], "spark"),
+}
+OF_A_CHECKOUT = {"bench"}
+
+
+def arguments(words: Iterable[str], folder: Path) -> list[str]:
+    """Put files that are there in the place of DATA."""
+    (folder / "own").mkdir(exist_ok=True)
+    (folder / "rows.csv").write_text("body,due_ms\n")
+    return [word.replace("DATA", str(folder)) for word in words]
+
+
+def distributions(wanted: Iterable[str]) -> set[str]:
+    """Return these distributions and all that they need themselves."""
+    found: set[str] = set()
+    missing = {_canonical(NAME.match(each)[0]) for each in wanted}  # type: ignore[index]
+    while missing:
+        found |= missing
+        further = {
+            _canonical(NAME.match(line)[0])  # type: ignore[index]
+            for name in missing
+            for line in _requires(name)
+            if "extra ==" not in line
+        }
+        missing = further - found
+    return found
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return requires(name) or []
+    except ModuleNotFoundError:  # for another Python or system
+        return []
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def extras_of(name: str) -> list[str]:
+    lines: list[str] = PROJECT["optional-dependencies"][name]
+    return lines
+
+
+def modules_beside(extras: Iterable[str]) -> list[str]:
+    """Return the top-level modules here that an installation with these extras does not have."""
+    wanted = sum((extras_of(extra) for extra in extras), list(PROJECT["dependencies"]))
+    there = distributions(wanted) | {"timeball"}
+    return [
+        module
+        for module, names in packages_distributions().items()
+        if not there & {_canonical(name) for name in names} and module not in sys.stdlib_module_names
+    ]
+
+
+def run(
+    program: str, *given: str, extras: Iterable[str] = (), **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as in an installation with these extras and no others."""
+    return subprocess.run(
+        [sys.executable, "-c", PLAIN + program, json.dumps(modules_beside(extras)), *given],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_client_runs_without_what_the_broker_needs(node: RunningNode) -> None:
+    ran = run(CLIENT, node.endpoint)
+    assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
+
+
+def test_every_command_is_in_one_of_the_tables() -> None:
+    assert {*TALK, *NEED, *OF_A_CHECKOUT} == set(COMMANDS)
+
+
+def test_commands_that_talk_to_a_broker_need_nothing_more(node: RunningNode) -> None:
+    asked = [[*words, "--endpoint", node.endpoint, "--json"] for words in TALK.values()]
+    ran = run(COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked))
+    ended = [line for line in ran.stderr.splitlines() if line.startswith("ended")]
+    assert ended == [f"ended {name} 0" for name in TALK], ran.stderr
+
+
+def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:
+    asked = [arguments(words, tmp_path) for words, _ in NEED.values()]
+    ran = run(COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked), TIMEBALL_ENDPOINT=node.endpoint)
+    lines = "".join(
+        rf"timeball: \w+(\.\w+)* is not installed: install the extra, pip install 'timeball\[{extra}\]'\n"
+        f"ended {name} 4\n"
+        for name, (_, extra) in NEED.items()
+    )
+    assert re.fullmatch(lines, ran.stderr), ran.stderr
+    assert ran.stdout == ""
+
+
+def test_a_picture_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:
+    picture = ["forecast", "--picture", str(tmp_path / "load.png"), "--endpoint", node.endpoint]
+    ran = run(COMMAND, *picture, extras=["broker"])
+    assert ran.returncode == 4 and "pip install 'timeball[picture]'" in ran.stderr, ran.stderr
+
+
+def test_help_of_all_commands_needs_nothing_more() -> None:
+    assert run(COMMAND, "--help").returncode == 0
+    assert "--segment-bytes" in run(COMMAND, "serve", "--help").stdout
+
+
+def test_the_spark_extra_has_what_the_pipeline_imports() -> None:
+    """All but the SQL of DuckDB, which no executor runs."""
+    ran = run(PIPELINE, extras=["spark"])
+    assert ran.stdout == "imported\n", ran.stderr
+
+
+def test_the_import_contract_names_what_the_extras_bring() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (plain,) = (each for each in contracts if "plain package alone" in each["name"])
+    of = {
+        _canonical(name) for module in plain["forbidden_modules"] for name in packages_distributions()[module]
+    }
+    wanted = {NAME.match(line)[0] for extra in ("broker", "spark", "picture") for line in extras_of(extra)}  # type: ignore[index]
+    assert {_canonical(name) for name in wanted} <= of
+
+
+def test_what_two_extras_bring_is_of_one_version() -> None:
+    lines: dict[str, set[str]] = {}
+    for required in PROJECT["optional-dependencies"].values():
+        for line in required:
+            lines.setdefault(NAME.match(line)[0], set()).add(line)  # type: ignore[index]
+    assert not {name: found for name, found in lines.items() if len(found) > 1}
+    assert lines["timeball"] == {"timeball[broker,spark,picture,otel]"}

@@ -1,0 +1,182 @@
+"""Workers: each outcome of a handler is the right answer, leases outlive long handlers, and stopping loses nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.cli.processes import environment
+from tests.client import handlers
+from tests.node_fixture import BOUND_S, RunningNode, eventually
+
+from timeball import Dead, Message, RequestError, Retry, Timeball, Unauthorized, Worker
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+
+
+def send(ball: Timeball, topic: str, bodies: list[str]) -> None:
+    ball.create_topic(topic, 2)
+    ball.send_many([{"body": body} for body in bodies], topic=topic)
+
+
+def is_empty(ball: Timeball, topic: str, group: str) -> bool:
+    return ball.pull(topic, group, wait=0) == []
+
+
+def test_each_message_is_handled_once_and_acknowledged(ball: Timeball) -> None:
+    bodies = [f"{i}" for i in range(200)]
+    send(ball, "worked", bodies)
+    handled: list[str] = []
+    with Worker(
+        ball, "g", "worked", lambda message: handled.append(message.body.decode()), threads=3
+    ) as worker:
+        eventually(lambda: worker.counts.acknowledged == 200, "all acknowledged")
+    assert sorted(handled) == sorted(bodies)
+    assert is_empty(ball, "worked", "g") and sum(ball.offsets("g", "worked").values()) == 200
+
+
+def test_what_a_handler_raises_decides_when_its_message_comes_again(
+    node: RunningNode, ball: Timeball, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_once = RetryPolicy(customized_retry_policy=CustomizedRetry(next=[50]))
+    node.broker.parts.groups.update(SubscriptionGroup("raisers", group_retry_policy=at_once))
+    send(ball, "raised", ["later", "dead", "broken"])
+    seen: list[tuple[str, int]] = []
+    reasons: dict[str, str | None] = {}
+
+    def handler(message: Message) -> None:
+        body = message.body.decode()
+        reasons[body] = message.nack_reason
+        seen.append((body, message.attempts))
+        if message.attempts == 0 and body == "later":
+            raise Retry("50ms") from KeyError("stock")
+        if body == "dead":
+            raise Dead("no such order")
+        if message.attempts == 0 and body == "broken":
+            raise ValueError("a fault of the handler")
+
+    with Worker(ball, "raisers", "raised", handler, threads=2) as worker:
+        eventually(lambda: {("later", 1), ("broken", 1)} <= set(seen), "both again")
+        eventually(lambda: worker.counts.acknowledged == 2, "acknowledged")
+    assert worker.counts.dead == 1 and worker.counts.retried == 2
+    (letter,) = ball.dead_letters("raisers").dead_letters
+    assert (letter.body, letter.reason) == (b"dead", "Dead: no such order")
+    assert reasons == {
+        "later": "KeyError: 'stock'", "broken": "ValueError: a fault of the handler", "dead": None,
+    }  # fmt: skip
+    assert "a fault of the handler" in caplog.text and "no such order" in caplog.text
+
+
+def test_a_handler_may_take_many_leases_and_its_message_stays_with_it(ball: Timeball) -> None:
+    send(ball, "long", ["slow"])
+    may_end, handled = threading.Event(), []
+
+    def handler(message: Message) -> None:
+        handled.append(message)
+        may_end.wait(BOUND_S)
+
+    with Worker(ball, "g", "long", handler, lease="300ms", threads=2) as worker:
+        eventually(lambda: handled, "begun")
+        first = handled[0].lease[1]
+        # Another member waits for as long as several leases, and gets nothing.
+        assert ball.pull("long", "g", wait="1500ms") == []
+        assert handled[0].lease[1] == first and handled[0].is_leased
+        may_end.set()
+        eventually(lambda: worker.counts.acknowledged == 1, "acknowledged in time")
+    assert len(handled) == 1 and worker.counts.late == 0
+
+
+def test_many_renewals_are_one_attempt(node: RunningNode, ball: Timeball) -> None:
+    node.broker.parts.groups.update(SubscriptionGroup("patient", retry_max_times=2))
+    send(ball, "renewed", ["x"])
+    (message,) = ball.pull("renewed", "patient")
+    for _ in range(5):
+        assert message.extend("1m")
+    assert message.nack(after=0)
+    (again,) = ball.pull("renewed", "patient", wait="30s")
+    assert again.attempts == 1 and again.ack()
+
+
+def test_stop_finishes_what_is_handled_and_gives_the_rest_back_uncounted(ball: Timeball) -> None:
+    send(ball, "stopped", [f"{i}" for i in range(6)])
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def handler(message: Message) -> None:
+        begun.set()
+        may_end.wait(BOUND_S)
+        ended.append(message.body)
+
+    worker = Worker(ball, "g", "stopped", handler, lease="10m")
+    worker.start()
+    assert begun.wait(BOUND_S)
+    worker.stop()
+    may_end.set()
+    worker.join()
+    assert len(ended) == worker.counts.acknowledged == 1
+    left = []
+    while len(left) < 5:
+        left += ball.pull("stopped", "g", wait="30s")
+    assert {message.attempts for message in left} == {0}
+    assert {message.body for message in left}.isdisjoint(ended)
+
+
+def test_a_worker_that_may_not_go_on_says_why(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise Unauthorized("who are you?")
+
+    monkeypatch.setattr(ball._consumer, "pull", refuse)
+    with pytest.raises(Unauthorized, match="who are you"):
+        Worker(ball, "g", "forbidden", print).run()
+
+
+@pytest.mark.parametrize("wrong", [{"threads": 0}, {"threads": 100_000}, {"processes": -1}])
+def test_numbers_that_make_no_sense_are_refused(ball: Timeball, wrong: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        Worker(ball, "g", "t", print, **wrong)
+
+
+def test_a_handler_for_processes_must_be_importable(ball: Timeball) -> None:
+    with pytest.raises(RequestError, match="top of a module"):
+        Worker(ball, "g", "t", lambda message: None, processes=2)
+
+
+def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNode, ball: Timeball) -> None:
+    send(ball, "spread", [f"{i}" for i in range(4)])
+    ball.create_topic("spread-done", 1)
+    worker = Worker(ball, "g", "spread", handlers.Forward(ball, "spread-done"), processes=2, lease="2s")
+    worker.start()
+    try:
+        eventually(lambda: ball.queues("spread-done")[0].max >= 4, "handled")
+        assert worker._processes is not None
+        before = worker._processes.pids
+        os.kill(before[0], signal.SIGKILL)
+        eventually(lambda: len(set(worker._processes.pids) - set(before)) == 1, "replaced")
+        send(ball, "spread", ["more"])
+        eventually(
+            lambda: b"more" in {m.body for m in ball.browse("spread-done", "", max_messages=100)}, "handled"
+        )
+    finally:
+        worker.stop()
+        worker.join()
+    assert worker._processes.pids == []
+
+
+def test_sigterm_ends_a_program_that_runs_a_worker_in_order(node: RunningNode, ball: Timeball) -> None:
+    send(ball, "terminated", [f"{i}" for i in range(3)])
+    script = Path(handlers.__file__).with_name("worker_program.py")
+    program = subprocess.Popen(
+        [sys.executable, str(script), node.endpoint, "terminated"],
+        env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert program.stdout is not None and program.stdin is not None
+    assert program.stdout.readline() == "handling\n"
+    program.send_signal(signal.SIGTERM)
+    program.stdin.write("go on\n")  # the handler waits for this line
+    rest, _ = program.communicate(timeout=BOUND_S)
+    assert (program.returncode, rest) == (0, "acknowledged 1\n")
+    left = []
+    while len(left) < 2:
+        left += ball.pull("terminated", "g", wait="30s")
+    assert {message.attempts for message in left} == {0}

@@ -1,0 +1,40 @@
+"""Processes that run a worker: one that cannot start is tried again, none is left behind."""
+
+import logging
+
+import pytest
+from tests.client.handlers import Broken, Idle
+from tests.node_fixture import eventually
+
+from timeball.client import worker_processes
+from timeball.client.worker_processes import Processes
+from timeball.errors import RequestError
+
+
+def test_they_end_in_order_when_stopped_and_start_once() -> None:
+    processes = Processes(2, Idle)
+    processes.start()
+    with pytest.raises(RequestError, match="started before"):
+        processes.start()
+    assert len(processes.pids) == 2
+    processes.stop()
+    processes.join()
+    assert processes.pids == []
+
+
+def test_one_that_cannot_start_is_tried_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_processes, "PAUSE_S", 0.0)
+    processes = Processes(1, Broken)
+    with caplog.at_level(logging.ERROR):
+        processes.start()
+        eventually(lambda: caplog.text.count("worker process ended") >= 2, "tried again")
+        processes.stop()
+        processes.join()
+    assert "exit=1" in caplog.text
+
+
+def test_what_cannot_be_pickled_is_refused_with_the_reason() -> None:
+    with pytest.raises(RequestError, match="cannot be sent to another process"):
+        Processes(1, lambda: Idle())

@@ -1,0 +1,17 @@
+"""A program that runs a worker until SIGTERM: `worker_program.py ENDPOINT TOPIC`."""
+
+import sys
+
+from timeball import Message, Timeball, Worker
+
+
+def handler(message: Message) -> None:
+    print("handling", flush=True)
+    sys.stdin.readline()
+    worker._stopping.wait()  # the signal is known by now to be dealt with
+
+
+with Timeball(sys.argv[1]) as ball:
+    worker = Worker(ball, "g", sys.argv[2], handler, lease="10m")
+    worker.run()
+    print("acknowledged", worker.counts.acknowledged, flush=True)
