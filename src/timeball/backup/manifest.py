@@ -1,0 +1,124 @@
+"""What a backup holds: a file `BACKUP.json`, written last, so that a folder without it is no backup yet.
+
+While a backup is made, `BACKUP.partial` has one line of JSON for each file that is copied and synced: a backup that is
+begun again copies these no more.
+"""
+
+from __future__ import annotations
+
+import google_crc32c
+import msgspec
+import pyarrow as pa
+
+from timeball.errors import Corrupt, NotFound, SetupError
+from timeball.files import Files
+
+NAME = "BACKUP.json"
+PARTIAL = "BACKUP.partial"
+FORMAT = 1
+STEP_BYTES = 8 * 1024 * 1024
+
+
+class CopiedFile(msgspec.Struct, frozen=True):
+    """A file: its name in the data folder, its length there, and of how many bytes of it this is the CRC-32C.
+
+    The rest of a segment is zeros, which are not copied.
+    """
+
+    name: str
+    size_bytes: int
+    used_bytes: int
+    crc32c: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole backup. Every row below `row` is in it, and no other."""
+
+    product: str = "timeball"
+    format: int = FORMAT
+    row: int
+    first_row: int
+    made_ms: int
+    source: str
+    files: list[CopiedFile]
+
+    @property
+    def used_bytes(self) -> int:
+        """Return how much was copied."""
+        return sum(file.used_bytes for file in self.files)
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    source: str
+
+
+def load(files: Files) -> Manifest:
+    """Return a backup's manifest; raise SetupError for a folder that holds none, Corrupt."""
+    try:
+        data = bytes(files.map_readonly(NAME))
+    except NotFound:
+        unfinished = files.exists(PARTIAL)
+        text = (
+            "was not finished: run `timeball backup` again with it"
+            if unfinished
+            else "is no backup of Timeball's"
+        )
+        raise SetupError(f"{files.external('.')} {text}") from None
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise Corrupt(f"{NAME} cannot be read: {error}") from error
+    if manifest.format > FORMAT:
+        raise SetupError(f"this backup has format {manifest.format}; this Timeball reads up to {FORMAT}")
+    return manifest
+
+
+def save(files: Files, manifest: Manifest) -> None:
+    """Make a backup whole, durably."""
+    files.replace(NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    files.remove(PARTIAL)
+    files.sync_dir(".")
+
+
+class Progress:
+    """The record of copied files, in the target's folder. Raises SetupError for a folder of another backup."""
+
+    def __init__(self, files: Files, source: str) -> None:
+        self._files = files
+        self._lines: list[bytes] = []
+        self.copied: dict[str, CopiedFile] = {}
+        if files.exists(NAME):
+            raise SetupError(f"{files.external('.')} holds a whole backup: name another folder")
+        if not files.exists(PARTIAL):
+            if files.list_dir("."):
+                raise SetupError(
+                    f"{files.external('.')} is not empty and holds no unfinished backup: name another folder"
+                )
+            self._add(_Begun(source))
+            return
+        lines = bytes(files.map_readonly(PARTIAL)).splitlines()
+        begun = msgspec.json.decode(lines[0], type=_Begun)
+        if begun.source != source:
+            raise SetupError(
+                f"{files.external('.')} is an unfinished backup of {begun.source}: name another folder"
+            )
+        self._lines = lines
+        found = [msgspec.json.decode(line, type=CopiedFile) for line in lines[1:]]
+        self.copied = {file.name: file for file in found}
+
+    def add(self, file: CopiedFile) -> None:
+        """Note a file that is copied and synced."""
+        self._add(file)
+        self.copied[file.name] = file
+
+    def _add(self, line: msgspec.Struct) -> None:
+        self._lines.append(msgspec.json.encode(line))
+        self._files.replace(PARTIAL, b"\n".join(self._lines))
+
+
+def crc32c(buffer: pa.Buffer, used_bytes: int) -> int:
+    """Return the CRC-32C of the first bytes of a file, step by step, so that other threads get their turn."""
+    found = 0
+    for begin in range(0, used_bytes, STEP_BYTES):
+        found = google_crc32c.extend(found, bytes(buffer[begin : min(begin + STEP_BYTES, used_bytes)]))
+    return found

@@ -1,0 +1,43 @@
+"""A manifest is written last and read first."""
+
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from timeball.backup import manifest as mf
+from timeball.backup.manifest import CopiedFile, Manifest, Progress
+from timeball.errors import Corrupt, SetupError
+from timeball.files import RealFiles
+
+
+def test_a_manifest_is_read_as_it_was_written_and_ends_the_progress(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    progress = Progress(files, "/data")
+    one = CopiedFile("log/1.log", 20, 10, 5)
+    progress.add(one)
+    assert Progress(files, "/data").copied == {"log/1.log": one}
+    with pytest.raises(SetupError, match="unfinished backup of /data"):
+        Progress(files, "/other")
+    with pytest.raises(SetupError, match="not finished"):
+        mf.load(files)
+    manifest = Manifest(row=7, first_row=1, made_ms=5, source="/data", files=[one])
+    mf.save(files, manifest)
+    assert mf.load(files) == manifest and manifest.used_bytes == 10
+    assert [path.name for path in tmp_path.iterdir()] == [mf.NAME]
+
+
+def test_a_manifest_that_cannot_be_read_or_is_newer_is_refused(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    (tmp_path / mf.NAME).write_text("{}")
+    with pytest.raises(Corrupt, match="cannot be read"):
+        mf.load(files)
+    newer = Manifest(format=mf.FORMAT + 1, row=1, first_row=1, made_ms=0, source="", files=[])
+    (tmp_path / mf.NAME).write_bytes(msgspec.json.encode(newer))
+    with pytest.raises(SetupError, match="format"):
+        mf.load(files)
+
+
+def test_a_checksum_is_of_the_bytes_that_count() -> None:
+    assert mf.crc32c(pa.py_buffer(b"123456789rest"), 9) == 0xE3069283  # the check value of CRC-32C

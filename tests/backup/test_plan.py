@@ -1,0 +1,75 @@
+"""What belongs together: whole segments, the last one as far as it is whole, and the data files of that row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.node_fixture import running_node
+
+from timeball import Timeball
+from timeball.backup.plan import plan
+from timeball.errors import Corrupt, NotFound
+from timeball.files import RealFiles
+from timeball.log import format as fmt
+
+LOG = "log/0000000001.log"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    with running_node(folder) as node, Timeball(node.endpoint) as ball:
+        ball.send_many([{"body": f"{i}", "after": 7_200} for i in range(100)], topic="t")
+        ball.compact()
+        ball.send_many([{"body": f"{i}", "after": 9_000} for i in range(100)], topic="t")
+        ball.compact()
+        ball.send("t", "the last")
+    return folder
+
+
+def change(path: Path, position: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(content)
+
+
+def test_a_plan_ends_behind_the_last_whole_frame_and_names_the_live_files(data: Path) -> None:
+    found = plan(RealFiles(data))
+    assert [part.name for part in found.parts if part.name.endswith(".log")] == [LOG]
+    (log,) = (part for part in found.parts if part.name == LOG)
+    assert fmt.ALIGN < log.used_bytes < log.buffer.size and not log.is_fixed
+    assert found.first_row == 1 and found.row > 200
+    live = {path.relative_to(data).as_posix() for path in data.glob("pending/bucket=*/*.parquet")}
+    assert {part.name for part in found.parts} == {LOG, *live} and len(live) == 2
+
+
+def test_a_commit_that_is_being_written_is_left_out(data: Path) -> None:
+    whole = plan(RealFiles(data))
+    end = next(part.used_bytes for part in whole.parts if part.name == LOG)
+    change(data / LOG, end, b"half a frame")
+    assert plan(RealFiles(data)).row == whole.row
+
+
+def test_damage_in_what_was_acknowledged_is_refused_by_name(data: Path) -> None:
+    change(data / LOG, fmt.ALIGN + 200, b"\xff" * 8)
+    with pytest.raises(Corrupt, match=LOG):
+        plan(RealFiles(data))
+
+
+@pytest.mark.parametrize("fault", ["cut", "missing"])
+def test_a_data_file_that_is_not_as_the_log_says_is_refused(
+    data: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurt = next(data.glob("pending/bucket=*/*.parquet"))
+    if fault == "missing":
+        hurt.unlink()
+    else:
+        hurt.write_bytes(hurt.read_bytes()[:-1])
+    with pytest.raises(Corrupt, match=hurt.name):
+        plan(RealFiles(data))
+
+
+def test_a_folder_without_a_log_is_none_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no log"):
+        plan(RealFiles(tmp_path))
