@@ -72,6 +72,7 @@ def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) ->
         equation = "accepted 8 = released 5 + cancelled 1 + expired 0 + pending 2"
         fresh = run_here("audit", "--endpoint", node.endpoint)  # no ledger: what is in the log is enough
         assert (fresh.returncode, fresh.stdout.splitlines()) == (0, [equation, "it balances"]), fresh.stderr
+        assert kept_audit(tmp_path)["accepted"] == 8
         wrote = run_here("pipeline", "run", "ledger", "--once", "--endpoint", node.endpoint)
         assert (wrote.returncode, wrote.stdout) == (0, ""), wrote.stderr
         uri = ledger_uri(ball.status()["table"]["uri"])
@@ -83,3 +84,11 @@ def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) ->
         [document] = [json.loads(line) for line in bad.stdout.splitlines()]
         assert (document["ok"], document["unknown"]) == (False, 1)
         assert [offender["unique_key"] for offender in document["offenders"]["unknown"]] == ["m3"]
+        assert kept_audit(tmp_path)["ok"] is False
+
+
+def kept_audit(folder: Path) -> dict[str, Any]:
+    """Return what the last audit has left beside the pending table, for the broker to show."""
+    found: dict[str, Any] = json.loads((folder / "data" / "pipeline" / "audit.json").read_text())
+    assert found.pop("offenders") == {}
+    return found

@@ -24,6 +24,8 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "remoting",
         "pop",
         "grpc",
+        "http",
+        "beside",
         "punctual",
         "burst",
         "memory",

@@ -10,7 +10,7 @@ from tests.cli.processes import environment, timeball
 
 from timeball.cli.main import COMMANDS as ALL
 
-GROUPS = {"pipeline", "campaign"}
+GROUPS = {"pipeline", "campaign", "dead-letters"}
 COMMANDS = sorted(set(ALL) - GROUPS)
 NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 
@@ -18,8 +18,8 @@ NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 def test_the_commands_are_those_of_the_design() -> None:
     """A command that is missing here would have no test below."""
     assert set(ALL) - GROUPS == {
-        *("up", "serve", "send", "schedule", "cancel", "reschedule", "pull"),
-        *("pending", "audit", "dump", "bench", "status"),
+        *("up", "serve", "backup", "restore", "send", "schedule", "cancel", "reschedule", "pull", "get"),
+        *("topics", "groups", "pending", "audit", "dump", "bench", "status"),
         *("bulk", "replay", "forecast", "sql"),
     }
     assert set(ALL) >= GROUPS

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from typing import Any
 
 import pytest
+from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
+from tests.cli.processes import COMMAND, environment
 
 from timeball import __version__
 from timeball.cli.status import _punctuality, _rows
@@ -24,7 +28,7 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
     """In a narrow terminal lines are folded, not cut."""
     shown = run_here("status", "--endpoint", endpoint, COLUMNS="60")
     assert shown.returncode == 0
-    labels = [label for line in shown.stdout.splitlines() if (label := line[:17].strip())]
+    labels = [label for line in shown.stdout.splitlines() if (label := line[:13].strip())]
     wanted = [
         "broker",
         "log",
@@ -32,7 +36,8 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
         "disk",
         "schedule",
         "waiting",
-        "of them cancelled",
+        "redeliveries",
+        "kept",
         "pending table",
         "released",
         "codec",
@@ -40,6 +45,20 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
     ]
     assert labels == wanted
     assert endpoint in shown.stdout
+
+
+def test_watch_looks_again_until_ctrl_c(endpoint: str) -> None:
+    """As a process, because a signal ends it; each look is a line of JSON."""
+    with subprocess.Popen(
+        [*COMMAND, "status", "--watch", "--every", "1ms", "--json", "--endpoint", endpoint],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as watching:  # fmt: skip
+        assert watching.stdout is not None
+        looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+        _, said = watching.communicate(timeout=BOUND_S)
+    assert [look["version"] for look in looks] == [__version__] * 3
+    assert (watching.returncode, said) == (0, "")
 
 
 def test_punctuality_is_the_bound_that_holds_for_99_in_100() -> None:
@@ -59,7 +78,8 @@ def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
 @pytest.fixture
 def status() -> dict[str, Any]:
     return {
-        "version": "1", "pid": 1, "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0},
+        "version": "1", "pid": 1, "waiting_messages": 23, "redelivery_messages": 4,
+        "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0},
         "log": {"first_seq": 1, "next_seq": 2, "durable_seq": 2, "bytes": 3}, "table": {"version": 1},
         "strategy": "hour_log", "disk": {"free_bytes": 5 << 20, "no_room": ""},
         "schedule": {"near_rows": 3, "tail_rows": 20, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},
@@ -70,12 +90,13 @@ def status() -> dict[str, Any]:
 def test_what_waits_in_the_log_is_what_its_schedule_says(status: dict[str, Any]) -> None:
     told = dict(_rows("e", status))
     assert told["schedule"] == "hour_log"
-    assert told["waiting"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
+    assert (told["waiting"], told["redeliveries"]) == ("23", "4")
+    assert told["kept"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
     status["strategy"], status["schedule"]["tail_rows"] = "timer_wheel", 0
     status["schedule"] |= {"waiting_rows": 4_321, "wheel_rows": 2}
     told = dict(_rows("e", status))
     assert told["schedule"] == "timer_wheel"
-    assert told["waiting"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
+    assert told["kept"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
 
 
 def test_a_full_disk_cannot_be_overlooked(status: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from timeball.cli.exit_codes import ExitCode
@@ -55,8 +56,13 @@ def audit(
     reach(endpoint)
     with spark_session(master, "timeball-audit") as spark:
         from timeball.pipeline.jobs import audit as job
+        from timeball.pipeline.run.job_status import Board
+        from timeball.pipeline.run.runner import default_folder
 
         report = job.run(spark, endpoint, ledger_uri=ledger)
+        # Without the messages concerned, which may be long: these are shown here.
+        counts = msgspec.structs.replace(report, offenders={})
+        Board(default_folder(endpoint)).write_audit(msgspec.json.encode(counts))
     show(report, describe(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(ExitCode.CHECK_FAILED)

@@ -85,9 +85,9 @@ def _kinds(names: list[str] | None) -> frozenset[int]:
 
 
 def _open(data: Path, selection: Selection) -> FolderDump:
+    from timeball.data_folder import FORMAT_NAME, check_folder
     from timeball.files import RealFiles
     from timeball.inspect.folder import FolderDump
-    from timeball.node import FORMAT_NAME, check_folder
 
     files = RealFiles(data)
     check_folder(files)

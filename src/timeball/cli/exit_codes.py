@@ -5,7 +5,8 @@
         nothing
     2   usage: an option, an argument or a request that cannot be granted as it stands
     3   the broker cannot be reached, or is starting or stopping; or Spark has failed, and a new start may mend it
-    4   set-up: port in use, no Java, data folder of a newer format, not ours, or in use
+    4   set-up: a package that is not installed, port in use, no Java, data folder of a newer format, not ours, or
+        in use
     5   storage: disk full, over a limit, corrupt bytes, a failed write
     70  a fault in Timeball itself; TIMEBALL_DEBUG=1 shows where
     130 interrupted
@@ -19,7 +20,16 @@ from __future__ import annotations
 import errno
 from enum import IntEnum
 
-from timeball.errors import OverLimit, RequestError, SetupError, StorageError, TimeballError, Unavailable
+from timeball.cli.extras import BROKER, is_of_others, not_installed
+from timeball.errors import (
+    OverLimit,
+    PeerError,
+    RequestError,
+    SetupError,
+    StorageError,
+    TimeballError,
+    Unavailable,
+)
 
 
 class ExitCode(IntEnum):
@@ -39,6 +49,7 @@ _BY_CLASS: tuple[tuple[type[TimeballError], ExitCode], ...] = (
     (RequestError, ExitCode.USAGE),
     (Unavailable, ExitCode.UNREACHABLE),
     (SetupError, ExitCode.SETUP),
+    (PeerError, ExitCode.SETUP),
     (OverLimit, ExitCode.STORAGE),
     (StorageError, ExitCode.STORAGE),
 )
@@ -50,6 +61,9 @@ def explain(error: BaseException) -> tuple[str, ExitCode]:
         return _sentence(error), _code_of(error)
     if isinstance(error, OSError):
         return _explain_os(error)
+    # What Spark and pictures miss is told where they are asked for; all else that others made is the broker's.
+    if isinstance(error, ModuleNotFoundError) and is_of_others(error):
+        return explain(not_installed(error, BROKER))
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", ExitCode.INTERRUPTED
     return (

@@ -27,11 +27,22 @@ EPILOG = (
 
 # Part of the help -> commands. Each is in the module of its name or in `PLACES`; a group of commands is an `app`.
 PARTS = {
-    "Run a broker": ["up", "serve", "pipeline"],
-    "Messages": ["send", "schedule", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
-    "Look and check": ["pending", "sql", "forecast", "status", "audit", "dump", "bench"],
+    "Run a broker": ["up", "serve", "pipeline", "backup", "restore"],
+    "Messages": ["send", "schedule", "get", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
+    "Look and check": [
+        "topics",
+        "groups",
+        "dead-letters",
+        "pending",
+        "sql",
+        "forecast",
+        "status",
+        "audit",
+        "dump",
+        "bench",
+    ],
 }
-PLACES = {"schedule": "send", "reschedule": "cancel"}
+PLACES = {"dead-letters": "dead_letters", "restore": "backup", "schedule": "send", "reschedule": "cancel"}
 COMMANDS = {name: part for part, names in PARTS.items() for name in names}
 
 

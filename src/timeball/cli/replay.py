@@ -28,8 +28,9 @@ from timeball.cli.options import (
     reach,
 )
 from timeball.cli.output import bars, print_json, print_line, progress_bar, show
-from timeball.cli.units import parse_duration_ms, parse_instant_ms, show_bytes, show_ms
+from timeball.cli.units import parse_duration_ms, show_bytes, show_ms
 from timeball.errors import InvalidDelay, RequestError
+from timeball.instants import instant_ms
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 TOPICS_SHOWN = 10
 
-_INSTANT: dict[str, Any] = {"metavar": "INSTANT", "parser": as_parameter(parse_instant_ms)}
+_INSTANT: dict[str, Any] = {"metavar": "INSTANT", "parser": as_parameter(instant_ms)}
 
 
 class By(StrEnum):

@@ -16,8 +16,9 @@ import typer
 
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, naming
 from timeball.cli.output import print_json, print_line, print_note, progress_bar, show
-from timeball.cli.units import parse_duration_ms, parse_instant_ms, parse_property, show_instant, show_wait
+from timeball.cli.units import parse_duration_ms, parse_property, show_instant, show_wait
 from timeball.errors import InvalidDelay, RequestError
+from timeball.instants import instant_ms
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -146,7 +147,7 @@ def timing(after: str | None, at: str | None) -> dict[str, int | None]:
     if after is None:
         assert at is not None
         with naming("--at"):
-            return {"due_ms": parse_instant_ms(at), "delay_ms": None}
+            return {"due_ms": instant_ms(at), "delay_ms": None}
     if after.strip().isdecimal():
         raise InvalidDelay(f"--after {after}: add a unit, such as {after}s or {after}ms")
     with naming("--after"):

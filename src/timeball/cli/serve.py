@@ -1,13 +1,14 @@
 """`timeball serve`: the broker alone, in the foreground, until SIGTERM or SIGINT.
 
 The ready line is printed when a client can connect, and not before: a program that starts the broker as a child
-waits for that line instead of guessing. Without a pipeline the broker compacts by itself.
+waits for that line instead of guessing, and systemd for READY=1. Without a pipeline the broker compacts by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from timeball.cli import log_lines
@@ -17,6 +18,8 @@ from timeball.config import Settings
 
 if TYPE_CHECKING:
     from timeball.node import Node
+
+StartClient = Callable[["Node"], Callable[[], Awaitable[None]]]
 
 
 @settings_options
@@ -34,22 +37,37 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
       timeball serve --settings timeball.toml
       timeball serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem --access-file access.toml
     """
-    asyncio.run(_serve(settings, as_json))
+    asyncio.run(run_broker(settings, as_json))
 
 
-async def _serve(settings: Settings, as_json: bool) -> None:
+async def run_broker(settings: Settings, as_json: bool, start_client: StartClient | None = None) -> None:
+    """Serve until a signal. `start_client` is called when messages are taken; what it returns ends the client."""
     from timeball.broker.memory import collect_cycles_rarely, use_system_pool
     from timeball.descriptors import allow_many
+    from timeball.monitoring.systemd import Systemd
     from timeball.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
     collect_cycles_rarely()
     allow_many()
-    node = Node(settings)
+    systemd, node = Systemd(), Node(settings)
+    systemd.status("recovering: reads the log from the last checkpoint on")
     await node.start()
     announce(node, as_json)
-    await node.run_until_signal()
+    systemd.ready(f"serves {_endpoint(settings, settings.host, node.port)}")
+    watchdog = asyncio.create_task(systemd.run_watchdog())
+    stop_client = start_client(node) if start_client is not None else None
+
+    async def before_stop() -> None:
+        systemd.stopping()
+        if stop_client is not None:
+            await stop_client()
+
+    try:
+        await node.run_until_signal(before_stop)
+    finally:
+        watchdog.cancel()
 
 
 def announce(node: Node, as_json: bool) -> None:

@@ -17,14 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import psutil
-
+from timeball.cli.extras import SPARK, not_installed
 from timeball.errors import SetupError, TimeballError, Unavailable
 
 if TYPE_CHECKING:
+    import psutil
     from pyspark.sql import SparkSession
 
-ADVICE = "install the extra, pip install 'timeball[spark]'"
 STDERR = 2
 
 
@@ -33,7 +32,7 @@ def load_runner() -> ModuleType:
     try:
         from timeball.pipeline.run import runner
     except ModuleNotFoundError as error:
-        raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
+        raise not_installed(error, SPARK) from error
     return runner
 
 
@@ -47,7 +46,7 @@ def open_session(
     try:
         from timeball.pipeline.run.session import build_session
     except ModuleNotFoundError as error:
-        raise SetupError(f"{error.name} is not installed: {ADVICE}") from error
+        raise not_installed(error, SPARK) from error
     with _children_write_to(log), no_child_left_behind():
         return build_session(master, name, conf)
 
@@ -97,6 +96,8 @@ def no_child_left_behind() -> Iterator[None]:
     For the start of a process: a JVM that is interrupted in the middle of its start may wait for ever, and its caller
     has no handle yet that could end it.
     """
+    import psutil  # with Spark, and not in a plain installation
+
     here = psutil.Process()
     before = set(here.children())
     try:
@@ -113,6 +114,8 @@ def no_child_left_behind() -> Iterator[None]:
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
     """Return none of a process that has ended meanwhile."""
+    import psutil
+
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:

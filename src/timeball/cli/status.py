@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Annotated, Any
 
+import typer
+from rich.live import Live
 from rich.table import Table
 
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect
 from timeball.cli.output import out, print_json
-from timeball.cli.units import show_bytes
+from timeball.cli.units import parse_duration_ms, show_bytes
 
 
-def status(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
+def status(
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again until Ctrl-C.")] = False,
+    every_ms: Annotated[
+        int,
+        typer.Option(
+            "--every", parser=as_parameter(parse_duration_ms), metavar="DURATION", help="How often to look."
+        ),
+    ] = "2s",  # type: ignore[assignment]  # parsed like one that is given
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
     """Show what a broker holds, how punctual it is and what it costs.
 
     \b
     Examples:
       timeball status
+      timeball status --watch
+      timeball status --watch --every 10s --json | jq .lateness
       timeball status --json | jq .schedule
       timeball status --endpoint grpc://broker-2:7400
     """
     with connect(endpoint) as ball:
-        found: dict[str, Any] = ball.status()
+        if not watch:
+            _print(endpoint, ball.status(), as_json=as_json)
+            return
+        try:
+            with Live(console=out, auto_refresh=False, screen=out.is_terminal and not as_json) as live:
+                while True:
+                    found = ball.status()
+                    if as_json:
+                        print_json(found)
+                    else:
+                        live.update(_table(endpoint, found), refresh=True)
+                    time.sleep(every_ms / 1000)
+        except KeyboardInterrupt:
+            pass
+
+
+def _print(endpoint: str, found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(found)
-        return
+    else:
+        out.print(_table(endpoint, found))
+
+
+def _table(endpoint: str, found: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
     for label, text in _rows(endpoint, found):
         table.add_row(label, text)
-    out.print(table)
+    return table
 
 
 def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -49,9 +84,10 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("on disk up to", f"row {log['durable_seq']:,}"),
         ("disk", _room(found["disk"])),
         ("schedule", strategy),
-        ("waiting", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
+        ("waiting", f"{found['waiting_messages']:,}"),
         *(levels if for_levels else []),
-        ("of them cancelled", f"{waiting['cancelled_rows']:,}"),
+        ("redeliveries", f"{found['redelivery_messages']:,}"),
+        ("kept", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
         ("released", _punctuality(found["lateness"])),
         *([("codec", found["codec"])] if found.get("codec") else []),

@@ -1,15 +1,16 @@
-"""Sizes, durations and instants as people write them, and as they are shown: 256MiB, 72h, 1h30m, 2030-01-31T09:00:00Z.
+"""Sizes and properties as people write them in options, and sizes, durations and instants as they are shown.
 
 A bare number keeps the unit that the option's name ends in (`--segment-bytes`, `--retention-ms`). Anything
-that does not parse is refused: "10m" must never quietly become ten of something else.
+that does not parse is refused: "10m" must never quietly become ten of something else. Durations with units, and
+instants, are read by `timeball.instants`, as those of a Python program are.
 """
 
 from __future__ import annotations
 
 import re
-from datetime import datetime
 
-from timeball.errors import InvalidDelay, RequestError
+from timeball.errors import RequestError
+from timeball.instants import duration_ms
 
 _SIZE_UNITS = {
     "": 1,
@@ -23,10 +24,9 @@ _SIZE_UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_TIME_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
+_TIME_UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1_000}
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
-_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)", re.IGNORECASE)
 
 
 def parse_size_bytes(text: str) -> int:
@@ -42,34 +42,9 @@ def parse_size_bytes(text: str) -> int:
 
 
 def parse_duration_ms(text: str, advice: str = "write 500 (milliseconds), 250ms, 90s, 1h30m or 7d") -> int:
-    """Milliseconds in `text`: a whole number, or parts of ms, s, m, h, d, w such as 72h or 1h30m."""
+    """Milliseconds in `text`: a whole number of them, or a duration with units such as 72h or 1h30m."""
     stripped = text.strip()
-    if stripped.isdecimal():
-        return int(stripped)
-    parts = _DURATION_PART.findall(stripped)
-    if not parts or _DURATION_PART.sub("", stripped).strip():
-        raise RequestError(f"{text!r} is no duration: {advice}")
-    total = sum(float(number) * _TIME_UNITS_MS[unit.lower()] for number, unit in parts)
-    if total != int(total):
-        raise RequestError(f"{text!r} is not a whole number of milliseconds")
-    return int(total)
-
-
-def parse_instant_ms(text: str) -> int:
-    """Milliseconds since 1970 in `text`: ISO 8601 with an offset from UTC, or such a number itself."""
-    stripped = text.strip()
-    if stripped.isdecimal():
-        return int(stripped)
-    try:
-        instant = datetime.fromisoformat(stripped)
-    except ValueError as error:
-        raise InvalidDelay(f"{text!r} is no instant: write 2030-01-31T09:00:00Z or 1895994000000") from error
-    if instant.tzinfo is None:
-        raise InvalidDelay(
-            f"{text!r} names no time zone, and would fire at a different instant on another machine: "
-            "end it with Z or an offset such as +01:00"
-        )
-    return round(instant.timestamp() * 1000)
+    return int(stripped) if stripped.isdecimal() else duration_ms(text, advice)
 
 
 def parse_property(text: str) -> tuple[str, str]:
@@ -92,8 +67,7 @@ def show_bytes(size_bytes: int) -> str:
 
 def show_ms(duration_ms: int) -> str:
     """A duration for people, in its largest whole unit: 72h."""
-    for unit in ("d", "h", "m", "s"):
-        factor = _TIME_UNITS_MS[unit]
+    for unit, factor in _TIME_UNITS_MS.items():
         if duration_ms and duration_ms % factor == 0 and (unit != "d" or duration_ms >= 10 * factor):
             return f"{duration_ms // factor}{unit}"
     return f"{duration_ms}ms"

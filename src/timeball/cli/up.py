@@ -15,15 +15,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
-from timeball.cli import log_lines
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import DEFAULT_MASTER, JsonOption, MasterOption, settings_options
 from timeball.cli.output import print_json, print_note
-from timeball.cli.serve import announce, local_endpoint
+from timeball.cli.serve import local_endpoint, run_broker
 from timeball.clock import Clock, SystemClock
 from timeball.config import Settings
+
+if TYPE_CHECKING:
+    from timeball.node import Node
 
 PAUSE_S_MIN = 1.0
 PAUSE_S_MAX = 60.0
@@ -54,23 +57,18 @@ def up(
       timeball up --port 0 --json | jq -c .
       timeball up --master spark://head:7077
     """
-    asyncio.run(_up(settings, master, as_json))
+
+    def start_pipeline(node: Node) -> Callable[[], Awaitable[None]]:
+        return _start_pipeline(settings, local_endpoint(settings, node.port), master, _speaker(as_json))
+
+    asyncio.run(run_broker(settings, as_json, start_pipeline))
 
 
-async def _up(settings: Settings, master: str, as_json: bool) -> None:
-    from timeball.broker.memory import collect_cycles_rarely, use_system_pool
-    from timeball.descriptors import allow_many
-    from timeball.node import Node
-
-    log_lines.configure(settings.log_level, settings.log_format)
-    use_system_pool()
-    collect_cycles_rarely()
-    allow_many()
-    node = Node(settings)
-    await node.start()
-    announce(node, as_json)
-    endpoint = local_endpoint(settings, node.port)
-    say, compacts = _speaker(as_json), settings.strategy == "hour_log"
+def _start_pipeline(
+    settings: Settings, endpoint: str, master: str, say: Say
+) -> Callable[[], Awaitable[None]]:
+    """Keep the pipeline running from now on; return what ends it."""
+    compacts = settings.strategy == "hour_log"
     if not compacts:
         why = f"with the strategy {settings.strategy} messages wait in the log"
         say("ledger_only", f"nothing to compact: {why}; the pipeline keeps the ledger")
@@ -82,7 +80,7 @@ async def _up(settings: Settings, master: str, as_json: bool) -> None:
         await pipeline.stop()
         await supervising
 
-    await node.run_until_signal(before_stop=stop_pipeline)
+    return stop_pipeline
 
 
 def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str]:

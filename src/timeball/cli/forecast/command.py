@@ -23,8 +23,9 @@ from timeball.cli.forecast.options import (
 )
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
 from timeball.cli.output import print_note, show
-from timeball.cli.units import parse_duration_ms, parse_instant_ms
+from timeball.cli.units import parse_duration_ms
 from timeball.errors import RequestError
+from timeball.instants import instant_ms
 
 _MOMENT = {"metavar": "INSTANT|DURATION", "parser": as_parameter(parse_moment)}
 _DURATION = {"metavar": "DURATION", "parser": as_parameter(parse_duration_ms)}
@@ -48,7 +49,7 @@ TimestampOption = Annotated[
     typer.Option(
         "--timestamp",
         metavar="INSTANT",
-        parser=as_parameter(parse_instant_ms),
+        parser=as_parameter(instant_ms),
         help="What waited at the table's newest version of then.",
     ),
 ]

@@ -8,8 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from timeball.cli.units import parse_duration_ms, parse_instant_ms
+from timeball.cli.units import parse_duration_ms
 from timeball.errors import RequestError
+from timeball.instants import instant_ms
 
 if TYPE_CHECKING:
     from timeball.pipeline.table_store import Due
@@ -45,13 +46,13 @@ class Moment:
 def parse_moment(text: str) -> Moment:
     """Parse an instant (2030-01-31T09:00:00Z, or milliseconds since 1970), or how much later than now: 36h."""
     if text.strip().isdecimal():
-        return Moment(parse_instant_ms(text))
+        return Moment(instant_ms(text))
     try:
         return Moment(parse_duration_ms(text), is_relative=True)
     except RequestError:
         pass
     try:
-        return Moment(parse_instant_ms(text))
+        return Moment(instant_ms(text))
     except RequestError as error:
         raise RequestError(f"{error}; or how long from now: 90s, 36h, 7d") from error
 

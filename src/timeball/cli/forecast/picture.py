@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from timeball.cli.extras import PICTURE, not_installed
 from timeball.cli.forecast.options import THE_OTHERS
 from timeball.cli.forecast.report import Answer
 from timeball.errors import RequestError, SetupError
@@ -34,10 +35,8 @@ def check_picture(file: Path) -> None:
         raise SetupError(f"--picture {file}: there is no folder {file.parent}")
     try:
         importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise SetupError(
-            "no matplotlib for the picture: install the extra, pip install 'timeball[picture]'"
-        ) from error
+    except ModuleNotFoundError as error:
+        raise not_installed(error, PICTURE) from error
 
 
 def draw(found: Answer, file: Path) -> None:

@@ -1,0 +1,139 @@
+"""`timeball dead-letters`: the messages that a group has given up: look, send again, delete."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
+from timeball.cli.output import print_json, print_line, print_note, show
+from timeball.cli.units import show_instant
+from timeball.errors import RequestError
+
+if TYPE_CHECKING:
+    from timeball.wire import DeadLetterRow, Resolved
+
+app = typer.Typer(help="Look at what a group has given up, send it again, delete it.", no_args_is_help=True)
+
+PAGE_ROWS = 100
+BODY_SHOWN = 60  # characters, for people; --json has what the broker hands out of it
+
+GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", help="The consumer group.")]
+NamesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[DEAD_LETTER]...", help="Which, as `list` names them.")
+]
+AllOption = Annotated[bool, typer.Option("--all", help="All that are left.")]
+
+
+@app.callback()
+def _dead_letters() -> None:
+    pass
+
+
+@app.command("list")
+def list_(
+    group: GroupArgument,
+    max_messages: Annotated[int, typer.Option("--max", min=1, help="At most this many.")] = PAGE_ROWS,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """List the dead letters of a group that are left, the oldest first.
+
+    \b
+    Examples:
+      timeball dead-letters list billing
+      timeball dead-letters list billing --max 1000 --json | jq -r 'select(.topic == "orders").dead_letter'
+    """
+    left, after, count = max_messages, None, 0
+    with connect(endpoint) as ball:
+        while left:
+            page = ball.dead_letters(group, max_messages=min(left, PAGE_ROWS), after=after)
+            for row in page.dead_letters:
+                _print(row, as_json=as_json)
+            count += len(page.dead_letters)
+            left, after = left - len(page.dead_letters), page.next_page
+            if after is None:
+                break
+    if not as_json:
+        print_note(f"{count:,} dead letters" + (", there are more" if after is not None else ""))
+
+
+@app.command()
+def resend(
+    group: GroupArgument,
+    names: NamesArgument = None,
+    all_left: AllOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Send dead letters to their group again, with all attempts ahead.
+
+    Exit code 1 says that one of those named was not there any more.
+
+    \b
+    Examples:
+      timeball dead-letters resend billing --all
+      timeball dead-letters list billing --json | jq -r .dead_letter | xargs timeball dead-letters resend billing
+    """
+    wanted = _which(names, all_left=all_left)
+    with connect(endpoint) as ball:
+        _report(ball.resend_dead_letters(group, wanted), "sent again", as_json=as_json)
+
+
+@app.command()
+def delete(
+    group: GroupArgument,
+    names: NamesArgument = None,
+    all_left: AllOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Put dead letters aside for good.
+
+    Exit code 1 says that one of those named was not there any more.
+
+    \b
+    Examples:
+      timeball dead-letters delete billing --all
+      timeball dead-letters delete billing 0.17 --json
+    """
+    wanted = _which(names, all_left=all_left)
+    with connect(endpoint) as ball:
+        _report(ball.delete_dead_letters(group, wanted), "deleted", as_json=as_json)
+
+
+def _which(names: list[str] | None, *, all_left: bool) -> list[str] | None:
+    """Return the names, None for all; RequestError unless exactly one of the two is given."""
+    if bool(names) == all_left:
+        raise RequestError("say which: their names, as `timeball dead-letters list` has them, or --all")
+    return names or None
+
+
+def _report(resolved: Resolved, done: str, *, as_json: bool) -> None:
+    missing = resolved.found.count(False)
+    lines = [f"{resolved.rows:,} {done}"] + ([f"{missing:,} not there any more"] if missing else [])
+    show(resolved, lines, as_json=as_json)
+    if missing:
+        raise typer.Exit(ExitCode.CHECK_FAILED)
+
+
+def _print(row: DeadLetterRow, *, as_json: bool) -> None:
+    try:
+        text: str | None = row.body.decode()
+    except UnicodeDecodeError:
+        text = None
+    if as_json:
+        facts = msgspec.structs.asdict(row)
+        del facts["body"]
+        body = {"body": text} if text is not None else {"body_base64": base64.b64encode(row.body).decode()}
+        print_json(facts | body)
+        return
+    shown = text if text is not None else repr(row.body)
+    cut = shown if len(shown) <= BODY_SHOWN else f"{shown[:BODY_SHOWN]}…"
+    print_line(
+        f"{row.dead_letter}  {show_instant(row.died_ms)}  {row.topic}  {row.attempts} attempts  {row.id}  {cut!r}"
+    )

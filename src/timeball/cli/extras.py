@@ -1,0 +1,25 @@
+"""What to install when a command needs a package that is not there.
+
+The plain package has what a client needs. `timeball[broker]` brings the broker's packages, and those of the commands
+that read a data folder or the pending table; `timeball[spark]` the pipeline's; `timeball[picture]` matplotlib. A
+command imports what it needs when it runs, so that the list and the help of all work in a plain installation too.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from timeball.errors import SetupError
+
+BROKER, SPARK, PICTURE = "broker", "spark", "picture"
+
+
+def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
+    """Return the error that names the package and the extra which brings it."""
+    return SetupError(f"{error.name} is not installed: install the extra, pip install 'timeball[{extra}]'")
+
+
+def is_of_others(error: ModuleNotFoundError) -> bool:
+    """Return whether a package is missing; a module of ours or of Python's own would be a fault."""
+    name = (error.name or "timeball").partition(".")[0]
+    return name != "timeball" and name not in sys.stdlib_module_names

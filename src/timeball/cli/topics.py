@@ -1,0 +1,60 @@
+"""`timeball topics`: the topics of a broker, or the queues of one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
+from timeball.cli.output import out, print_json, print_note
+
+
+def topics(
+    topic: Annotated[
+        str | None, typer.Argument(metavar="[TOPIC]", help="Only this one, queue by queue.")
+    ] = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """List the topics, with their queues and the visible messages that are kept.
+
+    What waits for its instant is not counted here: `timeball pending` and `timeball forecast` count it.
+
+    \b
+    Examples:
+      timeball topics
+      timeball topics orders
+      timeball topics --json | jq -r .topic
+    """
+    with connect(endpoint) as ball:
+        if topic is not None:
+            queues: list[dict[str, object]] = [
+                {"topic": topic, "queue": queue, "min": kept.min, "max": kept.max}
+                for queue, kept in sorted(ball.queues(topic).items())
+            ]
+            _print(queues, ["queue", "min", "max"], as_json=as_json)
+            return
+        found: list[dict[str, object]] = []
+        for name, count in sorted(ball.topics().items()):
+            messages = sum(kept.max - kept.min for kept in ball.queues(name).values())
+            found.append({"topic": name, "queues": count, "messages": messages})
+    _print(found, ["topic", "queues", "messages"], as_json=as_json)
+    if not found and not as_json:
+        print_note("there are no topics yet: the first message makes one")
+
+
+def _print(rows: list[dict[str, object]], columns: list[str], *, as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            print_json(row)
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "topic" else "right")
+    for row in rows:
+        values = (row[name] for name in columns)
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in values))
+    if rows:
+        out.print(table)
