@@ -121,8 +121,8 @@ def codec_modules() -> list[Extension]:
             [str(path)],
             depends=[str(each) for each in sorted(SOURCES.rglob("*.pxd"))],
             define_macros=[("Py_LIMITED_API", STABLE_ABI["version"])],
-            # Cython writes a conversion that this code does not use.
-            extra_compile_args=["-Wno-unused-function"],
+            # Cython writes a conversion that this code does not use. Python's own -g would be four fifths of the bytes.
+            extra_compile_args=["-Wno-unused-function", "-g0"],
             py_limited_api=True,
             optional=True,
         )

@@ -20,7 +20,8 @@ from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import Running
+from tests.cli.processes import Running, serving
+from tests.client.test_light import NEED, TALK, arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ["3.11", "3.12", "3.13", "3.14"]
@@ -77,6 +78,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def compiled_modules(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
+        assert not [name for name in names if name.endswith(".so") and b".debug_info" in opened.read(name)]
     assert not [name for name in names if name.endswith((".c", ".pyx", ".pxd"))]
     return sorted(name for name in names if name.endswith(".so"))
 
@@ -103,9 +105,11 @@ def test_wheel_holds_the_stubs_and_the_page_for_the_registry(built: Built) -> No
         fields = BytesParser().parsebytes(wheel.read(metadata))
     assert {f"{STUBS}/{name}" for name in STUB_FILES} <= names
     assert "timeball/py.typed" in names
+    assert {f"timeball/dashboard/{name}" for name in ("index.html", "frame.css", "pages/all.js")} <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
     assert fields["Author"] and fields["Description-Content-Type"] == "text/markdown"
     assert "# Timeball" in str(fields.get_payload())
+    assert {"broker", "spark", "picture", "all"} <= set(fields.get_all("Provides-Extra", []))
     told = fields.get_all("Classifier", [])
     assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= set(told)
 
@@ -137,7 +141,7 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         pytest.skip(f"no Python {version} here")
     run(python, "-m", "venv", tmp_path / "env")
     install = [tmp_path / "env/bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    run(*install, "--require-hashes", "--no-deps", "-r", ROOT / "requirements/runtime.txt")
+    run(*install, "--require-hashes", "--no-deps", "-r", ROOT / "requirements/broker.txt")
     run(*install, "--no-deps", built.wheel)
     timeball = tmp_path / "env/bin/timeball"
     with served(timeball, tmp_path / "data") as (endpoint, ended):
@@ -159,6 +163,23 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
     shutil.rmtree(stubs)
     with pytest.raises(AssertionError, match="_generated"), served(timeball, tmp_path / "data"):
         pass
+
+
+def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    python, timeball = tmp_path / "env/bin/python", tmp_path / "env/bin/timeball"
+    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    run(*install, "--require-hashes", "-r", ROOT / "requirements/client.txt")
+    run(*install, built.wheel)
+    run(python, "-m", "pip", "check")
+    with serving(tmp_path / "data") as endpoint:
+        sent = run(timeball, "schedule", "light", "first", "--after", "1h", "--json", "--endpoint", endpoint)
+        for words in TALK.values():
+            words = [json.loads(sent)["id"] if word == "ID" else word for word in words]
+            run(timeball, *words, "--endpoint", endpoint)
+        for words, extra in NEED.values():
+            with pytest.raises(AssertionError, match=rf"pip install 'timeball\[{extra}\]'"):
+                run(timeball, *arguments(words, tmp_path), TIMEBALL_ENDPOINT=endpoint)
 
 
 @contextmanager
