@@ -1,0 +1,32 @@
+"""The picture in docs/metrics.md: a real Prometheus sees what a broker did, and a picture is drawn of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from benchmarks import scraped
+from tests.deploy.test_prometheus import KNOWN, unknown
+
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no prometheus here (Debian: prometheus)"
+)
+
+
+def test_what_is_drawn_exists() -> None:
+    for _, _, _, curves in scraped.PANELS:
+        for query in curves.values():
+            assert not unknown(query) and any(name in query for name in KNOWN)
+
+
+@pytest.mark.slow
+@needs_prometheus
+def test_a_small_run_is_seen_and_drawn(tmp_path: Path) -> None:
+    found = scraped.run(seconds=6, rows_per_s=20, burst_rows=50)
+    curves = found["curves"]
+    assert set(curves) == {title for title, *_ in scraped.PANELS}
+    assert max(curves["Messages"]["released"][1]) > 0
+    assert max(curves["What waits"]["near, in memory"][1]) > 0
+    scraped.draw(found, tmp_path / "picture.png", "a small run")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -1,0 +1,98 @@
+"""The unit file and its settings: systemd reads them, little of the machine is left open, and a broker takes them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.processes import running
+from tests.docs_pages import ROOT
+
+from timeball import Timeball
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.options import build_settings
+
+FOLDER = ROOT / "deploy/systemd"
+UNIT = (FOLDER / "timeball.service").read_text()
+ANALYZE = shutil.which("systemd-analyze")
+needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here (Debian: systemd)")
+EXPOSURE_MAX = 12  # in tenths; a unit without any of these lines has 96
+PR_SET_MDWE, NO_SUCH_SWITCH = 65, 77
+COMMAND = "/opt/timeball/bin/timeball"
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    assert ANALYZE is not None
+    return subprocess.run([ANALYZE, *arguments], capture_output=True, text=True, check=False)
+
+
+def unit_in(folder: Path, text: str = UNIT) -> Path:
+    """Write the unit with a program that is here in place of the installed one: systemd looks for it."""
+    assert COMMAND in text
+    unit = folder / "timeball.service"
+    unit.write_text(text.replace(COMMAND, sys.executable))
+    return unit
+
+
+@needs_systemd
+def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+    verified = analyze("verify", "--man=no", str(unit_in(tmp_path)))
+    assert (verified.returncode, verified.stderr) == (0, "")
+
+
+@needs_systemd
+def test_a_word_that_systemd_does_not_know_is_noticed(tmp_path: Path) -> None:
+    unit = unit_in(tmp_path, UNIT.replace("ProtectSystem=strict", "ProtectSystems=strict"))
+    assert "ProtectSystems" in analyze("verify", "--man=no", str(unit)).stderr
+
+
+@needs_systemd
+def test_little_is_left_open(tmp_path: Path) -> None:
+    judged = analyze("security", "--offline=true", f"--threshold={EXPOSURE_MAX}", str(unit_in(tmp_path)))
+    assert judged.returncode == 0, judged.stdout
+
+
+def test_what_a_new_start_cannot_mend_is_not_started_again() -> None:
+    (codes,) = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.M)
+    assert codes.split() == [str(int(code)) for code in (ExitCode.USAGE, ExitCode.SETUP)]
+
+
+def test_a_broker_takes_the_settings() -> None:
+    settings = build_settings(FOLDER / "timeball.toml", {})
+    (state,) = re.findall(r"^StateDirectory=(.*)$", UNIT, re.M)
+    assert settings.data == Path("/var/lib") / state
+    assert f"ConfigurationDirectory={Path('/etc/timeball').name}" in UNIT
+
+
+def test_the_settings_that_are_commented_out_exist(tmp_path: Path) -> None:
+    text = re.sub(r"^# (\w+ = )", r"\1", (FOLDER / "timeball.toml").read_text(), flags=re.M)
+    text = text.replace('host = "127.0.0.1"\n', "")
+    (tmp_path / "all.toml").write_text(text)
+    assert build_settings(tmp_path / "all.toml", {}).advertise
+
+
+def test_a_broker_needs_no_memory_that_is_written_and_run(tmp_path: Path) -> None:
+    """As under MemoryDenyWriteExecute: the kernel's own switch, set in the process that becomes the broker."""
+    program = (
+        "import ctypes, os, sys\n"
+        f"if ctypes.CDLL(None, use_errno=True).prctl({PR_SET_MDWE}, 1, 0, 0, 0): sys.exit({NO_SUCH_SWITCH})\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'timeball', *sys.argv[1:]])\n"
+    )
+    command = [sys.executable, "-c", program, "serve", "--json", "--port", "0", "--data", str(tmp_path / "d")]
+    with running(command=command) as server:
+        try:
+            endpoint = server.wait_line(event="ready")["endpoint"]
+        except AssertionError:
+            if server.code == NO_SUCH_SWITCH:
+                pytest.skip("this kernel has no PR_SET_MDWE (Linux 6.3)")
+            raise
+        with Timeball(endpoint) as ball:
+            ball.send("orders", "kept", after="1d")
+            ball.compact()
+            assert ball.status()["schedule"]["table_rows"] == 1
+        assert server.end(signal.SIGTERM) == 0
