@@ -10,6 +10,8 @@ NAMES = [
     "remoting",
     "pop",
     "grpc",
+    "http",
+    "beside",
     "punctual",
     "burst",
     "memory",

@@ -177,17 +177,22 @@ class Link:
 
 
 def run(
-    address: str, program: Callable[[int, Tally], Program], connections: int, in_flight: int, seconds: float
+    address: str,
+    program: Callable[[int, Tally], Program],
+    connections: int,
+    in_flight: int,
+    seconds: float,
+    dial: Callable[[str, list[Program]], Link] = Link,
 ) -> Outcome:
     """Keep `in_flight` calls under way on each connection for about `seconds`, then take in what is left.
 
-    `program`: what each of them does, by its number.
+    `program`: what each of them does, by its number. `dial`: what a connection speaks.
     """
     tally, poll = Tally(), select.epoll()
     known: dict[int, Link] = {}
     begun, cpu = time.perf_counter(), time.process_time()
     for number in range(connections):
-        link = Link(address, [program(number * in_flight + n, tally) for n in range(in_flight)])
+        link = dial(address, [program(number * in_flight + n, tally) for n in range(in_flight)])
         known[link.socket.fileno()] = link
         poll.register(link.socket.fileno(), select.EPOLLIN)
     outcome = Outcome()

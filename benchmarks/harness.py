@@ -46,6 +46,8 @@ class Server:
     def __init__(self, data: Path, *options: str, **environment: str) -> None:
         self.data = data
         self._environment = {**os.environ, **environment}
+        # An installed package is compiled by pip; without this each start from a checkout would compile it again.
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._ticks = data.with_name("ticks.json")
         program = ["timeball"] if _profiled is None else ["benchmarks.profiled", str(self._ticks)]
         self._command = [sys.executable, "-m", *program, "serve", "--json", "--port", "0", *ANY_PORTS]
@@ -64,6 +66,7 @@ class Server:
         self.name_server: str = ready["name_server"]
         self.remoting: str = ready["remoting"]
         self.grpc: str = ready["grpc"]
+        self.http: str = ready["http"]
         self.process = psutil.Process(self._process.pid)
 
     def cpu_s(self) -> float:

@@ -21,7 +21,19 @@ from tests.cli.in_process import run_here
 from tests.cli.processes import timeball
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
-SLOW = {"soak", "remoting", "pop", "grpc", "burst", "restart", "memory", "compact", "pipeline"}
+SLOW = {
+    "soak",
+    "remoting",
+    "pop",
+    "grpc",
+    "http",
+    "beside",
+    "burst",
+    "restart",
+    "memory",
+    "compact",
+    "pipeline",
+}
 SPARK = {"compact", "pipeline"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
@@ -53,6 +65,23 @@ WANTED = {
         "send 1 a call, 1x1: answer p99",
         "receive 32 and ack, 8x1: rate",
         "receive 32 and ack, 8x1: failed, missing",
+    ],
+    "http": [
+        "send 1 a request, 64x1: rate",
+        "send 1 a request, 64x1: answer p99",
+        "send NDJSON 100 a request, 8x1: server CPU",
+        "send Arrow 10,000 a request, 4x1: rate",
+        "gRPC, send 1 a call, 64x1: server CPU",
+        "Flight, 10,000 a batch, 4 on their way: rate",
+        "receive 32 and ack, 8x1: failed, missing",
+    ],
+    "beside": [
+        "beside nothing: lateness p50",
+        "beside 50 polls: lateness max",
+        "beside 10 tails: held",
+        "beside 60 fuzzed requests: lateness max",
+        "beside 60 fuzzed requests: guests that found a fault",
+        "beside 60 fuzzed requests: server CPU",
     ],
     "punctual": [
         "lateness p50",
