@@ -1,0 +1,233 @@
+"""Asks etcd's members: one after the other until one answers, with a bound on each and on all together.
+
+All requests go to one member for as long as it answers, over connections that are kept. One that refuses, hangs, or
+gives an answer that is none is left for the next. While etcd elects a leader of its own none answers, and the members
+are asked in turn until the deadline. A request may thus be carried out twice, or after its caller has given up: the
+callers' transactions compare revisions, so the second one fails.
+
+A token is asked for when a user is set, and again when a member refuses it. Some releases of etcd refuse by closing
+the connection without an answer (its issues 15256 and 20332), so one that is closed twice counts as a refusal, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import aiohttp
+
+from timeball import __version__
+from timeball.cluster import etcd_codec as codec
+from timeball.cluster.etcd_codec import AuthenticationOff, BadAnswer, Misdirected, TokenRefused
+from timeball.errors import SetupError, Unavailable
+
+T = TypeVar("T")
+
+ANSWER_BYTES_MAX = 4 * 1024 * 1024  # all nodes, or all records, of a hundred groups are 50 KB
+ROUND_S = 0.05  # at least, of a round through all members: those that refuse do so at once
+AUTHENTICATION_S = 2.0  # a member hashes the password on purpose slowly, 0.1 s of CPU
+
+
+class Closed(BadAnswer):
+    """The member has closed the connection without an answer."""
+
+
+@dataclass(frozen=True)
+class EtcdAccess:
+    """Addresses of etcd, and how to be let in. `tls` is used for endpoints that begin with https."""
+
+    endpoints: Sequence[str]
+    tls: ssl.SSLContext | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+
+class Members:
+    """Belongs to the event loop. `attempt_s` is what one member has for an answer, `deadline_s` what a call has."""
+
+    def __init__(self, access: EtcdAccess, *, attempt_s: float, deadline_s: float) -> None:
+        self._access = access
+        self._endpoints = [_checked(each) for each in access.endpoints]
+        if not self._endpoints:
+            raise SetupError("etcd: no endpoint given")
+        self._attempt_s, self._deadline_s = attempt_s, deadline_s
+        self._preferred = 0
+        self._token: str | None = None if access.user else ""
+        self._authenticating = asyncio.Lock()
+        self._session: aiohttp.ClientSession | None = None
+        self.requests = 0  # sent, those without an answer included
+
+    async def ask(self, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        """Return what `read` makes of an answer; raise what the answer means, Unavailable, SetupError."""
+        failures: dict[str, BadAnswer] = {}
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while True:
+                    next_round_s = loop.time() + ROUND_S
+                    for _ in self._endpoints:
+                        endpoint = self.preferred
+                        try:
+                            return await self._ask(endpoint, path, body, read)
+                        except BadAnswer as failure:
+                            failures[endpoint] = failure
+                            self.leave(endpoint)
+                    await asyncio.sleep(next_round_s - loop.time())  # not at all when members have hung
+        except TimeoutError:
+            raise _no_answer(failures, len(self._endpoints), self._deadline_s) from None
+
+    @property
+    def preferred(self) -> str:
+        """Return the member that is asked first."""
+        return self._endpoints[self._preferred]
+
+    def leave(self, endpoint: str) -> None:
+        """Ask the next member from now on, unless another call has left this one already."""
+        if endpoint == self.preferred:
+            self._preferred = (self._preferred + 1) % len(self._endpoints)
+
+    async def follow(
+        self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]
+    ) -> AsyncGenerator[T]:
+        """Yield what `read` makes of each line of a stream; raise as `ask` does, BadAnswer when it ends or breaks."""
+        headers = await self._headers(endpoint)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._attempt_s)
+        self.requests += 1
+        try:
+            # etcd sends the head of its answer with the first line, which says that the watch is there.
+            async with asyncio.timeout(self._attempt_s):
+                response = await self._opened().post(
+                    endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                )
+            async with response:
+                if response.status != 200:
+                    raise codec.read_error(await _bounded(response), response.status)
+                async for line in _lines(response):
+                    yield read(line)
+        except TokenRefused as refused:
+            self._forget_token(headers)
+            raise BadAnswer(str(refused)) from refused
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            raise _failure(error) from error
+        raise BadAnswer("the stream has ended")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _forget_token(self, headers: dict[str, str]) -> None:
+        # Unless another call has been given a new one since.
+        if self._access.user and self._token == headers.get("authorization", ""):
+            self._token = None
+
+    async def _ask(self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        for attempt in range(3):
+            headers = await self._headers(endpoint)
+            try:
+                return read(await self._post(endpoint, path, body, headers, self._attempt_s))
+            except Closed as closed:
+                # Once: the member was started again since the connection was made. Twice: it may be the token.
+                if attempt == 2 or (attempt == 1 and not self._access.user):
+                    raise closed
+                if attempt == 1:
+                    self._forget_token(headers)
+            except TokenRefused as refused:
+                if not self._access.user:
+                    raise SetupError(f"etcd wants a user ({refused}): give one (docs/etcd.md)") from refused
+                self._forget_token(headers)
+        raise BadAnswer("a new token is refused")
+
+    async def _headers(self, endpoint: str) -> dict[str, str]:
+        if self._token is None:
+            async with self._authenticating:
+                if self._token is None:  # or another call has been given one meanwhile
+                    self._token = await self._authenticate(endpoint)
+        return {"authorization": self._token} if self._token else {}
+
+    async def _authenticate(self, endpoint: str) -> str:
+        body = codec.authentication_body(self._access.user, self._access.password)
+        try:
+            answer = await self._post(
+                endpoint, codec.AUTHENTICATE, body, {}, max(self._attempt_s, AUTHENTICATION_S)
+            )
+        except AuthenticationOff:
+            return ""
+        return codec.read_token(answer)
+
+    async def _post(
+        self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.requests += 1
+        try:
+            async with self._opened().post(
+                endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = await _bounded(response)
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            raise _failure(error) from error
+        if response.status == 200:
+            return answer
+        raise codec.read_error(answer, response.status)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:  # here, since it belongs to the loop that runs
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=self._access.tls or True),
+                headers={"user-agent": f"timeball/{__version__}", "content-type": "application/json"},
+                skip_auto_headers=["accept-encoding"],
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+                auto_decompress=False,
+            )
+        return self._session
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    parts, left = list[bytes](), ANSWER_BYTES_MAX
+    async for part in response.content.iter_any():
+        left -= len(part)
+        if left < 0:
+            response.close()
+            raise BadAnswer(f"an answer of more than {ANSWER_BYTES_MAX} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    line = b""
+    async for part in response.content.iter_any():
+        line += part
+        while (end := line.find(b"\n")) >= 0:
+            yield line[:end]
+            line = line[end + 1 :]
+        if len(line) > ANSWER_BYTES_MAX:
+            raise BadAnswer(f"a line of more than {ANSWER_BYTES_MAX} bytes")
+
+
+def _failure(error: aiohttp.ClientError | OSError) -> BadAnswer:
+    if isinstance(error, TimeoutError):
+        return BadAnswer("no answer in time")
+    if isinstance(error, aiohttp.ClientSSLError):
+        return Misdirected(f"TLS: {error}")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return Closed("closed without an answer, as some releases do when they want a user")
+    return BadAnswer(f"{type(error).__name__}: {error}")
+
+
+def _no_answer(failures: dict[str, BadAnswer], members: int, deadline_s: float) -> Unavailable | SetupError:
+    words = "; ".join(f"{endpoint}: {failure}" for endpoint, failure in failures.items())
+    if len(failures) == members and all(isinstance(each, Misdirected) for each in failures.values()):
+        return SetupError(f"etcd: {words}. Check the endpoints and certificates (docs/etcd.md)")
+    return Unavailable(f"etcd has not answered in {deadline_s:g} s: {words or 'no answer in time'}")
+
+
+def _checked(endpoint: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    if scheme not in ("http", "https") or not rest.rstrip("/") or "@" in rest or "/" in rest.rstrip("/"):
+        raise SetupError(f"etcd: endpoint {endpoint!r} should be as https://etcd1.example:2379")
+    return endpoint.rstrip("/")

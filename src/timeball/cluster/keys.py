@@ -1,0 +1,225 @@
+"""The coordinator's facts as keys of a store. Values are JSON, but for secrets, which are bytes.
+
+    tb/<cluster>/state/<group>      no lease    {epoch, leader, replicas, generation}: changed by compare-and-swap only
+    tb/<cluster>/holder/<group>     lease       {node}: which node may think that it leads; gone: try
+    tb/<cluster>/nodes/<node>       lease       {name, addresses, zone, version, clock_offset_ms}
+    tb/<cluster>/secret/<name>      no lease    bytes, written once
+
+The kind comes before the name, so that one range reads the records of all groups, and no more.
+
+A swap whose answer was lost is sent again by the store, and then fails by its own success. It is known by what it has
+left: the record that was wanted (an epoch has one leader, so no other writes the same) and, where a holder was put, the
+lease, which only this process has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from timeball.clock import Clock
+from timeball.cluster.coordinator import GroupView, Holder, Lease, Name, Node, Swap
+from timeball.cluster.record import Record
+from timeball.cluster.store import (
+    VALUE_BYTES_MAX,
+    Comparison,
+    Delete,
+    KeyValue,
+    LeaseIs,
+    Operation,
+    Outcome,
+    Put,
+    Read,
+    RevisionIs,
+    Store,
+)
+from timeball.errors import SetupError
+
+T = TypeVar("T")
+
+
+class _Held(msgspec.Struct, frozen=True):
+    node: str
+
+
+class KeyCoordinator:
+    """A Coordinator of one node in one cluster, over any store."""
+
+    def __init__(self, store: Store, clock: Clock, *, cluster: str, node: str) -> None:
+        self._store, self._clock = store, clock
+        self._prefix = f"tb/{_checked(cluster, 'cluster')}/"
+        self._node = _checked(node, "node")
+
+    async def grant(self, ttl_ms: int) -> Lease:
+        """Return a new lease of this node; the store may grant more than was asked for."""
+        sent_ms = self._clock.boot_ms()
+        lease_id, ttl_s = await self._store.grant(max(1, -(-ttl_ms // 1_000)))
+        return Lease(lease_id, ttl_s * 1_000, sent_ms)
+
+    async def renew(self, lease: Lease) -> Lease:
+        """Return the lease with its new end; raise LeaseLost."""
+        sent_ms = self._clock.boot_ms()
+        ttl_s = await self._store.renew(lease.id)
+        return Lease(lease.id, ttl_s * 1_000, sent_ms)
+
+    async def revoke(self, lease: Lease) -> None:
+        """End a lease, and with it what the node has registered and holds."""
+        await self._store.revoke(lease.id)
+
+    async def read(self, group: str) -> GroupView:
+        """Return a group's record and holder, as they were at one instant."""
+        outcome = await self._store.transact((), self._reads(group))
+        return self._view(group, outcome)
+
+    async def read_all(self) -> dict[str, GroupView]:
+        """Return all groups that have a record, by name, as they were at one instant."""
+        states, holders = self._keys("state"), self._keys("holder")
+        outcome = await self._store.transact(
+            (), [Read(states, is_prefix=True), Read(holders, is_prefix=True)]
+        )
+        held = {found.key.removeprefix(holders): found for found in outcome.reads[1]}
+        views = {}
+        for found in outcome.reads[0]:
+            group = found.key.removeprefix(states)
+            views[group] = _group_view(group, found, held.get(group), outcome.revision)
+        return views
+
+    async def lead(
+        self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
+    ) -> Swap:
+        """Swap the record if it has this revision, and hold the group by the lease; raise LeaseLost."""
+        holder, held_revision = self._key("holder", group), 0
+        if displaces:
+            # The very holder that is displaced is compared, not one that comes after it.
+            view = await self.read(group)
+            if view.holder is not None and view.holder.node == displaces:
+                held_revision = view.holder.revision
+        swap = await self._swap(
+            group, revision, record, [RevisionIs(holder, held_revision)], [self._put_holder(group, lease)]
+        )
+        is_held = swap.view.holder is not None and swap.view.holder[:2] == (self._node, lease.id)
+        return Swap(swap.won and is_held, swap.view)
+
+    async def change(self, group: str, revision: int, record: Record) -> Swap:
+        """Swap the record if it has this revision (0: there is none), and leave the holder alone."""
+        return await self._swap(group, revision, record, [], [])
+
+    async def hand_over(self, group: str, revision: int, record: Record, lease: Lease) -> Swap:
+        """Swap the record if it has this revision and the group is held by this lease, and give the group up."""
+        holder = self._key("holder", group)
+        return await self._swap(group, revision, record, [LeaseIs(holder, lease.id)], [Delete(holder)])
+
+    async def hold(self, group: str, lease: Lease) -> bool:
+        """Hold a group by the lease if it has no holder; return whether this lease holds it now; raise LeaseLost."""
+        holder = self._key("holder", group)
+        outcome = await self._store.transact(
+            [RevisionIs(holder, 0)], [self._put_holder(group, lease), Read(holder)], [Read(holder)]
+        )
+        return any(found.lease_id == lease.id for found in outcome.reads[0])
+
+    async def resign(self, group: str, lease: Lease) -> None:
+        """Give up a group that is held by this lease."""
+        holder = self._key("holder", group)
+        await self._store.transact([LeaseIs(holder, lease.id)], [Delete(holder)])
+
+    async def wait_for_change(self, after: int, timeout_s: float) -> None:
+        """Return when something may have changed since a view's `as_of`, or after the timeout."""
+        await self._store.wait(self._prefix, after, timeout_s)
+
+    async def register(self, node: Node, lease: Lease) -> None:
+        """Tell others of this node for as long as the lease lives; raise LeaseLost."""
+        assert node.name == self._node
+        await self._store.transact(
+            (), [Put(self._key("nodes", node.name), msgspec.json.encode(node), lease.id)]
+        )
+
+    async def nodes(self) -> dict[str, Node]:
+        """Return the registered nodes, by name."""
+        prefix = self._keys("nodes")
+        outcome = await self._store.transact((), [Read(prefix, is_prefix=True)])
+        return {found.key.removeprefix(prefix): _decoded(found, Node) for found in outcome.reads[0]}
+
+    async def secret(self, name: str, proposal: bytes) -> bytes:
+        """Return the secret of this name; the first proposal is kept for ever."""
+        assert 0 < len(proposal) <= VALUE_BYTES_MAX
+        key = self._key("secret", name)
+        outcome = await self._store.transact(
+            [RevisionIs(key, 0)], [Put(key, proposal), Read(key)], [Read(key)]
+        )
+        return outcome.reads[0][0].value
+
+    async def close(self) -> None:
+        """End connections and watches of the store."""
+        await self._store.close()
+
+    async def _swap(
+        self, group: str, revision: int, record: Record, when: Sequence[Comparison], then: Sequence[Operation]
+    ) -> Swap:
+        state = self._key("state", group)
+        reads = self._reads(group)
+        outcome = await self._store.transact(
+            [RevisionIs(state, revision), *when],
+            [Put(state, msgspec.json.encode(record)), *then, *reads],
+            reads,
+        )
+        view = self._view(group, outcome)
+        return Swap(outcome.succeeded or view.record == record, view)
+
+    def _reads(self, group: str) -> list[Read]:
+        return [Read(self._key("state", group)), Read(self._key("holder", group))]
+
+    def _put_holder(self, group: str, lease: Lease) -> Put:
+        return Put(self._key("holder", group), msgspec.json.encode(_Held(self._node)), lease.id)
+
+    def _key(self, kind: str, name: str) -> str:
+        return f"{self._prefix}{kind}/{_checked(name, kind)}"
+
+    def _keys(self, kind: str) -> str:
+        return f"{self._prefix}{kind}/"
+
+    def _view(self, group: str, outcome: Outcome) -> GroupView:
+        state, holder = (found[0] if found else None for found in outcome.reads)
+        return _group_view(group, state, holder, outcome.revision)
+
+
+def _group_view(group: str, state: KeyValue | None, holder: KeyValue | None, as_of: int) -> GroupView:
+    return GroupView(
+        group,
+        None if state is None else _record(state),
+        0 if state is None else state.revision,
+        None if holder is None else Holder(_decoded(holder, _Held).node, holder.lease_id, holder.revision),
+        as_of,
+    )
+
+
+def _record(found: KeyValue) -> Record:
+    # A field that is not known is an error: a swap would lose it.
+    unknown = set(_decoded(found, dict[str, object])) - set(Record.__struct_fields__)
+    if unknown:
+        raise _unreadable(found, f"unknown {', '.join(sorted(unknown))}")
+    return _decoded(found, Record)
+
+
+def _decoded(found: KeyValue, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(found.value, type=kind)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise _unreadable(found, str(error)) from error
+
+
+def _unreadable(found: KeyValue, reason: str) -> SetupError:
+    return SetupError(
+        f"etcd key {found.key}: {reason}. A newer version of Timeball has written it (upgrade this node), or a person "
+        "has (put back what was there)"
+    )
+
+
+def _checked(name: str, what: str) -> str:
+    try:
+        return msgspec.convert(name, Name)
+    except msgspec.ValidationError as error:
+        raise SetupError(
+            f"{what} name {name!r}: 1 to 64 letters, digits and _ . -, the first a letter or digit"
+        ) from error

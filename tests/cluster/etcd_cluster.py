@@ -1,0 +1,181 @@
+"""Three etcd members on this machine's loopback, started, stopped, killed and started again by tests.
+
+Debian's etcd-server, or one named by TIMEBALL_ETCD. Ports are the system's choice: each is free when it is chosen, and
+a member whose port was taken since does not start, which `wait_ready` says with the end of its log.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.bounds import BOUND_S
+from tests.certificates import Certificate
+
+BINARY = os.environ.get("TIMEBALL_ETCD") or shutil.which("etcd")
+HEARTBEAT_MS, ELECTION_MS = 50, 500  # TTL 1 s needs them (docs/etcd.md)
+
+
+def need_etcd() -> str:
+    if BINARY is None:
+        pytest.skip("etcd is not installed (Debian: etcd-server)")
+    return BINARY
+
+
+@dataclass
+class Member:
+    """One process; it keeps its ports and its folder over restarts."""
+
+    name: str
+    client: str
+    peer: str
+    arguments: list[str]
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        assert self.process is None
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [need_etcd(), *self.arguments], stdout=log, stderr=log, cwd=self.folder
+            )
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()  # ends a stopped one, too
+        self.process.wait()
+        self.process = None
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    @property
+    def log_end(self) -> str:
+        return (self.folder / f"{self.name}.log").read_text()[-2_000:]
+
+
+@dataclass
+class EtcdCluster:
+    """Members that know each other. `tls`: for clients, with their certificates asked for."""
+
+    folder: Path
+    size: int = 3
+    tls: Certificate | None = None
+    timings: bool = True  # False: etcd's defaults
+    members: list[Member] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        scheme = "https" if self.tls else "http"
+        ports = free_ports(2 * self.size)
+        for number in range(self.size):
+            name = f"m{number}"
+            client, peer = (f"127.0.0.1:{ports[number + offset]}" for offset in (0, self.size))
+            self.members.append(Member(name, f"{scheme}://{client}", f"http://{peer}", [], self.folder))
+        everyone = ",".join(f"{each.name}={each.peer}" for each in self.members)
+        for each in self.members:
+            each.arguments = [
+                "--name", each.name, "--data-dir", str(self.folder / each.name),
+                "--listen-client-urls", each.client, "--advertise-client-urls", each.client,
+                "--listen-peer-urls", each.peer, "--initial-advertise-peer-urls", each.peer,
+                "--initial-cluster", everyone, "--initial-cluster-state", "new",
+                "--initial-cluster-token", self.folder.name, "--log-level", "warn", "--logger", "zap",
+            ]  # fmt: skip
+            if self.timings:
+                each.arguments += [
+                    "--heartbeat-interval",
+                    str(HEARTBEAT_MS),
+                    "--election-timeout",
+                    str(ELECTION_MS),
+                ]
+            if self.tls:
+                each.arguments += ["--cert-file", self.tls.cert, "--key-file", self.tls.key]
+                each.arguments += ["--client-cert-auth", "--trusted-ca-file", self.tls.roots]
+
+    @cached_property
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.tls.roots if self.tls else None)
+        if self.tls:
+            context.load_cert_chain(self.tls.cert, self.tls.key)
+        return context
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [each.client for each in self.members]
+
+    def __enter__(self) -> EtcdCluster:
+        for each in self.members:
+            each.start()
+        try:
+            self.wait_ready()
+        except BaseException:  # members that run must end with the test that started them
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.members:
+            if each.process is not None:
+                each.kill()
+
+    def wait_ready(self) -> None:
+        """Wait until all members that run answer a linearizable read."""
+        for each in self.members:
+            if each.process is not None:
+                self._wait_member(each)
+
+    def leader(self) -> Member:
+        """Return the member that leads by its own word."""
+        deadline = time.monotonic() + BOUND_S
+        while time.monotonic() < deadline:
+            for each in self.members:
+                status = self.post(each, "/v3/maintenance/status", {}) if each.process else {}
+                mine = status.get("header", {}).get("member_id")
+                if mine is not None and status.get("leader") == mine:
+                    return each
+            time.sleep(0.02)
+        raise AssertionError("no member leads")
+
+    def post(self, member: Member, path: str, body: dict[str, object], token: str = "") -> dict[str, object]:
+        """Ask one member, by another HTTP client than ours; {} when it does not answer."""
+        try:
+            headers = {"authorization": token} if token else {}
+            answer = httpx.post(
+                member.client + path, json=body, headers=headers, timeout=1, verify=self._context
+            )
+        except httpx.HTTPError:
+            return {}
+        return dict(answer.json()) if answer.is_success else {}
+
+    def _wait_member(self, member: Member) -> None:
+        deadline = time.monotonic() + BOUND_S
+        while not self.post(member, "/v3/kv/range", {"key": "eA=="}):
+            assert member.process is not None and member.process.poll() is None, member.log_end
+            assert time.monotonic() < deadline, member.log_end
+            time.sleep(0.02)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

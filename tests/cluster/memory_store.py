@@ -1,0 +1,154 @@
+"""A Store in memory: the model that etcd is compared with, and the etcd of tests that need none.
+
+One `Memory` is shared by the stores of all nodes. Tests switch faults on: `is_down` (nothing is done, no answer comes),
+`loses_answers` (it is done, and no answer comes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from timeball.clock import Clock
+from timeball.cluster.store import (
+    Comparison,
+    Delete,
+    KeyValue,
+    Operation,
+    Outcome,
+    Put,
+    Read,
+    RevisionIs,
+)
+from timeball.errors import LeaseLost, Unavailable
+
+
+@dataclass
+class Granted:
+    ttl_s: int
+    ends_ms: int
+
+
+@dataclass
+class Memory:
+    """Keys, revisions and leases."""
+
+    clock: Clock
+    revision: int = 1
+    keys: dict[str, KeyValue] = field(default_factory=dict)
+    leases: dict[int, Granted] = field(default_factory=dict)
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(7))
+    ttl_s_min: int = 1
+    is_down: bool = False
+    loses_answers: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def expire(self) -> None:
+        for lease_id, lease in list(self.leases.items()):
+            if self.clock.boot_ms() >= lease.ends_ms:
+                self.end(lease_id)
+
+    def end(self, lease_id: int) -> None:
+        self.leases.pop(lease_id, None)
+        self.write({key: None for key, kv in self.keys.items() if kv.lease_id == lease_id})
+
+    def write(self, changes: dict[str, KeyValue | None]) -> None:
+        if not changes:
+            return
+        self.revision += 1
+        for key, kv in changes.items():
+            self.keys.pop(key, None)
+            if kv is not None:
+                self.keys[key] = kv._replace(revision=self.revision)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class MemoryStore:
+    """A Store over a Memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    async def transact(
+        self, when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
+    ) -> Outcome:
+        memory = await self._up()
+        succeeded = all(self._holds(each) for each in when)
+        chosen = then if succeeded else otherwise
+        for each in chosen:
+            if isinstance(each, Put) and each.lease_id and each.lease_id not in memory.leases:
+                raise LeaseLost("gone")
+        changes: dict[str, KeyValue | None] = {}
+        for each in chosen:
+            if isinstance(each, Put):
+                changes[each.key] = KeyValue(each.key, each.value, 0, each.lease_id)
+            elif isinstance(each, Delete) and each.key in memory.keys:
+                changes[each.key] = None
+        memory.write(changes)
+        reads = [self._found(each) for each in chosen if isinstance(each, Read)]
+        self._answer()
+        return Outcome(succeeded, memory.revision, reads)
+
+    async def grant(self, ttl_s: int) -> tuple[int, int]:
+        memory = await self._up()
+        lease_id, granted = next(memory.ids), max(ttl_s, memory.ttl_s_min)
+        memory.leases[lease_id] = Granted(granted, memory.clock.boot_ms() + granted * 1_000)
+        self._answer()
+        return lease_id, granted
+
+    async def renew(self, lease_id: int) -> int:
+        memory = await self._up()
+        if lease_id not in memory.leases:
+            raise LeaseLost("gone")
+        lease = memory.leases[lease_id]
+        lease.ends_ms = memory.clock.boot_ms() + lease.ttl_s * 1_000
+        self._answer()
+        return lease.ttl_s
+
+    async def revoke(self, lease_id: int) -> None:
+        (await self._up()).end(lease_id)
+        self._answer()
+
+    async def time_to_live(self, lease_id: int) -> int | None:
+        memory = await self._up()
+        lease = memory.leases.get(lease_id)
+        return None if lease is None else (lease.ends_ms - memory.clock.boot_ms()) // 1_000
+
+    async def wait(self, prefix: str, after: int, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.memory.revision <= after:
+                    await self.memory.changed.wait()
+        except TimeoutError:
+            pass
+
+    async def close(self) -> None:
+        pass
+
+    async def _up(self) -> Memory:
+        await asyncio.sleep(0)  # others run between a request and its effect, as over a wire
+        if self.memory.is_down:
+            raise Unavailable("down")
+        self.memory.expire()
+        return self.memory
+
+    def _answer(self) -> None:
+        if self.memory.loses_answers:
+            raise Unavailable("the answer is lost")
+
+    def _holds(self, comparison: Comparison) -> bool:
+        kv = self.memory.keys.get(comparison.key)
+        if isinstance(comparison, RevisionIs):
+            return (kv.revision if kv else 0) == comparison.revision
+        return (kv.lease_id if kv else 0) == comparison.lease_id
+
+    def _found(self, read: Read) -> list[KeyValue]:
+        keys = [
+            key
+            for key in self.memory.keys
+            if key == read.key or (read.is_prefix and key.startswith(read.key))
+        ]
+        return [self.memory.keys[key] for key in sorted(keys)]

@@ -1,0 +1,22 @@
+"""What measures the coordinator, run once with small numbers."""
+
+import pytest
+from tests.cluster import figures
+from tests.cluster.etcd_cluster import need_etcd
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("etcd")
+def test_figures_are_measured() -> None:
+    need_etcd()
+    lines = figures.measure(1)
+    assert [line.partition(":")[0] for line in lines] == [
+        "swap of a record", "lead and resign", "renewal of a lease", "read of a group",
+        "takeover, TTL 1000 ms", "idle, TTL 1000 ms", "takeover, TTL 2000 ms", "idle, TTL 2000 ms",
+        "etcd's leader killed, no swap for", "etcd's leader killed, lease of 1000 ms lapsed",
+        "etcd's leader killed, lease of 2000 ms lapsed",
+    ]  # fmt: skip
+
+
+def test_shares_are_of_what_was_counted() -> None:
+    assert figures.Share.of([0.001 * each for each in range(100)]) == pytest.approx((50, 99, 99))
