@@ -1,0 +1,40 @@
+"""Frames as they travel: checked before they are written.
+
+A replica writes the leader's bytes as they are, so a byte that was lost on the way would stay. Every frame's CRC-32C is
+compared here, and its numbers with those of the message around it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from timeball.cluster.positions import Position
+from timeball.errors import Corrupt, PeerError
+from timeball.log import format as fmt
+
+
+class Shipped(NamedTuple):
+    """A frame of a message: who wrote it, and where it ends."""
+
+    epoch: int
+    end: Position
+
+
+def read_frames(frames: bytes, ordinal: int, position: int, first_seq: int) -> list[Shipped]:
+    """Return the frames that stand from `position` on; raises PeerError unless they are whole and in sequence."""
+    buffer, found, place, seq = pa.py_buffer(frames), [], 0, first_seq
+    while place < len(frames):
+        try:
+            frame = fmt.read_frame(buffer, place, origin=position)
+        except Corrupt as error:
+            raise PeerError(f"frames for segment {ordinal}: {error}") from error
+        if frame is None or frame.first_seq != seq:
+            raise PeerError(
+                f"frames for segment {ordinal}, byte {position + place}: expected seq {seq}, "
+                f"got {'no frame' if frame is None else frame.first_seq}"
+            )
+        place, seq = frame.end, frame.next_seq
+        found.append(Shipped(frame.epoch, Position(ordinal, position + place, seq)))
+    return found

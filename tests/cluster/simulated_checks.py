@@ -1,0 +1,118 @@
+"""The invariants of docs/cluster-protocol.md, looked at from outside, at each step that could break one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tests.cluster.simulated_disk import Disk, Entry
+
+from timeball.cluster.messages import Message, Promise
+from timeball.cluster.positions import Position
+from timeball.cluster.record import Record, majority
+
+
+class Fault(AssertionError):
+    """An invariant is broken; the text begins with its name."""
+
+
+def check(is_kept: bool, text: str) -> None:
+    """Raise Fault unless the invariant is kept."""
+    if not is_kept:
+        raise Fault(text)
+
+
+class Checks:
+    """What has happened in the whole group, as no replica can know it."""
+
+    def __init__(self) -> None:
+        self.committed: list[Entry] = []
+        self.acknowledged: list[tuple[str, int]] = []  # kind and number of a row that its sender relies on
+        self.released: set[int] = set()
+        self._committed_in: list[int] = []  # epochs, of the committed rows
+        self.leaders: dict[int, str] = {}
+        self._promised: dict[str, int] = defaultdict(int)
+        self._chains: dict[tuple[int, int], int] = {}
+        self._synced_by: dict[int, set[str]] = defaultdict(set)
+        self._checked: dict[str, int] = defaultdict(int)
+
+    def swap(self, before: Record, after: Record) -> None:
+        """I1: every change of leader is another epoch, one more than the last."""
+        changed = int(before.leader != after.leader or before.epoch != after.epoch)
+        check(after.epoch == before.epoch + changed, f"I1: {before} became {after}")
+
+    def send(self, replica: str, message: Message) -> None:
+        """I2: no answer in an epoch below the highest one promised."""
+        if isinstance(message, Promise):
+            self._promised[replica] = max(self._promised[replica], message.epoch)
+        check(message.epoch >= self._promised[replica], f"I2: {replica} answers {message}")
+
+    def write(self, disk: Disk, count: int) -> None:
+        """I3: a frame of an epoch stands behind the same log, wherever it stands."""
+        for entry in disk.entries[-count:]:
+            key = entry.frame.epoch, entry.frame.seq
+            known = self._chains.setdefault(key, entry.chain)
+            check(known == entry.chain, f"I3: two logs with a frame {key}")
+
+    def sync(self, replica: str, entries: list[Entry]) -> None:
+        """Know that these are on this replica's disk."""
+        for entry in entries:
+            self._synced_by[entry.chain].add(replica)
+
+    def cut(self, replica: str, removed: list[Entry]) -> None:
+        """I5: what is committed is not cut."""
+        for entry in removed:
+            at = entry.frame.seq - 1
+            is_kept = at >= len(self.committed) or self.committed[at].chain != entry.chain
+            check(is_kept, f"I5: {replica} cuts the committed row {at + 1}")
+
+    def commit(self, disk: Disk, to: Position, epoch: int, sets: list[tuple[str, ...]]) -> list[Entry]:
+        """I4, I5, I8: on the disks of a majority, of the own epoch, the same rows for all; return the new ones."""
+        last = disk.entries[to.seq - 2]
+        check(last.frame.epoch == epoch, f"I4: epoch {epoch} commits up to a frame of {last.frame.epoch}")
+        for replicas in sets:
+            on = self._synced_by[last.chain].intersection(replicas)
+            check(len(on) >= majority(replicas), f"I4: row {to.seq - 1} is on {on} of {replicas}")
+        new = self._agree(disk, to.seq - 1, may_add=True)
+        self._committed_in += [epoch] * len(new)
+        return new
+
+    def apply(self, replica: str, disk: Disk, seq: int) -> None:
+        """I5: a follower applies what is committed, and nothing else."""
+        check(seq - 1 <= len(self.committed), f"I5: {replica} applies row {seq - 1}, which is not committed")
+        at = self._checked[replica]
+        self._checked[replica] = max(at, seq - 1)
+        for mine, known in zip(disk.entries[at : seq - 1], self.committed[at : seq - 1], strict=True):
+            check(mine.chain == known.chain, f"I5: {replica} applies another row {mine.frame.seq}")
+
+    def serve(self, replica: str, disk: Disk, epoch: int) -> None:
+        """I1, I6, I7: one replica in this epoch, with all that is committed, and its EPOCH row among it."""
+        check(self.leaders.setdefault(epoch, replica) == replica, f"I1: two lead in {epoch}")
+        # One that was overtaken before it served knows what was committed in lower epochs, and may serve that.
+        known = [at for at, committed_in in enumerate(self._committed_in, 1) if committed_in <= epoch]
+        self._agree(disk, known[-1] if known else 0, may_add=False)
+        of_epoch = [entry.frame for entry in self.committed if entry.frame.epoch == epoch]
+        check(bool(of_epoch) and of_epoch[0].kind == "E", f"I7: {replica} serves before its EPOCH row")
+
+    def _agree(self, disk: Disk, count: int, *, may_add: bool) -> list[Entry]:
+        mine = disk.entries[:count]
+        for known, own in zip(self.committed, mine, strict=False):
+            check(known.chain == own.chain, f"I6: another row {own.frame.seq} than the committed one")
+        check(may_add or len(mine) >= count, "I6: committed rows are missing at a new leader")
+        new = mine[len(self.committed) :]
+        for entry in new:
+            if entry.frame.kind == "R":
+                check(entry.frame.number not in self.released, f"I8: promise {entry.frame.number} twice")
+                self.released.add(entry.frame.number)
+        self.committed += new
+        return new
+
+    def end(self, disks: list[Disk]) -> None:
+        """Check that all logs are one, that each acknowledged row is there once, each promise released once."""
+        logs = [[entry.chain for entry in disk.entries] for disk in disks]
+        check(all(log == logs[0] for log in logs), "I3: the logs differ at the end")
+        rows = [(entry.frame.kind, entry.frame.number) for entry in disks[0].entries]
+        check(len(rows) == len(set(rows)), "I8: a row is there twice")
+        missing = set(self.acknowledged) - set(rows)
+        check(not missing, f"I5: acknowledged, and lost: {sorted(missing)}")
+        promised = {number for kind, number in self.acknowledged if kind == "P"}
+        check(promised <= self.released, f"I8: never released: {sorted(promised - self.released)}")

@@ -1,0 +1,152 @@
+"""A disk that holds one replica's log: what was not synced may be gone after a power cut, or torn.
+
+A frame of the simulation is two blocks long. After a power cut each block that was not synced is there or not; a frame
+with a block missing is torn. What a start then does is the rule of following.py: a hole in the last segment is the end,
+unless a whole frame behind it says that a batch or more behind the hole was on the disk; that, and any hole in another
+segment, is damage: the disk becomes another incarnation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import google_crc32c
+
+from timeball.cluster.positions import BEGINNING, Position, extend
+from timeball.cluster.replica import Log
+from timeball.log import format as fmt
+from timeball.message import SCHEMA_VERSION
+
+FRAME_BYTES = 128
+SEGMENT_FRAMES = 6
+SEGMENT_BYTES = fmt.ALIGN + SEGMENT_FRAMES * FRAME_BYTES
+BATCH_BYTES = 3 * FRAME_BYTES
+
+
+class Frame(NamedTuple):
+    """One row, in a frame of its own."""
+
+    raw: bytes
+    epoch: int
+    seq: int
+    synced_to: int
+    kind: str  # Epoch, Message, Promise, Release
+    number: int
+
+
+def make_frame(epoch: int, seq: int, position: int, synced_to: int, kind: str, number: int) -> Frame:
+    """Return a frame as log/format.py has it, with 64 bytes that are no Arrow message."""
+    payload = f"{kind} {number}".encode().ljust(fmt.ALIGN, b"\0")
+
+    def header(crc: int) -> bytes:
+        return fmt.FRAME.pack(
+            fmt.FRAME_MAGIC, SCHEMA_VERSION, 0, FRAME_BYTES, 1, seq, 1, 0, epoch, fmt.ALIGN, crc, synced_to
+        )  # fmt: skip
+
+    raw = header(google_crc32c.value(header(0) + payload)) + payload
+    return Frame(raw, epoch, seq, synced_to, kind, number)
+
+
+class Entry(NamedTuple):
+    """A frame where it stands. `chain` says what stands before it, too."""
+
+    ordinal: int
+    position: int
+    frame: Frame
+    chain: int
+
+    @property
+    def end(self) -> Position:
+        """Return where the frame ends."""
+        return Position(self.ordinal, self.position + FRAME_BYTES, self.frame.seq + 1)
+
+
+@dataclass
+class Disk:
+    """One replica's disk. Rows are numbered from 1, so `entries[seq - 1]` is the row `seq`."""
+
+    incarnation: int = 1
+    promised: int = 0  # as the running process knows
+    promised_durably: int = 0
+    headers: dict[int, bytes] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    synced: int = 0  # entries
+    damaged: set[int] = field(default_factory=set)  # entries whose blocks have changed
+
+    def begin(self, ordinal: int, header: bytes) -> None:
+        """Make a segment; its header is synced with its name."""
+        self.headers[ordinal] = header
+
+    def write(self, ordinal: int, position: int, frames: list[Frame]) -> None:
+        """Append frames."""
+        assert ordinal in self.headers, "no such segment"
+        for frame in frames:
+            before = self.entries[-1].chain if self.entries else 0
+            self.entries.append(Entry(ordinal, position, frame, hash((before, frame.raw))))
+            position += FRAME_BYTES
+
+    def cut(self, at: Position) -> list[Entry]:
+        """Remove what stands behind `at`, and return it."""
+        count = self.count(at)
+        removed = self.entries[count:]
+        del self.entries[count:]
+        self.headers = {o: header for o, header in self.headers.items() if o <= at.ordinal}
+        self.synced = len(self.entries)
+        return removed
+
+    def count(self, at: Position) -> int:
+        """Return how many frames stand before `at`."""
+        return at.seq - 1 if at != BEGINNING else 0
+
+    def lose_power(self, random: Random, *, keeps_promise: bool) -> None:
+        """Keep of what was not synced what chance decides: nothing, all, or some blocks."""
+        share = random.choice((0.0, 0.5, 0.8, 1.0))
+        for index in range(self.synced, len(self.entries)):
+            if any(random.random() >= share for _ in range(2)):
+                self.damaged.add(index)
+        # What is missing up to the end of the log is no hole.
+        while self.entries and len(self.entries) - 1 in self.damaged:
+            self.damaged.discard(len(self.entries) - 1)
+            self.entries.pop()
+        self.synced = min(self.synced, len(self.entries))
+        if not keeps_promise:
+            self.promised = self.promised_durably = random.randint(0, self.promised)
+
+    def damage(self, random: Random) -> bool:
+        """Change a synced frame such that a start can tell it from a torn batch; return whether there is one."""
+        found = [i for i in range(self.synced) if self._is_proved(i)]
+        if found:
+            self.damaged.add(random.choice(found))
+        return bool(found)
+
+    def _is_proved(self, hole: int) -> bool:
+        entry = self.entries[hole]
+        if entry.ordinal != max(self.headers):
+            return True
+        return any(
+            other.frame.synced_to - entry.position >= BATCH_BYTES
+            for index, other in enumerate(self.entries[hole + 1 :], hole + 1)
+            if index not in self.damaged
+        )
+
+    def start(self) -> Log:
+        """Read the log: cut a torn batch, begin another incarnation when it is damage; sync what is left."""
+        if self.damaged:
+            hole = min(self.damaged)
+            if self._is_proved(hole):
+                self.incarnation += 1
+            self.damaged.clear()
+            self.cut(self.entries[hole - 1].end if hole else BEGINNING)
+        self.synced = len(self.entries)
+        self.promised = self.promised_durably
+        ends = ()
+        for entry in self.entries:
+            ends = extend(ends, entry.frame.epoch, entry.end)
+        if not self.headers:
+            return Log()
+        ordinal = max(self.headers)
+        is_inside = bool(self.entries) and self.entries[-1].ordinal == ordinal
+        place = self.entries[-1].end.end if is_inside else fmt.ALIGN
+        return Log(ends, ordinal, place, len(self.entries) + 1)

@@ -1,0 +1,45 @@
+"""A coordinator whose record is swapped in one order, and whose reads may be old."""
+
+from __future__ import annotations
+
+from random import Random
+
+from timeball.cluster.effects import Holder, Propose
+from timeball.cluster.record import Record
+
+
+class Etcd:
+    """One record and the key of its holder; leases end when the simulation says so."""
+
+    def __init__(self, record: Record) -> None:
+        self.history: list[tuple[int, Record, str | None]] = [(1, record, None)]
+
+    @property
+    def now(self) -> tuple[int, Record, str | None]:
+        """Return the revision, the record and the holder's node."""
+        return self.history[-1]
+
+    def read(self, random: Random, *, is_stale: bool) -> tuple[int, Record, str | None]:
+        """Return a state, perhaps of some time ago."""
+        back = random.randint(1, min(6, len(self.history))) if is_stale else 1
+        return self.history[-back]
+
+    def hold(self, holder: str | None) -> None:
+        """Change the holder's key. The record keeps its revision."""
+        revision, record, before = self.now
+        if holder != before:
+            self.history.append((revision, record, holder))
+
+    def swap(self, node: str, proposal: Propose) -> bool:
+        """Carry out one transaction."""
+        revision, _, holder = self.now
+        if revision != proposal.revision:
+            return False
+        if proposal.holder is Holder.TAKE:
+            if holder not in (None, proposal.displaces):
+                return False
+            holder = node
+        elif proposal.holder is Holder.RELEASE and holder == node:
+            holder = None
+        self.history.append((revision + 1, proposal.record, holder))
+        return True

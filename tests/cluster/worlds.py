@@ -1,0 +1,127 @@
+"""Where the contract of coordinators is tried: in memory, and on three real members of etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from tests.bounds import BOUND_S
+from tests.cluster.memory_store import Memory, MemoryStore
+
+from timeball.clock import Clock, ManualClock, SystemClock
+from timeball.cluster.coordinator import GroupView, Lease
+from timeball.cluster.etcd import EtcdStore
+from timeball.cluster.etcd_members import EtcdAccess
+from timeball.cluster.keys import KeyCoordinator
+from timeball.cluster.record import Record
+from timeball.cluster.store import Comparison, Operation, Outcome, Store
+from timeball.errors import Unavailable
+
+T = TypeVar("T")
+
+TTL_MS = 2_000  # of a lease that a test lets end
+LONG_TTL_MS = 60_000  # of one that must not end in a test, however busy the machine is
+RECORD = Record(3, "a/1", ("a/1", "b/1", "c/1"))
+
+_names = itertools.count()
+
+
+class Repeating:
+    """A store whose transactions are carried out twice, as after a lost answer: the caller hears of the second."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def transact(
+        self, when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
+    ) -> Outcome:
+        await self._store.transact(when, then, otherwise)
+        return await self._store.transact(when, then, otherwise)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+@dataclass
+class World:
+    """Coordinators of several nodes of one cluster, whose name no other test uses."""
+
+    endpoints: list[str] | None  # None: in memory
+    cluster: str = field(default_factory=lambda: f"{time.time_ns():x}-{next(_names)}")
+    clock: Clock = field(default_factory=SystemClock)
+    stores: list[Store] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.endpoints is None:
+            self.clock = ManualClock()
+            self.memory = Memory(self.clock)
+
+    def store(self) -> Store:
+        if self.endpoints is None:
+            return MemoryStore(self.memory)
+        turned = len(self.stores) % len(self.endpoints)
+        endpoints = self.endpoints[turned:] + self.endpoints[:turned]
+        self.stores.append(EtcdStore(EtcdAccess(endpoints), ttl_ms=20_000))
+        return self.stores[-1]
+
+    def coordinator(self, node: str, *, repeating: bool = False) -> KeyCoordinator:
+        store = self.store()
+        return KeyCoordinator(
+            Repeating(store) if repeating else store,  # type: ignore[arg-type]
+            self.clock, cluster=self.cluster, node=node,
+        )  # fmt: skip
+
+    async def pass_time(self, ms: int, until: Callable[[], Awaitable[object]]) -> None:
+        """Let a lease end: in memory at once, with etcd by waiting until that is seen."""
+        if isinstance(self.clock, ManualClock):
+            self.clock.advance(ms)
+        await seen(until)
+
+
+@asynccontextmanager
+async def world_of(endpoints: list[str] | None) -> AsyncIterator[World]:
+    world = World(endpoints)
+    try:
+        yield world
+    finally:
+        for store in world.stores:
+            await store.close()
+
+
+async def seen(condition: Callable[[], Awaitable[object]]) -> None:
+    """Ask until that is so."""
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            try:
+                if await condition():
+                    return
+            except Unavailable:
+                pass
+            await asyncio.sleep(0.01)
+
+
+async def made(coordinator: KeyCoordinator, group: str = "g1") -> GroupView:
+    """Make a group's first record."""
+    swap = await coordinator.change(group, 0, RECORD)
+    assert swap.won
+    return swap.view
+
+
+def next_record(view: GroupView, node: str) -> Record:
+    """Return the record by which this node leads the next epoch."""
+    assert view.record is not None
+    return msgspec.structs.replace(view.record, epoch=view.record.epoch + 1, leader=f"{node}/1")
+
+
+async def led(coordinator: KeyCoordinator, node: str, ttl_ms: int = LONG_TTL_MS) -> tuple[GroupView, Lease]:
+    """Make a group and lead it."""
+    view, lease = await made(coordinator), await coordinator.grant(ttl_ms)
+    swap = await coordinator.lead("g1", view.revision, next_record(view, node), lease)
+    assert swap.won
+    return swap.view, lease
