@@ -21,8 +21,8 @@ from timeball.key_hash import KeySidecar
 from timeball.log import checkpoint, frame_index, queue_file
 from timeball.log import format as fmt
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
+from timeball.protocols.arrow_columns import SEND_SCHEMA
 from timeball.protocols.flight import codec
-from timeball.protocols.flight.columns import SEND_SCHEMA
 from timeball.schedule.level_cascade import queue
 from timeball.schedule.level_cascade.backlog import CascadeState
 from timeball.schedule.timer_wheel import ring, timer_log

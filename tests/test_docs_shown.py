@@ -3,12 +3,14 @@
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.cli.in_process import run_here
 from tests.docs_pages import page
 from tests.node_fixture import running_node
 
@@ -127,6 +129,23 @@ def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
         "close order 17 if unpaid",
     ]
     assert len(code.splitlines()) <= 25, "a short example"
+
+
+def test_the_first_steps_can_be_gone(tmp_path: Path) -> None:
+    """Each command and the program of the page, one after the other, against one broker."""
+    text = page("docs/first-steps.md")
+    (code,) = python_examples(text)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("timeball ")]
+    with running_node(tmp_path / "data") as node:
+        for command in commands:
+            words = shlex.split(command)[1:]
+            if words[0] != "serve":
+                ran = run_here(*words, "--endpoint", node.endpoint)
+                assert ran.returncode == 0, f"{command}: {ran.stderr}"
+        assert len(commands) > 4
+        printed = run_example(code, node.endpoint).splitlines()
+    assert printed == re.findall(r"print\(.*\)  # (.+)$", code, re.MULTILINE)
 
 
 def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""The recipes of docs/recipes.md, as they stand, against a broker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import types
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs_pages import page, section
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball import Timeball, Worker
+
+WEB = "http://shop"  # no port is listened on
+ENDPOINT = "grpc://127.0.0.1:7400"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with running_node(tmp_path_factory.mktemp("recipes") / "data") as running:
+        yield running
+
+
+def recipe(title: str, endpoint: str) -> Any:
+    """Return a recipe's program as a module, imported and not run."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", section(page("docs/recipes.md"), title), re.M | re.S)
+    module = types.ModuleType("recipe")
+    exec(compile(code.replace(ENDPOINT, endpoint), "docs/recipes.md", "exec"), vars(module))
+    return module
+
+
+def test_every_recipe_has_a_test_here() -> None:
+    titles = re.findall(r"^## (.+)$", page("docs/recipes.md"), re.M)
+    here = Path(__file__).read_text("utf-8")
+    assert len(titles) == 4 and all(f'recipe("{title}"' in here for title in titles)
+
+
+def test_a_web_application(node: RunningNode) -> None:
+    import httpx
+
+    app = recipe("A web application (FastAPI)", node.endpoint).app
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url=WEB) as web,
+        ):
+            placed = await web.post("/orders/17")
+            assert placed.status_code == 201
+            look = f"/reminders/{placed.json()['reminder']}"
+            assert (await web.get(look)).json() == {"state": "waiting"}
+            assert (await web.post("/orders/17/payment")).json() == {"closing": ["cancelled"]}
+            assert (await web.get(look)).json() == {"state": "cancelled"}
+            assert (await web.get("/reminders/none")).status_code == 404
+            assert (await web.post("/orders/18", params={"pay_within": "soon"})).status_code == 422
+
+    asyncio.run(ask())
+
+
+def test_django_sends_behind_the_commit(node: RunningNode, tmp_path: Path) -> None:
+    import django
+    from django.conf import settings
+    from django.db import transaction
+    from django.test import RequestFactory
+
+    database = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "orders.db")}
+    if not settings.configured:
+        settings.configure(DATABASES={"default": database}, USE_TZ=True)
+        django.setup()
+    shop = recipe("Django: a message goes when the transaction is committed", node.endpoint)
+    with shop.ball as ball:
+        answer = shop.place(RequestFactory().post("/"), 27)
+        assert (answer.status_code, json.loads(answer.content)) == (201, {"order": 27})
+        with pytest.raises(ValueError, match="rolled back"), transaction.atomic():
+            transaction.on_commit(lambda: shop.remind(28))
+            raise ValueError("rolled back")
+        assert [v.verdict for v in ball.cancel(key="order-27")] == ["cancelled"]
+        assert [v.verdict for v in ball.cancel(key="order-28")] == ["not_found"]
+    from django.db import connection
+
+    connection.close()
+
+
+def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = recipe("A worker", node.endpoint).close_if_unpaid
+    with Timeball(node.endpoint) as ball:
+        ball.send_many([{"body": f"close order {name}"} for name in ("17", "18", "?")], topic="orders-due")
+        with Worker(ball, "billing", "orders-due", handler, threads=4) as worker:
+            eventually(lambda: worker.counts.acknowledged == 2 and worker.counts.dead == 1, "handled")
+        assert [dead.body for dead in ball.browse("%DLQ%billing")] == [b"close order ?"]
+    assert sorted(capsys.readouterr().out.split()) == ["17", "18", "closed", "closed"]
+
+
+def test_like_cron(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+    cron = recipe("Like cron: every day at nine", node.endpoint)
+    day = date(2026, 3, 28)  # the next morning's clock is an hour ahead, and nine is nine
+    with Timeball(node.endpoint) as ball:
+        cron.schedule_run(ball, day)
+        (message,) = ball.pull("reports", "reporters", wait="30s")
+        cron.run(ball, message)
+        cron.run(ball, message)  # repeated after a crash: the next run is scheduled once
+        places = [ball.get(f"report-{each}") for each in (day, date(2026, 3, 29))]
+    assert places[1].due_ms is not None and places[0].due_ms is not None
+    assert places[1].due_ms - places[0].due_ms == 23 * 3_600_000
+    assert capsys.readouterr().out == "report of 2026-03-28\n" * 2

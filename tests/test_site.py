@@ -1,0 +1,93 @@
+"""The site of `make docs`: its links are made of those that the pages have, and no page is left out of it.
+
+mkdocs itself is there after `make docs`, and in `make slow`; without it the rewriting of links is tried alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.docs_pages import DOCS, ROOT, page
+
+needs_mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None,
+    reason="no mkdocs here: `make docs` and `make slow` install it",
+)
+
+
+def _hooks() -> object:
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HOOKS = _hooks()
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("index.md", "[x](docs/http.md#send)", "[x](http.md#send)"),
+        ("index.md", "![x](docs/pictures/designs.png)", "![x](pictures/designs.png)"),
+        ("index.md", "[`make versus`](docs/versus.md)", "[`make versus`](versus.md)"),
+        ("architecture.md", "[x](CHANGELOG.md) [y](docs/formats)", "[x](changelog.md) y"),
+        ("http.md", "[x](../README.md#figures)", "[x](index.md#figures)"),
+        ("http.md", "[x](decisions/0004-clock.md)", "[x](decisions/0004-clock.md)"),
+        ("protocols/grpc.md", "[x](../../examples/rocketmq_grpc.py)", "x"),
+        ("protocols/grpc.md", "[x](../cancel.md) [y](#codes)", "[x](../cancel.md) [y](#codes)"),
+        ("http.md", "[x](gone.md)", "[x](gone.md)"),  # mkdocs finds it, and fails
+        ("index.md", "```\n[x](docs/http.md)\n```\n", "```\n[x](docs/http.md)\n```\n"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site(name: str, before: str, after: str) -> None:
+    assert HOOKS.with_links_of_site(name, before) == after  # type: ignore[attr-defined]
+
+
+def test_headings_are_addressed_as_in_the_repository() -> None:
+    assert HOOKS.heading_id("Sends, that are repeated: `now`", "-") == "sends-that-are-repeated-now"  # type: ignore[attr-defined]
+
+
+def test_each_page_that_is_named_is_there() -> None:
+    named = re.findall(r": ([\w/.-]+\.md)$", page("mkdocs.yml"), re.M)
+    own = set(HOOKS.BESIDE.values())  # type: ignore[attr-defined]
+    assert len(named) > 10
+    assert not [name for name in named if name not in own and not (DOCS / name).exists()]
+    assert set(HOOKS.FOLDERS) <= {path.name for path in DOCS.iterdir()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@needs_mkdocs
+def test_the_site_is_whole_and_asks_no_other_host(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    built = tmp_path / "site"
+    pages = {path.relative_to(built).with_suffix(".md").as_posix() for path in built.rglob("*.html")}
+    assert not {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - pages
+    for path in built.rglob("*.html"):
+        asked = re.findall(
+            r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?:[^\"> ]*)", path.read_text("utf-8")
+        )
+        assert not asked, path.name
+    found = json.loads((built / "search/search_index.json").read_text("utf-8"))["docs"]
+    assert [
+        each
+        for each in found
+        if each["location"].startswith("python-api.html#") and "send_many" in each["title"]
+    ]
