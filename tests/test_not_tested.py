@@ -1,4 +1,4 @@
-"""A stock client that cannot be had is named in the closing lines, in whichever process its test was skipped."""
+"""What cannot be had here is named in the closing lines, in whichever process its test was skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ SKIPS = 'import pytest\ndef test_one():\n    pytest.skip("tin can: there is no t
 
 
 @pytest.mark.parametrize("processes", ["0", "1"])
-@pytest.mark.parametrize(("folder", "named"), [("tests/interop", True), ("tests/other", False)])
+@pytest.mark.parametrize(
+    ("folder", "named"), [("tests/interop", True), ("tests/dashboard", True), ("tests/x", False)]
+)
 def test_who_is_missing_is_said(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: str, folder: str, named: bool
 ) -> None:
