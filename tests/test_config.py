@@ -118,6 +118,7 @@ def test_units_stand_last_in_the_names() -> None:
         "remoting_port",
         "grpc_port",
         "http_port",
+        "replication_port",
         "queues_per_topic",
         "compact_rows",
         "compact_rows_min",

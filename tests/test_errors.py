@@ -25,6 +25,7 @@ CODES = {
     "over_limit": "OverLimit",
     "unavailable": "Unavailable",
     "lease_lost": "LeaseLost",
+    "not_leader": "NotLeader",
     "peer": "PeerError",
     "setup": "SetupError",
     "storage": "StorageError",

@@ -23,6 +23,7 @@ from timeball.errors import SetupError
 Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+Acks = Literal["majority", "all"]
 RecallAnswers = Literal["definite", "rocketmq"]
 CodecChoice = Literal["auto", "python"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -100,6 +101,27 @@ class Settings:
         limits.SECOND_MS, 30 * limits.DAY_MS,
     )  # fmt: skip
 
+    # several machines (docs/cluster.md): without --cluster none of these is used
+    cluster: str = _of("", "Cluster that this node belongs to; empty: a broker alone.")
+    node: str = _of("", "This node's name in the cluster; each has another.")
+    group: str = _of("g1", "Group of the cluster whose log this node keeps.")
+    etcd: str = _of("", "Addresses of etcd's members, with commas, as http://host:2379.")
+    etcd_ca: str = _of("", "Certificates that etcd's are checked by, PEM; empty: the system's.")
+    etcd_cert: str = _of("", "Certificate to show to etcd, PEM.")
+    etcd_key: str = _of("", "Its key, PEM, without a password.")
+    etcd_user: str = _of("", "User of etcd; the password is read from --etcd-password-file.")
+    etcd_password_file: str = _of("", "File with the password of --etcd-user, not readable by others.")
+    replication_port: int = _of(7410, "Port for the other nodes of the cluster.", 1, PORT_MAX)
+    acks: Acks = _of(
+        "majority", "Replicas that must have a commit before it is acknowledged: majority or all."
+    )
+    lease_ttl_ms: int = _of(
+        1_000,
+        "How long a leader that is not heard of is waited for; at least 1 s.",
+        limits.SECOND_MS,
+        limits.MINUTE_MS,
+    )
+
     # topics
     queues_per_topic: int = _of(  # RocketMQ's defaultTopicQueueNums
         8, "Queues of a topic made on first use.", 1, limits.QUEUES_PER_TOPIC_MAX
@@ -175,6 +197,7 @@ class Settings:
                 allowed = "1 to 127 of the characters % | a-z A-Z 0-9 _ -"
                 raise SetupError(f"{option_name(name)} {value!r}: {allowed}")
         self._check_security()
+        self._check_cluster()
         Allowed.parse(self.push_allow)
         try:
             ZoneInfo(self.timing_zone)
@@ -191,6 +214,18 @@ class Settings:
                 f"--host {self.host}: others could reach the broker there, and read what it is sent. Give it a "
                 "certificate (--tls-cert, --tls-key), or say --allow-plaintext if the network is one you trust"
             )
+
+    def _check_cluster(self) -> None:
+        if not self.cluster:
+            return
+        for name in ("node", "etcd"):
+            if not getattr(self, name):
+                raise SetupError(f"--cluster {self.cluster} needs {option_name(name)}")
+        for name in ("port", "http_port", "name_server_port", "remoting_port", "grpc_port"):
+            if getattr(self, name) == 0:
+                raise SetupError(
+                    f"{option_name(name)} 0: a node of a cluster is found by its address, so name the port"
+                )
 
 
 @functools.cache

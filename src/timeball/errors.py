@@ -16,7 +16,8 @@
     │   └── OutOfRange          a position outside the range that is kept, which it carries
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
     ├── Unavailable         the broker is starting, stopping or stopped, or Spark or etcd is lost: retry later
-    │   └── LeaseLost           this node's lease in etcd has ended: it no longer leads, and takes a new one
+    │   ├── LeaseLost           this node's lease in etcd has ended: it no longer leads, and takes a new one
+    │   └── NotLeader           this node does not lead the group: ask again, another one answers soon
     ├── PeerError           another node sent what is not of the replication protocol: look at its version and port
     ├── SetupError          the operator must act: port, folder, Java, a setting
     └── StorageError        the disk must be looked at; the log has stopped
@@ -130,6 +131,12 @@ class LeaseLost(Unavailable):
     """The lease by which this node leads has ended."""
 
     code = "lease_lost"
+
+
+class NotLeader(Unavailable):
+    """This node does not lead the group, or not any more: another one answers."""
+
+    code = "not_leader"
 
 
 class PeerError(TimeballError):

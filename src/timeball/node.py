@@ -41,6 +41,7 @@ from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
+from timeball.log.replication import Leading
 from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
@@ -81,8 +82,15 @@ def _open_traces(clock: Clock) -> Tracing:
 class Node:
     """One broker process. `files` and `clock` are arguments so that tests can cut the power and jump in time."""
 
-    def __init__(self, settings: Settings, clock: Clock | None = None, files: Files | None = None) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock | None = None,
+        files: Files | None = None,
+        leading: Leading | None = None,
+    ) -> None:
+        """Build on `files`, already claimed, and on a log that is led already, or on those of the settings."""
+        self.settings, self._leading = settings, leading
         self.clock = clock or SystemClock()
         self._real_files = RealFiles(settings.data) if files is None else None
         chosen = files or self._real_files
@@ -100,7 +108,8 @@ class Node:
         reader, background = (
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background")
         )
-        self._threads: tuple[Disk, Executor, Executor] = DiskThread(), reader, background
+        disk = leading.disk if leading else DiskThread()
+        self._threads: tuple[Disk, Executor, Executor] = disk, reader, background
         self._loop_lag = LoopLag(self.clock)
         self.metrics: Metrics
         self._level_table = LevelTable.parse(settings.delay_levels)
@@ -244,6 +253,8 @@ class Node:
             await self.broker.mover.adopt(waiting)
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
+        if self._leading is not None:
+            return self._leading.opened
         return await asyncio.get_running_loop().run_in_executor(
             self._threads[0],
             lambda: open_log(
@@ -288,6 +299,7 @@ class Node:
             segment_bytes=self.settings.segment_bytes,
             durability=self.settings.durability,
             on_failure=self._fail,
+            replication=self._leading.replication if self._leading else None,
         )
 
     async def stop(self) -> None:
@@ -338,6 +350,17 @@ class Node:
             await self.stop()
         if self._failed.done():
             self._failed.result()
+
+    def when_failed(self, call: Callable[[BaseException], None]) -> None:
+        """Call with what stops the storage, as soon as it is known."""
+
+        def tell(done: asyncio.Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                call(error)
+
+        assert self._failed is not None
+        self._failed.add_done_callback(tell)
 
     def _free_bytes(self) -> int:
         return self._real_files.free_bytes() if self._real_files else 0

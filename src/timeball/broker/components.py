@@ -15,6 +15,7 @@ import pyarrow as pa
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.registry.dead_letters import ResolvedDeadLetters
+from timeball.broker.registry.epochs import PREFIX, EpochFacts
 from timeball.broker.registry.groups import Groups, RequestModes
 from timeball.broker.registry.idempotency import IdempotencyKeys
 from timeball.broker.registry.lease_counts import LeaseCounts
@@ -119,6 +120,7 @@ class Tables:
         self.idempotency_keys = IdempotencyKeys(meta)
         self.push_subscriptions = PushSubscriptions(meta)
         self.resolved_dead_letters = ResolvedDeadLetters(meta)
+        self.epochs = MetaTable(meta, PREFIX, EpochFacts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class Components:
     idempotency_keys: IdempotencyKeys
     push_subscriptions: PushSubscriptions
     resolved_dead_letters: ResolvedDeadLetters
+    epochs: MetaTable[EpochFacts]
     scheduler: Scheduler
     backlog: Backlog  # keeps promises that are sent for an instant: the strategy of the settings
     hour_log: HourLog  # keeps the pending table, under every strategy

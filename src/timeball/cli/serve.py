@@ -35,8 +35,14 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
       timeball serve --data /var/lib/timeball --port 7400 --retention-ms 72h
       timeball serve --port 0 --json      # the ready line names the port it got
       timeball serve --settings timeball.toml
+      timeball serve --cluster shop --node a --etcd http://etcd1:2379,http://etcd2:2379
       timeball serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem --access-file access.toml
     """
+    if settings.cluster:
+        from timeball.cli.replica import run_replica
+
+        run_replica(settings, as_json)
+        return
     asyncio.run(run_broker(settings, as_json))
 
 

@@ -79,6 +79,8 @@ class Node(msgspec.Struct, frozen=True):
     zone: str = ""
     version: str = ""
     clock_offset_ms: float = 0.0
+    replica: str = ""  # node and incarnation, at the node's start
+    promised: int = 0  # the epoch that it had promised then
 
 
 class Coordinator(Protocol):

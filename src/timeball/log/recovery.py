@@ -91,6 +91,49 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
     return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
 
 
+def read_replica(files: Files, *, batch_bytes: int) -> tuple[list[Segment], str]:
+    """Return the segments of a replica's log up to its end, or up to damage, and what the damage is (empty: none).
+
+    A replica syncs after `batch_bytes` at the latest, and its frames' `synced_to` is that of the leader's disk. So a
+    frame behind a hole proves damage only if it says that more than a batch behind the hole was on the disk. A replica
+    with damage is not refused: what stands behind is cut, and shipped to it again (docs/cluster-protocol.md).
+    """
+    files.make_dir(FOLDER)
+    found: list[Segment] = []
+    reason = ""
+    names = [name for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
+    for name in names:
+        ordinal = int(name.removesuffix(SUFFIX))
+        buffer = files.map_readonly(segment_name(ordinal))
+        try:
+            first_seq = _first_seq(buffer, segment_name(ordinal), is_last=name == names[-1])
+        except Corrupt as error:
+            return found, str(error)
+        if first_seq is None:
+            continue  # a spare
+        segment = Segment(ordinal, first_seq, buffer)
+        if found and (found[-1].ordinal + 1, found[-1].next_seq) != (ordinal, first_seq):
+            return found, f"{found[-1].name} ends at seq {found[-1].next_seq}, {segment.name} begins later"
+        reason = _read_frames(segment)
+        found.append(segment)
+    if found:
+        last = found[-1]
+        proof = proof_behind(last.buffer, last.end, last.next_seq, batch_bytes)
+        if proof is not None:
+            return found, f"{last.name}: {reason}; the frame at byte {proof.position} was written behind it"
+    return found, ""
+
+
+def _read_frames(segment: Segment) -> str:
+    """Add all whole frames to `segment`; return what stands behind them."""
+    try:
+        while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
+            segment.add(_in_sequence(segment, frame))
+    except Corrupt as error:
+        return str(error)
+    return "nothing behind it"
+
+
 def _find(files: Files) -> tuple[list[Segment], list[int]]:
     """Return begun segments in order, and the ordinals of spares."""
     ordinals = [int(n.removesuffix(SUFFIX)) for n in files.list_dir(FOLDER) if n.endswith(SUFFIX)]
@@ -140,12 +183,7 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
 
 def _scan_last(segment: Segment) -> str:
     """Add all whole frames to `segment`; return what stands behind them, for error messages."""
-    found = "nothing behind it"
-    try:
-        while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
-            segment.add(_in_sequence(segment, frame))
-    except Corrupt as error:
-        found = str(error)
+    found = _read_frames(segment)
     # Looked for after a clean end too: zeros in the middle of acknowledged frames look like the end of the log.
     proof = proof_behind(segment.buffer, segment.end, segment.next_seq)
     if proof is not None:
@@ -164,14 +202,16 @@ def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
     return frame
 
 
-def proof_behind(buffer: pa.Buffer, end: int, next_seq: int) -> fmt.Frame | None:
+def proof_behind(buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: int = 0) -> fmt.Frame | None:
     """Return a whole frame behind `end` that says the bytes at `end` were on disk before it was written, or None.
+
+    `batch_bytes`: so much behind `end` may have been written without a sync in between.
 
     Its numbers come after `next_seq`, which the bytes at `end` have used up. So a body that holds a copy of an
     older frame, in a commit that was torn, proves nothing.
     """
     frames = whole_frames(buffer, end + fmt.ALIGN)
-    return next((f for f in frames if f.synced_to > end and f.first_seq > next_seq), None)
+    return next((f for f in frames if f.synced_to > end + batch_bytes and f.first_seq > next_seq), None)
 
 
 def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:

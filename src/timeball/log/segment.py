@@ -295,6 +295,15 @@ def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
     return found
 
 
+def epoch_ends(segment: Segment) -> list[fmt.Frame]:
+    """Return the last frame of each epoch in a segment, oldest first. Raises Corrupt."""
+    found, at, count = [], 0, len(segment.frame_positions)
+    while at < count:
+        at = _end_of_epoch(segment, at, count, frame_of(segment, at).epoch)
+        found.append(frame_of(segment, at - 1))
+    return found
+
+
 def _end_of_epoch(segment: Segment, low: int, high: int, epoch: int) -> int:
     """Return the number of the first frame in (low, high) of a later epoch; `high` when there is none."""
     # The usual case, a whole segment of one life, costs one header.

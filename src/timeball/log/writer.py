@@ -31,6 +31,7 @@ from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterSta
 from timeball.log.disk_thread import Disk
 from timeball.log.few_rows import FewRows, Rows, as_batch
 from timeball.log.next_segment import NextSegment
+from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class LogWriter:
         segment_bytes: int,
         durability: Durability = "sync",
         on_failure: Callable[[BaseException], None] | None = None,
+        replication: Replication | None = None,
     ) -> None:
         self._files, self._segments, self._file = files, segments, file
         self._clock, self._disk = clock, disk
@@ -62,7 +64,8 @@ class LogWriter:
         self._loop = asyncio.get_running_loop()
         # The next number to give out. It runs ahead of `segments.next_seq`, which knows durable rows only.
         self.next_seq = segments.next_seq
-        self._epoch = last_epoch(segments) + 1  # of this life
+        self._replication = replication  # None: this log is the only one
+        self._epoch = replication.epoch if replication else last_epoch(segments) + 1  # of this life
         self._pending: list[Entry] = []
         self._committing: list[Entry] = []
         self._pending_bytes = 0
@@ -217,6 +220,7 @@ class LogWriter:
         if segment.end + needed > self._file.reserved_to:
             self._file.reserve(segment.end + needed)
         commit, position, now_ms = Commit(segment), segment.end, self._clock.wall_ms()
+        replicated: list[bytes | pa.Buffer] = []
         if self._durability == "sync":
             self._synced_to = position
         for group in groups:
@@ -227,13 +231,23 @@ class LogWriter:
             )  # fmt: skip
             end = frame.end
             assert end <= segment.buffer.size
-            self._write_parts(position, parts)
+            if self._replication is None:
+                self._write_parts(position, parts)
+            else:
+                replicated += parts
             commit.frames.append(frame)
             position = end
         self._written_to = position
-        if self._durability == "sync":
+        if self._replication is not None:
+            self._replicate(self._replication, segment, commit, b"".join(replicated))
+        elif self._durability == "sync":
             self.statistics.sync_durations.time(self._file.file.sync)
         return commit
+
+    def _replicate(self, replication: Replication, segment: Segment, commit: Commit, frames: bytes) -> None:
+        begin, end_seq = segment.end, commit.frames[-1].next_seq
+        extent = Extent(self._file, begin, end_seq, frames, begins=begin == fmt.ALIGN)
+        self.statistics.sync_durations.time(replication.commit, extent)
 
     def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:
         if sum(len(part) for part in parts) <= 65_536:

@@ -13,6 +13,7 @@
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
     once/<hash of caller and key>      KeyedSend                idempotency.py
+    cluster/epoch                      EpochFacts               epochs.py, written by the replica that leads
     snapshot                           all of these at once     log/checkpoint.py
 
 Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log

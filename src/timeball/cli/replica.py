@@ -1,0 +1,85 @@
+"""`timeball serve --cluster …`: one replica in the foreground, until SIGTERM or SIGINT.
+
+A process that leads no more, or whose disk has failed once, begins anew in its place: the same process number, no
+memory of before, and a log that is read from the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from timeball.cli import log_lines
+from timeball.cli.output import print_json, print_line
+from timeball.config import Settings
+from timeball.errors import SetupError, StorageError
+
+if TYPE_CHECKING:
+    from timeball.replicated_node import ReplicatedNode
+
+logger = logging.getLogger(__name__)
+
+
+def run_replica(settings: Settings, as_json: bool) -> None:
+    """Run a node of a cluster; raises what only an operator can mend."""
+    from timeball.broker.memory import collect_cycles_rarely, use_system_pool
+    from timeball.descriptors import allow_many
+
+    log_lines.configure(settings.log_level, settings.log_format)
+    use_system_pool()
+    collect_cycles_rarely()
+    allow_many()
+    asyncio.run(_run(settings, as_json))
+
+
+async def _run(settings: Settings, as_json: bool) -> None:
+    from timeball import __version__
+    from timeball.monitoring.systemd import Systemd
+    from timeball.replicated_node import ReplicatedNode
+
+    systemd, node = Systemd(), ReplicatedNode(settings)
+    await node.start()
+    replica = node.thread.state.rules.replica
+    if as_json:
+        print_json(
+            {"event": "ready", "version": __version__, "cluster": settings.cluster, "group": settings.group,
+             "replica": replica, "pid": os.getpid()}
+        )  # fmt: skip
+    else:
+        print_line(
+            f"timeball {__version__}, cluster {settings.cluster}, group {settings.group}: replica {replica}"
+        )
+    systemd.ready(f"replica {replica} of group {settings.group}")
+    watchdog = asyncio.create_task(systemd.run_watchdog())
+    telling = asyncio.create_task(_tell_when_serving(node, as_json))
+    try:
+        ended = await node.run_until_signal()
+        if isinstance(ended, StorageError | SetupError):
+            raise ended
+        if ended is not None:
+            # At once: what waits in threads and on sockets is of a life that is over.
+            logger.warning("begins anew reason=%r", ended)
+            _begin_anew()
+    finally:
+        watchdog.cancel()
+        telling.cancel()
+
+
+async def _tell_when_serving(node: ReplicatedNode, as_json: bool) -> None:
+    await node.serving.wait()
+    epoch = node.thread.epoch
+    if as_json:
+        print_json({"event": "leads", "epoch": epoch, "port": node.settings.port})
+    else:
+        print_line(f"leads group {node.settings.group} in epoch {epoch}, serves port {node.settings.port}")
+
+
+def _begin_anew() -> None:
+    """Replace this process by one with the same command; its descriptors are closed first, sockets among them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,0 +1,312 @@
+"""The sockets between replicas, without a thread of their own: the caller of `poll` reads and writes.
+
+Two kinds of connections with each other node: one that was opened here, on which a leader or a candidate sends and the
+other answers, and one that the other has opened, likewise. Messages of types up to 10 go on the first, answers on the
+second. A connection is known by its node from its HELLO on; a newer one of the same node replaces the older.
+
+Refuses: a first message that is no HELLO of this group, and what `messages.py` refuses: the connection ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from timeball.cluster.messages import Hello, Message, Receiver, encode
+from timeball.errors import PeerError, SetupError
+
+logger = logging.getLogger(__name__)
+
+ANSWERS_FROM = 11  # the least type of an answer
+READ_BYTES = 1 << 20
+# A replica that takes no more bytes than this is cut off, and is shipped the log from the segments when it is back.
+UNSENT_BYTES_MAX = 64 << 20
+REDIAL_MS = 50
+DIAL_TIMEOUT_MS = 1_000
+USER_TIMEOUT_MS = 3_000  # bytes that a dead machine does not acknowledge end the connection after this
+STRANGERS_MAX = 16  # connections that have not said who they are
+
+Address = tuple[str, int]
+
+
+class Listener(Protocol):
+    """Told of what happens, in the thread that polls."""
+
+    def opened(self, node: str) -> None:
+        """A connection that was dialed is there."""
+
+    def received(self, node: str, message: Message) -> None:
+        """A message has come; may raise PeerError, which ends its connection."""
+
+    def closed(self, node: str, *, opened_here: bool) -> None:
+        """A connection has ended."""
+
+
+class Connection:
+    """One socket, and what waits to be sent on it."""
+
+    def __init__(self, sock: socket.socket, node: str, *, opened_here: bool, is_open: bool) -> None:
+        self.sock, self.node = sock, node
+        self.opened_here, self.is_open = opened_here, is_open
+        self.receiver = Receiver()
+        self.unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        self.since_ms = 0
+
+    def queue(self, message: Message) -> None:
+        """Put a message behind what waits."""
+        for part in encode(message):
+            if part:
+                self.unsent.append(memoryview(part))
+                self.unsent_bytes += len(part)
+
+    def write(self) -> bool:
+        """Send as much as the socket takes; return whether all has gone. Raises OSError."""
+        while self.unsent:
+            try:
+                sent = self.sock.sendmsg(list(self.unsent)[:64])
+            except BlockingIOError:
+                return False
+            self.unsent_bytes -= sent
+            while sent and sent >= len(self.unsent[0]):
+                sent -= len(self.unsent.popleft())
+            if sent:
+                self.unsent[0] = self.unsent[0][sent:]
+        return True
+
+
+class Connections:
+    """All connections of a replica. Belongs to the thread that calls it."""
+
+    def __init__(self, group: str, listen_on: socket.socket, boot_ms: Callable[[], int]) -> None:
+        self.group, self._boot_ms = group, boot_ms
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        listen_on.setblocking(False)
+        self._listening = listen_on
+        self._selector.register(listen_on, selectors.EVENT_READ, listen_on)
+        self._dialed: dict[str, Connection] = {}
+        self._accepted: dict[str, Connection] = {}
+        self._strangers: list[Connection] = []
+        self._again_ms: dict[str, int] = {}  # node -> when it may be dialed again
+        self.addresses: dict[str, Address] = {}  # of the other nodes; replaced as the coordinator tells
+        self.is_dialing = False
+        self.listener: Listener
+
+    def wake(self) -> None:
+        """Let `poll` return; any thread may call it."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Close all sockets; nothing is told."""
+        for connection in [*self._dialed.values(), *self._accepted.values(), *self._strangers]:
+            connection.sock.close()
+        self._listening.close()
+        self._selector.close()
+        os.close(self._wake)
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, node: str, message: Message, *, answers: bool | None = None) -> None:
+        """Send a message; drop it when there is no connection. `answers`: on the connection that the node opened."""
+        if answers is None:
+            answers = message.TYPE >= ANSWERS_FROM
+        connection = (self._accepted if answers else self._dialed).get(node)
+        if connection is None or not connection.is_open:
+            return
+        connection.queue(message)
+        self._write(connection)
+        if connection.unsent_bytes > UNSENT_BYTES_MAX:
+            logger.warning(
+                "replica cut off: it takes no bytes node=%s waiting_bytes=%d", node, connection.unsent_bytes
+            )
+            self._end(connection)
+
+    def hang_up(self) -> None:
+        """End the connections that were opened here, and dial no more."""
+        self.is_dialing = False
+        for connection in list(self._dialed.values()):
+            self._end(connection, tells=False)
+
+    def refuses(self, node: str) -> bool:
+        """Return whether nothing listens at a node's port: its process has ended. Blocking, for a moment."""
+        address = self.addresses.get(node)
+        if address is None:
+            return False
+        try:
+            with socket.create_connection(address, timeout=0.05):
+                return False
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def poll(self, timeout_ms: int) -> None:
+        """Wait for sockets or a wake, then read and write; what comes is told to the listener."""
+        if self.is_dialing:
+            self._dial()
+        for key, events in self._selector.select(max(timeout_ms, 0) / 1_000):
+            if key.data is None:
+                os.eventfd_read(self._wake)
+            elif isinstance(key.data, Connection):
+                self._serve(key.data, events)
+            else:
+                self._accept()
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                if not connection.is_open and not self._opened(connection):
+                    return
+                self._write(connection)
+            if events & selectors.EVENT_READ:
+                self._read(connection)
+        except PeerError as error:
+            logger.warning("replica's connection ended node=%s reason=%s", connection.node or "?", error)
+            self._end(connection)
+        except OSError:
+            self._end(connection)
+
+    def _opened(self, connection: Connection) -> bool:
+        number = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            self._end(connection, tells=False)
+            return False
+        connection.is_open = True
+        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+        self.listener.opened(connection.node)
+        return True
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            data = connection.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._end(connection)
+            return
+        for message in connection.receiver.receive(data):
+            if not connection.node:
+                self._introduce(connection, message)
+            if self._is_current(connection):
+                self.listener.received(connection.node, message)
+
+    def _introduce(self, connection: Connection, message: Message) -> None:
+        """Know an accepted connection by its HELLO; it replaces an older one of its node."""
+        if not isinstance(message, Hello):
+            raise PeerError("the first message is no HELLO")
+        if message.group != self.group:
+            raise PeerError(f"a replica of group {message.group}; this port is of group {self.group}")
+        node = message.replica.partition("/")[0]
+        older = self._accepted.get(node)
+        if older is not None:
+            self._end(older)
+        self._strangers.remove(connection)
+        connection.node, self._accepted[node] = node, connection
+
+    def _is_current(self, connection: Connection) -> bool:
+        known = self._dialed if connection.opened_here else self._accepted
+        return known.get(connection.node) is connection
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listening.accept()
+        except OSError:  # gone again, or no descriptor is left: it comes again
+            return
+        _configure(sock)
+        connection = Connection(sock, "", opened_here=False, is_open=True)
+        self._strangers.append(connection)
+        if len(self._strangers) > STRANGERS_MAX:
+            self._end(self._strangers[0])
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    # -- dialing -----------------------------------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        now_ms = self._boot_ms()
+        for node, address in self.addresses.items():
+            connection = self._dialed.get(node)
+            if (
+                connection is not None
+                and not connection.is_open
+                and now_ms - connection.since_ms > DIAL_TIMEOUT_MS
+            ):
+                self._end(connection, tells=False)
+                connection = None
+            if connection is None and now_ms >= self._again_ms.get(node, 0):
+                self._again_ms[node] = now_ms + REDIAL_MS
+                self._connect(node, address, now_ms)
+
+    def _connect(self, node: str, address: Address, now_ms: int) -> None:
+        try:
+            family, kind, number, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, number)
+        except OSError as error:
+            logger.warning("replica not reached node=%s reason=%s", node, error)
+            return
+        _configure(sock)
+        connection = Connection(sock, node, opened_here=True, is_open=False)
+        connection.since_ms = now_ms
+        self._dialed[node] = connection
+        code = sock.connect_ex(where)
+        if code not in (0, errno.EINPROGRESS):
+            self._dialed.pop(node)
+            sock.close()
+            return
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _write(self, connection: Connection) -> None:
+        try:
+            is_done = connection.write()
+        except OSError:
+            self._end(connection)
+            return
+        events = selectors.EVENT_READ | (0 if is_done else selectors.EVENT_WRITE)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _end(self, connection: Connection, *, tells: bool = True) -> None:
+        """Close a connection, once; tell of it when it was known by its node."""
+        known = self._dialed if connection.opened_here else self._accepted
+        was_known = known.get(connection.node) is connection
+        if was_known:
+            del known[connection.node]
+        if connection in self._strangers:
+            self._strangers.remove(connection)
+        if connection.sock.fileno() >= 0:
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
+        if was_known and tells and (connection.is_open or not connection.opened_here):
+            self.listener.closed(connection.node, opened_here=connection.opened_here)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens for other replicas; raises SetupError."""
+    try:
+        family, kind, number, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, number)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        sock.listen(64)
+        return sock
+    except OSError as error:
+        raise SetupError(f"cannot listen on {host}:{port} (--replication-port): {error.strerror}") from error
+
+
+def _configure(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)

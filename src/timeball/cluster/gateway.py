@@ -1,0 +1,110 @@
+"""Forwards connections to the node that leads, byte by byte, while this node does not.
+
+So every node answers at every port, and a client's address stays good when the leader moves. A connection that comes
+while no node leads waits for one, for a few seconds. What it carries is not read: TLS and accounts are the leader's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from timeball.cluster.connections import Address
+from timeball.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 5.0  # for a leader
+LOOK_S = 0.02
+DIAL_S = 1.0
+CHUNK_BYTES = 256 * 1024
+
+
+class Gateway:
+    """Listens on this node's ports until it leads. Belongs to the event loop."""
+
+    def __init__(self, host: str, ports: dict[str, int], address: Callable[[str], Address | None]) -> None:
+        """Forward what comes to `ports` (edge -> port) to `address(edge)`, None while no other node leads."""
+        self._host, self._ports, self._address = host, ports, address
+        self._servers: list[asyncio.Server] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen; raises SetupError."""
+        for edge, port in self._ports.items():
+
+            async def forward(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, edge: str = edge
+            ) -> None:
+                await self._forward(edge, reader, writer)
+
+            try:
+                self._servers.append(await asyncio.start_server(forward, self._host, port, limit=CHUNK_BYTES))
+            except OSError as error:
+                await self.close()
+                raise SetupError(
+                    f"cannot listen on {self._host}:{port} ({edge}): {error.strerror}"
+                ) from error
+
+    async def close(self) -> None:
+        """Stop listening, and end the connections: this node answers by itself now, or ends."""
+        for server in self._servers:
+            server.close()
+        for task in self._pumps:
+            task.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        self._servers.clear()
+
+    async def _forward(self, edge: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._pumps.add(task)
+        task.add_done_callback(self._pumps.discard)
+        try:
+            found = await self._connect(edge)
+            if found is not None:
+                await _join(reader, writer, *found)
+        except asyncio.CancelledError:
+            return  # `close` ends it; a server's callback that is cancelled would be logged as a fault
+        finally:
+            writer.close()
+
+    async def _connect(self, edge: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Return a connection to the leader; None when there was none for too long."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + WAIT_S
+        while loop.time() < until_s:
+            address = self._address(edge)
+            if address is not None:
+                with suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(DIAL_S):
+                        return await asyncio.open_connection(*address, limit=CHUNK_BYTES)
+            await asyncio.sleep(LOOK_S)
+        return None
+
+
+async def _join(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    far_reader: asyncio.StreamReader,
+    far_writer: asyncio.StreamWriter,
+) -> None:
+    """Carry bytes both ways until both ends are done, or one connection breaks."""
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_pump(reader, far_writer))
+            both.create_task(_pump(far_reader, writer))
+    except* OSError:
+        pass  # a connection broke: the other one is closed too, and its client sees that
+    finally:
+        far_writer.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(CHUNK_BYTES):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()

@@ -1,0 +1,216 @@
+"""The part of a replica that belongs to the event loop: it keeps the lease, reads the record, and carries out swaps.
+
+What the coordinator says becomes events for the replica's thread; what that thread asks for comes by the hooks, and is
+asked of the coordinator one after the other, in its order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from timeball.clock import Clock
+from timeball.cluster import effects as do
+from timeball.cluster import events as on
+from timeball.cluster.connections import Address
+from timeball.cluster.coordinator import Coordinator, GroupView, Node
+from timeball.cluster.lease import HeldLease
+from timeball.cluster.record import node_of
+from timeball.cluster.replica_thread import ReplicaThread
+from timeball.errors import LeaseLost, SetupError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+REPLICATION = "replication"  # the edge of a node's addresses that other replicas dial
+POLL_S = 1.0  # the record is read at least so often
+AGAIN_S = 0.1  # behind an answer that did not come
+
+
+class Duties(Protocol):
+    """What a member asks of its process; each is called on the event loop."""
+
+    def apply(self, seq: int) -> None:
+        """Bring the follower's caches up to a row."""
+
+    def serve(self, epoch: int) -> None:
+        """Serve: this replica leads."""
+
+    def end(self, error: BaseException) -> None:
+        """End the process: it leads no more, or its disk has failed."""
+
+
+class Member:
+    """One replica's dealings with the coordinator, and the hooks of its thread."""
+
+    def __init__(
+        self, coordinator: Coordinator, clock: Clock, node: Node, group: str, ttl_ms: int, duties: Duties
+    ) -> None:
+        self._coordinator, self._node, self._group, self._duties = coordinator, node, group, duties
+        self._held = HeldLease(coordinator, clock, node, ttl_ms)
+        self._loop = asyncio.get_running_loop()
+        self._asked: asyncio.Queue[do.Effect] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._thread: ReplicaThread
+        self.view: GroupView | None = None  # as it was last read
+        self.nodes: dict[str, Node] = {}  # as they were last read, with those that were there before
+
+    def start(self, thread: ReplicaThread) -> None:
+        """Begin with a thread that runs."""
+        self._thread = thread
+        self._tasks = [
+            asyncio.create_task(self._guarded(duty))
+            for duty in (self._renew(), self._watch(), self._answer())
+        ]
+
+    async def close(self) -> None:
+        """End the duties, and the lease at once, so that others need not wait for its end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await self._held.release()
+        except (Unavailable, SetupError) as error:
+            logger.warning("lease not ended, it runs out reason=%s", error)
+        await self._coordinator.close()
+
+    def leader(self) -> str:
+        """Return the node that leads as far as is known; empty when there is none."""
+        if self.view is None or self.view.record is None or self.view.holder is None:
+            return ""
+        node = node_of(self.view.record.leader)
+        return node if self.view.holder.node == node else ""
+
+    def address(self, edge: str) -> Address | None:
+        """Return where the leader listens for an edge; None while no other node leads."""
+        leader = self.nodes.get(self.leader())
+        if leader is None or leader.name == self._node.name or edge not in leader.addresses:
+            return None
+        return parse_address(leader.addresses[edge])
+
+    # -- hooks: called in the replica's thread -----------------------------------------------------------------------
+
+    def propose(self, proposal: do.Propose) -> None:
+        """Swap the record, and answer with a Proposed event."""
+        self._ask(proposal)
+
+    def hold(self) -> None:
+        """Make the holder's key."""
+        self._ask(do.Hold())
+
+    def resign(self) -> None:
+        """Remove the holder's key."""
+        self._ask(do.Resign())
+
+    def apply(self, seq: int) -> None:
+        """Bring the follower's caches up to a row."""
+        self._call(self._duties.apply, seq)
+
+    def serve(self, epoch: int) -> None:
+        """Serve: this replica leads."""
+        self._call(self._duties.serve, epoch)
+
+    def stop_serving(self, reason: str) -> None:
+        """End the process: this replica leads no more."""
+        logger.warning("replica leads no more reason=%s", reason)
+        self._call(self._duties.end, LeaseLost(f"this node leads no more: {reason}"))
+
+    def fail(self, error: BaseException) -> None:
+        """End the process: the disk has failed, or a rule of ours is broken."""
+        self._call(self._duties.end, error)
+
+    def _ask(self, effect: do.Effect) -> None:
+        self._call(self._asked.put_nowait, effect)
+
+    def _call(self, call: Callable[..., None], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(call, *args)
+
+    # -- duties ------------------------------------------------------------------------------------------------------
+
+    async def _guarded(self, duty: Coroutine[Any, Any, None]) -> None:
+        try:
+            await duty
+        except Exception as error:
+            # No caller awaits the task: a duty that breaks must end the replica, and not just end.
+            self._duties.end(error)
+
+    async def _renew(self) -> None:
+        while True:
+            pause_s = await self._held.beat()
+            if self._held.lease is not None:
+                self._thread.tell(on.LeaseExtended(self._held.lease.ends_ms))
+            await asyncio.sleep(pause_s)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                self.view = view = await self._coordinator.read(self._group)
+                self._know(await self._coordinator.nodes())
+            except (Unavailable, SetupError) as error:
+                logger.warning("record not read reason=%s", error)
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if view.record is not None:
+                holder = None if view.holder is None else view.holder.node
+                self._thread.tell(on.Seen(view.revision, view.record, holder))
+            try:
+                await self._coordinator.wait_for_change(view.as_of, POLL_S)
+            except (Unavailable, SetupError):
+                await asyncio.sleep(AGAIN_S)
+
+    def _know(self, nodes: dict[str, Node]) -> None:
+        # A node whose lease has ended is dialed on: it is back where it was, or registers another address.
+        self.nodes |= nodes
+        addresses = {
+            name: parse_address(node.addresses[REPLICATION])
+            for name, node in self.nodes.items()
+            if name != self._node.name and REPLICATION in node.addresses
+        }
+        self._thread.set_addresses(addresses)
+
+    async def _answer(self) -> None:
+        while True:
+            effect = await self._asked.get()
+            try:
+                await self._carry_out(effect)
+            except (Unavailable, SetupError) as error:
+                logger.warning("not asked of the coordinator what=%s reason=%s", type(effect).__name__, error)
+                if isinstance(effect, do.Propose):
+                    # It was carried out or not: the record will tell.
+                    self._thread.tell(on.Proposed(0, effect.record, None))
+
+    async def _carry_out(self, effect: do.Effect) -> None:
+        lease = self._held.lease
+        match effect:
+            case do.Propose():
+                await self._swap(effect)
+            case do.Hold() if lease is not None:
+                await self._coordinator.hold(self._group, lease)
+            case do.Resign() if lease is not None:
+                await self._coordinator.resign(self._group, lease)
+
+    async def _swap(self, asked: do.Propose) -> None:
+        lease, record = self._held.lease, asked.record
+        try:
+            if asked.holder is do.Holder.KEEP:
+                swap = await self._coordinator.change(self._group, asked.revision, record)
+            elif lease is None:
+                raise LeaseLost("no lease to hold the group by")
+            elif asked.holder is do.Holder.TAKE:
+                swap = await self._coordinator.lead(
+                    self._group, asked.revision, record, lease, displaces=asked.displaces
+                )
+            else:
+                swap = await self._coordinator.hand_over(self._group, asked.revision, record, lease)
+        except LeaseLost:
+            self._thread.tell(on.Proposed(0, record, False))
+            return
+        self.view = swap.view
+        self._thread.tell(on.Proposed(swap.view.revision, record, swap.won))
+
+
+def parse_address(text: str) -> Address:
+    """Return host and port of `host:port`, an IPv6 address in brackets."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)

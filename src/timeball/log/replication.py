@@ -1,0 +1,46 @@
+"""The log, elsewhere too: what the writer asks of the other replicas of its log (cluster/ implements it).
+
+A commit is replicated by the thread that writes it: it leaves for the others before it is written here, so that all
+disks work at the same time, and `commit` returns when enough of them have it. What the writer shows, acknowledges and
+applies behind it is then as safe as the group promises.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from timeball.log.disk_thread import Disk
+from timeball.log.recovery import Opened
+from timeball.log.segment import SegmentFile
+
+
+class Extent(NamedTuple):
+    """The bytes of a commit, and their place: all of it stands in one segment."""
+
+    file: SegmentFile  # of that segment, with room for the frames
+    position: int
+    end_seq: int  # sequence number after the last row
+    frames: bytes
+    begins: bool  # whether it is the first commit of its segment, whose header is on the disk already
+
+
+class Replication(Protocol):
+    """All methods belong to the disk thread."""
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the frames that this leader writes."""
+
+    def commit(self, extent: Extent) -> None:
+        """Write, sync and replicate; return when it is committed. Raises NotLeader when it will never be, by this node.
+
+        After NotLeader the rows may be in the log of the next leader, or not: their senders are not answered.
+        """
+
+
+class Leading(NamedTuple):
+    """A log that this process leads: what a broker is built on instead of opening its own."""
+
+    opened: Opened
+    disk: Disk  # the replica's thread; it outlives the broker
+    replication: Replication

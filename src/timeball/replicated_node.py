@@ -1,0 +1,213 @@
+"""A node of a cluster: a replica of a group's log, and the group's broker while this replica leads.
+
+Until it leads, the node forwards what comes to its ports to the leader. When its replica leads, the broker is built on
+the replica's log and takes over the ports. When it leads no more the process ends, and the next one follows: what a
+former leader has in memory is worth nothing (docs/decisions/0003-fail-stop.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from concurrent.futures import Future
+from typing import Any
+
+from timeball import __version__
+from timeball.clock import Clock, SystemClock
+from timeball.cluster import events as on
+from timeball.cluster.connections import Connections, listen
+from timeball.cluster.coordinator import Coordinator
+from timeball.cluster.coordinator import Node as ClusterNode
+from timeball.cluster.etcd import EtcdStore
+from timeball.cluster.etcd_members import EtcdAccess
+from timeball.cluster.gateway import Gateway
+from timeball.cluster.keys import KeyCoordinator
+from timeball.cluster.member import REPLICATION, Member
+from timeball.cluster.replica import Role, Rules
+from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
+from timeball.cluster.replica_thread import ReplicaThread
+from timeball.config import Settings
+from timeball.data_folder import check_folder, write_format
+from timeball.files import RealFiles, read_secret
+from timeball.log.disk_thread import Disk
+from timeball.log.replication import Leading
+from timeball.node import Node
+from timeball.security import OTHERS, load_client_tls
+
+logger = logging.getLogger(__name__)
+
+QUORUM_TTLS = 3  # a leader that hears no majority for so many lease times stops
+HAND_OVER_S = 2.0
+LOOK_S = 0.01
+
+
+class _LentDisk(Disk):
+    """The replica's thread as the broker's disk thread, which outlives the broker."""
+
+    def __init__(self, thread: ReplicaThread) -> None:
+        self.post, self._submit = thread.post, thread.submit  # type: ignore[method-assign]
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run a call in the replica's thread."""
+        return self._submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do nothing: the replica goes on."""
+
+
+class ReplicatedNode:
+    """One replica, in one process."""
+
+    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+        self.settings, self._clock = settings, clock or SystemClock()
+        self.files = RealFiles(settings.data)
+        self.broker_node: Node | None = None  # while this replica leads
+        self.serving = asyncio.Event()
+        self._ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._serve_task: asyncio.Task[None] | None = None
+        self.member: Member
+        self.thread: ReplicaThread
+        self._log: ReplicaLog
+        self._gateway: Gateway
+
+    async def start(self) -> None:
+        """Open the replica's log, join the cluster, and listen; raises SetupError and what the disk says."""
+        settings = self.settings
+        check_folder(self.files)
+        self.files.lock()
+        try:
+            write_format(self.files)
+            self._log = log = await asyncio.to_thread(
+                ReplicaLog, self.files, settings.node, settings.group, settings.segment_bytes
+            )
+            rules = Rules(
+                log.identity.replica, settings.group, settings.acks == "all",
+                quorum_ms=QUORUM_TTLS * settings.lease_ttl_ms, batch_bytes=BATCH_BYTES,
+            )  # fmt: skip
+            connections = Connections(
+                settings.group, listen(settings.host, settings.replication_port), self._clock.boot_ms
+            )
+            self.member = Member(
+                self._coordinator(),
+                self._clock,
+                self._registration(),
+                settings.group,
+                settings.lease_ttl_ms,
+                self,
+            )
+            self._gateway = Gateway(settings.host, self._ports(), self.member.address)
+            await self._gateway.start()
+            self.thread = ReplicaThread(rules, log, connections, self._clock, self.member)
+            self.thread.start()
+            self.member.start(self.thread)
+        except BaseException:  # of any kind: the folder must not stay claimed
+            self.files.unlock()
+            raise
+
+    async def run_until_signal(self) -> BaseException | None:
+        """Follow or lead until SIGTERM or SIGINT; return None then, and else why the process must begin anew."""
+        loop = asyncio.get_running_loop()
+        asked: asyncio.Future[None] = loop.create_future()
+
+        def ask() -> None:
+            if not asked.done():
+                asked.set_result(None)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ask)
+        both: list[asyncio.Future[Any]] = [asked, self._ended]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if self._ended.done():
+            return self._ended.result()
+        await self.stop()
+        return None
+
+    async def stop(self) -> None:
+        """Hand over if this replica leads, and end in order."""
+        if self._serve_task is not None:
+            await asyncio.wait([self._serve_task])
+        if self.broker_node is not None:
+            await self.broker_node.stop()
+            await self._hand_over()
+        await self._gateway.close()
+        await self.member.close()
+        await asyncio.to_thread(self.thread.shutdown)
+        self.files.unlock()
+
+    # -- duties that the member brings (cluster/member.py) -----------------------------------------------------------
+
+    def apply(self, seq: int) -> None:
+        """Bring the follower's caches up to a row."""
+
+    def serve(self, epoch: int) -> None:
+        """Build the broker on the replica's log."""
+        logger.info("replica leads epoch=%d", epoch)
+        self._serve_task = asyncio.create_task(self._serve())
+
+    def end(self, error: BaseException) -> None:
+        """End the process: it leads no more, or its disk has failed."""
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    async def _serve(self) -> None:
+        try:
+            opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
+            await self._gateway.close()
+            leading = Leading(opened, _LentDisk(self.thread), self.thread)
+            node = Node(self.settings, self._clock, self.files, leading)
+            await node.start()
+            self.broker_node = node
+            node.when_failed(self.end)
+            self.serving.set()
+        except BaseException as error:  # of any kind: no caller awaits this task
+            self.end(error)
+
+    async def _hand_over(self) -> None:
+        """Let the replica that has the whole log lead."""
+        state = self.thread.state
+        lead = state.lead
+        if lead is None:
+            return
+        ready = [node for node, peer in lead.peers.items() if peer.acked == state.log.end]
+        if not ready:
+            return
+        self.thread.tell(on.HandOver(sorted(ready)[0]))
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + HAND_OVER_S
+        while self.thread.state.role is not Role.STOPPED and loop.time() < until_s:  # noqa: ASYNC110 (another thread's state)
+            await asyncio.sleep(LOOK_S)
+
+    # -- what the settings say ---------------------------------------------------------------------------------------
+
+    def _coordinator(self) -> Coordinator:
+        settings = self.settings
+        endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
+        tls = None
+        if any(each.startswith("https") for each in endpoints):
+            tls = load_client_tls(settings.etcd_ca, settings.etcd_cert, settings.etcd_key)
+        password = ""
+        if settings.etcd_user:
+            secret = read_secret(settings.etcd_password_file, "--etcd-password-file", forbidden_mode=OTHERS)
+            password = secret.decode().strip()
+        access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
+        store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
+        return KeyCoordinator(store, self._clock, cluster=settings.cluster, node=settings.node)
+
+    def _ports(self) -> dict[str, int]:
+        settings = self.settings
+        ports = {
+            "flight": settings.port, "http": settings.http_port, "name_server": settings.name_server_port,
+            "remoting": settings.remoting_port, "grpc": settings.grpc_port,
+        }  # fmt: skip
+        return {edge: port for edge, port in ports.items() if port > 0}
+
+    def _registration(self) -> ClusterNode:
+        settings = self.settings
+        host = settings.host if ":" not in settings.host else f"[{settings.host}]"
+        ports = {**self._ports(), REPLICATION: settings.replication_port}
+        addresses = {edge: f"{host}:{port}" for edge, port in ports.items()}
+        return ClusterNode(
+            settings.node, addresses, version=__version__, replica=self._log.identity.replica,
+            promised=self._log.identity.promised,
+        )  # fmt: skip

@@ -1,0 +1,178 @@
+"""Three real nodes of a cluster on this machine's loopback, with three members of etcd, killed and started by tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.bounds import BOUND_S
+from tests.cluster.etcd_cluster import EtcdCluster, free_ports
+
+from timeball.clock import SystemClock
+from timeball.cluster.coordinator import GroupView
+from timeball.cluster.etcd import EtcdStore
+from timeball.cluster.etcd_members import EtcdAccess
+from timeball.cluster.keys import KeyCoordinator
+from timeball.cluster.record import Record, node_of
+
+CLUSTER, GROUP = "tests", "g1"
+EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", "replication-port")
+
+
+@dataclass
+class NodeProcess:
+    """One node: it keeps its ports and its folder over restarts."""
+
+    name: str
+    folder: Path
+    etcd: list[str]
+    options: dict[str, str] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.ports = self.ports or dict(zip(EDGES, free_ports(len(EDGES)), strict=True))
+
+    @property
+    def data(self) -> Path:
+        return self.folder / self.name
+
+    @property
+    def endpoint(self) -> str:
+        return f"grpc://127.0.0.1:{self.ports['port']}"
+
+    def start(self) -> None:
+        assert self.process is None
+        command = [sys.executable, "-m", "timeball", "serve", "--json", "--log-level", "info"]
+        command += [
+            "--cluster",
+            CLUSTER,
+            "--node",
+            self.name,
+            "--group",
+            GROUP,
+            "--etcd",
+            ",".join(self.etcd),
+        ]
+        command += ["--data", str(self.data), "--segment-bytes", "8MiB"]
+        for name, value in [*self.options.items(), *self.ports.items()]:
+            command += [f"--{name}", str(value)]
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self.process.wait(BOUND_S)
+            self.process = None
+
+    def wipe(self) -> None:
+        assert self.process is None
+        shutil.rmtree(self.data)
+
+    @property
+    def text(self) -> str:
+        return (self.folder / f"{self.name}.log").read_text()
+
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.text.splitlines() if line.startswith('{"event"')]
+
+
+@dataclass
+class Cluster:
+    """All nodes, and the coordinator as the tests ask it."""
+
+    folder: Path
+    etcd: EtcdCluster
+    nodes: dict[str, NodeProcess] = field(default_factory=dict)
+
+    def ask(self, call: str, *args: object) -> object:
+        """Ask the coordinator once."""
+
+        async def asked() -> object:
+            store = EtcdStore(EtcdAccess(self.etcd.endpoints), ttl_ms=20_000)
+            coordinator = KeyCoordinator(store, SystemClock(), cluster=CLUSTER, node="tests")
+            try:
+                return await getattr(coordinator, call)(*args)
+            finally:
+                await coordinator.close()
+
+        return asyncio.run(asked())
+
+    def view(self) -> GroupView:
+        view = self.ask("read", GROUP)
+        assert isinstance(view, GroupView)
+        return view
+
+    def begin(self) -> None:
+        """Make the group's record of the replicas that have registered."""
+        nodes = self.wait(
+            "all nodes have registered",
+            lambda: (
+                found if len(found := self.ask("nodes")) == len(self.nodes) else None  # type: ignore[arg-type]
+            ),
+        )
+        assert isinstance(nodes, dict)
+        replicas = tuple(sorted(node.replica for node in nodes.values()))
+        self.ask("change", GROUP, 0, Record(0, "", replicas))
+
+    def leader(self, epoch_above: int = 0) -> NodeProcess:
+        """Wait until a node says that it leads in a later epoch."""
+
+        def found() -> NodeProcess | None:
+            for node in self.nodes.values():
+                if node.process is None:
+                    continue
+                epochs = [event["epoch"] for event in node.events() if event["event"] == "leads"]
+                if epochs and epochs[-1] > epoch_above and self.view().record.epoch == epochs[-1]:  # type: ignore
+                    return node
+            return None
+
+        leader = self.wait("a node leads", found)
+        assert isinstance(leader, NodeProcess)
+        return leader
+
+    def epoch(self) -> int:
+        record = self.view().record
+        return record.epoch if record else 0
+
+    def wait(self, what: str, condition: object, bound_s: float = BOUND_S) -> object:
+        deadline = time.monotonic() + bound_s
+        while time.monotonic() < deadline:
+            found = condition()  # type: ignore[operator]
+            if found:
+                return found
+            time.sleep(0.02)
+        raise AssertionError(
+            f"not seen: {what}\n" + "\n".join(f"{n.name}: {n.text[-1500:]}" for n in self.nodes.values())
+        )
+
+
+@contextmanager
+def running_cluster(folder: Path, names: str = "abc", **options: str) -> Iterator[Cluster]:
+    with EtcdCluster(folder / "etcd") as etcd:
+        cluster = Cluster(folder, etcd)
+        try:
+            for name in names:
+                cluster.nodes[name] = NodeProcess(name, folder, etcd.endpoints, dict(options))
+                cluster.nodes[name].start()
+            cluster.begin()
+            yield cluster
+        finally:
+            for node in cluster.nodes.values():
+                if node.process is not None:
+                    node.kill()
+
+
+__all__ = ["Cluster", "NodeProcess", "node_of", "running_cluster"]
