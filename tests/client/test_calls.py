@@ -11,6 +11,7 @@ import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
+from timeball import Timeball
 from timeball.client.calls import RETRY_PAUSES_S, Calls, translate, translated
 from timeball.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
 
@@ -105,6 +106,24 @@ def test_a_safe_call_outlives_a_restart(data: Path) -> None:
         restart.join(BOUND_S)
         assert after["log"]["first_seq"] == before["log"]["first_seq"]
         there.close()
+
+
+def test_the_next_node_is_asked_when_one_does_not_answer(node: RunningNode) -> None:
+    there = Calls(f"{NOBODY},{node.endpoint.removeprefix('grpc://')}", 30_000)
+    assert there.action("status", {}, dict[str, Any])["log"]["next_seq"] >= 0
+    assert there.endpoint == node.endpoint, "the one that answers is kept"
+    there.close()
+
+
+def test_a_send_goes_to_the_next_node_when_one_does_not_answer(node: RunningNode) -> None:
+    with Timeball(f"{NOBODY},{node.endpoint.removeprefix('grpc://')}") as ball:
+        assert ball.send("nodes", "hello").seq > 0
+
+
+@pytest.mark.parametrize("endpoint", ["grpc://,127.0.0.1:1", "grpc://127.0.0.1:1,", "127.0.0.1:1,127.0.0.1:2"])
+def test_each_of_several_addresses_must_look_like_one(endpoint: str) -> None:
+    with pytest.raises(RequestError, match="grpc://host:port"):
+        Calls(endpoint, 1_000)
 
 
 ENDPOINT = "grpc://127.0.0.1:1"

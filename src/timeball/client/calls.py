@@ -33,6 +33,7 @@ from timeball.message import READ_SCHEMA
 
 # Attempts after the first, and the pause before each: a broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
+CLUSTER_PAUSES_S = (0.05, 0.1, 0.3, 1.0, 1.0, 1.0)  # another node leads within two or three seconds
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a program that has patience
 # Verbs whose repetition changes nothing. Attach carries a job id and an epoch by which the broker knows it.
 REPEATABLE = frozenset(
@@ -57,6 +58,8 @@ _CHANNEL = [
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+
+SCHEMES = ("grpc", "grpc+tcp", "grpc+tls", "grpc+unix")
 
 logger = logging.getLogger(__name__)
 
@@ -98,16 +101,30 @@ class Calls:
         patience_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`endpoint` as in grpc://host:port. RequestError if it is not of that form. `who`: else the environment's."""
-        self.endpoint = endpoint
+        """`endpoint` as in grpc://host:port, or grpc://host:port,host:port for the nodes of a cluster.
+
+        RequestError if it is not of that form. `who`: else the environment's.
+        """
+        self._endpoints = _each_endpoint(endpoint)
         self.timeout_ms = timeout_ms
         self._patience_s = patience_s
         self._closed = threading.Event()
-        if not endpoint.startswith(("grpc://", "grpc+tcp://", "grpc+tls://", "grpc+unix://")):
-            raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port")
         self._who, self._clock = who, clock or SystemClock()
         self._dialling = threading.Lock()
         self._flight: Any = None
+
+    @property
+    def endpoint(self) -> str:
+        """The address that is dialed now."""
+        return self._endpoints[0]
+
+    def _try_next(self) -> None:
+        """Dial another node of the cluster with the next call: this one does not answer."""
+        if len(self._endpoints) > 1 and not is_inherited():
+            with self._dialling:
+                self._endpoints.append(self._endpoints.pop(0))
+                # Not closed: other threads may have streams on it, which end by themselves.
+                self._flight = None
 
     @property
     def flight(self) -> Any:
@@ -139,10 +156,12 @@ class Calls:
             yield from self._patient_attempts(self._patience_s)
             return
         yield True
-        for number, pause_s in enumerate(RETRY_PAUSES_S, 1):
+        pauses_s = RETRY_PAUSES_S if len(self._endpoints) == 1 else CLUSTER_PAUSES_S
+        for number, pause_s in enumerate(pauses_s, 1):
             if self._closed.wait(pause_s):
                 raise Unavailable("the client was closed")
-            yield number < len(RETRY_PAUSES_S)
+            self._try_next()
+            yield number < len(pauses_s)
 
     def _patient_attempts(self, patience_s: float) -> Iterator[bool]:
         give_up_ns, pause_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
@@ -155,6 +174,7 @@ class Calls:
             # Jitter: after a restart the tasks of a whole cluster would otherwise knock at once.
             if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
                 raise Unavailable("the client was closed")
+            self._try_next()
             pause_s = min(2 * pause_s, PATIENT_PAUSES_S[1])
             more = self._clock.monotonic_ns() < give_up_ns
 
@@ -245,6 +265,14 @@ class Calls:
         check_process()
         if self._closed.is_set():
             raise RequestError("this Timeball client is closed")
+
+
+def _each_endpoint(endpoint: str) -> list[str]:
+    scheme, mark, rest = endpoint.partition("://")
+    addresses = [each.strip() for each in rest.split(",")]
+    if not mark or scheme not in SCHEMES or (len(addresses) > 1 and not all(addresses)):
+        raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port")
+    return [f"{scheme}://{address}" for address in addresses]
 
 
 # ---- Flight's errors as ours ------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ away. A process that forks makes its first call behind the fork: a child of a pr
 each call of its own, and waits for nothing. When a method returns, what it says is on the broker's disk; when it
 raises, the error's class says who must act (`timeball.errors`), and its sentence says what to do.
 
+A cluster's nodes are named together, "grpc://host1:7400,host2:7400": each answers, and the next one is tried when one
+does not.
+
 In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
 """
 
