@@ -112,6 +112,10 @@ class Settings:
     etcd_user: str = _of("", "User of etcd; the password is read from --etcd-password-file.")
     etcd_password_file: str = _of("", "File with the password of --etcd-user, not readable by others.")
     replication_port: int = _of(7410, "Port for the other nodes of the cluster.", 1, PORT_MAX)
+    replication_ca: str = _of(
+        "",
+        "Certificates that the other nodes' are checked by, PEM; TLS between nodes, with --tls-cert and --tls-key.",
+    )
     acks: Acks = _of(
         "majority", "Replicas that must have a commit before it is acknowledged: majority or all."
     )
@@ -221,6 +225,12 @@ class Settings:
         for name in ("node", "etcd"):
             if not getattr(self, name):
                 raise SetupError(f"--cluster {self.cluster} needs {option_name(name)}")
+        if not (self.replication_ca or self.allow_plaintext or is_loopback(self.host)):
+            raise SetupError(
+                f"--host {self.host}: others could read and change what the nodes of the cluster tell each other. Give "
+                "them certificates (--replication-ca, --tls-cert, --tls-key), or say --allow-plaintext if the network "
+                "is one you trust"
+            )
         for name in ("port", "http_port", "name_server_port", "remoting_port", "grpc_port"):
             if getattr(self, name) == 0:
                 raise SetupError(

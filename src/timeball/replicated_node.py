@@ -16,7 +16,7 @@ from typing import Any
 from timeball import __version__
 from timeball.clock import Clock, SystemClock
 from timeball.cluster import events as on
-from timeball.cluster.connections import Connections, listen
+from timeball.cluster.connections import Connections, PeerTls, listen
 from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.coordinator import Node as ClusterNode
 from timeball.cluster.etcd import EtcdStore
@@ -33,7 +33,7 @@ from timeball.files import RealFiles, read_secret
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
 from timeball.node import Node
-from timeball.security import OTHERS, load_client_tls
+from timeball.security import OTHERS, load_client_tls, load_peer_tls
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,10 @@ class ReplicatedNode:
                 quorum_ms=QUORUM_TTLS * settings.lease_ttl_ms, batch_bytes=BATCH_BYTES,
             )  # fmt: skip
             connections = Connections(
-                settings.group, listen(settings.host, settings.replication_port), self._clock.boot_ms
+                settings.group,
+                listen(settings.host, settings.replication_port),
+                self._clock.boot_ms,
+                self._tls(),
             )
             self.member = Member(
                 self._coordinator(),
@@ -179,6 +182,12 @@ class ReplicatedNode:
             await asyncio.sleep(LOOK_S)
 
     # -- what the settings say ---------------------------------------------------------------------------------------
+
+    def _tls(self) -> PeerTls | None:
+        settings = self.settings
+        if not settings.replication_ca:
+            return None
+        return PeerTls(*load_peer_tls(settings.replication_ca, settings.tls_cert, settings.tls_key))
 
     def _coordinator(self) -> Coordinator:
         settings = self.settings

@@ -72,6 +72,22 @@ def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
     return context
 
 
+def load_peer_tls(roots: str, certificate: str, key: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return TLS between nodes, for the one that is connected to and for the one that connects. Raises SetupError.
+
+    Both show this certificate, and both ask for one of these roots.
+    """
+    if not (certificate and key):
+        raise SetupError(
+            "--replication-ca is of no use without --tls-cert and --tls-key: name all three, or none"
+        )
+    client = load_client_tls(roots, certificate, key)
+    server = _context(certificate, key, "timeball-replication")
+    server.load_verify_locations(cafile=roots)
+    server.verify_mode = ssl.CERT_REQUIRED
+    return server, client
+
+
 def _context(certificate: str, key: str, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

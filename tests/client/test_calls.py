@@ -120,7 +120,9 @@ def test_a_send_goes_to_the_next_node_when_one_does_not_answer(node: RunningNode
         assert ball.send("nodes", "hello").seq > 0
 
 
-@pytest.mark.parametrize("endpoint", ["grpc://,127.0.0.1:1", "grpc://127.0.0.1:1,", "127.0.0.1:1,127.0.0.1:2"])
+@pytest.mark.parametrize(
+    "endpoint", ["grpc://,127.0.0.1:1", "grpc://127.0.0.1:1,", "127.0.0.1:1,127.0.0.1:2"]
+)
 def test_each_of_several_addresses_must_look_like_one(endpoint: str) -> None:
     with pytest.raises(RequestError, match="grpc://host:port"):
         Calls(endpoint, 1_000)

@@ -14,11 +14,13 @@ import logging
 import os
 import selectors
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from timeball.cluster.messages import Hello, Message, Receiver, encode
+from timeball.cluster.tls_channel import TlsChannel
 from timeball.errors import PeerError, SetupError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,13 @@ class Listener(Protocol):
         """A connection has ended."""
 
 
+class PeerTls(NamedTuple):
+    """TLS for connections that are accepted, and for those that are dialed; both ask for a certificate."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
 class Connection:
     """One socket, and what waits to be sent on it."""
 
@@ -58,16 +67,24 @@ class Connection:
         self.unsent: deque[memoryview] = deque()
         self.unsent_bytes = 0
         self.since_ms = 0
+        self.tls: TlsChannel | None = None
 
     def queue(self, message: Message) -> None:
         """Put a message behind what waits."""
         for part in encode(message):
-            if part:
-                self.unsent.append(memoryview(part))
-                self.unsent_bytes += len(part)
+            if part and self.tls is not None:
+                self.tls.send(part)
+            elif part:
+                self._queue(part)
+
+    def _queue(self, part: bytes) -> None:
+        self.unsent.append(memoryview(part))
+        self.unsent_bytes += len(part)
 
     def write(self) -> bool:
         """Send as much as the socket takes; return whether all has gone. Raises OSError."""
+        if self.tls is not None and (part := self.tls.outgoing()):
+            self._queue(part)
         while self.unsent:
             try:
                 sent = self.sock.sendmsg(list(self.unsent)[:64])
@@ -84,8 +101,10 @@ class Connection:
 class Connections:
     """All connections of a replica. Belongs to the thread that calls it."""
 
-    def __init__(self, group: str, listen_on: socket.socket, boot_ms: Callable[[], int]) -> None:
-        self.group, self._boot_ms = group, boot_ms
+    def __init__(
+        self, group: str, listen_on: socket.socket, boot_ms: Callable[[], int], tls: PeerTls | None = None
+    ) -> None:
+        self.group, self._boot_ms, self._tls = group, boot_ms, tls
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
@@ -165,7 +184,7 @@ class Connections:
     def _serve(self, connection: Connection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
-                if not connection.is_open and not self._opened(connection):
+                if not connection.is_open and connection.tls is None and not self._opened(connection):
                     return
                 self._write(connection)
             if events & selectors.EVENT_READ:
@@ -181,10 +200,18 @@ class Connections:
         if number:
             self._end(connection, tells=False)
             return False
-        connection.is_open = True
         self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
-        self.listener.opened(connection.node)
+        if self._tls is not None:
+            connection.tls = TlsChannel(self._tls.client, self.addresses[connection.node][0])
+            connection.tls.begin()
+            self._write(connection)
+        else:
+            self._is_open(connection)
         return True
+
+    def _is_open(self, connection: Connection) -> None:
+        connection.is_open = True
+        self.listener.opened(connection.node)
 
     def _read(self, connection: Connection) -> None:
         try:
@@ -194,6 +221,11 @@ class Connections:
         if not data:
             self._end(connection)
             return
+        if connection.tls is not None:
+            data = connection.tls.receive(data)
+            self._write(connection)
+            if connection.opened_here and not connection.is_open and connection.tls.is_open:
+                self._is_open(connection)
         for message in connection.receiver.receive(data):
             if not connection.node:
                 self._introduce(connection, message)
@@ -224,6 +256,8 @@ class Connections:
             return
         _configure(sock)
         connection = Connection(sock, "", opened_here=False, is_open=True)
+        if self._tls is not None:
+            connection.tls = TlsChannel(self._tls.server, None)
         self._strangers.append(connection)
         if len(self._strangers) > STRANGERS_MAX:
             self._end(self._strangers[0])

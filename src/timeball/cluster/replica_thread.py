@@ -44,6 +44,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TICK_MS = 50
+SUSPECT_MS = 1_000
 
 
 class Hooks(Protocol):
@@ -95,6 +96,7 @@ class ReplicaThread(Disk):
         self._is_stepping = False
         self._is_over = False  # shut down, or failed
         self._ticked_ms = 0
+        self._suspect, self._suspect_until_ms = "", 0  # the node of a leader whose connection has ended
         self._received = False  # frames or more, since the last flush
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
@@ -205,6 +207,8 @@ class ReplicaThread(Disk):
         if now_ms - self._ticked_ms >= TICK_MS:
             self._ticked_ms = now_ms
             self._step(on.Tick(now_ms, self._clock.wall_ms()))
+            if self._suspect:
+                self._probe()
 
     def opened(self, node: str) -> None:
         """Tell the protocol of a connection that was dialed."""
@@ -219,7 +223,19 @@ class ReplicaThread(Disk):
         """Tell the protocol that a connection has ended; and if it was a leader's, whose process has, that too."""
         was_source = self.state.source is not None and self.state.source.node == node
         self._step(on.Disconnected(node, opened_here))
-        if was_source and not opened_here and self._connections.refuses(node):
+        if was_source and not opened_here:
+            self._suspect, self._suspect_until_ms = node, self._clock.boot_ms() + SUSPECT_MS
+            self._probe()
+
+    def _probe(self) -> None:
+        """Tell the protocol when nothing listens any more where the last leader was: its lease need not be waited for.
+
+        A process that ends closes its sockets one by one, so it is looked at more than once.
+        """
+        if self.state.source is not None or self._clock.boot_ms() > self._suspect_until_ms:
+            self._suspect = ""
+        elif self._connections.refuses(self._suspect):
+            node, self._suspect = self._suspect, ""
             self._step(on.LeaderDied(node))
 
     def _step(self, event: Event) -> None:

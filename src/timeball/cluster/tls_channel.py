@@ -1,0 +1,65 @@
+"""TLS without a socket: bytes in, bytes out, no I/O; connections.py reads and writes.
+
+Both ends show a certificate of the cluster's own authority, so a stranger does not get as far as a HELLO.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+from timeball.errors import PeerError
+
+READ_BYTES = 1 << 20
+
+
+class TlsChannel:
+    """One end of one connection."""
+
+    def __init__(self, context: ssl.SSLContext, host: str | None) -> None:
+        """Begin as the client of `host`, or as the server when it is None."""
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=host is None, server_hostname=host
+        )
+        self.is_open = False
+        self._plain: list[bytes | memoryview] = []  # to be sent once the handshake is done
+
+    def receive(self, data: bytes) -> bytes:
+        """Take bytes of the socket, and return what they say; raises PeerError."""
+        self._incoming.write(data)
+        found = bytearray()
+        try:
+            self.begin()
+            while self.is_open and (part := self._tls.read(READ_BYTES)):
+                found += part
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise PeerError(f"TLS: {error.reason or error}") from error
+        return bytes(found)
+
+    def begin(self) -> None:
+        """Go on with the handshake as far as the bytes so far allow; raises PeerError."""
+        if self.is_open:
+            return
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        except ssl.SSLError as error:
+            raise PeerError(f"TLS: {error.reason or error}") from error
+        self.is_open = True
+        for part in self._plain:
+            self._tls.write(part)
+        self._plain.clear()
+
+    def send(self, plain: bytes | memoryview) -> None:
+        """Put bytes on their way."""
+        if self.is_open:
+            self._tls.write(plain)
+        else:
+            self._plain.append(plain)
+
+    def outgoing(self) -> bytes:
+        """Return bytes for the socket; empty when there are none."""
+        return self._outgoing.read()
