@@ -30,6 +30,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 MIB = 1024 * 1024
+BROKER_NAME = "timeball"
 TIMER_WHEEL_MS_MAX = 30 * limits.DAY_MS
 PORT_MAX = 65_535
 
@@ -73,7 +74,7 @@ class Settings:
     grpc_port: int = _of(
         8081, "Port for RocketMQ 5's gRPC clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX
     )
-    broker_name: str = _of("timeball", "The broker's name for RocketMQ clients.")
+    broker_name: str = _of(BROKER_NAME, "The broker's name for RocketMQ clients; in a cluster the group's.")
     cluster_name: str = _of("DefaultCluster", "The cluster's name for RocketMQ clients.")
     advertise: str = _of("", "host[:port] that RocketMQ clients dial; empty: the address they came in by.")
     recall_answers: RecallAnswers = _of(  # docs/cancel.md

@@ -8,6 +8,7 @@ former leader has in memory is worth nothing (docs/decisions/0003-fail-stop.md).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import signal
 from concurrent.futures import Future
@@ -17,23 +18,22 @@ from timeball import __version__
 from timeball.clock import Clock, SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connections import Connections, PeerTls, listen
-from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.coordinator import Node as ClusterNode
-from timeball.cluster.etcd import EtcdStore
-from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.gateway import Gateway
-from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
-from timeball.config import Settings
+from timeball.config import BROKER_NAME, Settings
 from timeball.data_folder import check_folder, write_format
-from timeball.files import RealFiles, read_secret
+from timeball.errors import SetupError
+from timeball.files import RealFiles
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
+from timeball.name_service import NameService, coordinator_of
 from timeball.node import Node
-from timeball.security import OTHERS, load_client_tls, load_peer_tls
+from timeball.protocols.sessions import advertised
+from timeball.security import load_peer_tls
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class ReplicatedNode:
         self.thread: ReplicaThread
         self._log: ReplicaLog
         self._gateway: Gateway
+        self._names: NameService
 
     async def start(self) -> None:
         """Open the replica's log, join the cluster, and listen; raises SetupError and what the disk says."""
@@ -91,16 +92,14 @@ class ReplicatedNode:
                 self._clock.boot_ms,
                 self._tls(),
             )
+            coordinator = coordinator_of(settings, self._clock)
             self.member = Member(
-                self._coordinator(),
-                self._clock,
-                self._registration(),
-                settings.group,
-                settings.lease_ttl_ms,
-                self,
+                coordinator, self._clock, self._registration(), settings.group, settings.lease_ttl_ms, self
             )
+            self._names = NameService(settings, coordinator)
             self._gateway = Gateway(settings.host, self._ports(), self.member.address)
             await self._gateway.start()
+            await self._names.start()
             self.thread = ReplicaThread(rules, log, connections, self._clock, self.member)
             self.thread.start()
             self.member.start(self.thread)
@@ -134,6 +133,7 @@ class ReplicatedNode:
             await self.broker_node.stop()
             await self._hand_over()
         await self._gateway.close()
+        await self._names.close()
         await self.member.close()
         await asyncio.to_thread(self.thread.shutdown)
         self.files.unlock()
@@ -158,7 +158,7 @@ class ReplicatedNode:
             opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
             await self._gateway.close()
             leading = Leading(opened, _LentDisk(self.thread), self.thread)
-            node = Node(self.settings, self._clock, self.files, leading)
+            node = Node(self._broker_settings(), self._clock, self.files, leading)
             await node.start()
             self.broker_node = node
             node.when_failed(self.end)
@@ -189,34 +189,36 @@ class ReplicatedNode:
             return None
         return PeerTls(*load_peer_tls(settings.replication_ca, settings.tls_cert, settings.tls_key))
 
-    def _coordinator(self) -> Coordinator:
+    def _broker_settings(self) -> Settings:
+        """Return the settings of the broker: clients of RocketMQ know a group as a broker.
+
+        This node's name server answers for all groups, whoever leads them.
+        """
         settings = self.settings
-        endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
-        tls = None
-        if any(each.startswith("https") for each in endpoints):
-            tls = load_client_tls(settings.etcd_ca, settings.etcd_cert, settings.etcd_key)
-        password = ""
-        if settings.etcd_user:
-            secret = read_secret(settings.etcd_password_file, "--etcd-password-file", forbidden_mode=OTHERS)
-            password = secret.decode().strip()
-        access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
-        store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
-        return KeyCoordinator(store, self._clock, cluster=settings.cluster, node=settings.node)
+        name = settings.group if settings.broker_name == BROKER_NAME else settings.broker_name
+        return dataclasses.replace(settings, name_server_port=-1, broker_name=name)
 
     def _ports(self) -> dict[str, int]:
         settings = self.settings
         ports = {
-            "flight": settings.port, "http": settings.http_port, "name_server": settings.name_server_port,
-            "remoting": settings.remoting_port, "grpc": settings.grpc_port,
+            "flight": settings.port, "http": settings.http_port, "remoting": settings.remoting_port,
+            "grpc": settings.grpc_port,
         }  # fmt: skip
         return {edge: port for edge, port in ports.items() if port > 0}
 
     def _registration(self) -> ClusterNode:
-        settings = self.settings
-        host = settings.host if ":" not in settings.host else f"[{settings.host}]"
+        settings, identity = self.settings, self._log.identity
+        host, remoting_port = advertised(settings.advertise)
+        host = host or settings.host
+        if host in ("0.0.0.0", "::"):
+            raise SetupError(
+                f"--host {host}: other nodes and clients cannot dial that; name this machine by --advertise"
+            )
         ports = {**self._ports(), REPLICATION: settings.replication_port}
-        addresses = {edge: f"{host}:{port}" for edge, port in ports.items()}
+        if remoting_port is not None:
+            ports["remoting"] = remoting_port
+        host = f"[{host}]" if ":" in host else host
         return ClusterNode(
-            settings.node, addresses, version=__version__, replica=self._log.identity.replica,
-            promised=self._log.identity.promised,
+            settings.node, {edge: f"{host}:{port}" for edge, port in ports.items()}, version=__version__,
+            group=settings.group, replica=identity.replica, promised=identity.promised,
         )  # fmt: skip

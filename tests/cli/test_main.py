@@ -18,7 +18,19 @@ NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 def test_the_commands_are_those_of_the_design() -> None:
     """A command that is missing here would have no test below."""
     assert set(ALL) - GROUPS == {
-        *("up", "serve", "backup", "restore", "send", "schedule", "cancel", "reschedule", "pull", "get"),
+        *(
+            "up",
+            "serve",
+            "name-server",
+            "backup",
+            "restore",
+            "send",
+            "schedule",
+            "cancel",
+            "reschedule",
+            "pull",
+            "get",
+        ),
         *("topics", "groups", "pending", "audit", "dump", "bench", "status"),
         *("bulk", "replay", "forecast", "sql"),
     }

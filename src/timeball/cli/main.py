@@ -27,7 +27,7 @@ EPILOG = (
 
 # Part of the help -> commands. Each is in the module of its name or in `PLACES`; a group of commands is an `app`.
 PARTS = {
-    "Run a broker": ["up", "serve", "pipeline", "backup", "restore"],
+    "Run a broker": ["up", "serve", "name-server", "pipeline", "backup", "restore"],
     "Messages": ["send", "schedule", "get", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
     "Look and check": [
         "topics",
@@ -42,7 +42,13 @@ PARTS = {
         "bench",
     ],
 }
-PLACES = {"dead-letters": "dead_letters", "restore": "backup", "schedule": "send", "reschedule": "cancel"}
+PLACES = {
+    "dead-letters": "dead_letters",
+    "name-server": "name_server",
+    "restore": "backup",
+    "schedule": "send",
+    "reschedule": "cancel",
+}
 COMMANDS = {name: part for part, names in PARTS.items() for name in names}
 
 
@@ -63,7 +69,7 @@ class Commands(TyperGroup):
         if hasattr(module, "app"):
             alone.add_typer(module.app, name=cmd_name, rich_help_panel=part)
         else:
-            alone.command(cmd_name, rich_help_panel=part)(getattr(module, cmd_name))
+            alone.command(cmd_name, rich_help_panel=part)(getattr(module, cmd_name.replace("-", "_")))
         return get_group(alone).commands[cmd_name]
 
 

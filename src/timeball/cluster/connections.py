@@ -340,6 +340,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise SetupError(f"cannot listen on {host}:{port} (--replication-port): {error.strerror}") from error
 
 
+def parse_address(text: str) -> Address:
+    """Return host and port of `host:port`, an IPv6 address in brackets."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _configure(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

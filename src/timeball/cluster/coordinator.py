@@ -79,6 +79,7 @@ class Node(msgspec.Struct, frozen=True):
     zone: str = ""
     version: str = ""
     clock_offset_ms: float = 0.0
+    group: str = ""  # whose log it keeps
     replica: str = ""  # node and incarnation, at the node's start
     promised: int = 0  # the epoch that it had promised then
 

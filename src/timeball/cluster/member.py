@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from timeball.clock import Clock
 from timeball.cluster import effects as do
 from timeball.cluster import events as on
-from timeball.cluster.connections import Address
+from timeball.cluster.connections import Address, parse_address
 from timeball.cluster.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.lease import HeldLease
 from timeball.cluster.record import node_of
@@ -165,7 +165,7 @@ class Member:
         addresses = {
             name: parse_address(node.addresses[REPLICATION])
             for name, node in self.nodes.items()
-            if name != self._node.name and REPLICATION in node.addresses
+            if name != self._node.name and node.group == self._group and REPLICATION in node.addresses
         }
         self._thread.set_addresses(addresses)
 
@@ -208,9 +208,3 @@ class Member:
             return
         self.view = swap.view
         self._thread.tell(on.Proposed(swap.view.revision, record, swap.won))
-
-
-def parse_address(text: str) -> Address:
-    """Return host and port of `host:port`, an IPv6 address in brackets."""
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -1,0 +1,53 @@
+"""`timeball name-server`: RocketMQ's look-ups for all groups of a cluster, on a machine that keeps none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from timeball.cli import log_lines
+from timeball.cli.options import JsonOption, settings_options
+from timeball.cli.output import print_json, print_line
+from timeball.config import Settings
+from timeball.errors import SetupError
+
+
+@settings_options
+def name_server(settings: Settings, as_json: JsonOption = False) -> None:
+    """Answer RocketMQ clients where the topics of a cluster are, in the foreground. Keeps nothing.
+
+    Each node of a cluster answers this too, at its --name-server-port. Of the options only these are used: --cluster,
+    --node, --etcd and its like, --host, --name-server-port, --tls-cert and --tls-key.
+
+    \b
+    Examples:
+      timeball name-server --cluster shop --node ns1 --etcd http://etcd1:2379,http://etcd2:2379
+    """
+    if not settings.cluster:
+        raise SetupError("--cluster: name the cluster whose groups are looked up")
+    log_lines.configure(settings.log_level, settings.log_format)
+    asyncio.run(_run(settings, as_json))
+
+
+async def _run(settings: Settings, as_json: bool) -> None:
+    from timeball.name_service import NameService, coordinator_of
+
+    coordinator = coordinator_of(settings)
+    service = NameService(settings, coordinator)
+    port = await service.start()
+    address = f"{settings.host}:{port}"
+    if as_json:
+        print_json({"event": "ready", "cluster": settings.cluster, "name_server": address})
+    else:
+        print_line(f"name server of cluster {settings.cluster} at {address}")
+    asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ask() -> None:
+        if not asked.done():
+            asked.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ask)
+    await asked
+    await service.close()
+    await coordinator.close()

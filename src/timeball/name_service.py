@@ -1,0 +1,65 @@
+"""One process in its cluster: the coordinator of its settings, and the name server over all groups."""
+
+from __future__ import annotations
+
+import asyncio
+
+from timeball.clock import Clock, SystemClock
+from timeball.cluster.coordinator import Coordinator
+from timeball.cluster.directory import Directory
+from timeball.cluster.etcd import EtcdStore
+from timeball.cluster.etcd_members import EtcdAccess
+from timeball.cluster.keys import KeyCoordinator
+from timeball.config import Settings
+from timeball.files import read_secret
+from timeball.protocols.remoting.name_server import GroupPlace, NameServer
+from timeball.security import OTHERS, Security, load_client_tls
+
+
+def coordinator_of(settings: Settings, clock: Clock | None = None) -> Coordinator:
+    """Return the coordinator of the settings; raises SetupError."""
+    endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
+    tls = None
+    if any(each.startswith("https") for each in endpoints):
+        tls = load_client_tls(settings.etcd_ca, settings.etcd_cert, settings.etcd_key)
+    password = ""
+    if settings.etcd_user:
+        secret = read_secret(settings.etcd_password_file, "--etcd-password-file", forbidden_mode=OTHERS)
+        password = secret.decode().strip()
+    access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
+    store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
+    return KeyCoordinator(store, clock or SystemClock(), cluster=settings.cluster, node=settings.node)
+
+
+class NameService:
+    """A name server and what it knows. Belongs to the event loop; the coordinator is its caller's to close."""
+
+    def __init__(self, settings: Settings, coordinator: Coordinator) -> None:
+        self._settings = settings
+        self._directory = Directory(coordinator)
+        security = Security(settings)
+        self._server = NameServer(
+            self._groups,
+            tls=security.tls.context if security.tls else None,
+            tls_to_brokers=load_client_tls(settings.replication_ca, "", "") if security.tls else None,
+        )
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen, unless there is no port for it; return the port. Raises SetupError."""
+        settings, port = self._settings, -1
+        if settings.name_server_port >= 0:
+            port = await self._server.start(settings.host, settings.name_server_port)
+        self._looking = asyncio.create_task(self._directory.run())
+        return port
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._server.close()
+
+    def _groups(self) -> list[GroupPlace]:
+        directory = self._directory
+        return [GroupPlace(group, directory.address(group, "remoting")) for group in directory.views]
