@@ -304,11 +304,12 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
-        for edge in (self.push, self.http, self.grpc, self.remoting):
-            if edge is not None:
-                await edge.close()
-        if self.edge is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
+        if self.push is not None:
+            await self.push.close()
+        # All at once: each waits for the last answers of its own clients.
+        closing = [edge.close() for edge in (self.http, self.grpc, self.remoting) if edge is not None]
+        flight = None if self.edge is None else asyncio.to_thread(self.edge.close)
+        await asyncio.gather(*closing, *([] if flight is None else [flight]))
         _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.consuming.close()

@@ -22,6 +22,7 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
     \b
     Examples:
       timeball name-server --cluster shop --node ns1 --etcd http://etcd1:2379,http://etcd2:2379
+      timeball name-server --settings shop.toml --name-server-port 9877 --json
     """
     if not settings.cluster:
         raise SetupError("--cluster: name the cluster whose groups are looked up")

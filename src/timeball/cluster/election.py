@@ -32,7 +32,7 @@ from timeball.cluster.following import Step
 from timeball.cluster.leading import meet
 from timeball.cluster.messages import Begin, Bytes, Fetch, Hello, Promise
 from timeball.cluster.positions import Ends, knowledge, matching
-from timeball.cluster.record import Record, majority
+from timeball.cluster.record import Record, majority, node_of
 from timeball.cluster.replica import Lead, Replica, Role, Seal
 
 
@@ -48,18 +48,40 @@ def see(state: Replica, event: Seen) -> Step:
     # A hand-over named this replica, or the answer to the own proposal was lost. Rule 2 of replica.py.
     if state.role is Role.FOLLOWER and record.leader == state.rules.replica and record.epoch > state.promised:
         return seal(state, record)
-    return stand(state, "") if event.holder is None else (state, [])
+    return stand(state, "") if event.holder is None and not _is_handed_over(state) else (state, [])
+
+
+def _is_handed_over(state: Replica) -> bool:
+    """Return whether the record has just named another replica, which needs a moment to make the holder's key.
+
+    A later epoch of this replica's would only be in its way. The moment is bounded: it may have died.
+    """
+    record = state.record
+    return (
+        record is not None
+        and record.leader not in ("", state.rules.replica)
+        and record.epoch > state.promised
+        and state.now_ms - state.revised_ms < state.rules.hand_over_ms
+    )
 
 
 def adopt(state: Replica, revision: int, record: Record) -> Replica:
     """Take a record unless it is older than the one known; it decides who is a learner."""
     if revision < state.revision:
         return state
-    state = replace(state, revision=revision, record=record)
+    revised_ms = state.now_ms if revision > state.revision else state.revised_ms
+    state = replace(state, revision=revision, record=record, revised_ms=revised_ms)
     if state.role in (Role.LEARNER, Role.FOLLOWER):
         is_in = state.rules.replica in record.replicas
         state = replace(state, role=Role.FOLLOWER if is_in else Role.LEARNER)
     return state
+
+
+def replace_leader(state: Replica, node: str) -> Step:
+    """Stand in the place of a node that has died, unless another one has been named meanwhile."""
+    if state.record is None or node_of(state.record.leader) != node:
+        return state, []
+    return stand(state, node)
 
 
 def stand(state: Replica, displaces: str) -> Step:

@@ -56,7 +56,7 @@ def _follow(state: Replica, event: Event) -> Step:
         case Proposed():
             return election.hear(state, event)
         case LeaderDied():
-            return election.stand(state, event.node)
+            return election.replace_leader(state, event.node)
     return state, []  # meant for a leader that this replica is not any more
 
 

@@ -29,7 +29,7 @@ AGAIN_S = 0.1  # behind an answer that did not come
 
 
 class Duties(Protocol):
-    """What a member asks of its process; each is called on the event loop."""
+    """Requests of a member to its process; each is called on the event loop."""
 
     def apply(self, seq: int) -> None:
         """Bring the follower's caches up to a row."""

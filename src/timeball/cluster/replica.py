@@ -49,6 +49,8 @@ class Rules(msgspec.Struct, frozen=True):
     quorum_ms: int = 3_000
     # A leader whose lease is over goes on while all other replicas of the set answer it: no majority is without it.
     leads_without_coordinator: bool = True
+    # A replica that the record names has this long before another one stands.
+    hand_over_ms: int = 500
     # Bytes a replica writes before it syncs. A torn batch is no longer than this (recovery tells it from damage by it).
     batch_bytes: int = 8 << 20
 
@@ -127,6 +129,7 @@ class Replica(msgspec.Struct, frozen=True):
     log: Log = Log()
     revision: int = 0  # of the record; older ones are not looked at
     record: Record | None = None
+    revised_ms: int = 0  # when this revision was first read
     now_ms: int = 0  # the boot clock
     wall_ms: int = 0
     lease_until_ms: int = 0

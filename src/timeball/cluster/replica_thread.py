@@ -48,7 +48,7 @@ SUSPECT_MS = 1_000
 
 
 class Hooks(Protocol):
-    """What the thread asks of the event loop; each is called in the replica's thread and returns at once."""
+    """Requests of the thread to the event loop; each is called in the replica's thread and returns at once."""
 
     def propose(self, proposal: do.Propose) -> None:
         """Swap the record, and answer with a Proposed event."""
