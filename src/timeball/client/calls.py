@@ -33,7 +33,14 @@ from timeball.message import READ_SCHEMA
 
 # Attempts after the first, and the pause before each: a broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
-CLUSTER_PAUSES_S = (0.05, 0.1, 0.3, 1.0, 1.0, 1.0)  # another node leads within two or three seconds
+CLUSTER_PAUSES_S = (
+    0.05,
+    0.1,
+    *4 * (0.2,),
+    *4 * (0.5,),
+    1.0,
+    1.0,
+)  # another node leads within two or three seconds
 PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a program that has patience
 # Verbs whose repetition changes nothing. Attach carries a job id and an epoch by which the broker knows it.
 REPEATABLE = frozenset(
