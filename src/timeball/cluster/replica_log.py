@@ -73,6 +73,7 @@ class ReplicaLog:
         self.identity = self._identity(node, group, damage)
         ends = self.ends()
         self._cut_behind(ends[-1].position if ends else BEGINNING, keeps_header=True)
+        self._keep_has_log()
         if self.promised_at_least(ends) > self.identity.promised:
             self.keep_promise(self.promised_at_least(ends))
 
@@ -110,6 +111,14 @@ class ReplicaLog:
                 found.append(EpochEnd(frame.epoch, segment.ordinal, frame.end, frame.next_seq))
         return tuple(found)
 
+    @property
+    def first(self) -> Position:
+        """Return where the log begins: behind the segments that retention has dropped."""
+        if not self._segments:
+            return BEGINNING
+        segment = self._segments[min(self._segments)]
+        return Position(segment.ordinal, fmt.ALIGN, segment.first_seq)
+
     @staticmethod
     def promised_at_least(ends: Ends) -> int:
         """Return the epoch that the log itself proves to have been promised."""
@@ -124,14 +133,13 @@ class ReplicaLog:
         if begin.ordinal in self._segments:
             # The writer's own, or an empty one of an earlier leader, whose header is repeated for the others.
             return
-        if not self.identity.has_log:
-            self._keep(msgspec.structs.replace(self.identity, has_log=True))
         self._close_file()
         spare = prepare(self._files, begin.ordinal, begin.size_bytes)
         spare.file.write_at(0, begin.header)
         spare.file.sync()
         self._file = spare
         self._segments[begin.ordinal] = Segment(begin.ordinal, begin.first_seq, spare.mapped)
+        self._keep_has_log()
 
     def write(self, ordinal: int, position: int, frames: bytes) -> None:
         """Write whole frames at the end of the log."""
@@ -154,6 +162,9 @@ class ReplicaLog:
 
     def cut(self, at: Position) -> None:
         """Remove all behind `at`, from the back, so that a crash on the way leaves a log that is only longer."""
+        if at == BEGINNING:
+            # Before the log goes: an empty one that is expected to hold frames would be taken for lost.
+            self._keep(msgspec.structs.replace(self.identity, has_log=False))
         self._cut_behind(at, keeps_header=False)
 
     def read(self, begin: Position, end: Position, epoch: int) -> Piece | None:
@@ -226,6 +237,11 @@ class ReplicaLog:
     @property
     def _last(self) -> Segment:
         return self._segments[max(self._segments)]
+
+    def _keep_has_log(self) -> None:
+        """Note that there is a log, behind its first header and before its first frame."""
+        if self._segments and not self.identity.has_log:
+            self._keep(msgspec.structs.replace(self.identity, has_log=True))
 
     def _keep(self, identity: Identity) -> None:
         self._files.replace(IDENTITY_NAME, msgspec.json.encode(identity))

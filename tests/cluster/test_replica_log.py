@@ -1,0 +1,376 @@
+"""A replica's log on disks that lose power, forget, tear and rot: the rules of tests/cluster/simulated_disk.py."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.cluster.written_log import (
+    BATCH_BYTES,
+    GROUP,
+    NODE,
+    SEGMENT_BYTES,
+    Entry,
+    Written,
+    content_of,
+    copied,
+    opened,
+)
+from tests.crash_files import CrashFiles, PowerCut
+
+from timeball.cluster import replica_log
+from timeball.cluster.positions import BEGINNING, Position
+from timeball.cluster.replica import Log
+from timeball.cluster.replica_log import IDENTITY_NAME, ReplicaLog
+from timeball.errors import Corrupt, SetupError
+from timeball.log import format as fmt
+from timeball.log.segment import segment_name
+
+
+def full(files: CrashFiles, commits: int = 12, frames: int = 2) -> tuple[ReplicaLog, Written]:
+    """Return a log over several segments, in two epochs, synced."""
+    log, written = opened(files), Written()
+    for number in range(commits):
+        written.epoch = 1 if number < commits // 2 else 2
+        written.commit(log, frames)
+    written.sync(log)
+    return log, written
+
+
+def places(written: Written, count: int | None = None) -> list[tuple[int, int, bytes]]:
+    return [(entry.ordinal, entry.position, entry.raw) for entry in written.entries[:count]]
+
+
+# ---- what is written is there ---------------------------------------------------------------------------------
+
+
+def test_a_new_log_is_empty_and_has_an_incarnation_of_its_own() -> None:
+    logs = [opened(CrashFiles()) for _ in range(2)]
+    assert [log.log() for log in logs] == [Log(), Log()] and logs[0].ends() == ()
+    names = {log.identity.replica for log in logs}
+    assert len(names) == 2 and all(name.startswith(f"{NODE}/") for name in names)
+
+
+def test_a_log_is_read_again_as_it_was_written() -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    assert log.log().end == written.end and len({entry.ordinal for entry in written.entries}) > 2
+    again = opened(files.crash(survival="nothing"))
+    assert again.identity.replica == log.identity.replica
+    assert again.log() == log.log() and [end.epoch for end in again.ends()] == [1, 2]
+    assert content_of(again) == content_of(log) == places(written)
+
+
+def test_a_log_that_is_shipped_is_equal_byte_for_byte() -> None:
+    files, other = CrashFiles(), CrashFiles()
+    log, written = full(files)
+    follower = opened(other)
+    copied(log, follower)
+    assert follower.log() == log.log()
+    for ordinal in written.headers:
+        assert other.content(segment_name(ordinal)) == files.content(segment_name(ordinal))
+
+
+def test_pieces_are_short_of_one_segment_and_end_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_log, "READ_BYTES", BATCH_BYTES)
+    log, written = full(CrashFiles())
+    at, ends = BEGINNING, [entry.end for entry in written.entries]
+    while (piece := log.read(at, written.entries[-3].end, 7)) is not None:
+        assert len(piece.frames) <= BATCH_BYTES and piece.end in ends and piece.end > at
+        assert (piece.begin is not None) == (piece.position == fmt.ALIGN)
+        if piece.begin is not None:
+            assert (piece.begin.ordinal, piece.begin.epoch) == (piece.ordinal, 7)
+            assert piece.begin.header == written.headers[piece.ordinal]
+        at = piece.end
+    assert at == written.entries[-3].end
+
+
+def test_a_frame_longer_than_a_piece_is_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_log, "READ_BYTES", 64)
+    log, written = full(CrashFiles(), commits=3, frames=1)
+    assert content_of(log) == places(written)
+
+
+def test_nothing_is_read_from_the_end_on() -> None:
+    log, written = full(CrashFiles())
+    assert log.read(written.end, written.end, 1) is None
+    assert opened(CrashFiles()).read(BEGINNING, BEGINNING, 1) is None
+
+
+def test_a_segment_that_is_begun_again_stays_as_it_is() -> None:
+    log, written = full(CrashFiles(), commits=1)
+    begin, ordinal, position = log.room_for(SEGMENT_BYTES, written.end.seq, 5, 1)
+    assert begin is not None and (ordinal, position) == (2, fmt.ALIGN)
+    log.begin_segment(begin)
+    log.begin_segment(msgspec.structs.replace(begin, header=bytes(64)))
+    assert log.log() == Log(log.ends(), 2, fmt.ALIGN, written.end.seq)
+    # Empty, so the next writer begins it again for the others, with its header.
+    assert log.room_for(100, written.end.seq, 6, 3)[0] == msgspec.structs.replace(begin, epoch=3)
+
+
+# ---- a power cut at any call ----------------------------------------------------------------------------------
+
+
+class Life:
+    """A replica that does what chance says, and what its disk must hold then."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.files = CrashFiles()
+        self.log = opened(self.files)
+        self.replica = self.log.identity.replica
+        self.written = Written()
+        self.promised = [0]  # one of these
+        self.lengths = (0, 0)  # of the log in frames, at least and at most
+        self.before: list[tuple[int, int, bytes]] = []  # the frames that there may be
+
+    def step(self) -> None:
+        written, chance = self.written, self.random.random()
+        self.before, self.lengths = places(written), (written.synced, len(written.entries))
+        if chance < 0.6:
+            frames = self.random.randint(1, 3)
+            self.write(frames)
+        elif chance < 0.75:
+            written.sync(self.log)
+        elif chance < 0.85:
+            self.promise()
+        elif written.entries:
+            self.cut(self.random.randrange(len(written.entries)))
+
+    def write(self, frames: int) -> None:
+        try:
+            self.written.commit(self.log, frames, self.random.randint(1, 3))
+        finally:
+            self.before = places(self.written)
+            self.lengths = (self.lengths[0], len(self.before))
+
+    def promise(self) -> None:
+        epoch = self.log.identity.promised + self.random.randint(1, 2)
+        self.promised = [self.log.identity.promised, epoch]
+        self.log.keep_promise(epoch)
+        self.promised = [epoch]
+        self.written.epoch = max(self.written.epoch, epoch)
+
+    def cut(self, count: int) -> None:
+        self.lengths = (min(count, self.written.synced), len(self.written.entries))
+        at = self.written.forget_behind(count)
+        self.log.cut(at)
+        # On the disk as it is here: another leader writes there next.
+        self.written.synced = count
+        assert self.log.log().end == at and self.log.log().is_at_a_frame
+
+    def lose_power(self) -> None:
+        """Start on what the disk has kept, and compare."""
+        self.files = self.files.crash(self.random.randrange(1 << 30))
+        self.log = opened(self.files)
+        found = content_of(self.log)
+        assert self.log.identity.replica == self.replica, "a torn batch was taken for damage"
+        # Frames that were written prove by their epoch that it was promised.
+        least = max([min(self.promised), *(end.epoch for end in self.log.ends())])
+        assert least <= self.log.identity.promised <= max([*self.promised, least])
+        assert found == self.before[: len(found)], "another log"
+        assert self.lengths[0] <= len(found) <= self.lengths[1], (len(found), self.lengths)
+        self._go_on(len(found))
+
+    def _go_on(self, count: int) -> None:
+        kept = {place[:2] for place in self.before[:count]}
+        entries = [entry for entry in self.written.entries if (entry.ordinal, entry.position) in kept]
+        if len(entries) < count:  # a cut that has not begun: it is made now, as a leader would have it
+            self.log.cut(self.written.end)
+            entries = self.written.entries
+        self.written.entries = entries
+        self.written.headers = {
+            segment: header
+            for segment, header in self.written.headers.items()
+            if segment <= self.written.end.ordinal
+        }
+        self.written.synced = len(entries)
+        self.promised = [self.log.identity.promised]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_what_was_synced_is_there_after_a_power_cut_at_any_call(seed: int) -> None:
+    random = Random(seed)
+    life = Life(random)
+    for _ in range(6):
+        life.files.crash_at = life.files.calls + random.randint(1, 60)
+        try:
+            for _ in range(30):
+                life.step()
+            life.before, life.lengths = places(life.written), (life.written.synced, len(life.written.entries))
+        except PowerCut:
+            pass
+        life.lose_power()
+
+
+@pytest.mark.parametrize("forget", ["forget_sync", "forget_sync_dir"])
+def test_a_disk_that_forgets_is_noticed(forget: str) -> None:
+    def honest(seed: int) -> None:
+        files = CrashFiles(**{forget: True})
+        _, written = full(files)
+        assert content_of(opened(files.crash(seed))) == places(written)
+
+    with pytest.raises((AssertionError, Corrupt)):
+        for seed in range(20):
+            honest(seed)
+
+
+# ---- cut ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_goes_from_the_back_so_that_a_crash_leaves_a_log_that_is_only_longer() -> None:
+    files = CrashFiles()
+    log, written = full(files, 8)
+    at, whole = written.entries[1].end, places(written)
+    begun = files.calls
+    log.cut(at)
+    calls = files.calls - begun
+    assert calls > 5
+    for number in range(1, calls + 1):
+        for seed in range(2):
+            files = CrashFiles()
+            log, _ = full(files, 8)
+            files.crash_at = files.calls + number
+            with pytest.raises(PowerCut):
+                log.cut(at)
+            again = opened(files.crash(seed))
+            found = content_of(again)
+            assert (
+                again.identity.replica == log.identity.replica
+                and found == whole[: len(found)]
+                and len(found) >= 2
+            )
+            again.cut(at)
+            assert content_of(again) == whole[:2]
+
+
+def test_what_was_cut_is_never_read_again() -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    log.cut(written.forget_behind(1))
+    written.epoch = 5
+    written.commit(log, 1, 3)
+    written.sync(log)
+    assert content_of(opened(files.crash(survival="nothing"))) == places(written)
+
+
+def test_a_cut_to_the_beginning_leaves_nothing_and_the_disk_is_the_same_replica() -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    log.cut(written.forget_behind(0))
+    assert log.log() == Log() and content_of(log) == []
+    written.commit(log, 2)
+    written.sync(log)
+    assert content_of(log) == places(written)
+
+
+# ---- who a disk is --------------------------------------------------------------------------------------------
+
+
+def test_a_log_that_was_wiped_is_another_replica() -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    for ordinal in written.headers:
+        files.remove(segment_name(ordinal))
+    again = opened(files)
+    assert again.identity.replica != log.identity.replica and again.identity.promised == 0
+
+
+def test_an_empty_log_that_never_was_begun_is_the_same_replica() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    log.keep_promise(4)
+    again = opened(files.crash(survival="nothing"))
+    assert again.identity == log.identity and again.identity.promised == 4
+
+
+def test_a_log_of_another_node_or_group_is_refused() -> None:
+    files = CrashFiles()
+    opened(files)
+    for node, group in (("c", GROUP), (NODE, "g2")):
+        with pytest.raises(SetupError, match="--data"):
+            ReplicaLog(files, node, group, SEGMENT_BYTES, BATCH_BYTES)
+
+
+def test_an_identity_that_cannot_be_read_is_corrupt() -> None:
+    files = CrashFiles()
+    opened(files)
+    files.replace(IDENTITY_NAME, b"{")
+    with pytest.raises(Corrupt, match="joins as a new replica"):
+        opened(files)
+
+
+def test_frames_prove_a_promise_that_the_identity_lacks() -> None:
+    files = CrashFiles()
+    log, _ = full(files)
+    assert log.identity.promised == 0  # the protocol would have kept it before it wrote
+    assert opened(files).identity.promised == 2
+
+
+def synced_to(entry: Entry) -> int:
+    frame = fmt.read_frame(pa.py_buffer(entry.raw), 0, origin=entry.position)
+    assert frame is not None
+    return frame.synced_to
+
+
+@given(seed=st.integers(0, 2**32))
+def test_damage_makes_another_replica_of_the_rows_before_it(seed: int) -> None:
+    random = Random(seed)
+    files = CrashFiles()
+    log, written = full(files)
+    number = random.randrange(len(written.entries))
+    entry = written.entries[number]
+    place = entry.position + random.randrange(len(entry.raw))
+    file = files.open(segment_name(entry.ordinal))
+    changed = bytes([files.content(segment_name(entry.ordinal))[place] ^ (1 << random.randrange(8))])
+    file.write_at(place, changed)
+    file.sync()
+    again = opened(files)
+    found = content_of(again)
+    is_proved = entry.ordinal != written.end.ordinal or any(
+        synced_to(other) > entry.position + BATCH_BYTES for other in written.entries[number + 1 :]
+    )
+    assert found == places(written, number)
+    assert (again.identity.replica != log.identity.replica) == is_proved
+    # From then on it is that one, without the damage.
+    assert opened(files.crash(survival="nothing")).identity == again.identity
+
+
+def test_a_sealed_segment_that_is_gone_is_damage() -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    files.remove(segment_name(2))
+    again = opened(files)
+    assert again.identity.replica != log.identity.replica
+    assert content_of(again) == [place for place in places(written) if place[0] == 1]
+    assert [name for name in files.list_dir("log") if name.endswith(".log")] == ["0000000001.log"]
+
+
+# ---- while this replica leads ----------------------------------------------------------------------------------
+
+
+def test_segments_that_retention_drops_are_shipped_no_more() -> None:
+    files = CrashFiles()
+    log, written = full(files)
+    segments = log.opened().segments
+    segments.remove(files, segments.all[:1])
+    kept = [place for place in places(written) if place[0] > 1]
+    assert content_of(log) == kept
+    piece = log.read(BEGINNING, written.end, 3)
+    assert piece is not None and piece.begin is not None
+    assert piece.begin.ordinal == 2 and piece.begin.first_seq == segments.all[0].first_seq
+    again = opened(files)
+    assert content_of(again) == kept and again.identity.replica == log.identity.replica
+
+
+def test_a_follower_whose_place_was_dropped_begins_with_what_is_kept() -> None:
+    log, written = full(CrashFiles())
+    assert log.first == Position(1, fmt.ALIGN, 1)
+    segments = log.opened().segments
+    segments.drop(segments.all[:1])
+    first = next(entry for entry in written.entries if entry.ordinal == 2)
+    assert log.first[:2] == (2, fmt.ALIGN) and log.first.seq == first.end.seq - 1

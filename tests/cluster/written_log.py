@@ -1,0 +1,114 @@
+"""A replica's log that is written as its leader says, and what of it must be there after a power cut.
+
+The frames are real ones. `Written` does what the protocol does: it begins a segment when a commit does not fit, syncs
+before that and at the end of each batch, and cuts only at ends of frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.crash_files import CrashFiles
+from tests.log.small_log import batch
+
+from timeball.cluster.positions import BEGINNING, Position
+from timeball.cluster.replica_log import ReplicaLog
+from timeball.log import format as fmt
+
+SEGMENT_BYTES = 8 * 1024
+BATCH_BYTES = 4 * 1024
+NODE, GROUP = "b", "g1"
+NOW_MS = 1_700_000_000_000
+
+
+def opened(files: CrashFiles) -> ReplicaLog:
+    return ReplicaLog(files, NODE, GROUP, SEGMENT_BYTES, BATCH_BYTES)
+
+
+class Entry(NamedTuple):
+    """A frame where it stands."""
+
+    ordinal: int
+    position: int
+    raw: bytes
+    epoch: int
+    end: Position
+
+
+@dataclass
+class Written:
+    """What was written since the beginning, without what was cut."""
+
+    entries: list[Entry] = field(default_factory=list)
+    headers: dict[int, bytes] = field(default_factory=dict)
+    synced: int = 0  # entries
+    epoch: int = 1
+
+    @property
+    def end(self) -> Position:
+        return self.entries[-1].end if self.entries else BEGINNING
+
+    def commit(self, log: ReplicaLog, frames: int, rows: int = 1) -> None:
+        """Write a commit of so many frames, which its leader had on its own disk only up to its beginning."""
+        seq = max(self.end.seq, 1)
+        size_bytes = sum(len(_frame(seq + n * rows, rows, self.epoch, fmt.ALIGN, 0)) for n in range(frames))
+        begin, ordinal, position = log.room_for(size_bytes, seq, NOW_MS, self.epoch)
+        if begin is not None:
+            self.sync(log)
+            log.begin_segment(begin)
+            self.headers[ordinal] = begin.header
+        synced_to, raws = position, []
+        for n in range(frames):
+            raw = _frame(seq + n * rows, rows, self.epoch, position, synced_to)
+            end = Position(ordinal, position + len(raw), seq + (n + 1) * rows)
+            self.entries.append(Entry(ordinal, position, raw, self.epoch, end))
+            raws.append(raw)
+            position = end.end
+        log.write(ordinal, position - sum(map(len, raws)), b"".join(raws))
+        if sum(len(entry.raw) for entry in self.entries[self.synced :]) >= BATCH_BYTES:
+            self.sync(log)
+
+    def sync(self, log: ReplicaLog) -> None:
+        if self.synced < len(self.entries):
+            log.sync()
+            self.synced = len(self.entries)
+
+    def forget_behind(self, count: int) -> Position:
+        """Keep so many entries, and return where the last of them ends."""
+        del self.entries[count:]
+        self.headers = {o: header for o, header in self.headers.items() if o <= self.end.ordinal}
+        self.synced = min(self.synced, count)
+        return self.end
+
+
+def _frame(seq: int, rows: int, epoch: int, position: int, synced_to: int) -> bytes:
+    _, parts = fmt.encode_frame(
+        batch(seq, rows), first_seq=seq, span=rows, append_ms=NOW_MS, epoch=epoch, position=position,
+        synced_to=synced_to,
+    )  # fmt: skip
+    return b"".join(map(bytes, parts))
+
+
+def content_of(log: ReplicaLog) -> list[tuple[int, int, bytes]]:
+    """Return all frames as they would be shipped, each with its place."""
+    found, at, end = [], BEGINNING, log.log().end
+    while (piece := log.read(at, end, 9)) is not None:
+        place = 0
+        while place < len(piece.frames):
+            length = fmt.FRAME.unpack_from(piece.frames, place)[3]
+            found.append((piece.ordinal, piece.position + place, piece.frames[place : place + length]))
+            place += length
+        at = piece.end
+    return found
+
+
+def copied(log: ReplicaLog, to: ReplicaLog) -> None:
+    """Ship a log to another replica that has none, piece by piece."""
+    at, end = BEGINNING, log.log().end
+    while (piece := log.read(at, end, 9)) is not None:
+        if piece.begin is not None:
+            to.begin_segment(piece.begin)
+        to.write(piece.ordinal, piece.position, piece.frames)
+        to.sync()
+        at = piece.end
