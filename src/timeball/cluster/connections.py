@@ -140,13 +140,15 @@ class Connections:
         connection = (self._accepted if answers else self._dialed).get(node)
         if connection is None or not connection.is_open:
             return
-        connection.queue(message)
-        self._write(connection)
+        # What waits already counts, and not this message: a single commit may be longer than the bound.
         if connection.unsent_bytes > UNSENT_BYTES_MAX:
             logger.warning(
                 "replica cut off: it takes no bytes node=%s waiting_bytes=%d", node, connection.unsent_bytes
             )
             self._end(connection)
+            return
+        connection.queue(message)
+        self._write(connection)
 
     def hang_up(self) -> None:
         """End the connections that were opened here, and dial no more."""
@@ -301,6 +303,8 @@ class Connections:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _write(self, connection: Connection) -> None:
+        if connection.sock.fileno() < 0:
+            return  # ended by what an earlier event of the same poll has brought
         try:
             is_done = connection.write()
         except OSError:
@@ -332,9 +336,13 @@ def listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, number)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        sock.listen(64)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(64)
+        except OSError:
+            sock.close()
+            raise
         return sock
     except OSError as error:
         raise SetupError(f"cannot listen on {host}:{port} (--replication-port): {error.strerror}") from error
