@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.cluster.simulated_disk import SEGMENT_BYTES, make_frame
 
@@ -10,7 +11,7 @@ from timeball.cluster import events as on
 from timeball.cluster.effects import Effect
 from timeball.cluster.frames import read_frames
 from timeball.cluster.machine import step
-from timeball.cluster.messages import Ack, Begin, Cut, Data, Hello, Promise, Refuse
+from timeball.cluster.messages import Ack, Begin, Cut, Data, Hello, Ping, Promise, Refuse
 from timeball.cluster.positions import BEGINNING, EpochEnd, Position
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Log, Replica, Role, Rules
@@ -174,3 +175,52 @@ def test_a_hand_over_swaps_the_record_when_the_successor_has_all() -> None:
     assert isinstance(wanted[0], do.StopServing)
     state, wanted = steps(follower(), on.Seen(3, Record(2, "b/1", SET), None))
     assert wanted[0] == do.KeepPromise(2) and state.role is Role.SEALING
+
+
+# ---- retention, and the length of a batch ----------------------------------------------------------------------
+
+
+def test_a_follower_that_lacks_what_was_dropped_begins_anew() -> None:
+    state = steps(leader(), on.Dropped(Position(4, 64, 9)))[0]
+    _, effects = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
+    assert effects == [do.Send("c", Cut(1, *BEGINNING))]
+    # One that ends just before what is kept goes on from there.
+    state = steps(leader(), on.Dropped(Position(2, 64, 2)))[0]
+    _, effects = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
+    assert effects == [do.Send("c", Cut(1, 1, 192, 2))]
+
+
+def test_a_follower_from_which_segments_are_dropped_as_it_catches_up_begins_anew() -> None:
+    state, effects = steps(
+        leader(),
+        on.Received("c", Promise(1, "c/1", ())),
+        on.Received("c", Ack(1, *BEGINNING)),
+        on.Appended(1, 192, 3, row(1, 2), 0),
+        on.Appended(1, 320, 4, row(1, 3), 0),
+        on.Shipped("c", Position(1, 320, 3)),
+        on.Dropped(Position(2, 64, 4)),
+        on.Received("c", Ack(1, 1, 320, 3)),
+    )
+    assert effects[-1] == do.Send("c", Cut(1, *BEGINNING))
+    state, effects = steps(state, on.Received("c", Ack(1, *BEGINNING)))
+    assert effects == [do.Ship("c", 1, BEGINNING)]
+
+
+def test_a_follower_that_has_applied_rows_ends_its_process_before_it_begins_anew() -> None:
+    state, effects = steps(follower(), on.Received("a", Ping(1, 0, 0, 2)))
+    assert do.Apply(2) in effects
+    state, effects = steps(
+        state, on.Received("a", Hello(1, "g1", "a/1")), on.Received("a", Cut(1, *BEGINNING))
+    )
+    assert state.role is Role.STOPPED and isinstance(effects[-1], do.StopServing)
+    assert not any(isinstance(effect, do.CutLog) for effect in effects)
+
+
+def test_a_message_that_would_make_a_batch_too_long_is_written_behind_a_sync() -> None:
+    state = steps(follower())[0]
+    state = msgspec.structs.replace(state, rules=Rules("b/1", batch_bytes=300))
+    frames = [row(1, seq) for seq in range(2, 6)]
+    state, effects = steps(state, on.Received("a", Data(1, 1, 192, 4, 2, frames[0] + frames[1])))
+    assert [type(effect) for effect in effects] == [do.Write]
+    _, effects = steps(state, on.Received("a", Data(1, 1, 448, 6, 2, frames[2] + frames[3])))
+    assert [type(effect) for effect in effects] == [do.Sync, do.Send, do.Apply, do.Write]

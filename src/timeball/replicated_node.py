@@ -172,7 +172,11 @@ class ReplicatedNode:
         lead = state.lead
         if lead is None:
             return
-        ready = [node for node, peer in lead.peers.items() if peer.acked == state.log.end]
+        ready = [
+            node
+            for node, peer in lead.peers.items()
+            if peer.acked == state.log.end and peer.replica in lead.replicas
+        ]
         if not ready:
             return
         self.thread.tell(on.HandOver(sorted(ready)[0]))

@@ -83,6 +83,12 @@ class Appended(Event, frozen=True):
     begin: Begin | None = None
 
 
+class Dropped(Event, frozen=True):
+    """Retention has dropped segments: the own log begins here now."""
+
+    first: Position
+
+
 class Shipped(Event, frozen=True):
     """A Ship effect has sent the log up to here."""
 

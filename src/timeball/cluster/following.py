@@ -13,7 +13,18 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from timeball.cluster.effects import Apply, BeginSegment, CutLog, Effect, KeepPromise, Send, Ship, Sync, Write
+from timeball.cluster.effects import (
+    Apply,
+    BeginSegment,
+    CutLog,
+    Effect,
+    KeepPromise,
+    Send,
+    Ship,
+    StopServing,
+    Sync,
+    Write,
+)
 from timeball.cluster.frames import read_frames
 from timeball.cluster.messages import (
     Ack,
@@ -29,8 +40,8 @@ from timeball.cluster.messages import (
     Promise,
     Refuse,
 )
-from timeball.cluster.positions import Position, cut, extend
-from timeball.cluster.replica import Log, Replica, Source
+from timeball.cluster.positions import BEGINNING, Position, cut, extend
+from timeball.cluster.replica import Log, Replica, Role, Source
 from timeball.errors import PeerError
 
 Step = tuple[Replica, list[Effect]]
@@ -79,6 +90,11 @@ def _agree(state: Replica, source: Source, message: Cut) -> Step:
     at = Position(message.ordinal, message.position, message.end_seq)
     if at > state.log.end:
         raise PeerError(f"CUT at {at}, but the log ends at {state.log.end}")
+    if at == BEGINNING and state.applied_seq:
+        # Retention has dropped what comes next at the leader. What is in memory here has no way from there to a later
+        # snapshot, so the process begins anew; the rows lost have been dropped by a majority.
+        reason = "the leader has dropped rows that this log lacks"
+        return replace(state, role=Role.STOPPED, source=None), [StopServing(reason)]
     assert at.seq >= state.applied_seq, f"CUT at seq {at.seq} below committed rows, up to {state.applied_seq}"
     state, effects = cut_log(state, at)
     ack = Ack(message.epoch, *at)
@@ -115,7 +131,11 @@ def write(state: Replica, message: Begin | Data | Bytes) -> Step:
             raise PeerError(f"a frame of epoch {frame.epoch} in the log of epoch {message.epoch}")
         ends = extend(ends, frame.epoch, frame.end)
     end = frames[-1].end
-    effects = [Write(message.ordinal, message.position, message.frames)]
+    effects = []
+    if state.unsynced_bytes and state.unsynced_bytes + len(message.frames) > state.rules.batch_bytes:
+        # Else a frame of this message could say that more than a batch behind a hole was on the leader's disk.
+        state, effects = flush(state)
+    effects.append(Write(message.ordinal, message.position, message.frames))
     committed = message.committed if isinstance(message, Data) else 0
     state = replace(
         state,

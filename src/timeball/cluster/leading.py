@@ -38,6 +38,8 @@ def meet(state: Replica, node: str, promise: Promise) -> Step:
     """Begin with a replica that has promised the epoch: say where both logs agree."""
     lead = _lead(state)
     at = matching(state.log.ends, promise.ends)
+    if at.seq < state.first.seq:
+        at = BEGINNING  # retention has dropped what comes next: a snapshot that is kept says it all
     lead = _with_peer(lead, node, Peer(promise.replica, at, heard_ms=state.now_ms))
     return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *at))]
 
@@ -104,6 +106,10 @@ def _supply(state: Replica, node: str) -> Step:
     peer = lead.peers[node]
     if peer.is_shipping or peer.acked != peer.sent or peer.sent == state.log.end:
         return state, []
+    if peer.sent > BEGINNING and peer.sent.seq < state.first.seq:
+        # Dropped while it was catching up: it begins anew, as one that comes too late (`meet`).
+        lead = _with_peer(lead, node, replace(peer, sent=BEGINNING, acked=None))
+        return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *BEGINNING))]
     lead = _with_peer(lead, node, replace(peer, is_shipping=True))
     return replace(state, lead=lead), [Ship(node, lead.epoch, peer.sent)]
 

@@ -10,6 +10,7 @@ from timeball.cluster.events import (
     Appended,
     Connected,
     Disconnected,
+    Dropped,
     Event,
     Flush,
     HandOver,
@@ -38,6 +39,8 @@ def step(state: Replica, event: Event) -> tuple[Replica, list[Effect]]:
             return _receive(state, event.node, event.message)
         case Tick():
             return _tick(replace(state, now_ms=event.now_ms, wall_ms=event.wall_ms))
+        case Dropped():
+            return replace(state, first=event.first), []
         case LeaseExtended():
             return replace(state, lease_until_ms=event.until_ms), []
         case Connected():

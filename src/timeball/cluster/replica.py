@@ -127,6 +127,7 @@ class Replica(msgspec.Struct, frozen=True):
     role: Role = Role.LEARNER
     promised: int = 0
     log: Log = Log()
+    first: Position = BEGINNING  # where the log begins: behind what retention has dropped
     revision: int = 0  # of the record; older ones are not looked at
     record: Record | None = None
     revised_ms: int = 0  # when this revision was first read

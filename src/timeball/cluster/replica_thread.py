@@ -85,6 +85,7 @@ class ReplicaThread(Disk):
             rules,
             promised=log.identity.promised,
             log=log.log(),
+            first=log.first,
             now_ms=clock.boot_ms(),
             wall_ms=clock.wall_ms(),
         )
@@ -98,6 +99,7 @@ class ReplicaThread(Disk):
         self._ticked_ms = 0
         self._suspect, self._suspect_until_ms = "", 0  # the node of a leader whose connection has ended
         self._received = False  # frames or more, since the last flush
+        self._failed: BaseException | None = None  # a commit's, which its caller was told as well
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
     def start(self) -> None:
@@ -145,6 +147,15 @@ class ReplicaThread(Disk):
     def commit(self, extent: Extent) -> None:
         """Write, sync and replicate a commit; return when it is committed. Raises NotLeader."""
         assert threading.current_thread() is self._thread
+        try:
+            self._commit(extent)
+        except NotLeader:
+            raise
+        except BaseException as error:  # the state runs ahead of a disk that has failed, and must not go on
+            self._failed = error
+            raise
+
+    def _commit(self, extent: Extent) -> None:
         first_seq = self.state.log.seq
         self._log.follow_writer(extent.file, first_seq)
         ordinal, begin = extent.file.ordinal, None
@@ -185,6 +196,8 @@ class ReplicaThread(Disk):
             if call is None:
                 return False
             call()
+            if self._failed is not None:
+                raise self._failed
 
     def _refuse_calls(self, error: BaseException) -> None:
         while (call := self._calls.get()) is not None:
@@ -206,6 +219,8 @@ class ReplicaThread(Disk):
         now_ms = self._clock.boot_ms()
         if now_ms - self._ticked_ms >= TICK_MS:
             self._ticked_ms = now_ms
+            if self._log.first != self.state.first:
+                self._step(on.Dropped(self._log.first))
             self._step(on.Tick(now_ms, self._clock.wall_ms()))
             if self._suspect:
                 self._probe()
