@@ -22,11 +22,11 @@ import psutil
 
 from timeball import __version__
 from timeball.access import ANONYMOUS, Caller
-from timeball.broker.components import Components, Tables, Tracing
-from timeball.broker.recovery import Recovered, recover, starting_point
+from timeball.broker.applying import Applying, Recovered
+from timeball.broker.components import Components, Tables, Tracing, in_thread
+from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
-from timeball.broker.tables.attach import AttachState
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
@@ -67,6 +67,8 @@ from timeball.table.catalog import Catalog
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.000_5
+
+Hot = tuple[Opened, Applying]
 
 
 def _open_traces(clock: Clock) -> Tracing:
@@ -142,8 +144,11 @@ class Node:
         """The port that HTTP clients connect to; -1 when there is none."""
         return self.http.port if self.http is not None else -1
 
-    async def start(self, *, listen: bool = True) -> None:
-        """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind."""
+    async def start(self, *, listen: bool = True, hot: Hot | None = None) -> None:
+        """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind.
+
+        `hot`: a follower begins to serve with the log that it has open, and the caches that have applied all of it.
+        """
         # The default lets a busy thread hold the interpreter for 5 ms, which is all the lateness we may have.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._failed = asyncio.get_running_loop().create_future()
@@ -153,7 +158,7 @@ class Node:
             check_folder(self._real_files)
             self._real_files.lock()
         try:
-            await self._build()
+            await self._build(hot)
             if listen:
                 await self._listen()
         except BaseException:  # of any kind: the folder must not stay claimed
@@ -195,24 +200,14 @@ class Node:
         ports = {self.port, self.name_server_port, self.remoting_port, self.grpc_port, self.http_port}
         self._run_until_stop(Strangers(open_files_max(), ports).run())
 
-    async def _build(self) -> None:
+    async def _build(self, hot: Hot | None) -> None:
         settings, files = self.settings, self.files
         _, reader_thread, background = self._threads
-        loop, clock = asyncio.get_running_loop(), SchedulerClock(self.clock)
+        clock, catalog = SchedulerClock(self.clock), Catalog(files)
         write_format(files)
-        saved = checkpoint.load(files)
-        opened = await self._open_log(saved)
-        reader, catalog = LogReader(opened.segments), Catalog(files)
-        tables = Tables(files, settings.queues_per_topic)
-        topics, ledger = tables.topics, AttachState(watermark=opened.segments.first_seq)
-        start = starting_point(saved, opened.segments)
-        state = strategies.saved_state(settings, files, start)
-        found = await loop.run_in_executor(
-            reader_thread,
-            lambda: recover(
-                start, reader, tables, ledger, catalog, clock.now_ms(), resumes=state is not None
-            ),
-        )
+        opened, applying, state = await self._apply_log() if hot is None else (*hot, None)
+        reader, tables = applying.reader, applying.tables
+        found = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
         outcomes = Outcomes()
         outcomes.restore(found.settled, found.cursor, waiting_rows=found.waiting_rows)
         outcomes.moved.add(found.moved)
@@ -220,7 +215,7 @@ class Node:
             if facts.held_from_ms is not None:
                 outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
         hour_log = HourLog(files, reader, reader_thread, found.files, ahead_ms=settings.gather_ahead_ms)
-        levels = self._levels(reader, topics, outcomes)
+        levels = self._levels(reader, tables.topics, outcomes)
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
         writer = self._writer(opened)
         tables.meta.open(writer.append, clock.now_ms)
@@ -228,8 +223,8 @@ class Node:
             settings=settings, files=files, clock=clock, writer=writer, reader=reader,
             key_index=KeyIndex(files, opened.segments, reader), **vars(tables),
             scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
-            backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog, ledger=ledger,
-            lease_counts=found.leases,
+            backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog,
+            ledger=applying.ledger, lease_counts=found.leases,
             reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
         )  # fmt: skip
         self.broker = Broker(
@@ -238,7 +233,7 @@ class Node:
         await self.broker.consuming.restore()
         await self._restore(found, state if found.resumes else None)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
-        self.upkeep = Upkeep(self.broker, found.snapshot_seq)
+        self.upkeep = Upkeep(self.broker, found.snapshot_seq, found.log_from_seq)
         self.metrics = Metrics(self.broker, __version__, self._loop_lag, self._free_bytes, self._connections)
 
     async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
@@ -252,17 +247,28 @@ class Node:
             logger.info("promises of another --strategy moved to the pending table promises=%d", len(waiting))
             await self.broker.mover.adopt(waiting)
 
+    async def _apply_log(self) -> tuple[Opened, Applying, msgspec.Struct | None]:
+        """Read checkpoint and log; return also the state that the strategy saved with the checkpoint."""
+        saved = checkpoint.load(self.files)
+        opened = await self._open_log(saved)
+        start = starting_point(saved, opened.segments)
+        state = strategies.saved_state(self.settings, self.files, start)
+        tables = Tables(self.files, self.settings.queues_per_topic)
+        applying = await in_thread(
+            self._threads[1], apply_log, start, LogReader(opened.segments), tables, resumes=state is not None
+        )
+        return opened, applying, state
+
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
         if self._leading is not None:
             return self._leading.opened
-        return await asyncio.get_running_loop().run_in_executor(
+        return await in_thread(
             self._threads[0],
-            lambda: open_log(
-                self.files,
-                segment_bytes=self.settings.segment_bytes,
-                now_ms=self.clock.wall_ms(),
-                known_durable=saved.facts.seq if saved else 0,
-            ),
+            open_log,
+            self.files,
+            segment_bytes=self.settings.segment_bytes,
+            now_ms=self.clock.wall_ms(),
+            known_durable=saved.facts.seq if saved else 0,
         )
 
     def _scheduler(
@@ -364,7 +370,7 @@ class Node:
         self._failed.add_done_callback(tell)
 
     def _free_bytes(self) -> int:
-        return self._real_files.free_bytes() if self._real_files else 0
+        return self.files.free_bytes()
 
     def _connections(self) -> dict[str, int]:
         edges = {"flight": self.edge, "remoting": self.remoting, "grpc": self.grpc, "http": self.http}

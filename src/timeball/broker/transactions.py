@@ -302,13 +302,8 @@ def _with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.Record
     return rows.set_column(at, LOG_SCHEMA.field(at), values)
 
 
-def load(
-    reader: LogReader, known: Iterable[tuple[int, int]], opened: Int64Array, ended: Int64Array
-) -> list[Half]:
-    """Return the halves that are open by the checkpoint (`known`) and by the rows behind it. Blocking."""
-    checks = dict(known)
-    # Ended by a row behind the checkpoint, wherever the half itself stands.
-    seqs = np.setdiff1d(np.union1d(np.array(list(checks), dtype=np.int64), opened), ended)
+def load(reader: LogReader, seqs: Int64Array, checks: Mapping[int, int]) -> list[Half]:
+    """Return these halves, which are open; `checks`: how often their producers were asked by then. Blocking."""
     found: list[Half] = []
     for at in range(0, len(seqs), _LOAD_ROWS):
         found += _halves(reader.read_rows(seqs[at : at + _LOAD_ROWS]))

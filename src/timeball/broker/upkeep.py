@@ -45,14 +45,16 @@ REMOVE_JOB_ID = "broker-behind"
 class Upkeep:
     """The duties of one broker."""
 
-    def __init__(self, broker: Broker, snapshot_seq: int) -> None:
+    def __init__(self, broker: Broker, snapshot_seq: int, log_from_seq: int = 1) -> None:
+        """`snapshot_seq`, `log_from_seq`: the last snapshot's row, and from where on it says that the log is kept."""
         self._broker = broker
         self._parts = broker.parts
         self._settings = broker.parts.settings
         self._checkpoint_seq = -1
         self._snapshot_seq = snapshot_seq
         self._saved: tuple[int, int] | None = None  # seq, log_from_seq of the last checkpoint
-        self._log_from_seq = broker.parts.reader.first_seq
+        # It never goes back: another replica of this log may have removed what stands below it.
+        self._log_from_seq = max(log_from_seq, broker.parts.reader.first_seq)
         self._is_burst = False  # much is due within seconds
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.parts.clock.now_ms()

@@ -170,10 +170,10 @@ def snapshot_row(state: Checkpoint, now_ms: int) -> pa.RecordBatch:
     return meta_rows([(SNAPSHOT_KEY, encode(state))], now_ms)
 
 
-def last_snapshot(segments: Segments) -> Checkpoint | None:
-    """Return what the newest snapshot of the log says; None when there is none. Raises Corrupt."""
+def last_snapshot(segments: Segments, to_seq: int | None = None) -> Checkpoint | None:
+    """Return what the newest snapshot of the rows below `to_seq` says; None when there is none. Raises Corrupt."""
     for segment in reversed(segments.all):
-        at = _last_flagged(segment)
+        at = _last_flagged(segment, segment.next_seq if to_seq is None else to_seq)
         # A damaged snapshot is an error, not a reason to take the one before: retention may have removed rows that the
         # older one needs behind it.
         if at is not None:
@@ -195,9 +195,9 @@ def bytes_behind(segments: Segments, seq: int) -> int:
     return found
 
 
-def _last_flagged(segment: Segment) -> int | None:
-    """Return the number of the segment's last frame with the flag, by their headers alone."""
-    positions = np.asarray(segment.frame_positions, dtype=np.int64)
+def _last_flagged(segment: Segment, to_seq: int) -> int | None:
+    """Return the number of the segment's last frame before `to_seq` with the flag, by their headers alone."""
+    positions = np.asarray(segment.frame_positions, dtype=np.int64)[: segment.frame_at(to_seq - 1) + 1]
     # The flags of all frames as one vector: a header a call would take seconds for a log of a million frames.
     flags = np.frombuffer(segment.buffer, dtype="<u2", count=segment.buffer.size // 2)
     flagged = np.flatnonzero(flags[(positions + fmt.FLAGS_OFFSET) // 2] & fmt.SNAPSHOT)

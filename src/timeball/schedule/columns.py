@@ -41,6 +41,38 @@ class Columns:
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
 
+class GrowingColumns:
+    """Columns of int64 that rows are added to, as copies: no list of small arrays, and no views of the log."""
+
+    def __init__(self, width: int) -> None:
+        self._columns = np.empty((width, 0), np.int64)
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def add(self, *columns: npt.ArrayLike) -> None:
+        """Add rows behind those there are; a single value stands for a whole column of it, but not the first."""
+        begin = self._rows
+        end = begin + len(np.asarray(columns[0]))
+        if end > self._columns.shape[1]:
+            # Doubled, so that n rows are copied O(n) times.
+            grown = np.empty((len(self._columns), max(end, 2 * begin)), np.int64)
+            grown[:, :begin] = self._columns[:, :begin]
+            self._columns = grown
+        for place, column in enumerate(columns):
+            self._columns[place, begin:end] = column
+        self._rows = end
+
+    def columns(self) -> list[Int64Array]:
+        """Return views of the columns, good until the next change."""
+        return [column[: self._rows] for column in self._columns]
+
+    def replace(self, *columns: Int64Array) -> None:
+        """Hold these rows and no others."""
+        self._columns, self._rows = np.stack(columns), len(columns[0])
+
+
 def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
     """Return the rows with other values in a column."""
     place = rows.schema.get_field_index(name)

@@ -71,13 +71,19 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", 
         return sum(entry.rows for entry in self.files)
 
 
+def apply_to(live: dict[str, FileEntry], attachment: Attachment) -> None:
+    """Change the files that live, by path, as this attach does; attaches are applied in the order of the log."""
+    for path in attachment.removes:
+        live.pop(path, None)
+    for entry in attachment.files:
+        live[entry.path] = entry
+
+
 def live_files(files: list[FileEntry], attaches: Sequence[tuple[int, Attachment]]) -> list[FileEntry]:
     """Return the files that live behind these attaches, (row, attach) in the order of the log."""
     live = {entry.path: entry for entry in files}
     for _, attachment in attaches:
-        # In the order of the log: a later rewrite may remove what an earlier attach has added.
-        live = {path: entry for path, entry in live.items() if path not in attachment.removes}
-        live |= {entry.path: entry for entry in attachment.files}
+        apply_to(live, attachment)
     return list(live.values())
 
 

@@ -23,7 +23,7 @@ from itertools import pairwise
 from timeball import limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit, RequestError
 from timeball.files import Files
-from timeball.log.checkpoint import JobFacts
+from timeball.log.checkpoint import Facts, JobFacts
 from timeball.table.attachment import ANY_ROWS, Attachment
 from timeball.table.data_file import DataFile
 
@@ -42,6 +42,12 @@ class AttachState:
     jobs: dict[str, JobFacts] = field(default_factory=dict)  # with a digest; attached longest ago comes first
     epochs: dict[str, int] = field(default_factory=dict)  # without
     reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
+
+    def restore(self, facts: Facts) -> None:
+        """Begin with what a checkpoint says."""
+        self.watermark, self.attach_seq = facts.watermark, facts.attach_seq
+        self.jobs, self.epochs = dict(facts.jobs), dict(facts.epochs)
+        self.reserved = dict(facts.reserved)
 
     def is_repeated(self, attachment: Attachment) -> bool:
         """Return whether this attach is in the log already; raise RequestError when its name is, with other rows."""

@@ -1,0 +1,220 @@
+"""What rows of the log say besides topics, queues and the promises that wait: facts on top of a starting point.
+
+A starting point is a checkpoint or a snapshot. Rows are applied in the order of the log, from the starting point's
+number on, in any number of steps: the same rows give the same facts.
+
+    settled(p)  =  p is named by a release or cancel record from the starting point on, or by its list,
+                   or p is covered by its mark: below settled_before_seq, due before settled_before_ms,
+                   and not of a bulk attach that came later than the mark
+
+A MOVED row to another instant settles the version it names, and is the newest one of its promise. A half message is
+open until a row names it. The cursor goes on with every release record of an instant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from timeball.broker.registry.campaigns import CampaignFacts
+from timeball.broker.registry.lease_counts import LeaseCounts
+from timeball.broker.tables.attach import AttachState
+from timeball.log.checkpoint import Checkpoint, Facts
+from timeball.message import NO_INSTANT_MS, Int64Array, Kind
+from timeball.schedule import locations
+from timeball.schedule.columns import GrowingColumns
+from timeball.schedule.holds import Holds
+from timeball.schedule.outcomes import ReleaseCursor, Settled
+from timeball.table import attachment as att
+from timeball.table.attachment import Attachment, FileEntry
+
+_SETTLING = frozenset({Kind.RELEASE, Kind.CANCEL})
+
+
+class Replayed:
+    """The facts of a starting point and of the rows behind it. Belongs to the thread that applies."""
+
+    def __init__(self, known: Checkpoint, ledger: AttachState) -> None:
+        facts = self.facts = known.facts
+        ledger.restore(facts)
+        self._ledger, self._before = ledger, _Before.of(known)
+        # due_ms, version, 1 for a release; in log order behind the last fold, and the starting point's come first
+        self._settled = GrowingColumns(3)
+        is_released = np.arange(len(known.settled_seq)) >= len(known.settled_seq) - facts.settled_released
+        self._settled.add(known.settled_due, known.settled_seq, is_released)
+        self._moved = GrowingColumns(4)  # due_ms, number, version, until_ms: as schedule/moved.py has them
+        self._moved.add(*np.array(facts.moved, np.int64).reshape(-1, 4).T)
+        self._folded_rows = len(self)
+        self.leases = LeaseCounts()
+        self.leases.restore(facts.leases)
+        self.halves = np.array([seq for seq, _ in facts.halves], np.int64)  # open ones
+        self.cursor = ReleaseCursor(*facts.tick)
+        self.waiting_rows = facts.waiting_rows  # promises for an instant that wait anywhere
+        # The files that live, by path, and the attaches since, which the Delta table may lack.
+        self.files = {entry.path: entry for entry in msgspec.convert(facts.files, list[FileEntry])}
+        self.attaches: list[tuple[int, Attachment]] = []
+
+    def __len__(self) -> int:
+        """Return how many settled pairs and moves are kept."""
+        return len(self._settled) + len(self._moved)
+
+    @property
+    def unfolded_rows(self) -> int:
+        """Return how many of them were added since the last fold."""
+        return len(self) - self._folded_rows
+
+    def apply(self, rows: pa.RecordBatch, present: set[int]) -> None:
+        """Apply READ_SCHEMA rows, among which are these kinds."""
+        if present & (locations.KINDS | _SETTLING):
+            kinds = rows.column("kind").to_numpy()
+            # Rows without one are half messages, and rows that end them.
+            has_instant = np.asarray(rows.column("due_ms").is_valid())
+            moves = (kinds == Kind.MOVED) & has_instant
+            opened = rows.column("seq").to_numpy()[(kinds == Kind.PROMISE) & ~has_instant]
+            if moves.any():
+                self._replay_moves(rows.filter(pa.array(moves)))
+            settling = np.isin(kinds, list(_SETTLING))
+            self._replay_ends(rows.filter(pa.array(settling & has_instant)))
+            # A move may be to a half's first instant. Others name what is no half, which changes nothing.
+            ended = moves | (settling & ~has_instant)
+            if len(opened) or (len(self.halves) and ended.any()):
+                self.halves = np.setdiff1d(np.concatenate([self.halves, opened]), _sources(rows, ended))
+            self.leases.replay(rows)
+            self.waiting_rows += int(np.count_nonzero((kinds == Kind.PROMISE) & has_instant))
+        if Kind.TABLE in present:
+            for at in np.flatnonzero(rows.column("kind").to_numpy() == Kind.TABLE).tolist():
+                self._replay_change(rows.slice(at, 1))
+
+    def _replay_ends(self, done: pa.RecordBatch) -> None:
+        """Apply RELEASE and CANCEL rows of promises for an instant."""
+        if not done.num_rows:
+            return
+        due_ms = done.column("due_ms").to_numpy()
+        released = done.column("kind").to_numpy() == Kind.RELEASE
+        self._settle(due_ms, locations.versions(done), released)
+        self.cursor = self.cursor.after(due_ms[released])
+
+    def _replay_moves(self, rows: pa.RecordBatch) -> None:
+        """Apply the MOVED rows among which are some to another instant: each settles the version before it."""
+        moves = rows.filter(rows.column("from_due_ms").is_valid())
+        columns = [moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")]
+        self._moved.add(*columns)
+        self._settle(columns[3], locations.versions(moves), np.zeros(moves.num_rows, np.bool_))
+        # A move ends one version and begins another; `count_new` knows that a half message had none to be ended.
+        self.waiting_rows += moves.num_rows
+
+    def _settle(self, due_ms: Int64Array, seq: Int64Array, released: npt.NDArray[np.bool_]) -> None:
+        self._settled.add(due_ms, seq, released)
+        self.waiting_rows -= self._before.count_new(due_ms, seq)
+
+    def _replay_change(self, row: pa.RecordBatch) -> None:
+        change, seq = att.decode_change(row.column("body")[0].as_py()), row.column("seq")[0].as_py()
+        if isinstance(change, att.Reservation):
+            # The numbers begin behind the row itself (table_changes.reserve).
+            self._ledger.reserve(seq + 1, change.rows)
+            return
+        self._ledger.apply(change, seq, row.column("store_ms")[0].as_py())
+        self.attaches.append((seq, change))
+        att.apply_to(self.files, change)
+        if change.job == "bulk":
+            self.waiting_rows += change.rows
+
+    # -- what it adds up to --------------------------------------------------------------------------------------
+
+    def fold(self) -> None:
+        """Keep each settled number and each moved promise once."""
+        due_ms, seq, released = self._settled.columns()
+        # A promise may be settled twice in the log's words: by the starting point's list and by a row behind it.
+        begins, order = _grouped(seq)
+        if len(begins):
+            self._settled.replace(
+                due_ms[order][begins], seq[order][begins], np.maximum.reduceat(released[order], begins)
+            )
+        due_ms, number, version, until_ms = self._moved.columns()
+        begins, order = _grouped(number)
+        if len(begins):
+            last = order[np.append(begins[1:], len(order)) - 1]
+            furthest_ms = np.maximum.reduceat(np.maximum(due_ms, until_ms)[order], begins)
+            self._moved.replace(due_ms[last], number[last], version[last], furthest_ms)
+        self._folded_rows = len(self)
+
+    def settled(self) -> Settled:
+        """Return all that is settled, folded before; those cancelled come first, both parts sorted by number."""
+        facts = self.facts
+        due_ms, seq, released = self._settled.columns()
+        was_released = released.astype(np.bool_)
+        return Settled(
+            facts.settled_before_ms,
+            np.concatenate([due_ms[~was_released], due_ms[was_released]]),
+            np.concatenate([seq[~was_released], seq[was_released]]),
+            released=int(np.count_nonzero(was_released)),
+            # The mark speaks of rows below the starting point only; rows behind it are settled by name.
+            before_seq=min(facts.seq, facts.settled_before_seq),
+            late=(*facts.late, *(reserved for _, a in self.attaches for reserved in a.ranges)),
+        )
+
+    def moved(self) -> list[tuple[int, int, int, int]]:
+        """Return the promises that were moved, folded before, by number (schedule/moved.py)."""
+        return list(zip(*(column.tolist() for column in self._moved.columns()), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The promises that a starting point counts as settled.
+
+    A row behind it may settle one of them once more: a decision counts at once, and its row may be durable later.
+    """
+
+    mark: Settled
+    seq: Int64Array  # of those it names, sorted
+    holds: Holds
+
+    @classmethod
+    def of(cls, known: Checkpoint) -> _Before:
+        facts, holds = known.facts, Holds()
+        # As the starting point has them, and not as the tables do: these may know rows behind it already.
+        for name, campaign in _campaigns(facts).items():
+            if campaign.held_from_ms is not None:
+                holds.add(name, campaign.ranges, campaign.held_from_ms)
+        none = np.empty(0, np.int64)
+        before_seq = min(facts.seq, facts.settled_before_seq)
+        mark = Settled(facts.settled_before_ms, none, none, before_seq=before_seq, late=tuple(facts.late))
+        return cls(mark, np.sort(known.settled_seq), holds)
+
+    def count_new(self, due_ms: Int64Array, seq: Int64Array) -> int:
+        """Return how many of these pairs it does not count as settled."""
+        if (is_half := due_ms == NO_INSTANT_MS).any():
+            due_ms, seq = due_ms[~is_half], seq[~is_half]
+        settled = (due_ms < self.mark.before_ms) & ~self.mark.may_wait(seq)
+        settled &= ~self.holds.contains(due_ms, seq)
+        if len(self.seq):
+            at = np.minimum(np.searchsorted(self.seq, seq), len(self.seq) - 1)
+            settled |= self.seq[at] == seq
+        return int(np.count_nonzero(~settled))
+
+
+def _campaigns(facts: Facts) -> dict[str, CampaignFacts]:
+    return {
+        key.removeprefix("campaign/"): msgspec.json.decode(value, type=CampaignFacts)
+        for key, value in facts.meta.items()
+        if key.startswith("campaign/")
+    }
+
+
+def _grouped(numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return where the rows of each number begin in the order of the numbers, and that order, which is stable."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    is_first = np.ones(len(ordered), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return np.flatnonzero(is_first), order
+
+
+def _sources(rows: pa.RecordBatch, chosen: npt.NDArray[np.bool_]) -> Int64Array:
+    """Return the numbers that these rows name."""
+    named = rows.column("source_seq").filter(pa.array(chosen)).drop_null()
+    return np.asarray(named.to_numpy(), dtype=np.int64)
