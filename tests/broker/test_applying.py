@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.broker.on_node import InTurn, on_node
 from tests.crash.folder import VARIANTS, Kept, lived, look
@@ -31,7 +32,8 @@ from timeball.node import Node
 from timeball.schedule.moved import Moved
 from timeball.table.catalog import Catalog
 
-SMALL_BYTES = 150_000  # of log between two snapshots, so that these short lives have some
+SMALL_BYTES, SMALLEST_BYTES = 150_000, 2_000  # of log between two snapshots, so that these short lives have some
+WHOLE = ["hour_log", "timer_wheel", "level_cascade", "plain", "compact", "bulk", "campaign", "moves"]
 LIVES = ["plain", "compact", "bulk", "roll", "levels", "campaign", "wheel", "cascade", "moves"]
 
 
@@ -103,13 +105,16 @@ class Life:
         return self.files.crash(survival="everything")
 
 
-@pytest.fixture(scope="module", params=[*VARIANTS, *LIVES])
-def life(request: pytest.FixtureRequest) -> Life:
+@functools.cache
+def life_of(name: str) -> Life:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "SNAPSHOT_BYTES", SMALL_BYTES)
-        if request.param in VARIANTS:
-            return Life(lived(request.param).files)
-        return Life(live(request.param).files)
+        patch.setattr(checkpoint, "SNAPSHOT_BYTES", SMALL_BYTES if name in VARIANTS else SMALLEST_BYTES)
+        return Life(lived(name).files if name in VARIANTS else live(name).files)
+
+
+@pytest.fixture(params=[*VARIANTS, *LIVES])
+def life(request: pytest.FixtureRequest) -> Life:
+    return life_of(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +122,8 @@ def fold_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FOLD_ROWS", 5)
 
 
-@settings(max_examples=12, deadline=None)
+# The fixture only reads, and the disk is copied for each example.
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_steps_give_what_one_gives(life: Life, data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.floats(0, 1), max_size=40), label="steps")
@@ -130,17 +136,17 @@ def test_any_steps_give_what_one_gives(life: Life, data: st.DataObject) -> None:
     assert applied(life.copy(), steps, tail_after=tail_after, **start) == expected
 
 
+# Of the others the first rows are gone.
+@pytest.mark.parametrize("life", WHOLE, indirect=True)
 def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     """All rows from the first one on, with no snapshot looked into."""
     files = life.copy()
     opened = opened_log(files)
     reader = LogReader(opened.segments)
-    if reader.first_seq > 1:
-        pytest.skip("the first rows are gone, so only a snapshot knows")
     ledger, tail = AttachState(), TailPromises(1)
     plain = Replayed(Checkpoint(Facts(seq=1), np.empty(0, np.int64), np.empty(0, np.int64)), ledger)
     for rows in reader.coalesced(1, reader.next_seq, None, 100):
-        plain.apply(rows, set(rows.column("kind").to_pylist()))
+        plain.apply(rows)
         tail.add(rows)
     plain.fold()
     applying = apply_log(starting_point(None, opened.segments), reader, Tables(files, 2))
@@ -161,6 +167,16 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     moved.add(plain.moved())
     moved.forget_before(found.settled.before_ms)
     assert moved.rows() == found.moved
+
+
+def test_these_lives_have_snapshots_amid_rows() -> None:
+    """The control of the two tests above."""
+    found = {}
+    for name in WHOLE:
+        opened = opened_log(life_of(name).copy())
+        first, reader = starting_point(None, opened.segments).facts.seq, LogReader(opened.segments)
+        found[name] = 1 < first < reader.next_seq - 2
+    assert sum(found.values()) >= 4, found
 
 
 # ---- a follower ------------------------------------------------------------------------------------------------

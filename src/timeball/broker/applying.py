@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from timeball.broker.components import Tables
 from timeball.broker.queue_entries import BATCH_ROWS
 from timeball.broker.registry.lease_counts import LeaseCounts
-from timeball.broker.replayed import Replayed
+from timeball.broker.replayed import Replayed, kinds_in
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.tail_promises import TailPromises
 from timeball.broker.transactions import Half, load
@@ -145,8 +145,7 @@ class Applying:
 
     def _apply(self, rows: pa.RecordBatch) -> None:
         kinds = rows.column("kind").to_numpy()
-        # Asked once a batch: most batches hold one or two kinds.
-        present = set(np.unique(kinds).tolist())
+        present = kinds_in(kinds)
         state = rows.filter(pa.array(kinds == Kind.META)) if Kind.META in present else None
         if state is not None:  # a topic before the messages that follow it
             self.tables.meta.restore(pairs_of(state))
@@ -157,7 +156,7 @@ class Applying:
         if present & locations.KINDS:
             self._tail.add(rows)
         watermark = self.ledger.watermark
-        self._replayed.apply(rows, present)
+        self._replayed.apply(rows)
         # Another strategy ran meanwhile and ended without a checkpoint: the table has promises which its state holds,
         # too.
         self._resumes = self._resumes and self.ledger.watermark == watermark
@@ -176,7 +175,7 @@ class Applying:
             return
         self._replayed = Replayed(known, self.ledger)
         for rows in self.reader.coalesced(known.facts.seq, end_seq, None, BATCH_ROWS):
-            self._replayed.apply(rows, set(np.unique(rows.column("kind").to_numpy()).tolist()))
+            self._replayed.apply(rows)
         self._fold()
 
     def _fold(self) -> None:

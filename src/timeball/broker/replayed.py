@@ -67,10 +67,12 @@ class Replayed:
         """Return how many of them were added since the last fold."""
         return len(self) - self._folded_rows
 
-    def apply(self, rows: pa.RecordBatch, present: set[int]) -> None:
-        """Apply READ_SCHEMA rows, among which are these kinds."""
+    def apply(self, rows: pa.RecordBatch) -> None:
+        """Apply READ_SCHEMA rows."""
+        kinds = rows.column("kind").to_numpy()
+        # Asked once a batch: most batches hold one or two kinds, and each branch below filters columns.
+        present = kinds_in(kinds)
         if present & (locations.KINDS | _SETTLING):
-            kinds = rows.column("kind").to_numpy()
             # Rows without one are half messages, and rows that end them.
             has_instant = np.asarray(rows.column("due_ms").is_valid())
             moves = (kinds == Kind.MOVED) & has_instant
@@ -78,7 +80,8 @@ class Replayed:
             if moves.any():
                 self._replay_moves(rows.filter(pa.array(moves)))
             settling = np.isin(kinds, list(_SETTLING))
-            self._replay_ends(rows.filter(pa.array(settling & has_instant)))
+            if present & _SETTLING:
+                self._replay_ends(rows.filter(pa.array(settling & has_instant)))
             # A move may be to a half's first instant. Others name what is no half, which changes nothing.
             ended = moves | (settling & ~has_instant)
             if len(opened) or (len(self.halves) and ended.any()):
@@ -86,13 +89,11 @@ class Replayed:
             self.leases.replay(rows)
             self.waiting_rows += int(np.count_nonzero((kinds == Kind.PROMISE) & has_instant))
         if Kind.TABLE in present:
-            for at in np.flatnonzero(rows.column("kind").to_numpy() == Kind.TABLE).tolist():
+            for at in np.flatnonzero(kinds == Kind.TABLE).tolist():
                 self._replay_change(rows.slice(at, 1))
 
     def _replay_ends(self, done: pa.RecordBatch) -> None:
         """Apply RELEASE and CANCEL rows of promises for an instant."""
-        if not done.num_rows:
-            return
         due_ms = done.column("due_ms").to_numpy()
         released = done.column("kind").to_numpy() == Kind.RELEASE
         self._settle(due_ms, locations.versions(done), released)
@@ -160,6 +161,11 @@ class Replayed:
     def moved(self) -> list[tuple[int, int, int, int]]:
         """Return the promises that were moved, folded before, by number (schedule/moved.py)."""
         return list(zip(*(column.tolist() for column in self._moved.columns()), strict=True))
+
+
+def kinds_in(kinds: npt.NDArray[np.int8]) -> set[int]:
+    """Return the kinds of some rows."""
+    return set(np.flatnonzero(np.bincount(kinds)).tolist())
 
 
 @dataclass(frozen=True, slots=True)

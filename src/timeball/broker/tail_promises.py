@@ -17,7 +17,7 @@ import pyarrow as pa
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule import locations
-from timeball.schedule.columns import GrowingColumns
+from timeball.schedule.columns import GrowingColumns, runs_of
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Settled
 
@@ -98,11 +98,11 @@ class TailPromises:
 
     def _count(self, waiting: Waiting) -> None:
         blocks = _new(waiting) // COUNT_BLOCK
-        if not len(blocks):
-            return
-        # Numbers ascend within the rows of one call, so the blocks do, and mostly there is one.
-        for block, count in zip(*np.unique(blocks, return_counts=True), strict=True):
-            self._counts[int(block)] = self._counts.get(int(block), 0) + int(count)
+        if len(blocks):
+            # Numbers ascend within the rows of one call, so the blocks do, and mostly there is one.
+            begins, counts = runs_of(blocks)
+            for block, count in zip(blocks[begins].tolist(), counts.tolist(), strict=True):
+                self._counts[block] = self._counts.get(block, 0) + count
 
 
 def _new(waiting: Waiting) -> Int64Array:

@@ -231,6 +231,15 @@ class LogReader:
         return entry
 
 
+def _numbers(parts: list[tuple[int, pa.RecordBatch]], count: int) -> Int64Array:
+    """Return the number of each row of these parts, which hold so many."""
+    begin, (last_seq, last) = parts[0][0], parts[-1]
+    # Nearly always without a hole: only a frame that sets numbers aside has fewer rows than numbers.
+    if last_seq + last.num_rows - begin == count:
+        return np.arange(begin, begin + count, dtype=np.int64)
+    return np.concatenate([np.arange(first, first + part.num_rows, dtype=np.int64) for first, part in parts])
+
+
 def _joined(
     parts: list[tuple[int, pa.RecordBatch]],
     kinds: npt.NDArray[np.int8] | None,
@@ -242,7 +251,7 @@ def _joined(
     if not parts:
         return
     rows = parts[0][1] if len(parts) == 1 else pa.concat_batches([part for _, part in parts])
-    seq = np.concatenate([np.arange(first, first + part.num_rows, dtype=np.int64) for first, part in parts])
+    seq = _numbers(parts, rows.num_rows)
     columns = {"seq": pa.array(seq), **dict(zip(rows.schema.names, rows.columns, strict=True))}
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     keep = None

@@ -20,6 +20,7 @@ from timeball.message import Int64Array
 from timeball.table.data_file import search
 
 RUNS_MAX = 24  # each look-up goes through all runs; merging costs a sort
+PACK_ROWS_MIN = 4_096
 FAR_MS = 1 << 62  # behind every instant; sums of it with a lead still fit in 64 bits
 
 _EMPTY = np.empty(0, np.int64)
@@ -183,9 +184,22 @@ def _own(part: Int64Array) -> Int64Array:
 
 
 def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
+    if len(due) >= PACK_ROWS_MIN and (packed := _sorted_packed(due, seq)) is not None:
+        return packed
     # The last key is the first to sort by: instants, and numbers where these are equal.
     order = np.lexsort((seq, due))
     return due[order], seq[order]
+
+
+def _sorted_packed(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array] | None:
+    """Return the pairs sorted, when numbers ascend and the instants leave room for a row's place in 63 bits."""
+    low_ms, bits = int(due.min()), len(due).bit_length()
+    if (int(due.max()) - low_ms) >> (63 - bits) or not (seq[1:] > seq[:-1]).all():
+        return None
+    # Values are sorted in half the time of an order, which a start with a million promises would wait for.
+    keys = (due - low_ms) << bits | np.arange(len(due))
+    keys.sort()
+    return (keys >> bits) + low_ms, seq[keys & ((1 << bits) - 1)]
 
 
 def _concat(runs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
