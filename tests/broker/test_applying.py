@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,10 @@ from timeball.node import Node
 from timeball.schedule.moved import Moved
 from timeball.table.catalog import Catalog
 
-SMALL_BYTES, SMALLEST_BYTES = 150_000, 2_000  # of log between two snapshots, so that these short lives have some
+SMALL_BYTES, SMALLEST_BYTES = (
+    150_000,
+    2_000,
+)  # of log between two snapshots, so that these short lives have some
 WHOLE = ["hour_log", "timer_wheel", "level_cascade", "plain", "compact", "bulk", "campaign", "moves"]
 LIVES = ["plain", "compact", "bulk", "roll", "levels", "campaign", "wheel", "cascade", "moves"]
 
@@ -263,6 +267,30 @@ async def test_a_snapshot_that_may_be_cut_again_is_not_begun_with(world: World) 
         follower.finish(Catalog(CrashFiles()), 0)
     follower.apply(reader.next_seq)
     assert follower.finish(Catalog(CrashFiles()), 0).waiting_rows == 5
+
+
+@on_node(InTurn)
+async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it(world: World) -> None:
+    follower = follower_of(world)
+    keys = await world.send("a", [HOUR_MS] * 6)
+    # Decided before it, with rows behind it; and sent while it was on its way to the log.
+    await asyncio.gather(
+        world.cancel(keys[:2]),
+        world.reschedule(keys[2:3], 2 * HOUR_MS),
+        world.node.upkeep.snapshot(),  # type: ignore[union-attr]
+        world.send("a", [HOUR_MS] * 3),
+        world.cancel(keys[3:4]),
+    )
+    await world.send("a", [HOUR_MS])
+    reader, parts = world.broker.parts.reader, world.broker.parts
+    snapshot = starting_point(None, reader.segments)
+    for seq in range(1, reader.next_seq + 1):
+        follower.apply(seq)
+    assert snapshot.facts.seq + 4 <= follower.snapshot_seq
+    found = follower.finish(Catalog(CrashFiles()), 0)
+    assert found.waiting_rows == parts.outcomes.waiting_rows == len(found.waiting) == 7
+    assert found.moved == parts.outcomes.moved.rows()
+    assert sorted(found.settled.seq.tolist()) == sorted(parts.scheduler.settled().seq.tolist())
 
 
 class TakesOver(World):

@@ -231,6 +231,9 @@ def test_the_last_one_is_found_however_much_stands_behind_it(commits_behind: int
                 await fill(log, 12)
                 first_seq = await append_snapshot(log, seq)
             await fill(log, commits_behind)
+            committed = last_snapshot(log.segments, first_seq)
+            assert committed is not None and committed.facts.seq == 4
+            assert last_snapshot(log.segments, 4) is None
             assert bytes_behind(log.segments, log.writer.next_seq) == 0
             assert bytes_behind(log.segments, 1) >= bytes_behind(log.segments, first_seq) > 0
         found = last_snapshot(reopened(files).segments)

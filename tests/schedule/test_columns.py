@@ -62,3 +62,22 @@ def test_leading_records_are_found_in_few_reads(
 def test_a_column_is_replaced_where_it_stands() -> None:
     rows = pa.RecordBatch.from_pydict({"a": [1], "b": [2]})
     assert with_column(rows, "a", pa.array([7])).to_pydict() == {"a": [7], "b": [2]}
+
+
+@given(st.lists(st.lists(st.integers(-5, 5), max_size=7), max_size=20))
+def test_growing_columns_hold_copies_of_what_was_added(batches: list[list[int]]) -> None:
+    growing, whole = columns.GrowingColumns(2), []
+    for batch in batches:
+        values = np.array(batch, np.int64)
+        growing.add(values, values % 2 == 1)
+        values[:] = 99
+        whole += batch
+    first, second = growing.columns()
+    assert (first.tolist(), second.tolist()) == (whole, [value % 2 for value in whole])
+    assert len(growing) == len(whole)
+    growing.replace(first[:1], second[:1])
+    growing.add(np.array([7]), np.array([8]))
+    assert [column.tolist() for column in growing.columns()] == [
+        [*whole[:1], 7],
+        [*[v % 2 for v in whole[:1]], 8],
+    ]

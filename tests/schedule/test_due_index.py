@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,3 +119,16 @@ def test_what_was_taken_out_is_not_held_by_what_is_left() -> None:
                 held = part if part.base is None else part.base
                 assert held.nbytes <= 2 * part.nbytes
     assert len(index) == 10_000
+
+
+@given(
+    st.lists(st.sampled_from([-(1 << 61), -3, 0, 0, 1, 5, 1 << 40, 1 << 61]), min_size=1, max_size=40),
+    st.booleans(),
+)
+def test_many_pairs_are_sorted_as_few_are(dues: list[int], ascend: bool) -> None:
+    """Whatever instants and numbers: those that cannot be packed are sorted the slower way."""
+    seqs = list(range(len(dues)))
+    pairs = list(zip(dues, seqs if ascend else seqs[::-1], strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(due_index, "PACK_ROWS_MIN", 1)
+        assert listed(index_of(pairs, len(pairs)).pairs()) == sorted(pairs)
