@@ -91,7 +91,7 @@ class Node:
         files: Files | None = None,
         leading: Leading | None = None,
     ) -> None:
-        """Build on `files`, already claimed, and on a log that is led already, or on those of the settings."""
+        """Build on `files`, already claimed, or on those of the settings. `leading`: the log has other replicas."""
         self.settings, self._leading = settings, leading
         self.clock = clock or SystemClock()
         self._real_files = RealFiles(settings.data) if files is None else None
@@ -260,8 +260,6 @@ class Node:
         return opened, applying, state
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
-        if self._leading is not None:
-            return self._leading.opened
         return await in_thread(
             self._threads[0],
             open_log,
@@ -310,12 +308,20 @@ class Node:
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
+        await self.close_edges()
+        await self.finish()
+
+    async def close_edges(self) -> None:
+        """Stop listening, and let the last answers leave."""
         if self.push is not None:
             await self.push.close()
         # All at once: each waits for the last answers of its own clients.
         closing = [edge.close() for edge in (self.http, self.grpc, self.remoting) if edge is not None]
         flight = None if self.edge is None else asyncio.to_thread(self.edge.close)
         await asyncio.gather(*closing, *([] if flight is None else [flight]))
+
+    async def finish(self) -> None:
+        """Append what is in memory, save, and give the folder back; requests that still come are refused."""
         _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.consuming.close()

@@ -11,14 +11,16 @@ import asyncio
 import dataclasses
 import logging
 import signal
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from timeball import __version__
+from timeball.broker.components import in_thread
 from timeball.clock import Clock, SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connections import Connections, PeerTls, listen
 from timeball.cluster.coordinator import Node as ClusterNode
+from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.gateway import Gateway
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.replica import Role, Rules
@@ -66,6 +68,10 @@ class ReplicatedNode:
         self.serving = asyncio.Event()
         self._ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._serve_task: asyncio.Task[None] | None = None
+        self._applier = ThreadPoolExecutor(1, thread_name_prefix="applier")
+        self._apply_task: asyncio.Task[None] | None = None
+        self._apply_to_seq = 0
+        self._caches: FollowerCaches
         self.member: Member
         self.thread: ReplicaThread
         self._log: ReplicaLog
@@ -82,6 +88,7 @@ class ReplicatedNode:
             self._log = log = await asyncio.to_thread(
                 ReplicaLog, self.files, settings.node, settings.group, settings.segment_bytes
             )
+            self._caches = FollowerCaches(self.files, log, settings)
             rules = Rules(
                 log.identity.replica, settings.group, settings.acks == "all",
                 quorum_ms=QUORUM_TTLS * settings.lease_ttl_ms, batch_bytes=BATCH_BYTES,
@@ -130,18 +137,36 @@ class ReplicatedNode:
         if self._serve_task is not None:
             await asyncio.wait([self._serve_task])
         if self.broker_node is not None:
-            await self.broker_node.stop()
+            # The last answers may take a while to leave; the next leader need not wait for that.
+            closing = asyncio.create_task(self.broker_node.close_edges())
+            await asyncio.sleep(0)  # no port is listened on any more
+            await self.broker_node.finish()
             await self._hand_over()
+            await closing
         await self._gateway.close()
         await self._names.close()
         await self.member.close()
         await asyncio.to_thread(self.thread.shutdown)
+        self._applier.shutdown()
         self.files.unlock()
 
     # -- duties that the member brings (cluster/member.py) -----------------------------------------------------------
 
     def apply(self, seq: int) -> None:
         """Bring the follower's caches up to a row."""
+        self._apply_to_seq = seq
+        if self._apply_task is None or self._apply_task.done():
+            self._apply_task = asyncio.create_task(self._apply())
+            self._apply_task.add_done_callback(self._applied)
+
+    async def _apply(self) -> None:
+        # What is told meanwhile is applied in the next round: many small commits cost one.
+        while self._caches.applied_seq < self._apply_to_seq:
+            await in_thread(self._applier, self._caches.apply, self._apply_to_seq)
+
+    def _applied(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.end(error)
 
     def serve(self, epoch: int) -> None:
         """Build the broker on the replica's log."""
@@ -155,11 +180,15 @@ class ReplicatedNode:
 
     async def _serve(self) -> None:
         try:
+            if self._apply_task is not None:
+                await self._apply_task
             opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
+            hot = await in_thread(self._applier, self._caches.apply, opened.segments.next_seq)
             await self._gateway.close()
-            leading = Leading(opened, _LentDisk(self.thread), self.thread)
-            node = Node(self._broker_settings(), self._clock, self.files, leading)
-            await node.start()
+            node = Node(
+                self._broker_settings(), self._clock, self.files, Leading(_LentDisk(self.thread), self.thread)
+            )
+            await node.start(hot=(opened, hot))
             self.broker_node = node
             node.when_failed(self.end)
             self.serving.set()

@@ -68,6 +68,8 @@ class ReplicaLog:
         self._files, self._segment_bytes, self._batch_bytes = files, segment_bytes, batch_bytes
         segments, damage = read_replica(files, batch_bytes=batch_bytes)
         self._segments: dict[int, Segment] = {segment.ordinal: segment for segment in segments}
+        # The same for readers in other threads; None while the log is empty. They read committed rows alone.
+        self.segments: Segments | None = None
         self._file: SegmentFile | None = None
         self._is_led = False  # the broker's writer appends, and its event loop adds the frames
         self.identity = self._identity(node, group, damage)
@@ -138,7 +140,12 @@ class ReplicaLog:
         spare.file.write_at(0, begin.header)
         spare.file.sync()
         self._file = spare
-        self._segments[begin.ordinal] = Segment(begin.ordinal, begin.first_seq, spare.mapped)
+        segment = Segment(begin.ordinal, begin.first_seq, spare.mapped)
+        self._segments[begin.ordinal] = segment
+        if self.segments is None:
+            self._share()
+        else:
+            self.segments.add(segment)
         self._keep_has_log()
 
     def write(self, ordinal: int, position: int, frames: bytes) -> None:
@@ -217,9 +224,13 @@ class ReplicaLog:
     def opened(self) -> Opened:
         """Return the log for a broker's writer, which appends from now on."""
         self._is_led = True
-        segments = Segments(list(self._segments.values()))
-        segments.on_drop.append(self._drop)
-        return Opened(segments, self._open_file(), 0)
+        assert self.segments is not None, "the row that opens the epoch is in it"
+        return Opened(self.segments, self._open_file(), 0)
+
+    def _share(self) -> None:
+        self.segments = Segments(list(self._segments.values())) if self._segments else None
+        if self.segments is not None:
+            self.segments.on_drop.append(self._drop)
 
     def _drop(self, gone: list[Segment]) -> None:
         """Forget segments that retention has removed (another thread's call: a dict's item goes at once)."""
@@ -227,7 +238,7 @@ class ReplicaLog:
             self._segments.pop(segment.ordinal, None)
 
     def follow_writer(self, file: SegmentFile, first_seq: int) -> None:
-        """Take the segment that the writer has begun as the last one."""
+        """Take the segment that the writer has begun as the last one; it adds it to `segments` behind its commit."""
         self._file = file
         if file.ordinal not in self._segments:
             self._segments[file.ordinal] = Segment(file.ordinal, first_seq, file.mapped)
@@ -266,6 +277,10 @@ class ReplicaLog:
         self._remove_names(kept)
         for ordinal in [each for each in self._segments if each not in kept]:
             del self._segments[ordinal]
+        if not self._segments or self.segments is None:
+            self._share()
+        else:
+            self.segments.cut(list(self._segments.values()))
         if not self._segments:
             return
         last = self._last

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from timeball.log.disk_thread import Disk
-from timeball.log.recovery import Opened
 from timeball.log.segment import SegmentFile
 
 
@@ -39,8 +38,7 @@ class Replication(Protocol):
 
 
 class Leading(NamedTuple):
-    """A log that this process leads: what a broker is built on instead of opening its own."""
+    """A log that this process leads: what the broker's writer is given."""
 
-    opened: Opened
     disk: Disk  # the replica's thread; it outlives the broker
     replication: Replication

@@ -153,6 +153,12 @@ class Segments:
             assert segment.first_seq == self.next_seq
             self._segments = [*self._segments, segment]
 
+    def cut(self, kept: list[Segment]) -> None:
+        """Go on with the first of the segments; the last may have fewer frames. Behind them nothing was committed."""
+        with self._changing:
+            assert kept == self._segments[: len(kept)] and kept
+            self._segments = kept
+
     def drop(self, segments: list[Segment]) -> None:
         """Remove segments that retention lets go from the list; they must be the oldest."""
         with self._changing:
