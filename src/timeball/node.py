@@ -46,6 +46,7 @@ from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.metrics import Metrics
+from timeball.monitoring.tracing_extra import open_traces
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.http.edge import HttpEdge
@@ -69,16 +70,6 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.000_5
 
 Hot = tuple[Opened, Applying]
-
-
-def _open_traces(clock: Clock) -> Tracing:
-    try:
-        from timeball.monitoring.traces import Traces
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"--traces: no {error.name}; install the extra, pip install 'timeball[otel]'"
-        ) from error
-    return Traces(clock, __version__)
 
 
 class Node:
@@ -153,7 +144,7 @@ class Node:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._failed = asyncio.get_running_loop().create_future()
         self.security = Security(self.settings)
-        self._traces = _open_traces(self.clock) if self.settings.traces else None
+        self._traces = open_traces(self.clock, __version__) if self.settings.traces else None
         if self._real_files is not None:
             check_folder(self._real_files)
             self._real_files.lock()
@@ -234,7 +225,9 @@ class Node:
         await self._restore(found, state if found.resumes else None)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
         self.upkeep = Upkeep(self.broker, found.snapshot_seq, found.log_from_seq)
-        self.metrics = Metrics(self.broker, __version__, self._loop_lag, self._free_bytes, self._connections)
+        self.metrics = Metrics(
+            self.broker, __version__, self._loop_lag, self.files.free_bytes, self._connections
+        )
 
     async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
         parts, waiting, now_ms = self.broker.parts, found.waiting, self.broker.parts.clock.now_ms()
@@ -375,9 +368,6 @@ class Node:
         assert self._failed is not None
         self._failed.add_done_callback(tell)
 
-    def _free_bytes(self) -> int:
-        return self.files.free_bytes()
-
     def _connections(self) -> dict[str, int]:
         edges = {"flight": self.edge, "remoting": self.remoting, "grpc": self.grpc, "http": self.http}
         return {name: edge.connections for name, edge in edges.items() if edge is not None}
@@ -393,7 +383,7 @@ class Node:
             "rss_bytes": memory.rss,
             "anon_bytes": memory.rss - memory.shared,  # without the mapped log, which is page cache
             "disk": {
-                "free_bytes": self._free_bytes(),
+                "free_bytes": self.files.free_bytes(),
                 "no_room": self.broker.parts.writer.no_room,
             },
             "access": self.security.status(),

@@ -1,0 +1,18 @@
+"""Spans need OpenTelemetry, which an extra brings: a broker without it says so when it is asked for spans."""
+
+from __future__ import annotations
+
+from timeball.broker.components import Tracing
+from timeball.clock import Clock
+from timeball.errors import SetupError
+
+
+def open_traces(clock: Clock, version: str) -> Tracing:
+    """Return what makes and exports spans; raises SetupError without the extra."""
+    try:
+        from timeball.monitoring.traces import Traces
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"--traces: no {error.name}; install the extra, pip install 'timeball[otel]'"
+        ) from error
+    return Traces(clock, version)
