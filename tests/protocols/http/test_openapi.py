@@ -21,6 +21,7 @@ def test_each_reference_leads_somewhere(client: Client) -> None:
         "application/json",
         "application/x-ndjson",
         "application/vnd.apache.arrow.stream",
+        "application/octet-stream",
     }
 
 

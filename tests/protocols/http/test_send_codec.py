@@ -138,3 +138,30 @@ def test_a_stream_with_a_wrong_byte_is_a_stream_or_an_error_of_ours(at: int, byt
         assert read(bytes(whole), ARROW).row_count <= 2
     except TimeballError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "TEXT/plain; x=y", "application/x-www-form-urlencoded", JSON, NDJSON]
+)
+def test_a_body_that_any_page_may_send_is_raw_by_a_header_alone(kind: str) -> None:
+    assert not send_codec.is_raw({"content-type": kind})
+    assert send_codec.is_raw({"content-type": kind, "timeball-raw": "true"})
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain, image/png", "image", "image /png", "/", "multipart/form-data; boundary=a/b"]
+)
+def test_a_type_that_is_none_makes_no_raw_body(kind: str) -> None:
+    assert not send_codec.is_raw({"content-type": kind})
+    assert send_codec.is_raw({"content-type": "image/png"})
+
+
+@given(st.dictionaries(st.sampled_from(["id", "key", "tag", "delay", "deliver-at", "property-a"]), st.text()))
+def test_any_headers_are_a_message_or_an_error_of_ours(said: dict[str, str]) -> None:
+    headers = {f"timeball-{name}": value for name, value in said.items()}
+    try:
+        (row,) = rows_of(send_codec.raw("t", headers, b"\0", Ids()))
+    except TimeballError as error:
+        assert str(error)
+    else:
+        assert row["body"] == b"\0"

@@ -288,6 +288,11 @@ def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
         if each.name == "send":
             content[NDJSON] = {"schema": {"type": "string", "description": "one message a line"}}
             content[send_codec.ARROW] = {"schema": {"type": "string", "format": "binary"}}
+            names = ", ".join(f"`{send_codec.HEADER}{one}`" for one in send_codec.RAW_HEADERS)
+            text = f"One message: the body as it is, of any type. The headers {names} say the rest."
+            content["application/octet-stream"] = {
+                "schema": {"type": "string", "format": "binary", "description": text}
+            }
         found["requestBody"] = {"required": True, "content": content}
     if each.name == "subscribe":
         found["responses"]["201"] = found["responses"]["200"]  # as it was there before, or not

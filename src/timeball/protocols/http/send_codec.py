@@ -5,6 +5,7 @@
     application/vnd.apache.arrow.stream     columns of SEND_SCHEMA without `topic`, which the path names
     ce-specversion: 1.0                     a CloudEvent in binary mode, of any type: the body as it is, its attributes
                                             as properties
+    timeball-…, or another type             one message, the body as it is; the headers say the rest
 
 A body in JSON is given as text (`body`), as a JSON value (`json`, stored as its text stands), or as `base64`. Instants
 and delays are read by instants.py, as those of the Python client are; a bare number is milliseconds.
@@ -12,6 +13,7 @@ and delays are read by instants.py, as those of the Python client are; a bare nu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -31,6 +33,12 @@ ARROW = "application/vnd.apache.arrow.stream"
 # They become columns in a thread of their own, which shares the interpreter with the loop.
 MESSAGES_MAX = 10_000
 FEW = 256  # up to so many messages go row by row, which costs a third of the way of columns
+
+HEADER, PROPERTY_HEADER = "timeball-", "timeball-property-"
+RAW_HEADERS = ("id", "key", "tag", "delay", "deliver-at", "raw")
+_TYPE = re.compile(r"[!#$&^_.+a-z0-9-]+/[!#$&^_.+a-z0-9-]+")
+# Types that a page of another site may send without being asked (the fetch standard's CORS-safelisted ones).
+_OF_ANY_PAGE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
 _NAMES = ("topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms")
 _SCHEMA = pa.schema([(name, SEND_COLUMNS[name]) for name in _NAMES])
@@ -142,17 +150,56 @@ def cloud_event(
     for name in ("ce-id", "ce-source", "ce-type"):
         if not attributes.get(name):
             raise InvalidMessage(f"{name} is missing: a CloudEvent has an id, a source and a type")
-    properties = {**attributes, "content-type": headers.get("content-type", "")}
-    message = Message(
-        base64=data,
-        id=attributes["ce-id"],
-        key=headers.get("timeball-key"),
-        tag=headers.get("timeball-tag"),
-        properties={name: value for name, value in properties.items() if value},
-        deliver_at=_number_or_text(headers.get("timeball-deliver-at")),
-        delay=headers.get("timeball-delay"),
-    )
+    message = _of_headers(headers, data, attributes["ce-id"], attributes)
     return _sending(topic, [message], ids, now_ms, is_one=True)
+
+
+def is_raw(headers: Mapping[str, str]) -> bool:
+    """Return whether the body of a send is one message as it is.
+
+    So says a header of ours, or a type that is none of those above. Not a type that any page may send: a browser on
+    this machine would carry the messages of another site here.
+    """
+    if any(name.startswith(HEADER) for name in headers):
+        return True
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return _TYPE.fullmatch(kind) is not None and kind not in (JSON, NDJSON, ARROW, *_OF_ANY_PAGE)
+
+
+def raw(
+    topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource, now_ms: int | None = None
+) -> Sending:
+    """Return the message that a body is; raise InvalidMessage, InvalidDelay."""
+    properties = {}
+    for name, value in headers.items():
+        if name.startswith(PROPERTY_HEADER):
+            properties[unquote(name.removeprefix(PROPERTY_HEADER))] = unquote(value)
+        elif name.startswith(HEADER) and name.removeprefix(HEADER) not in RAW_HEADERS:
+            # As a field that is not known: a delay with a slip in its name would be sent at once.
+            known = ", ".join(HEADER + one for one in (*RAW_HEADERS, "property-…"))
+            raise InvalidMessage(f"header {name[:80]!r}; known are {known}")
+    if headers.get(f"{HEADER}raw", "true") != "true":
+        raise InvalidMessage(f"{HEADER}raw: 'true', or leave it out")
+    given = headers.get(f"{HEADER}id")
+    message = _of_headers(headers, data, None if given is None else unquote(given), properties)
+    return _sending(topic, [message], ids, now_ms, is_one=True)
+
+
+def _of_headers(
+    headers: Mapping[str, str], data: bytes, message_id: str | None, properties: dict[str, str]
+) -> Message:
+    """Return a message of which headers say what a JSON object says in its fields."""
+    key, tag = headers.get(f"{HEADER}key"), headers.get(f"{HEADER}tag")
+    said = {**properties, "content-type": headers.get("content-type", "")}
+    return Message(
+        base64=data,
+        id=message_id,
+        keys=[unquote(one) for one in key.split()] if key is not None else [],
+        tag=None if tag is None else unquote(tag),
+        properties={name: value for name, value in said.items() if value},
+        deliver_at=_number_or_text(headers.get(f"{HEADER}deliver-at")),
+        delay=headers.get(f"{HEADER}delay"),
+    )
 
 
 def sent(sending: Sending, first_seq: int, store_ms: int, *, durable: bool) -> Sent | SentMany | SentRows:

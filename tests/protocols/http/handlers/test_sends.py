@@ -94,6 +94,42 @@ def test_a_cloud_event_that_is_none(client: Client, wrong: dict[str, str]) -> No
     assert client.send("events", b"x", **{**event, **wrong}).status == 400
 
 
+def test_a_raw_body_is_a_message_and_headers_say_the_rest(client: Client) -> None:
+    said = {
+        "timeball_id": "raw-1", "timeball_key": "order-7 a%2Fbb", "timeball_tag": "new",
+        "timeball_property_shop": "M%C3%BCnchen",
+    }  # fmt: skip
+    sent = client.send("raw", b"\xff{", content_type="image/png", **said)
+    assert (sent.status, sent.value["id"]) == (201, "raw-1")
+    (got,) = client.receive("raw").value["messages"]
+    assert base64.b64decode(got["base64"]) == b"\xff{"
+    assert (got["keys"], got["tag"]) == (["order-7", "a/bb"], "new")
+    assert {"shop": "München", "content-type": "image/png"}.items() <= got["properties"].items()
+    later = client.send("raw", b'{"a": 1}', timeball_delay="PT1H")  # of JSON's type, and no message in JSON
+    (place,) = client.ask("GET", f"/v1/messages/{later.value['id']}").value["messages"]
+    assert (place["state"], place["body"], "due" in later.value) == ("waiting", '{"a": 1}', True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"timeball_dealy": "1h"}, {"timeball_delay": "soon"}, {"timeball_raw": "no"}, {"timeball_id": ""}],
+)
+def test_a_raw_body_with_headers_that_are_wrong(client: Client, wrong: dict[str, str]) -> None:
+    assert client.send("raw", b"x", content_type="text/plain", **wrong).status == 400
+
+
+def test_a_raw_body_that_any_page_could_send_wants_a_header(client: Client) -> None:
+    refused = client.send("raw", b"x", content_type="text/plain")
+    assert refused.status == 415
+    assert "timeball-raw: true" in refused.value["detail"]
+    assert client.send("raw", b"x", content_type="text/plain", timeball_raw="true").status == 201
+
+
+def test_a_raw_send_with_a_key_is_taken_once(client: Client) -> None:
+    first, again = (client.send("raw", b"x", timeball_delay="1h", idempotency_key="k-raw") for _ in range(2))
+    assert first.value == again.value
+
+
 def test_a_send_with_a_key_is_taken_once(client: Client) -> None:
     first = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")
     again = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")

@@ -10,6 +10,7 @@ from typing import Any
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece, settle
 from timeball.broker.service import Broker
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.http import codec, send_codec
 from timeball.protocols.http.requests import Answer, Call, Paths
 from timeball.trace_context import of_headers, with_contexts
@@ -67,9 +68,9 @@ class Sends:
         # Only with a header that no page of another site may send without being asked: a browser on this machine would
         # carry its messages here.
         is_event, kind = "ce-specversion" in call.headers, ""
-        if not is_event:
-            given = call.headers.get("content-type", "")
-            kind = codec.check_type(given, codec.JSON, codec.NDJSON, send_codec.ARROW)
+        is_raw = not is_event and send_codec.is_raw(call.headers)
+        if not is_event and not is_raw:
+            kind = _kind(call.headers.get("content-type", ""))
         data = await call.body()
         # Columns where the broker still has to decide: about a topic to be made, once nothing else is wrong, and about
         # a repeat, which has the same columns.
@@ -78,6 +79,8 @@ class Sends:
         ids = _FRESH if key is None else _Derived(call.caller.name, topic, key)
         if is_event:
             sending = send_codec.cloud_event(topic, call.headers, data, ids, now_ms)
+        elif is_raw:
+            sending = send_codec.raw(topic, call.headers, data, ids, now_ms)
         elif len(data) <= SMALL_BYTES:
             sending = send_codec.read(topic, kind, data, ids, now_ms)
         else:
@@ -105,3 +108,12 @@ class Sends:
         """Tell each request why its messages were not taken."""
         for piece in pieces:
             settle(piece.accepted, error)
+
+
+def _kind(content_type: str) -> str:
+    """Return the media type of a send that is neither an event nor a raw body; raise Refused (415)."""
+    try:
+        return codec.check_type(content_type, codec.JSON, codec.NDJSON, send_codec.ARROW)
+    except Refused as error:
+        # The type that curl sends unless it is told another.
+        raise Refused(415, f"{error}; for a body as it is, add the header timeball-raw: true") from error
