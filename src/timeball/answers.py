@@ -82,6 +82,23 @@ class Content(msgspec.Struct, frozen=True):
     properties: dict[str, str]
 
 
+class GroupPlace(msgspec.Struct, frozen=True):
+    """A group and its state with a visible message.
+
+    waiting    to be handed out: the first time, or again, not before `until_ms` if that is there
+    leased     a member has it, until `until_ms`
+    done       acknowledged; or passed by, as a reader by offset does, or a filter
+    dead       given up: a dead letter, or dealt with as one
+
+    `attempts`: how often it was handed out, as the group counts; 0 where that is not known.
+    """
+
+    group: str
+    state: str
+    attempts: int = 0
+    until_ms: int | None = None
+
+
 class MessagePlace(msgspec.Struct, frozen=True):
     """The place of the message that was sent as `seq`.
 
@@ -90,7 +107,9 @@ class MessagePlace(msgspec.Struct, frozen=True):
     cancelled    at `at_ms`, as far as that is known
     expired      it waits no more; what became of it is older than what the log keeps
 
-    `content`: of one that waits or is visible, for a caller who may receive from its topic.
+    content    of one that waits or is visible, for a caller who may receive from its topic
+    groups     of one that is visible, those that the caller may consume as
+    by         the account that has cancelled it; `reason`: why, as far as that was said
     """
 
     state: str
@@ -101,6 +120,9 @@ class MessagePlace(msgspec.Struct, frozen=True):
     at_ms: int | None = None
     due_ms: int | None = None
     content: Content | None = None
+    groups: list[GroupPlace] = []
+    by: str | None = None
+    reason: str | None = None
 
 
 class TopicState(msgspec.Struct, frozen=True):

@@ -146,6 +146,8 @@ STORED_OVERHEAD_BYTES = 91
 
 # Property of a CANCEL row: its reason, if the caller gave one.
 CANCEL_REASON = "REASON"
+# Another: the account that has cancelled it, under an access file.
+CANCELLED_BY = "BY"
 
 # Properties of a message that goes back to its group: which that is, and the topic that its consumers see.
 ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"

@@ -32,6 +32,9 @@ from timeball.answers import (
     DeadLetterRow as DeadLetterRow,
 )
 from timeball.answers import (
+    GroupPlace as GroupPlace,
+)
+from timeball.answers import (
     GroupState as GroupState,
 )
 from timeball.answers import (

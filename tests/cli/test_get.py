@@ -17,6 +17,10 @@ def test_each_state_is_told(endpoint: str) -> None:
     assert run_here("get", waiting, "--endpoint", endpoint).stdout.startswith("cancelled, since 20")
     shown = run_here("get", visible, "--topic", "got", "--endpoint", endpoint).stdout
     assert shown.startswith("visible, topic got, queue ") and " at 0, since 20" in shown
+    with Timeball(endpoint) as ball:
+        ball.pull("got", "readers-of-got", wait=0)
+    told = run_here("get", visible, "--endpoint", endpoint).stdout
+    assert "\n  group readers-of-got: leased, until 20" in told and told.rstrip().endswith("attempt 1")
     found = json.loads(run_here("get", visible, "--json", "--endpoint", endpoint).stdout)
     assert (found["id"], found["state"], found["topic"]) == (visible, "visible", "got")
 

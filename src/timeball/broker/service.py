@@ -26,6 +26,7 @@ from timeball.broker.campaign_changes import CampaignChanges
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.group_places import GroupPlaces
 from timeball.broker.consuming.traced import TracedConsuming
 from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.group_states import GroupStates
@@ -143,7 +144,7 @@ class Broker:
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         # Promises that the caller may not cancel are hidden by the lookup: the verdict is not_found, and tells
         # nothing.
-        return await settle(self.parts, names, partial(cancel, self.parts))
+        return await settle(self.parts, names, partial(cancel, self.parts, by=caller.name))
 
     async def reschedule(
         self,
@@ -163,7 +164,7 @@ class Broker:
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
         """Take back the message that a recall handle names; return its id (revoking/recall.py says what it raises)."""
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
-        return await recall(self.parts, topic, handle)
+        return await recall(self.parts, topic, handle, caller.name)
 
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
@@ -172,9 +173,9 @@ class Broker:
         self.policy.allow(caller, Verb.LOOK)
         may = None if self.policy.allows(caller, Verb.ADMIN) else partial(self._may_look, caller)
         names = Names([message_id], topic=topic, may=may)
-        return await find_message(
-            self.parts, names, lambda name: self.policy.allows(caller, Verb.RECEIVE, topic=name)
-        )
+        may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
+        groups = GroupPlaces(self.parts, self.consuming.leases, lambda name: may_receive(group=name))
+        return await find_message(self.parts, names, lambda name: may_receive(topic=name), groups)
 
     def _may_look(self, caller: Caller, topic: str) -> bool:
         return caller.may(Verb.LOOK, topic=topic)

@@ -13,7 +13,7 @@ from timeball.cli.output import show
 from timeball.cli.units import show_instant
 
 if TYPE_CHECKING:
-    from timeball.wire import MessagePlace
+    from timeball.wire import GroupPlace, MessagePlace
 
 
 def get(
@@ -22,7 +22,7 @@ def get(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Say where a message is: waiting, visible in a queue, cancelled or expired.
+    """Say where a message is: waiting, visible in a queue, cancelled or expired; and how far each group is with it.
 
     Of several messages with one id it is the newest.
 
@@ -34,7 +34,7 @@ def get(
     """
     with connect(endpoint) as ball:
         place = ball.get(message_id, topic)
-    document = {"id": message_id, **msgspec.structs.asdict(place)}
+    document = {"id": message_id, **msgspec.to_builtins(place)}
     show(document, _lines(place), as_json=as_json)
 
 
@@ -48,4 +48,19 @@ def _lines(place: MessagePlace) -> Iterator[str]:
         told.append(f"due {show_instant(place.due_ms)}")
     if place.at_ms is not None:
         told.append(f"since {show_instant(place.at_ms)}")
+    if place.by is not None:
+        told.append(f"by {place.by}")
+    if place.reason is not None:
+        told.append(f"reason: {place.reason}")
     yield ", ".join(told)
+    for one in place.groups:
+        yield ", ".join(_told_of(one))
+
+
+def _told_of(one: GroupPlace) -> Iterator[str]:
+    """Yield how far a group is with the message, in parts."""
+    yield f"  group {one.group}: {one.state}"
+    if one.until_ms is not None:
+        yield f"until {show_instant(one.until_ms)}"
+    if one.attempts:
+        yield f"attempt {one.attempts}"

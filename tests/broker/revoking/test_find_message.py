@@ -11,6 +11,8 @@ from tests.broker.revoking.test_cancel import PLACES, delivered
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
+from timeball.access import Caller
+from timeball.broker.consuming.group_places import GroupPlaces
 from timeball.broker.revoking.find_message import find_message
 from timeball.broker.revoking.promise_lookup import Names
 
@@ -39,12 +41,16 @@ def _nothing(_: str) -> bool:
     return False
 
 
+def all_groups(world: World) -> GroupPlaces:
+    return GroupPlaces(world.broker.parts, world.broker.consuming.leases, lambda _: True)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
 async def test_its_content_is_shown_to_those_who_may_receive_it(world: World, place: Callable) -> None:
     key = await place(world)
     (waiting,) = await world.broker.find(key)
-    (hidden,) = await find_message(world.broker.parts, Names([key]), _nothing)
+    (hidden,) = await find_message(world.broker.parts, Names([key]), _nothing, all_groups(world))
     assert waiting.content is not None
     assert hidden == msgspec.structs.replace(waiting, content=None)
     await world.advance(FAR_MS + HOUR_MS)
@@ -61,7 +67,20 @@ async def test_what_was_cancelled(world: World, place: Callable) -> None:
     key = await place(world)
     await world.broker.cancel(ids=[key])
     (found,) = await world.broker.find(key)
-    assert (found.state, found.at_ms) == ("cancelled", world.clock.wall)
+    assert (found.state, found.at_ms, found.by) == ("cancelled", world.clock.wall, None)
+
+
+@on_node()
+async def test_the_account_that_has_cancelled_it_is_named(world: World) -> None:
+    class Account(Caller):
+        name = "billing"
+
+    key = (await world.send("a", [FAR_MS]))[0]
+    await world.broker.cancel(ids=[key], caller=Account())
+    (found,) = await world.broker.find(key)
+    assert (found.state, found.by) == ("cancelled", "billing")
+    await world.restart()
+    assert await world.broker.find(key) == [found]
 
 
 @on_node()
@@ -83,14 +102,20 @@ async def test_topics_that_the_caller_may_not_see_are_not_there(world: World) ->
         assert (
             len(
                 await find_message(
-                    world.broker.parts, Names([message_id], may=lambda topic: topic == "a"), _nothing
+                    world.broker.parts,
+                    Names([message_id], may=lambda topic: topic == "a"),
+                    _nothing,
+                    all_groups(world),
                 )
             )
             == 1
         )
         assert (
             await find_message(
-                world.broker.parts, Names([message_id], may=lambda topic: topic == "b"), _nothing
+                world.broker.parts,
+                Names([message_id], may=lambda topic: topic == "b"),
+                _nothing,
+                all_groups(world),
             )
             == []
         )

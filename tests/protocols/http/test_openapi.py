@@ -25,6 +25,17 @@ def test_each_reference_leads_somewhere(client: Client) -> None:
     }
 
 
+def test_each_answer_is_described() -> None:
+    missing = [
+        f"{method} {path}"
+        for path, methods in made()["paths"].items()
+        for method, operation in methods.items()
+        for answer in operation["responses"].values()
+        if answer["content"].get("application/json", {"schema": True})["schema"] == {}
+    ]
+    assert missing == []
+
+
 def test_each_example_is_a_request_that_can_be_read() -> None:
     structs = {kind.__name__: kind for each in OPERATIONS for kind in each.request if isinstance(kind, type)}
     examples = {

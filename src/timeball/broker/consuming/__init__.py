@@ -7,5 +7,6 @@ leases.py           one queue of one group: leased, come back, done; and all of 
 memory_leases.py    leases in memory; redelivery.py: their ends, and when
 log_leases.py       leases as promises in the log; lookup.py: their rows
 redelivery_rows.py  the rows that bring a message back
+group_places.py     how far each group is with one message
 restart.py          leases after a crash, and across an orderly stop
 """

@@ -69,6 +69,12 @@ class LeaseCounts:
         """Return how many messages were given back and wait for their next delivery."""
         return self._by_key(State.NACKED)
 
+    def state_of(self, number: int) -> State | None:
+        """Return the state of one lease; None when it is not known, or ended so long ago that it is forgotten."""
+        at = int(np.searchsorted(self._number[: self._rows], number))
+        is_known = at < self._rows and self._number[at] == number
+        return State(int(self._state[at])) if is_known else None
+
     # -- changes -------------------------------------------------------------------------------------------------
 
     def add(self, group: str, topic: str, numbers: Int64Array) -> None:

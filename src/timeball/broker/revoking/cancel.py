@@ -30,7 +30,7 @@ import pyarrow as pa
 from timeball.broker.components import Components, in_thread
 from timeball.broker.rates import Stat
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs, scan
-from timeball.message import Kind, build_rows
+from timeball.message import CANCELLED_BY, Kind, build_rows, encode_properties
 from timeball.wire import Verdict
 
 # Settles those of these promises that still wait, durably; returns what it did, by number.
@@ -59,15 +59,15 @@ async def _settle(parts: Components, names: Names, act: Act) -> list[Verdict]:
     return verdicts(names.subjects, found, told)
 
 
-async def cancel(parts: Components, candidates: list[Candidate]) -> dict[int, Verdict]:
-    """Cancel them, durably (an Act)."""
+async def cancel(parts: Components, candidates: list[Candidate], *, by: str = "") -> dict[int, Verdict]:
+    """Cancel them, durably (an Act). `by`: the account that asks for it, which the rows name."""
     now_ms = parts.clock.now_ms()
     chosen = [c for c, was in zip(candidates, stop_waiting(parts, candidates).tolist(), strict=True) if was]
     if chosen:
         # An operator may name the topic that messages are redelivered from.
         parts.lease_counts.end(np.array([c.number for c in chosen], dtype=np.int64))
         # No pause since the decision: the CANCEL rows stand in the log before any later release.
-        _, durable = parts.writer.append(cancel_rows(chosen, now_ms))
+        _, durable = parts.writer.append(cancel_rows(chosen, now_ms, by))
         await durable
         parts.rates.add_each(Stat.CANCELLED_NUMS, (each.topic for each in chosen))
     return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in chosen}
@@ -78,7 +78,7 @@ def stop_waiting(parts: Components, candidates: Sequence[Candidate]) -> npt.NDAr
     return parts.scheduler.cancel(*pairs(candidates))
 
 
-def cancel_rows(chosen: Sequence[Candidate], now_ms: int) -> pa.RecordBatch:
+def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> pa.RecordBatch:
     """Return LOG_SCHEMA cancel rows for these promises."""
     return build_rows(
         len(chosen),
@@ -91,6 +91,7 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int) -> pa.RecordBatch:
         due_ms=[c.due_ms for c in chosen],
         accepted_ms=[c.accepted_ms for c in chosen],
         source_seq=[c.number for c in chosen],
+        properties=encode_properties({CANCELLED_BY: by}) if by else None,
         version_seq=[None if c.seq == c.number else c.seq for c in chosen],
     )
 

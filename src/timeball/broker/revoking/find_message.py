@@ -7,17 +7,20 @@ Copies on their way back to a consumer are left out unless the caller names thei
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.components import Components, in_thread
+from timeball.broker.consuming.group_places import Copy, GroupPlaces, by_message, copy_of
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle
 from timeball.broker.revoking.promise_lookup import Candidate, Names, is_on_its_way_back
 from timeball.key_hash import hash_text
-from timeball.message import Kind, decode_properties
+from timeball.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
 from timeball.wire import Content, MessagePlace, Verdict
 
 WAITING = "waiting"
@@ -27,11 +30,24 @@ MayRead = Callable[[str], bool]  # whether the caller may see bodies of a topic
 
 _COLUMNS = [
     "seq", "kind", "topic", "queue_id", "queue_offset", "unique_key", "due_ms", "store_ms", "source_seq",
-    "reconsume_times", "body", "tag", "keys", "properties",
+    "reconsume_times", "tag", "keys", "properties",
 ]  # fmt: skip
 
 
-async def find_message(parts: Components, names: Names, may_read: MayRead) -> list[MessagePlace]:
+@dataclass(slots=True)
+class _Logged:
+    """The rows with an id, sorted by what they say."""
+
+    visible: dict[int, MessagePlace] = field(default_factory=dict)  # by the row that stands in the queue
+    copies: list[Copy] = field(default_factory=list)
+    cancels: dict[int, dict[str, str]] = field(
+        default_factory=dict
+    )  # properties of a CANCEL row, by its promise
+
+
+async def find_message(
+    parts: Components, names: Names, may_read: MayRead, groups: GroupPlaces
+) -> list[MessagePlace]:
     """Return the places of messages with the id that `names` has, the newest first; none for one that is not known."""
     topics: dict[int, str] = {}
     contents: dict[int, Content] = {}
@@ -44,7 +60,12 @@ async def find_message(parts: Components, names: Names, may_read: MayRead) -> li
 
     verdicts = await settle(parts, names, look)
     # Behind the verdicts: what was released since then is found here.
-    places = await in_thread(parts.reader_thread, _visible, parts, names, may_read)
+    logged = await in_thread(parts.reader_thread, _logged, parts, names, may_read)
+    copies = by_message(logged.copies, logged.visible)
+    places = {
+        one.seq: msgspec.structs.replace(one, groups=groups.of(one, copies[one.seq]))
+        for one in logged.visible.values()
+    }
     for told in verdicts:
         number = told.seq
         if told.verdict in ("released", "not_found") or number is None:
@@ -52,9 +73,11 @@ async def find_message(parts: Components, names: Names, may_read: MayRead) -> li
         state = "cancelled" if told.verdict == "already_cancelled" else told.verdict
         if number not in places:
             content = contents.get(number) if state == WAITING else None
+            said = logged.cancels.get(number, {})
             places[number] = MessagePlace(
-                state, number, topics.get(number), at_ms=told.at_ms, due_ms=told.due_ms, content=content
-            )
+                state, number, topics.get(number), at_ms=told.at_ms, due_ms=told.due_ms, content=content,
+                by=said.get(CANCELLED_BY), reason=said.get(CANCEL_REASON),
+            )  # fmt: skip
     return [places[number] for number in sorted(places, reverse=True)]
 
 
@@ -65,38 +88,40 @@ def _contents(parts: Components, candidates: list[Candidate]) -> dict[int, Conte
     numbers = {c.seq: c.number for c in candidates}
     # The files are listed in this thread, which removes them.
     rows = promise_lookup.read(parts.reader, parts.hour_log.pending.all(), candidates).to_pylist()
-    return {numbers[row["seq"]]: _content(row) for row in rows if row["seq"] in numbers}
+    return {numbers[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in numbers}
 
 
-def _visible(parts: Components, names: Names, may_read: MayRead) -> dict[int, MessagePlace]:
-    """Return the messages in queues, by the number under which they were sent (reader thread)."""
-    found: dict[int, MessagePlace] = {}
-    hashes = hash_text(pa.array(names.ids, pa.string()))
-    for row in parts.reader.read_rows(parts.key_index.find_rows(hashes)).select(_COLUMNS).to_pylist():
-        topic = row["topic"]
-        if row["unique_key"] not in names.ids or row["kind"] not in (Kind.MESSAGE, Kind.RELEASE):
+def _logged(parts: Components, names: Names, may_read: MayRead) -> _Logged:
+    """Return what the rows with these ids say (reader thread)."""
+    found, hashes = _Logged(), hash_text(pa.array(names.ids, pa.string()))
+    rows = parts.reader.read_rows(parts.key_index.find_rows(hashes))
+    bodies = rows.column("body")
+    for at, row in enumerate(rows.select(_COLUMNS).to_pylist()):
+        if row["unique_key"] not in names.ids:
             continue
-        if names.may is not None and not names.may(topic):
-            continue
-        if topic != names.topic if names.topic is not None else is_on_its_way_back(topic):
-            continue
-        number = row["seq"] if row["kind"] == Kind.MESSAGE else row["source_seq"]
-        content = _content(row) if may_read(topic) else None
-        found[number] = MessagePlace(
-            "visible",
-            number,
-            topic,
-            row["queue_id"],
-            row["queue_offset"],
-            row["store_ms"],
-            row["due_ms"],
-            content,
-        )
+        if (copy := copy_of(row)) is not None and copy.topic != names.topic:
+            found.copies.append(copy)
+        elif row["kind"] == Kind.CANCEL and row["source_seq"] is not None:
+            found.cancels[row["source_seq"]] = decode_properties(row["properties"] or "")
+        elif row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and _is_wanted(row["topic"], names):
+            # Of the rows of a message that came again and again, the body of this one alone is taken out of the column.
+            content = _content(row, bodies[at].as_py()) if may_read(row["topic"]) else None
+            number = row["seq"] if row["kind"] == Kind.MESSAGE else row["source_seq"]
+            found.visible[row["seq"]] = MessagePlace(
+                "visible", number, row["topic"], row["queue_id"], row["queue_offset"], row["store_ms"],
+                row["due_ms"], content,
+            )  # fmt: skip
     return found
 
 
-def _content(row: dict[str, Any]) -> Content:
-    body = row["body"] or b""
+def _is_wanted(topic: str, names: Names) -> bool:
+    if names.may is not None and not names.may(topic):
+        return False
+    return topic == names.topic if names.topic is not None else not is_on_its_way_back(topic)
+
+
+def _content(row: dict[str, Any], body: bytes | None) -> Content:
+    body = body or b""
     return Content(
         body[: limits.SHOWN_BODY_BYTES_MAX],
         len(body),

@@ -80,8 +80,8 @@ class RecallRefused(Exception):
         self.verdict, self.at_ms, self.sentence = verdict, at_ms, sentence
 
 
-async def recall(parts: Components, topic: str, handle_text: str) -> str:
-    """Take back the message that a handle names; returns its id.
+async def recall(parts: Components, topic: str, handle_text: str, by: str = "") -> str:
+    """Take back the message that a handle names; returns its id. `by`: the account that asks for it.
 
     Raises NotFound (the topic), InvalidMessage (no handle, or another topic's or broker's) and RecallRefused.
     """
@@ -93,26 +93,26 @@ async def recall(parts: Components, topic: str, handle_text: str) -> str:
     if handle.broker_name != parts.settings.broker_name:
         raise InvalidMessage("recall handle is of another broker")
     if parts.settings.recall_answers == "rocketmq":
-        await _as_rocketmq(parts, handle)
+        await _as_rocketmq(parts, handle, by)
         return handle.unique_key
     # An id may name several messages, if its producer has used it again: all of them must be settled.
-    for verdict in await _cancel(parts, handle):
+    for verdict in await _cancel(parts, handle, by):
         # "cancelled" before counts as success: a recall that is repeated after a lost answer must succeed.
         if verdict.verdict not in SETTLED:
             raise await _refusal(parts, handle, verdict)
     return handle.unique_key
 
 
-async def _cancel(parts: Components, handle: Handle) -> list[Verdict]:
+async def _cancel(parts: Components, handle: Handle, by: str) -> list[Verdict]:
     names = Names(ids=[handle.unique_key], topic=handle.topic)
-    return await settle(parts, names, partial(cancel, parts))
+    return await settle(parts, names, partial(cancel, parts, by=by))
 
 
-async def _as_rocketmq(parts: Components, handle: Handle) -> None:
+async def _as_rocketmq(parts: Components, handle: Handle, by: str) -> None:
     """Succeed for each handle whose instant is ahead, as RocketMQ does."""
     if handle.timestamp_ms <= parts.clock.now_ms():
         raise RecallRefused("released", None, f"too late, the instant {handle.timestamp_ms} has passed")
-    await _cancel(parts, handle)
+    await _cancel(parts, handle, by)
 
 
 async def _refusal(parts: Components, handle: Handle, verdict: Verdict) -> RecallRefused:

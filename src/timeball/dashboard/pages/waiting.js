@@ -179,9 +179,16 @@ function placeOf(found) {
   return [
     ['State', found.state], ['Since', found.at_ms === undefined ? '' : instant(found.at_ms)],
     ['Queue', found.queue_id === undefined ? '' : `${found.queue_id}, at offset ${found.queue_offset}`],
-    ['Deliveries', found.deliveries], ['Tag', found.tag && bdi(found.tag)], ['Campaign', found.campaign && bdi(found.campaign)],
+    ...groupsOf(found), ['Cancelled by', found.by && bdi(found.by)], ['Reason', found.reason && bdi(found.reason)],
+    ['Tag', found.tag && bdi(found.tag)], ['Campaign', found.campaign && bdi(found.campaign)],
     ['Size', found.size_bytes === undefined ? '' : bytes(found.size_bytes)], ['Row of the log', found.seq],
   ];
+}
+
+/** Return how far each group is with the message. */
+function groupsOf({ groups = [] }) {
+  return groups.map(({ group, state, attempts, until_ms: until }) => [`Group ${printable(group, 60)}`,
+    `${state}${until ? ` until ${instant(until)}` : ''}${attempts ? `, handed out ${attempts === 1 ? 'once' : `${attempts} times`}` : ''}`]);
 }
 
 const rfc3339 = ms => (ms ? new Date(Number(ms)).toISOString() : '');

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from timeball import __version__
-from timeball.protocols.http import codec, events_codec, send_codec, subscription_codec, waiting_codec
+from timeball.answers import GroupState
+from timeball.protocols.http import (
+    answers_codec,
+    codec,
+    events_codec,
+    send_codec,
+    subscription_codec,
+    waiting_codec,
+)
 from timeball.protocols.http.codec import JSON, NDJSON
 
 _REF = "#/components/schemas/{name}"
@@ -51,6 +59,7 @@ _PARAMETER_EXAMPLES = {
 # Of these fields a request has exactly one, which a struct cannot say.
 _ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("deliver_at", "delay")}
 _SUBSCRIBED = (subscription_codec.Subscribed,)
+_UNSUBSCRIBED = (answers_codec.SubscriptionDeleted,)
 _SPAN = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|[0-9]+|PT[0-9]+[HMS])$"}
 _INSTANT = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
 _QUERY: dict[str, dict[str, Any]] = {
@@ -79,6 +88,12 @@ _PROBLEM = {
 }
 
 
+class Broker(msgspec.Struct):
+    """The figures of `status` (docs/flight.md), of which only this one is described here: may the caller administer?"""
+
+    may_admin: bool
+
+
 class Operation(NamedTuple):
     """One method of one path. `query`: name, meaning, and whether it must be there."""
 
@@ -94,13 +109,20 @@ class Operation(NamedTuple):
 
 
 OPERATIONS = (
-    Operation("get", "/v1/broker", "broker", "How the broker is, and whether the caller may change things."),
+    Operation(
+        "get", "/v1/broker", "broker", "How the broker is, and whether the caller may change things.",
+        answer=(Broker,),
+    ),
     Operation("get", "/v1/topics", "topics", "The topics, with queues and messages.", (), (), (codec.Topics,)),
     Operation(
         "put", "/v1/topics/{topic}", "create_topic", "Make a topic, or give it more queues.",
         (), (codec.TopicMade,),
+        answer=(answers_codec.TopicSize,),
     ),
-    Operation("delete", "/v1/topics/{topic}", "delete_topic", "Delete a topic with its messages."),
+    Operation(
+        "delete", "/v1/topics/{topic}", "delete_topic", "Delete a topic with its messages.",
+        answer=(answers_codec.TopicDeleted,),
+    ),
     Operation(
         "post", "/v1/topics/{topic}/messages", "send", "Send one message or many, for now or for later.",
         (), (send_codec.Message, list[send_codec.Message]),
@@ -154,39 +176,64 @@ OPERATIONS = (
             ("topic", "Only messages for this topic.", False),
         ), (), (waiting_codec.Forecast,),
     ),
-    Operation("get", "/v1/messages/{id}", "get", "Where a message is, and when.", (_TOPIC_OF_ID,)),
+    Operation(
+        "get", "/v1/messages/{id}", "get", "Where a message is, and when.", (_TOPIC_OF_ID,),
+        answer=(answers_codec.Places,),
+    ),
     Operation(
         "patch", "/v1/messages/{id}", "reschedule", "Move a scheduled message to another instant.",
         (_TOPIC_OF_ID,), (codec.Moving,),
+        answer=(answers_codec.Granted,),
     ),
-    Operation("delete", "/v1/messages/{id}", "cancel", "Cancel a scheduled message.", (_TOPIC_OF_ID,)),
-    Operation("get", "/v1/groups", "groups", "The consumer groups: lags, messages in hand, dead letters."),
-    Operation("get", "/v1/groups/{group}", "group", "One consumer group."),
+    Operation(
+        "delete", "/v1/messages/{id}", "cancel", "Cancel a scheduled message.", (_TOPIC_OF_ID,),
+        answer=(answers_codec.Granted,),
+    ),
+    Operation(
+        "get", "/v1/groups", "groups", "The consumer groups: lags, messages in hand, dead letters.",
+        answer=(answers_codec.Groups,),
+    ),
+    Operation("get", "/v1/groups/{group}", "group", "One consumer group.", answer=(GroupState,)),
     Operation(
         "get", "/v1/groups/{group}/dead-letters", "dead_letters", "What a group has given up.",
         (("max", "At most so many; 50 otherwise.", False), ("page", "The next_page of an answer.", False)),
+        answer=(answers_codec.DeadLetters,),
     ),
     Operation(
         "post", "/v1/groups/{group}/dead-letters/resend", "resend_dead_letters", "Send them to the group again.", (),
         (codec.Resolving,),
+        answer=(answers_codec.DealtMany,),
     ),
     Operation(
         "post", "/v1/groups/{group}/dead-letters/delete", "delete_dead_letters", "Put them aside for good.", (),
         (codec.Resolving,),
+        answer=(answers_codec.DealtMany,),
     ),
-    Operation("get", "/v1/campaigns", "campaigns", "Bulk writes as objects, and how each was left."),
-    Operation("get", "/v1/campaigns/{campaign}", "campaign", "One campaign, with its ranges of rows."),
     Operation(
-        "post", "/v1/campaigns/{campaign}/pause", "pause_campaign", "Hold what of it waits.", (), (codec.Deciding,)
+        "get", "/v1/campaigns", "campaigns", "Bulk writes as objects, and how each was left.",
+        answer=(answers_codec.Campaigns,),
+    ),
+    Operation(
+        "get", "/v1/campaigns/{campaign}", "campaign", "One campaign, with its ranges of rows.",
+        answer=(answers_codec.CampaignShown,),
+    ),
+    Operation(
+        "post", "/v1/campaigns/{campaign}/pause", "pause_campaign", "Hold what of it waits.", (), (codec.Deciding,),
+        answer=(answers_codec.CampaignShown,),
     ),
     Operation(
         "post", "/v1/campaigns/{campaign}/resume", "resume_campaign", "Let what is held wait again.", (),
         (codec.Resuming,),
+        answer=(answers_codec.CampaignShown,),
     ),
     Operation(
-        "post", "/v1/campaigns/{campaign}/cancel", "cancel_campaign", "End what of it waits.", (), (codec.Deciding,)
+        "post", "/v1/campaigns/{campaign}/cancel", "cancel_campaign", "End what of it waits.", (), (codec.Deciding,),
+        answer=(answers_codec.CampaignShown,),
     ),
-    Operation("get", "/v1/jobs", "jobs", "The jobs of the pipeline beside this broker, and the last audit."),
+    Operation(
+        "get", "/v1/jobs", "jobs", "The jobs of the pipeline beside this broker, and the last audit.",
+        answer=(answers_codec.Jobs,),
+    ),
     Operation(
         "get", "/v1/subscriptions", "subscriptions", "The push subscriptions.", (), (),
         (subscription_codec.SubscribedMany,),
@@ -200,7 +247,7 @@ OPERATIONS = (
         Operation(method, f"/v1/subscriptions/{{name}}{path}", name, summary, (), (), answer)
         for method, path, name, summary, answer in (
             ("get", "", "subscription", "A push subscription, and how it goes.", _SUBSCRIBED),
-            ("delete", "", "unsubscribe", "Delete a push subscription; its group stays.", ()),
+            ("delete", "", "unsubscribe", "Delete a push subscription; its group stays.", _UNSUBSCRIBED),
             ("post", "/pause", "pause_subscription", "Send nothing more for now.", _SUBSCRIBED),
             ("post", "/resume", "resume_subscription", "Go on sending, at once.", _SUBSCRIBED),
         )
@@ -209,8 +256,8 @@ OPERATIONS = (
         "get", "/metrics", "metrics", "The broker's figures, in Prometheus' text format.",
         media_type="text/plain",
     ),
-    Operation("get", "/health/live", "live", "Whether the process answers."),
-    Operation("get", "/health/ready", "ready", "Whether messages are taken now."),
+    Operation("get", "/health/live", "live", "Whether the process answers.", answer=(answers_codec.Health,)),
+    Operation("get", "/health/ready", "ready", "Whether messages are taken now.", answer=(answers_codec.Health,)),
 )  # fmt: skip
 
 

@@ -36,6 +36,24 @@ def test_a_delivered_message_says_where_it_is(client: Client) -> None:
     assert client.ask("DELETE", f"/v1/messages/{message_id}").value["code"] == "released"
 
 
+def test_a_message_says_how_far_a_group_is_with_it(client: Client) -> None:
+    client.send("plans-of-groups", {"id": "g-1", "body": "x"})
+
+    def groups() -> list[dict[str, object]]:
+        (place,) = client.ask("GET", "/v1/messages/g-1").value["messages"]
+        found: list[dict[str, object]] = place.get("groups", [])
+        return found
+
+    assert groups() == []
+    (got,) = client.receive("plans-of-groups", group="planners").value["messages"]
+    (leased,) = groups()
+    assert (leased["group"], leased["state"], leased["attempts"]) == ("planners", "leased", 1)
+    assert {"until", "until_ms"} <= leased.keys()
+    path, query = "/v1/topics/plans-of-groups/ack", {"group": "planners"}
+    client.ask("POST", path, {"receipts": [got["receipt"]]}, query=query)
+    assert groups() == [{"group": "planners", "state": "done", "attempts": 1}]
+
+
 def test_an_id_that_there_is_not(client: Client) -> None:
     for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"delay": "1h"})):
         answer = client.ask(method, "/v1/messages/none", body)

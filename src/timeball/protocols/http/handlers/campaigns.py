@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from timeball.broker.service import Broker
-from timeball.protocols.http import codec
+from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.requests import Answer, Call, Handler, Paths, read
-from timeball.wire import Campaign, CampaignChange
+from timeball.wire import CampaignChange
 
 
 class Campaigns:
@@ -28,11 +24,11 @@ class Campaigns:
 
     async def _list(self, call: Call) -> Answer:
         found = self._broker.campaigns(caller=call.caller)
-        return Answer(200, {"campaigns": [_shown(one) for one in found]})
+        return Answer(200, answers_codec.Campaigns([answers_codec.campaign_shown(one) for one in found]))
 
     async def _look(self, call: Call) -> Answer:
         (found,) = self._broker.campaigns(call.path["campaign"], call.caller)
-        return Answer(200, _shown(found))
+        return Answer(200, answers_codec.campaign_shown(found))
 
     def _changing(self, change: CampaignChange) -> Handler:
         async def changed(call: Call) -> Answer:
@@ -49,14 +45,7 @@ class Campaigns:
         campaign = call.path["campaign"]
         return Answer(
             200,
-            _shown(await self._broker.change_campaign(campaign, change, shift=shift, caller=call.caller)),
+            answers_codec.campaign_shown(
+                await self._broker.change_campaign(campaign, change, shift=shift, caller=call.caller)
+            ),
         )
-
-
-def _shown(campaign: Campaign) -> dict[str, Any]:
-    """Return a campaign with its instants as texts too."""
-    facts = msgspec.structs.asdict(campaign)
-    for name in ("since_ms", "planned_ms", "held_from_ms"):
-        if facts[name] is not None:
-            facts[name.removesuffix("_ms")] = codec.instant_text(facts[name])
-    return facts

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from timeball import limits
-from timeball.answers import DeadLetterRow
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage, OutOfRange
-from timeball.protocols.http import codec
+from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.requests import Answer, Call, Paths, read
 
 PAGE_ROWS = 50
@@ -31,7 +26,7 @@ class Groups:
         }
 
     async def _list(self, call: Call) -> Answer:
-        return Answer(200, {"groups": self._broker.groups.all(None, call.caller)})
+        return Answer(200, answers_codec.Groups(self._broker.groups.all(None, call.caller)))
 
     async def _look(self, call: Call) -> Answer:
         (found,) = self._broker.groups.all(call.path["group"], call.caller)
@@ -45,20 +40,18 @@ class Groups:
         page = await self._broker.dead_letters.page(
             call.path["group"], int(rows), call.query.get("page"), call.caller
         )
-        found: dict[str, Any] = {"dead_letters": [_shown(letter) for letter in page.dead_letters]}
-        if page.next_page is not None:
-            found["next_page"] = page.next_page
-        return Answer(200, found, size_bytes=sum(len(letter.body) for letter in page.dead_letters))
+        size_bytes = sum(len(letter.body) for letter in page.dead_letters)
+        return Answer(200, answers_codec.dead_letters(page), size_bytes=size_bytes)
 
     async def _resend(self, call: Call) -> Answer:
         named = _named(await read(call, codec.Resolving))
         found = await self._broker.dead_letters.resend(call.path["group"], named, call.caller)
-        return _resolved(named, found.found, found.rows, "resent")
+        return Answer(200, answers_codec.dealt(named or [], found.found, found.rows, "resent"))
 
     async def _delete(self, call: Call) -> Answer:
         named = _named(await read(call, codec.Resolving))
         found = await self._broker.dead_letters.delete(call.path["group"], named, call.caller)
-        return _resolved(named, found.found, found.rows, "deleted")
+        return Answer(200, answers_codec.dealt(named or [], found.found, found.rows, "deleted"))
 
 
 def _named(request: codec.Resolving) -> list[str] | None:
@@ -69,17 +62,3 @@ def _named(request: codec.Resolving) -> list[str] | None:
     if request.dead_letters is not None and len(request.dead_letters) > most:
         raise OutOfRange(f"{len(request.dead_letters)} dead letters: at most {most} in one request")
     return request.dead_letters
-
-
-def _resolved(named: list[str] | None, found: list[bool], rows: int, verdict: str) -> Answer:
-    pairs = zip(named or [], found, strict=True)
-    results = [{"dead_letter": one, "verdict": verdict if there else "not_found"} for one, there in pairs]
-    return Answer(200, {"count": rows, "results": results})
-
-
-def _shown(letter: DeadLetterRow) -> dict[str, Any]:
-    """Return a dead letter with its body as text, or as base64 where that is none."""
-    shown = {name: value for name, value in msgspec.structs.asdict(letter).items() if value is not None}
-    shown["died"] = codec.instant_text(letter.died_ms)
-    del shown["body"]
-    return shown | codec.shown_body(letter.body, letter.size_bytes)

@@ -9,6 +9,7 @@ from timeball.broker.service import Broker
 from timeball.errors import Unavailable
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
+from timeball.protocols.http.answers_codec import Health, Jobs, TopicDeleted, TopicSize
 from timeball.protocols.http.requests import Answer, Call, Paths, read
 
 # The figures of the broker and of its process, for a caller who may look.
@@ -47,22 +48,22 @@ class Operators:
         request: codec.TopicMade = await read(call, codec.TopicMade)
         await self._broker.create_topic(call.path["topic"], request.queues, call.caller)
         queues = self._broker.queues(call.path["topic"], call.caller)
-        return Answer(200, {"topic": call.path["topic"], "queues": len(queues)})
+        return Answer(200, TopicSize(call.path["topic"], len(queues)))
 
     async def _delete_topic(self, call: Call) -> Answer:
         await self._broker.administration.delete_topic(call.path["topic"], call.caller)
-        return Answer(200, {"topic": call.path["topic"], "verdict": "deleted"})
+        return Answer(200, TopicDeleted(call.path["topic"]))
 
     async def _jobs(self, call: Call) -> Answer:
         jobs, audit = await self._broker.job_reports.all(call.caller)
-        return Answer(200, {"jobs": jobs, **({} if audit is None else {"audit": audit})})
+        return Answer(200, Jobs(jobs, audit))
 
     async def _measure(self, call: Call) -> Answer:
         self._broker.policy.allow(call.caller, Verb.LOOK)
         return Answer(200, await self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def _live(self, call: Call) -> Answer:
-        return Answer(200, {"status": "live"})
+        return Answer(200, Health("live"))
 
     async def _ready(self, call: Call) -> Answer:
         writer = self._broker.parts.writer
@@ -70,4 +71,4 @@ class Operators:
             raise Unavailable("the log has stopped: see the broker's log")
         if writer.no_room:
             raise Unavailable("disk full: free some space, the broker goes on by itself")
-        return Answer(200, {"status": "ready"})
+        return Answer(200, Health("ready"))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage
-from timeball.protocols.http import codec
+from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.requests import Answer, Call, Paths, problem, read
-from timeball.wire import Content, MessagePlace, Verdict
+from timeball.wire import Verdict
 
 # Of a cancel or a move: what it was too late for, as a status. A verdict that is not here was granted.
 _TOO_LATE = {"not_found": 404, "released": 409, "already_cancelled": 409, "expired": 410}
@@ -35,7 +33,8 @@ class Scheduled:
         found = await self._broker.find(call.path["id"], call.query.get("topic"), call.caller)
         if not found:
             return problem(404, "not_found", "no message has this id, or what became of it is no longer kept")
-        return Answer(200, {"id": call.path["id"], "messages": [_place(one) for one in found]})
+        shown = answers_codec.Places(call.path["id"], [answers_codec.place_shown(one) for one in found])
+        return Answer(200, shown, size_bytes=sum(one.content.size_bytes for one in found if one.content))
 
     async def _move(self, call: Call) -> Answer:
         request: codec.Moving = await read(call, codec.Moving)
@@ -57,25 +56,9 @@ class Scheduled:
 def _verdict(verdicts: list[Verdict]) -> Answer:
     """Return the answer to a cancel or a move: that of the first of the messages with this id."""
     first = verdicts[0]
+    if first.verdict not in _TOO_LATE:
+        return Answer(200, answers_codec.granted(first))
     facts: dict[str, Any] = {"verdict": first.verdict}
     if first.at_ms is not None:
         facts["at"] = codec.instant_text(first.at_ms)
-    if first.verdict in _TOO_LATE:
-        return problem(_TOO_LATE[first.verdict], first.verdict, _WORDS[first.verdict], **facts)
-    if first.due_ms is not None:
-        facts |= {"due": codec.instant_text(first.due_ms), "due_ms": first.due_ms}
-    return Answer(200, {"id": first.subject, "seq": first.seq, **facts})
-
-
-def _place(found: MessagePlace) -> dict[str, Any]:
-    """Return where a message is, with its instants as texts too."""
-    place = {name: value for name, value in msgspec.structs.asdict(found).items() if value is not None}
-    content: Content | None = place.pop("content", None)
-    if content is not None:
-        place |= {"keys": content.keys, "properties": content.properties}
-        place |= {"tag": content.tag} if content.tag is not None else {}
-        place |= codec.shown_body(content.body, content.size_bytes)
-    for name in ("due_ms", "at_ms"):
-        if name in place:
-            place[name.removesuffix("_ms")] = codec.instant_text(place[name])
-    return place
+    return problem(_TOO_LATE[first.verdict], first.verdict, _WORDS[first.verdict], **facts)

@@ -8,6 +8,7 @@ from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
 from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.http import codec
+from timeball.protocols.http.answers_codec import SubscriptionDeleted
 from timeball.protocols.http.requests import Answer, Call, Paths
 from timeball.protocols.http.subscription_codec import SubscribedMany, Subscribing, subscribed
 
@@ -45,7 +46,7 @@ class Subscriptions:
 
     async def _delete(self, call: Call) -> Answer:
         await self._push.delete(call.path["name"], call.caller)
-        return Answer(200, {"name": call.path["name"], "verdict": "deleted"})
+        return Answer(200, SubscriptionDeleted(call.path["name"]))
 
     async def _pause(self, call: Call) -> Answer:
         return self._shown(call, await self._push.pause(call.path["name"], call.caller))

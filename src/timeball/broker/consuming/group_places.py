@@ -1,0 +1,143 @@
+"""How far each group is with one visible message, as the rows with its id and the group's leases say.
+
+A copy is a row of a retry topic or of dead letters. Those of one message are a chain: the promise that a lease is
+(log_leases.py) names the row that was handed out, its release names the promise, the next lease that release. A copy
+that names no row, as leases in memory and dead letters write it, belongs to the newest message of its topic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from timeball.answers import GroupPlace, MessagePlace
+from timeball.broker.components import Components
+from timeball.broker.consuming.leases import Leases
+from timeball.broker.registry.lease_counts import State, topic_of
+from timeball.message import (
+    DLQ_PREFIX,
+    ORIGIN_GROUP,
+    RETRY_PREFIX,
+    RETRY_TOPIC,
+    SCHEDULE_TOPIC,
+    Kind,
+    decode_properties,
+)
+from timeball.schedule.delay_levels.levels import REAL_TOPIC
+
+WAITING, LEASED, DONE, DEAD = "waiting", "leased", "done", "dead"
+
+
+class Copy(NamedTuple):
+    """A row that brings a message back to a group, or keeps it as a dead letter."""
+
+    kind: int
+    seq: int
+    source_seq: int | None  # of a promise: the row handed out; of other kinds: the promise
+    topic: str
+    queue_id: int
+    queue_offset: int | None
+    due_ms: int | None
+    attempts: int
+    group: str
+    origin: str | None  # the topic that its sender has named
+
+
+def copy_of(row: Mapping[str, Any]) -> Copy | None:
+    """Return a row of the log as a copy on its way back to a group; None for any other."""
+    properties, topic = decode_properties(row["properties"] or ""), row["topic"]
+    if topic == SCHEDULE_TOPIC:
+        topic = properties.get(REAL_TOPIC, topic)
+    if not topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
+        return None
+    # RocketMQ's own clients send back to a topic of the group's name alone, and the dead letters have no other.
+    group = properties.get(ORIGIN_GROUP) or topic.removeprefix(RETRY_PREFIX).removeprefix(DLQ_PREFIX)
+    origin = properties.get(RETRY_TOPIC)
+    if origin is None or origin.startswith(RETRY_PREFIX):
+        again = topic_of(group, origin or topic)
+        origin = None if again.startswith((RETRY_PREFIX, DLQ_PREFIX)) else again
+    return Copy(
+        row["kind"], row["seq"], row["source_seq"], topic, row["queue_id"], row["queue_offset"], row["due_ms"],
+        row["reconsume_times"] or 0, group, origin,
+    )  # fmt: skip
+
+
+def by_message(copies: Iterable[Copy], places: Mapping[int, MessagePlace]) -> dict[int, list[Copy]]:
+    """Return the copies of each message, in the order of the log; `places`: the messages by the rows they stand in."""
+    message_of = {row: place.seq for row, place in places.items()}
+    newest = {place.topic: place.seq for _, place in sorted(places.items())}
+    found: dict[int, list[Copy]] = defaultdict(list)
+    for copy in sorted(copies, key=lambda one: one.seq):
+        number = message_of.get(copy.source_seq) if copy.source_seq is not None else None
+        if number is None and copy.origin in newest:
+            number = newest[copy.origin]
+        if number is not None:
+            message_of[copy.seq] = number
+            found[number].append(copy)
+    return found
+
+
+class GroupPlaces:
+    """Says it. Belongs to the event loop. `may`: whether the caller may consume as a group."""
+
+    def __init__(self, parts: Components, leases: Leases, may: Callable[[str], bool]) -> None:
+        self._parts, self._leases, self._may = parts, leases, may
+
+    def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
+        """Return how far each group is with a message that stands in a queue."""
+        assert place.topic is not None
+        last = {copy.group: copy for copy in copies}
+        groups = {*last, *self._parts.offsets.groups_of(place.topic)}
+        found = []
+        for group in sorted(filter(self._may, groups)):
+            copy = last.get(group)
+            if copy is None:
+                one = self._at(group, place.topic, place.queue_id, place.queue_offset, 0)
+            else:
+                one = self._of_copy(group, copy)
+            found += [] if one is None else [one]
+        return found
+
+    def _of_copy(self, group: str, copy: Copy) -> GroupPlace | None:
+        """Return the place by the last row that speaks of the message to this group."""
+        if copy.kind in (Kind.PROMISE, Kind.MOVED):
+            if copy.kind == Kind.PROMISE and copy.source_seq is None:
+                # Sent back by a RocketMQ client with a delay: no lease, and not released yet.
+                return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
+            number = copy.seq if copy.kind == Kind.PROMISE else copy.source_seq
+            state = self._parts.lease_counts.state_of(number or 0)
+            if state == State.HELD:
+                return GroupPlace(group, LEASED, copy.attempts, copy.due_ms)
+            if state == State.NACKED:
+                return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
+            return GroupPlace(group, DONE, copy.attempts)
+        if copy.topic.startswith(DLQ_PREFIX):
+            return GroupPlace(group, DEAD, copy.attempts)
+        return self._at(group, copy.topic, copy.queue_id, copy.queue_offset, copy.attempts)
+
+    def _at(
+        self, group: str, topic: str, queue_id: int | None, offset: int | None, attempts: int
+    ) -> GroupPlace | None:
+        """Return the place by how far the group is in a queue; None where it has not begun."""
+        if queue_id is None or offset is None:
+            return None
+        queue = self._leases.get(group, topic, queue_id)
+        if queue is not None and self._leases.is_live(queue):
+            lease = queue.in_flight.get(offset)
+            if lease is not None:
+                state = WAITING if offset in queue.nacked else LEASED
+                return GroupPlace(group, state, attempts + 1 + lease.times, lease.deadline_ms)
+            is_open = offset >= queue.next_offset and offset not in queue.acked_ahead
+            if is_open or (lease := queue.returned.get(offset)) is not None:
+                return GroupPlace(group, WAITING, attempts + (0 if lease is None else lease.times))
+            return _passed(group, attempts)
+        stored = self._parts.offsets.find_offset(group, topic, queue_id)
+        if stored is None:
+            return GroupPlace(group, WAITING, attempts) if attempts else None
+        return GroupPlace(group, WAITING, attempts) if offset >= stored else _passed(group, attempts)
+
+
+def _passed(group: str, attempts: int) -> GroupPlace:
+    # A copy in the retry topic is for this group alone and has passed its filter: it was handed out once more.
+    return GroupPlace(group, DONE, attempts + 1 if attempts else 0)

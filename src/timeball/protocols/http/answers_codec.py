@@ -1,0 +1,246 @@
+"""The results of the broker's verbs as JSON: instants as texts beside their numbers, bodies as text or base64. No I/O.
+
+These structs are what handlers answer and what the OpenAPI document describes, so neither can say what the other does
+not. A field that has nothing to say is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from timeball.answers import (
+    Campaign,
+    DeadLetterPage,
+    DeadLetterRow,
+    GroupPlace,
+    GroupState,
+    MessagePlace,
+    Verdict,
+)
+from timeball.protocols.http.codec import instant_text, shown_body
+
+
+class GroupAt(msgspec.Struct, omit_defaults=True):
+    """A group and its state with a message: waiting, leased, done or dead. Without `attempts` they are not known."""
+
+    group: str
+    state: str
+    attempts: int = 0
+    until: str | None = None
+    until_ms: int | None = None
+
+
+class Place(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The place of a message: waiting, visible, cancelled or expired. A body has at most its first 64 KiB."""
+
+    state: str
+    seq: int
+    topic: str | None = None
+    queue_id: int | None = None
+    queue_offset: int | None = None
+    at_ms: int | None = None
+    due_ms: int | None = None
+    keys: list[str] | None = None
+    properties: dict[str, str] | None = None
+    tag: str | None = None
+    size_bytes: int | None = None
+    body: str | None = None
+    base64: bytes | None = None
+    body_cut: bool = False
+    at: str | None = None
+    due: str | None = None
+    groups: list[GroupAt] = []
+    by: str | None = None
+    reason: str | None = None
+
+
+class Places(msgspec.Struct):
+    """The messages with an id, the newest first."""
+
+    id: str
+    messages: list[Place]
+
+
+class Granted(msgspec.Struct, omit_defaults=True):
+    """A move or a cancel that was granted: `verdict` is rescheduled or cancelled."""
+
+    id: str
+    seq: int | None
+    verdict: str
+    at: str | None = None
+    due: str | None = None
+    due_ms: int | None = None
+
+
+class Groups(msgspec.Struct):
+    """Consumer groups, by name."""
+
+    groups: list[GroupState]
+
+
+class DeadLetter(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """A message that a group has given up. `dead_letter` names it; a body has at most its first 64 KiB."""
+
+    dead_letter: str
+    id: str | None = None
+    topic: str
+    died_ms: int
+    attempts: int
+    tag: str | None = None
+    keys: list[str]
+    properties: dict[str, str]
+    reason: str | None = None
+    died: str
+    size_bytes: int
+    body: str | None = None
+    base64: bytes | None = None
+    body_cut: bool = False
+
+
+class DeadLetters(msgspec.Struct, omit_defaults=True):
+    """Dead letters of a group. `next_page`, as ?page=, leads to those that follow; without it these are the last."""
+
+    dead_letters: list[DeadLetter]
+    next_page: str | None = None
+
+
+class Dealt(msgspec.Struct):
+    """A dead letter that was named, and what came of it: resent, deleted or not_found."""
+
+    dead_letter: str
+    verdict: str
+
+
+class DealtMany(msgspec.Struct):
+    """How many dead letters were dealt with, and what came of those that were named."""
+
+    count: int
+    results: list[Dealt]
+
+
+class CampaignShown(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A bulk write as one object: its state, planned, running, paused, cancelled or finished, and since when."""
+
+    campaign: str
+    state: str
+    since_ms: int
+    since: str
+    planned_ms: int
+    planned: str
+    planned_seq: int
+    rows: int
+    ranges: list[tuple[int, int]] | None = None
+    held_from_ms: int | None = None
+    held_from: str | None = None
+    cancelled: int | None = None
+    repeated: bool | None = None
+    count: int | None = None
+    shift_ms: int | None = None
+
+
+class Campaigns(msgspec.Struct):
+    """Campaigns, without their ranges."""
+
+    campaigns: list[CampaignShown]
+
+
+class Jobs(msgspec.Struct, omit_defaults=True):
+    """Reports of the pipeline's jobs as they have written them, and that of the last audit, if there was one."""
+
+    jobs: list[dict[str, Any]]
+    audit: dict[str, Any] | None = None
+
+
+class TopicSize(msgspec.Struct):
+    """A topic, and how many queues it has now."""
+
+    topic: str
+    queues: int
+
+
+class TopicDeleted(msgspec.Struct):
+    """A topic that is no more."""
+
+    topic: str
+    verdict: str = "deleted"
+
+
+class SubscriptionDeleted(msgspec.Struct):
+    """A push subscription that is no more."""
+
+    name: str
+    verdict: str = "deleted"
+
+
+class Health(msgspec.Struct):
+    """live, or ready."""
+
+    status: str
+
+
+def place_shown(found: MessagePlace) -> Place:
+    """Return where a message is."""
+    place = Place(
+        state=found.state, seq=found.seq, topic=found.topic, queue_id=found.queue_id,
+        queue_offset=found.queue_offset, at_ms=found.at_ms, due_ms=found.due_ms, at=_text(found.at_ms),
+        due=_text(found.due_ms), groups=[_group(one) for one in found.groups], by=found.by, reason=found.reason,
+    )  # fmt: skip
+    content = found.content
+    if content is None:
+        return place
+    body = shown_body(content.body, content.size_bytes)
+    return msgspec.structs.replace(
+        place, keys=content.keys, properties=content.properties, tag=content.tag, **body
+    )
+
+
+def granted(verdict: Verdict) -> Granted:
+    """Return the answer to a move or a cancel that was granted."""
+    return Granted(
+        verdict.subject,
+        verdict.seq,
+        verdict.verdict,
+        _text(verdict.at_ms),
+        _text(verdict.due_ms),
+        verdict.due_ms,
+    )
+
+
+def dead_letters(page: DeadLetterPage) -> DeadLetters:
+    """Return a page of dead letters."""
+    return DeadLetters([_letter(one) for one in page.dead_letters], page.next_page)
+
+
+def dealt(named: Sequence[str], found: Sequence[bool], rows: int, verdict: str) -> DealtMany:
+    """Return how many dead letters were dealt with; `found`: whether each that was named was there."""
+    pairs = zip(named, found, strict=True)
+    return DealtMany(rows, [Dealt(one, verdict if there else "not_found") for one, there in pairs])
+
+
+def campaign_shown(found: Campaign) -> CampaignShown:
+    """Return a campaign."""
+    said = msgspec.structs.asdict(found)
+    return CampaignShown(
+        **said, since=instant_text(found.since_ms), planned=instant_text(found.planned_ms),
+        held_from=_text(found.held_from_ms),
+    )  # fmt: skip
+
+
+def _letter(row: DeadLetterRow) -> DeadLetter:
+    said = {
+        name: value
+        for name, value in msgspec.structs.asdict(row).items()
+        if name not in ("body", "size_bytes")
+    }
+    return DeadLetter(**said, died=instant_text(row.died_ms), **shown_body(row.body, row.size_bytes))
+
+
+def _group(found: GroupPlace) -> GroupAt:
+    return GroupAt(found.group, found.state, found.attempts, _text(found.until_ms), found.until_ms)
+
+
+def _text(instant_ms: int | None) -> str | None:
+    return None if instant_ms is None else instant_text(instant_ms)

@@ -1,0 +1,112 @@
+"""How far a group is with a message, from its first delivery to its end, wherever its leases are kept."""
+
+from __future__ import annotations
+
+import pytest
+from tests.broker.consuming.subscriber import (
+    DEAD,
+    GROUP,
+    MINUTE_MS,
+    acknowledge,
+    engine,
+    in_queue,
+    receive,
+    send,
+    try_at_most,
+)
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+
+from timeball.broker.consuming.group_places import Copy, by_message
+from timeball.message import Kind
+from timeball.wire import GroupPlace, MessagePlace
+
+ID = "id-1"
+
+
+async def place(world: World, message_id: str = ID) -> GroupPlace | None:
+    (found,) = await world.broker.find(message_id)
+    return next(iter(found.groups), None)
+
+
+@pytest.mark.parametrize("in_log", [True, False])
+@on_node()
+async def test_from_the_first_delivery_to_the_acknowledgement(world: World, in_log: bool) -> None:
+    await send(world, [b"a"], unique_key=[ID])
+    assert await place(world) is None, "no group yet"
+    received = await receive(world, in_log=in_log)
+    until_ms = world.clock.wall + MINUTE_MS
+    assert await place(world) == GroupPlace(GROUP, "leased", 1, until_ms)
+    await world.restart()
+    assert await place(world) == GroupPlace(GROUP, "leased", 1, until_ms)
+    await engine(world).nack(received.receipts[0], 2 * MINUTE_MS, "no")
+    until_ms = world.clock.wall + 2 * MINUTE_MS
+    assert await place(world) == GroupPlace(GROUP, "waiting", 1, until_ms)
+    await world.advance(2 * MINUTE_MS)
+    engine(world).wake()
+    again = await receive(world, in_log=in_log, wait_ms=1_000)
+    told = await place(world)
+    assert told is not None
+    assert (told.state, told.attempts) == ("leased", 2)
+    assert await acknowledge(world, again) == [True]
+    assert await place(world) == GroupPlace(GROUP, "done", 2)
+    await world.restart()
+    assert await place(world) == GroupPlace(GROUP, "done", 2)
+
+
+@on_node()
+async def test_a_lease_that_ends_unanswered_and_one_that_is_longer(world: World) -> None:
+    await send(world, [b"a"], unique_key=[ID])
+    received = await receive(world)
+    (receipt,) = received.receipts
+    await engine(world).change_invisible_time(receipt, 3 * MINUTE_MS)
+    assert await place(world) == GroupPlace(GROUP, "leased", 1, world.clock.wall + 3 * MINUTE_MS)
+    await world.advance(3 * MINUTE_MS)
+    assert await place(world) == GroupPlace(GROUP, "waiting", 1)
+
+
+@on_node()
+async def test_a_message_that_is_given_up(world: World) -> None:
+    try_at_most(world, 1)
+    await send(world, [b"a", b"b"], unique_key=[ID, "id-2"])
+    first = await receive(world)
+    (given_up, other) = first.receipts
+    await engine(world).dead_letter(given_up, "no such order")
+    assert await place(world) == GroupPlace(GROUP, "dead", 1)
+    await engine(world).nack(other, MINUTE_MS)
+    await world.advance(MINUTE_MS)
+    await receive(world)
+    await world.advance(MINUTE_MS)
+    assert len(await in_queue(world, DEAD)) == 2
+    assert await place(world, "id-2") == GroupPlace(GROUP, "dead", 2)
+
+
+@on_node()
+async def test_a_group_that_reads_by_offset_and_one_that_has_not_come_so_far(world: World) -> None:
+    await send(world, [b"a"], unique_key=[ID])
+    (found,) = await world.broker.find(ID)
+    assert found.queue_id is not None
+    await world.broker.commit_offsets("reader", "orders", {found.queue_id: 1})
+    await world.broker.commit_offsets("slow", "orders", {found.queue_id: 0})
+    (found,) = await world.broker.find(ID)
+    assert found.groups == [GroupPlace("reader", "done"), GroupPlace("slow", "waiting")]
+
+
+@on_node()
+async def test_messages_of_one_id_are_told_apart(world: World) -> None:
+    await send(world, [b"a"], unique_key=[ID])
+    assert await acknowledge(world, await receive(world)) == [True]
+    await send(world, [b"b"], unique_key=[ID])
+    await receive(world)
+    newest, oldest = await world.broker.find(ID)
+    assert [one.state for one in (*newest.groups, *oldest.groups)] == ["leased", "done"]
+
+
+def test_a_copy_that_names_no_row_belongs_to_the_newest_message_of_its_topic() -> None:
+    def copy(seq: int, source_seq: int | None, origin: str | None = "a") -> Copy:
+        return Copy(Kind.PROMISE, seq, source_seq, "%RETRY%g_a", 0, 0, 9, 1, "g", origin)
+
+    places = {row: MessagePlace("visible", row - 1, topic) for row, topic in ((2, "a"), (4, "a"), (6, "b"))}
+    chain = [copy(10, 2), copy(11, 10), copy(12, 11)]
+    found = by_message([*reversed(chain), copy(20, None), copy(21, None, "b"), copy(22, None, None)], places)
+    assert found == {1: chain, 3: [copy(20, None)], 5: [copy(21, None, "b")]}
