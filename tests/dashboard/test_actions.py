@@ -187,6 +187,28 @@ def test_dead_letters_are_read_sent_again_and_deleted(tab: Tab, client: Client, 
     assert len(client.receive("letters", "billing").value["messages"]) == 1
 
 
+def test_nothing_is_offered_for_dead_letters_before_their_group_is_known(tab: Tab) -> None:
+    tab.page.route("**/v1/groups", lambda route: None)  # never answered
+    page = tab.open("dead-letters")
+    expect(page.get_by_label("Group")).to_be_visible()
+    expect(page.get_by_role("button", name="All of this group")).to_be_hidden()
+
+
+def test_a_message_that_was_received_says_how_far_its_group_is(tab: Tab, client: Client) -> None:
+    assert client.send("followed", {"id": "followed-1", "body": "x"}).status == 201
+    (got,) = client.receive("followed", "billing").value["messages"]
+    nack = {"receipts": [got["receipt"]], "delay": "1s"}
+    client.ask("POST", "/v1/topics/followed/nack", nack, query={"group": "billing"})
+    (got,) = client.receive("followed", "billing").value["messages"]
+    page = found_by(tab, "Message id", "followed-1")
+    page.locator("tbody button.link").click()
+    facts = page.get_by_role("dialog").locator("dl").first
+    expect(facts).to_contain_text("Group billingleased until")
+    expect(facts).to_contain_text("handed out 2 times")
+    page = tab.open("groups")
+    expect(page.locator("tbody tr", has_text="billing")).to_contain_text("followed, to be tried again")
+
+
 def test_campaigns_are_paused_resumed_and_cancelled(tab: Tab, client: Client, node: RunningNode) -> None:
     planned(node, "spring", client)
     planned(node, "autumn")

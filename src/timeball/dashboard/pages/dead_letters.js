@@ -38,6 +38,7 @@ class DeadLetters {
       empty: emptiness('No dead letters.', 'A message comes here when a group has given it back as often as its attempts allow.'),
     });
     this.bar = el('div', { class: 'toolbar admin' }, this.resend, this.remove, this.all);
+    show(this.bar, false); // until it is known which group this is
     root.append(el('div', { class: 'toolbar' }, field('Group', this.group)), this.refused.node,
       el('section', { class: 'card' }, this.summary, this.bar, this.table.node, el('div', { class: 'actions' }, this.back, this.next)));
     this.clock = setInterval(() => !document.hidden && this.table.refresh(), 1_000);

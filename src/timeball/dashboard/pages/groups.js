@@ -44,9 +44,16 @@ export const groups = {
 };
 
 function showTopics(cell, row) {
-  keyed(cell.firstChild, row.topics ?? [], ({ topic }) => topic, ({ topic }) => el('li', {}, el('bdi', { class: 'text' }, printable(topic, 60)), el('span')),
+  keyed(cell.firstChild, row.topics ?? [], ({ topic }) => topic, ({ topic }) => el('li', {}, nameOf(topic, row.group), el('span')),
     (item, { lag, in_flight: inFlight }) => {
       write(item.lastChild, `  ${count(lag)}, ${count(inFlight ?? NaN)}`);
       set(item, 'class', lag > 0 && 'behind');
     });
+}
+
+/** Return the name of a topic; of the one that brings a group's messages back, that of their own and what it is. */
+function nameOf(topic, group) {
+  const prefix = `%RETRY%${group}_`;
+  const [name, note] = topic.startsWith(prefix) ? [topic.slice(prefix.length), ', to be tried again'] : [topic, ''];
+  return el('span', { title: printable(topic, 200) }, el('bdi', { class: 'text' }, printable(name, 60)), note);
 }
