@@ -17,6 +17,7 @@ from tests.node_fixture import eventually, running_node
 
 from timeball import Timeball, __version__
 from timeball.cli.exit_codes import ExitCode
+from timeball.cli.serve import announce
 from timeball.errors import Unavailable
 
 
@@ -36,6 +37,16 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> No
     with running_node(Path(data)) as node:
         pulled = run_here("pull", "orders", "--json", "--endpoint", node.endpoint)
         assert json.loads(pulled.stdout)["body"] == "kept"
+
+
+@pytest.mark.parametrize("http_port", [0, -1])
+def test_the_ready_line_names_the_dashboard_if_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], http_port: int
+) -> None:
+    with running_node(tmp_path / "d", http_port=http_port) as node:
+        announce(node.node, as_json=False)
+        shown = f", dashboard http://127.0.0.1:{node.node.http_port}/, data " in capsys.readouterr().out
+    assert shown is (http_port == 0)
 
 
 def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

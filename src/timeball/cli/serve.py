@@ -92,7 +92,9 @@ def announce(node: Node, as_json: bool) -> None:
     if not as_json:
         found = addresses["name_server"]
         rocketmq = f", RocketMQ name server {found}" if found else ""
-        print_line(f"timeball {__version__} serves {endpoint}{rocketmq}, data {data}")
+        scheme = "https" if settings.tls_cert else "http"
+        shown = f", dashboard {scheme}://{_local(host)}:{node.http_port}/" if node.http_port >= 0 else ""
+        print_line(f"timeball {__version__} serves {endpoint}{rocketmq}{shown}, data {data}")
         return
     print_json(
         {
@@ -110,8 +112,11 @@ def announce(node: Node, as_json: bool) -> None:
 
 def local_endpoint(settings: Settings, port: int) -> str:
     """How a process on this machine reaches the broker, whose host may mean "everywhere"."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return _endpoint(settings, reachable, port)
+    return _endpoint(settings, _local(settings.host), port)
+
+
+def _local(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "[::1]"}.get(host, host)
 
 
 def _endpoint(settings: Settings, host: str, port: int) -> str:
