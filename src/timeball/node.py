@@ -50,6 +50,7 @@ from timeball.monitoring.tracing_extra import open_traces
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.http.edge import HttpEdge
+from timeball.protocols.http.recovering import Recovering
 from timeball.protocols.push.edge import PushEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.protocols.strangers import Strangers
@@ -148,11 +149,15 @@ class Node:
         if self._real_files is not None:
             check_folder(self._real_files)
             self._real_files.lock()
+        recovering = Recovering(self.settings, self.security)
         try:
+            if listen:
+                await recovering.start()
             await self._build(hot)
             if listen:
-                await self._listen()
+                await self._listen(recovering)
         except BaseException:  # of any kind: the folder must not stay claimed
+            recovering.close()
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
@@ -165,7 +170,7 @@ class Node:
         task.add_done_callback(self._ticker_ended)
         self._ticker_tasks.append(task)
 
-    async def _listen(self) -> None:
+    async def _listen(self, recovering: Recovering) -> None:
         self.edge = FlightEdge(
             self.broker,
             asyncio.get_running_loop(),
@@ -177,8 +182,9 @@ class Node:
         remoting, grpc = RemotingEdge(self.broker, self.security), GrpcEdge(self.broker, self.security)
         http = HttpEdge(self.broker, self.metrics, self.status, self.security)
         try:
-            for edge in (remoting, grpc, http):
+            for edge in (remoting, grpc):
                 await edge.start()
+            await http.start(recovering.hand_over())
         except SetupError:
             for edge in (grpc, remoting):
                 await edge.close()

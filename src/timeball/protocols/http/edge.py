@@ -16,19 +16,18 @@ import uvicorn
 from starlette.routing import BaseRoute, Route, Router
 
 from timeball.broker.service import Broker
-from timeball.errors import SetupError
 from timeball.monitoring.metrics import Metrics
 from timeball.protocols.http.connection import BoundedHttp
 from timeball.protocols.http.dashboard import Dashboard
 from timeball.protocols.http.handlers.operators import Status
 from timeball.protocols.http.handlers.routes import routes as routes_of
 from timeball.protocols.http.openapi import document
+from timeball.protocols.http.recovering import BACKLOG, listen
 from timeball.protocols.http.requests import Answer, Call, Endpoint, Handler, Room, not_found
 from timeball.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 1_024
 IDLE_S = 75  # between two requests of a connection
 LAST_ANSWERS_S = 1  # at a stop: long polls that wait then end without an answer
 
@@ -69,11 +68,11 @@ class HttpEdge:
         """Return how many connections are open."""
         return len(self._server.server_state.connections) if self._server is not None else 0
 
-    async def start(self) -> None:
-        """Listen; raises SetupError when the port is taken."""
+    async def start(self, listening: socket.socket | None = None) -> None:
+        """Serve on a socket that listens, or on one of its own; raises SetupError when the port is taken."""
         if self.port < 0:
             return
-        listening = self._listen()
+        listening = listening or listen(self._settings)
         self.port = int(listening.getsockname()[1])
         config = uvicorn.Config(
             self._app,
@@ -106,20 +105,6 @@ class HttpEdge:
         self._server.should_exit = True
         await self._serving
         self._server = None
-
-    def _listen(self) -> socket.socket:
-        host, port = self._settings.host, self._settings.http_port
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listening = socket.create_server(address, family=family, backlog=BACKLOG)
-            # Connections inherit it; asyncio sets it only on sockets that were made with a protocol number. Without it
-            # the second write of an answer waits 40 ms for the client's delayed acknowledgement of the first.
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return listening
-        except OSError as error:
-            raise SetupError(
-                f"--http-port {port}: {error.strerror or error}; another broker may be running, choose another port"
-            ) from error
 
     def _route(self, path: str, methods: dict[str, Handler], *, is_open: bool) -> Route:
         return Route(path, Endpoint(methods, self._security, self._clock.wall_ms, self.room, is_open=is_open))
