@@ -50,6 +50,7 @@ _PARAMETER_EXAMPLES = {
     "name": "billing",
     "key": "order-17",
     "tag": "red || blue",
+    "sql": "region = 'eu' AND total > 100",
     "by": "hour",
     "wait": "30s",
     "lease": "5m",
@@ -135,6 +136,8 @@ OPERATIONS = (
             ("max", "At most so many messages, 1 to 1024; 32 otherwise.", False),
             ("wait", "How long to wait for the first, up to 60s; not at all otherwise.", False),
             ("lease", "How long each is this consumer's, 1s to 12h; 60s otherwise.", False),
+            ("tag", "Only messages with one of these tags, as in red || blue; the group passes the others by.", False),
+            ("sql", "Only messages whose properties fulfil this condition, in place of tag.", False),
         ), (), (codec.LeasedMany,),
     ),
     Operation(

@@ -43,6 +43,29 @@ def test_what_a_client_that_has_gone_was_to_get_comes_to_another(node: RunningNo
     assert [one["attempt"] for one in client.receive("left").value["messages"]] == [1]
 
 
+def test_a_filter_is_by_tags_or_a_condition(client: Client) -> None:
+    client.send(
+        "filtered", [{"body": tag, "tag": tag, "properties": {"n": str(n)}} for n, tag in enumerate("abc")]
+    )
+
+    def bodies(**query: str) -> set[str]:
+        found: set[str] = set()
+        while some := client.receive("filtered", wait="0", **query).value["messages"]:
+            found |= {one["body"] for one in some}
+        return found
+
+    assert bodies(group="by-tag", tag="a || c") == {"a", "c"}
+    assert bodies(group="by-sql", sql="n > 0") == {"b", "c"}
+    assert bodies(group="by-tag") == set(), "what a filter has passed by does not come"
+    for wrong in ({"tag": "a", "sql": "n > 0"}, {"sql": "n >"}):
+        for topic in ("filtered", "not-there-yet"):
+            answer = client.receive(topic, wait="30s", **wrong)
+            assert (answer.status, answer.value["code"]) in {
+                (400, "invalid_message"),
+                (400, "invalid_filter"),
+            }
+
+
 def test_a_receipt_of_another_group_is_not_valid(client: Client) -> None:
     client.send("sealed", {"body": "x"})
     (receipt,) = receipts(client, "sealed")

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from starlette.datastructures import QueryParams
 
 from timeball import limits
 from timeball.access import Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.filters import SQL92, TAG, Filter
+from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage, InvalidReceipt, OutOfRange
+from timeball.message import RETRY_PREFIX
 from timeball.protocols.http import codec
 from timeball.protocols.http.codec import Answered, AnsweredMany
 from timeball.protocols.http.requests import Answer, Call, Gone, Paths, read
@@ -28,6 +35,7 @@ class Receives:
 
     def __init__(self, broker: Broker) -> None:
         self._broker, self._handles = broker, ReceiptHandles(broker.parts.receipt_secret.get)
+        self._filters = FiltersKept()
         self.paths: Paths = {
             f"{_TOPIC}/messages": {"GET": self._receive},
             f"{_TOPIC}/ack": {"POST": self._ack},
@@ -46,6 +54,7 @@ class Receives:
         most = query.get("max", "32")
         if not (most.isdecimal() and len(most) < 9 and 1 <= int(most) <= limits.POP_ROWS_MAX):
             raise OutOfRange(f"max={most[:20]}: 1 to {limits.POP_ROWS_MAX}")
+        self._wanted(query, topic, None)  # what cannot be read is refused before a wait
         if not (wait_ms and policy.is_awaited(topic)):
             self._broker.consuming.join(group, topic, call.caller)  # refuses what cannot be received
         request = ReceiveRequest(
@@ -63,7 +72,7 @@ class Receives:
 
     async def _received(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
         """Return what the engine hands out; give it back when the client has gone meanwhile."""
-        receiving = asyncio.ensure_future(self._hand_out(request, wait_ms))
+        receiving = asyncio.ensure_future(self._hand_out(request, call.query, wait_ms))
         gone = asyncio.ensure_future(call.gone())
         try:
             await asyncio.wait((receiving, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -77,7 +86,7 @@ class Receives:
                 task.cancel()
             await asyncio.gather(receiving, gone, return_exceptions=True)
 
-    async def _hand_out(self, request: ReceiveRequest, wait_ms: int) -> Received:
+    async def _hand_out(self, request: ReceiveRequest, query: QueryParams, wait_ms: int) -> Received:
         """Receive; from a topic that is missing once its first message has made it."""
         if wait_ms and self._broker.policy.is_awaited(request.topic):
             loop = asyncio.get_running_loop()
@@ -85,7 +94,20 @@ class Receives:
             if not await self._broker.waiters.wait(request.topic, wait_ms / 1_000):
                 return Received(NO_ROWS, [])
             wait_ms = max(0, round(1_000 * (deadline_s - loop.time())))
-        return await self._broker.consuming.receive(request, wait_ms)
+        topic = self._broker.parts.topics.find_topic(request.topic)
+        wanted = self._wanted(query, request.topic, topic)
+        return await self._broker.consuming.receive(replace(request, wanted=wanted), wait_ms)
+
+    def _wanted(self, query: QueryParams, name: str, topic: Topic | None) -> Filter | None:
+        """Return the filter of a receive, None for all messages; raise InvalidFilter, InvalidMessage."""
+        tag, sql = query.get("tag", ""), query.get("sql", "")
+        if tag and sql:
+            raise InvalidMessage("tag and sql: give one of them")
+        # What is in a retry topic passed the filter when it was handed out first.
+        if not (tag or sql) or name.startswith(RETRY_PREFIX):
+            return None
+        bit_mask = topic is not None and topic.filter_type == "MULTI_TAG"
+        return self._filters.get(tag or sql, SQL92 if sql else TAG, bit_mask=bit_mask)
 
     async def _ack(self, call: Call) -> Answer:
         request: codec.Answering = await read(call, codec.Answering)
