@@ -62,7 +62,7 @@ bench: $(READY)   ## the benchmarks
 versus: $(READY)   ## the same work on RocketMQ and on Timeball, into docs/versus.md (mvn, a Java 17, cc)
 	$(BIN)/python -m benchmarks.versus $(ARGS)
 
-pictures: $(READY)   ## the dashboard's pictures in docs/, of a real broker that is busy (chromium; two minutes)
+pictures: $(READY)   ## the dashboard's pictures in docs/, of a real broker that is busy (chromium; four minutes)
 	$(BIN)/python -m tests.dashboard.pictures
 
 docs: $(SITE)   ## the documentation as a site, into site/

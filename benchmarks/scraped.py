@@ -60,7 +60,7 @@ PANELS: list[tuple[str, str, bool, dict[str, str]]] = [
         "What waits", "messages", False, {
             "near, in memory": 'timeball_schedule_rows{place="near"}',
             "in the log's tail": 'timeball_schedule_rows{place="tail"}',
-            "due within a minute": 'timeball_due_messages{within="1m"}',
+            "for their instant": "timeball_waiting_messages",
         },
     ),
     ("The consumer's lag", "messages", False, {"lag": f'sum(timeball_group_lag_messages{{group="{GROUP}"}})'}),
