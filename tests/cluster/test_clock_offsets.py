@@ -1,0 +1,21 @@
+"""How far the clock of another replica is ahead."""
+
+from __future__ import annotations
+
+from timeball.cluster.clock_offsets import SAMPLES, ClockOffsets
+
+
+def test_the_middle_of_the_round_trip_is_assumed() -> None:
+    offsets = ClockOffsets()
+    offsets.add("b", peer_wall_ms=1_500, round_trip_ms=20, wall_ms=1_010)
+    assert offsets.ms == {"b": 500.0}
+
+
+def test_the_quickest_of_the_last_answers_counts() -> None:
+    offsets = ClockOffsets()
+    offsets.add("b", 1_000, 2, 1_001)
+    offsets.add("b", 2_000, 400, 2_390)
+    assert offsets.ms == {"b": 0.0}
+    for number in range(SAMPLES):
+        offsets.add("b", 5_000 + number, 10, 4_005 + number)
+    assert offsets.ms == {"b": 1_000.0}, "a clock that was set is noticed"
