@@ -1,34 +1,14 @@
-"""One process in its cluster: the coordinator of its settings, and the name server over all groups."""
+"""The name server of a process, over all groups of its cluster."""
 
 from __future__ import annotations
 
 import asyncio
 
-from timeball.clock import Clock, SystemClock
 from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.directory import Directory
-from timeball.cluster.etcd import EtcdStore
-from timeball.cluster.etcd_members import EtcdAccess
-from timeball.cluster.keys import KeyCoordinator
 from timeball.config import Settings
-from timeball.files import read_secret
 from timeball.protocols.remoting.name_server import GroupPlace, NameServer
-from timeball.security import OTHERS, Security, load_client_tls
-
-
-def coordinator_of(settings: Settings, clock: Clock | None = None) -> Coordinator:
-    """Return the coordinator of the settings; raises SetupError."""
-    endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
-    tls = None
-    if any(each.startswith("https") for each in endpoints):
-        tls = load_client_tls(settings.etcd_ca, settings.etcd_cert, settings.etcd_key)
-    password = ""
-    if settings.etcd_user:
-        secret = read_secret(settings.etcd_password_file, "--etcd-password-file", forbidden_mode=OTHERS)
-        password = secret.decode().strip()
-    access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
-    store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
-    return KeyCoordinator(store, clock or SystemClock(), cluster=settings.cluster, node=settings.node)
+from timeball.security import Security, load_client_tls
 
 
 class NameService:

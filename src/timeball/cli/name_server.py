@@ -31,9 +31,11 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _run(settings: Settings, as_json: bool) -> None:
-    from timeball.name_service import NameService, coordinator_of
+    from timeball.clock import SystemClock
+    from timeball.cluster.connect import coordinator_of
+    from timeball.name_service import NameService
 
-    coordinator = coordinator_of(settings)
+    coordinator = coordinator_of(settings, SystemClock())
     service = NameService(settings, coordinator)
     port = await service.start()
     address = f"{settings.host}:{port}"

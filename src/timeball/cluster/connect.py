@@ -1,0 +1,27 @@
+"""The coordinator that the settings name, for nodes and for commands."""
+
+from __future__ import annotations
+
+from timeball.clock import Clock
+from timeball.cluster.coordinator import Coordinator
+from timeball.cluster.etcd import EtcdStore
+from timeball.cluster.etcd_members import EtcdAccess
+from timeball.cluster.keys import KeyCoordinator
+from timeball.config import Settings
+from timeball.files import read_secret
+from timeball.security import OTHERS, load_client_tls
+
+
+def coordinator_of(settings: Settings, clock: Clock) -> Coordinator:
+    """Return the coordinator of --cluster, --node and --etcd; raises SetupError."""
+    endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
+    tls = None
+    if any(each.startswith("https") for each in endpoints):
+        tls = load_client_tls(settings.etcd_ca, settings.etcd_cert, settings.etcd_key)
+    password = ""
+    if settings.etcd_user:
+        secret = read_secret(settings.etcd_password_file, "--etcd-password-file", forbidden_mode=OTHERS)
+        password = secret.decode().strip()
+    access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
+    store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
+    return KeyCoordinator(store, clock, cluster=settings.cluster, node=settings.node)
