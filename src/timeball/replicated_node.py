@@ -18,6 +18,7 @@ from timeball import __version__
 from timeball.broker.components import in_thread
 from timeball.clock import Clock, SystemClock
 from timeball.cluster import events as on
+from timeball.cluster.connect import coordinator_of
 from timeball.cluster.connections import Connections, PeerTls, listen
 from timeball.cluster.coordinator import Node as ClusterNode
 from timeball.cluster.follower_caches import FollowerCaches
@@ -28,11 +29,12 @@ from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.config import BROKER_NAME, Settings
 from timeball.data_folder import check_folder, write_format
-from timeball.errors import SetupError
+from timeball.errors import LeaseLost, SetupError
 from timeball.files import RealFiles
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
-from timeball.name_service import NameService, coordinator_of
+from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+from timeball.name_service import NameService
 from timeball.node import Node
 from timeball.protocols.sessions import advertised
 from timeball.security import load_peer_tls
@@ -72,6 +74,7 @@ class ReplicatedNode:
         self._apply_task: asyncio.Task[None] | None = None
         self._apply_to_seq = 0
         self._caches: FollowerCaches
+        self._hand_over_task: asyncio.Task[None] | None = None
         self.member: Member
         self.thread: ReplicaThread
         self._log: ReplicaLog
@@ -136,13 +139,10 @@ class ReplicatedNode:
         """Hand over if this replica leads, and end in order."""
         if self._serve_task is not None:
             await asyncio.wait([self._serve_task])
-        if self.broker_node is not None:
-            # The last answers may take a while to leave; the next leader need not wait for that.
-            closing = asyncio.create_task(self.broker_node.close_edges())
-            await asyncio.sleep(0)  # no port is listened on any more
-            await self.broker_node.finish()
-            await self._hand_over()
-            await closing
+        if self._hand_over_task is not None:
+            await asyncio.wait([self._hand_over_task])
+        elif self.broker_node is not None:
+            await self._leave(self.broker_node, "")
         await self._gateway.close()
         await self._names.close()
         await self.member.close()
@@ -173,6 +173,29 @@ class ReplicatedNode:
         logger.info("replica leads epoch=%d", epoch)
         self._serve_task = asyncio.create_task(self._serve())
 
+    def hand_over(self, node: str) -> None:
+        """Stop serving, let this node lead, and end the process; nothing when that is under way."""
+        if self.broker_node is not None and self._hand_over_task is None:
+            logger.info("replica hands over node=%s", node)
+            self._hand_over_task = asyncio.create_task(self._give_way(self.broker_node, node))
+
+    def figures(self) -> ReplicaFigures:
+        """Return the replica's figures."""
+        thread, member = self.thread, self.member
+        state, offsets = thread.state, thread.clock_offsets.ms
+        peers = state.lead.peers if state.lead else {}
+        return ReplicaFigures(
+            state.rules.group, state.rules.replica, str(state.role), member.leader(),
+            epoch=state.epoch, promised=state.promised, log_seq=state.log.seq,
+            committed_seq=state.committed_seq, applied_seq=state.applied_seq,
+            since_ms=thread.since_ms, connections=thread.connected, version=__version__,
+            peers={
+                node: PeerFigures(peer.replica, peer.acked.seq, offsets.get(node))
+                for node, peer in peers.items()
+                if peer.acked is not None
+            },
+        )  # fmt: skip
+
     def end(self, error: BaseException) -> None:
         """End the process: it leads no more, or its disk has failed."""
         if not self._ended.done():
@@ -195,20 +218,39 @@ class ReplicatedNode:
         except BaseException as error:  # of any kind: no caller awaits this task
             self.end(error)
 
-    async def _hand_over(self) -> None:
-        """Let the replica that has the whole log lead."""
+    async def _give_way(self, broker: Node, node: str) -> None:
+        """Hand over as a stop does, and begin anew as a follower."""
+        try:
+            await self._leave(broker, node)
+            if self.thread.state.role is not Role.STOPPED:
+                await self.member.close()  # the group is free: another may lead it without waiting
+            self.end(LeaseLost(f"handed over to {node}"))
+        except BaseException as error:  # of any kind: no caller awaits this task
+            self.end(error)
+
+    async def _leave(self, broker: Node, node: str) -> None:
+        """Stop serving and hand over, to this node if one is named."""
+        # The last answers may take a while to leave; the next leader need not wait for that.
+        closing = asyncio.create_task(broker.close_edges())
+        await asyncio.sleep(0)  # no port is listened on any more
+        await broker.finish()
+        await self._hand_over(node)
+        await closing
+
+    async def _hand_over(self, node: str) -> None:
+        """Let this replica lead, or, if none is named, one that has the whole log."""
         state = self.thread.state
         lead = state.lead
         if lead is None:
             return
         ready = [
-            node
-            for node, peer in lead.peers.items()
+            name
+            for name, peer in lead.peers.items()
             if peer.acked == state.log.end and peer.replica in lead.replicas
         ]
-        if not ready:
+        if not (node or ready):
             return
-        self.thread.tell(on.HandOver(sorted(ready)[0]))
+        self.thread.tell(on.HandOver(node or sorted(ready)[0]))
         loop = asyncio.get_running_loop()
         until_s = loop.time() + HAND_OVER_S
         while self.thread.state.role is not Role.STOPPED and loop.time() < until_s:  # noqa: ASYNC110 (another thread's state)

@@ -119,6 +119,11 @@ class Connections:
         self.is_dialing = False
         self.listener: Listener
 
+    @property
+    def count(self) -> int:
+        """Return how many connections with known nodes there are; any thread may ask."""
+        return len(self._accepted) + sum(each.is_open for each in list(self._dialed.values()))
+
     def wake(self) -> None:
         """Let `poll` return; any thread may call it."""
         os.eventfd_write(self._wake, 1)

@@ -22,7 +22,8 @@ from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
-from timeball.cluster.record import Record
+from timeball.cluster.record import Record, node_of
+from timeball.monitoring.replica_figures import ReplicaFigures
 
 # What the holder's clock and a request's way may cost: a holder stops so long before etcd may let the lease go.
 LEASE_MARGIN_MS = 200
@@ -53,6 +54,21 @@ class Holder(NamedTuple):
     revision: int
 
 
+class Wish(msgspec.Struct, frozen=True):
+    """What an operator asks the leader of a group for: another set of replicas, or to give way."""
+
+    replicas: tuple[str, ...] = ()
+    hand_over_to: str = ""  # a node
+
+
+class Asked(NamedTuple):
+    """A wish that waits for the leader. It goes with the lease of the command that asks."""
+
+    wish: Wish
+    lease_id: int
+    revision: int
+
+
 @dataclass(frozen=True)
 class GroupView:
     """A group as it was when it was read."""
@@ -62,6 +78,15 @@ class GroupView:
     revision: int  # of the record, which a swap compares; 0 when there is none
     holder: Holder | None
     as_of: int  # for `wait_for_change`
+    asked: Asked | None = None
+
+    @property
+    def leader(self) -> str:
+        """Return the node that leads as far as is known; empty when there is none."""
+        if self.record is None or self.holder is None:
+            return ""
+        node = node_of(self.record.leader)
+        return node if self.holder.node == node else ""
 
 
 class Swap(NamedTuple):
@@ -78,10 +103,10 @@ class Node(msgspec.Struct, frozen=True):
     addresses: dict[str, str] = {}  # edge -> host:port
     zone: str = ""
     version: str = ""
-    clock_offset_ms: float = 0.0
-    group: str = ""  # whose log it keeps
     replica: str = ""  # node and incarnation, at the node's start
     promised: int = 0  # the epoch that it had promised then
+    group: str = ""  # whose log it keeps
+    certificate: str = ""  # SHA-256 of the certificate that its ports show; empty: they speak plain text
 
 
 class Coordinator(Protocol):
@@ -124,6 +149,21 @@ class Coordinator(Protocol):
 
     async def resign(self, group: str, lease: Lease) -> None:
         """Give up a group that is held by this lease, so that others need not wait for the lease's end."""
+
+    async def force(self, group: str, revision: int, record: Record) -> Swap:
+        """Swap the record if it has this revision and the group has no holder."""
+
+    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
+        """Ask the leader, if the record has this revision and nothing else is asked for; raise LeaseLost."""
+
+    async def settle(self, group: str, asked: Asked) -> None:
+        """Remove a wish, unless it is gone or is another one."""
+
+    async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
+        """Tell operators of this node's replica for as long as the lease lives; raise LeaseLost."""
+
+    async def reports(self) -> dict[str, ReplicaFigures]:
+        """Return what the nodes have reported, by name."""
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
         """Return when something may have changed since a view's `as_of`, or after the timeout. Then read."""
@@ -188,6 +228,24 @@ class Alone:
 
     async def resign(self, group: str, lease: Lease) -> None:
         """Do nothing."""
+
+    async def force(self, group: str, revision: int, record: Record) -> Swap:
+        """Refuse: this node leads."""
+        return Swap(False, await self.read(group))
+
+    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
+        """Refuse: there is no other node."""
+        return Swap(False, await self.read(group))
+
+    async def settle(self, group: str, asked: Asked) -> None:
+        """Do nothing."""
+
+    async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
+        """Do nothing: this node's own metrics say it."""
+
+    async def reports(self) -> dict[str, ReplicaFigures]:
+        """Return no report."""
+        return {}
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
         """Wait for the timeout: nothing changes."""

@@ -2,10 +2,13 @@
 
     tb/<cluster>/state/<group>      no lease    {epoch, leader, replicas, generation}: changed by compare-and-swap only
     tb/<cluster>/holder/<group>     lease       {node}: which node may think that it leads; gone: try
-    tb/<cluster>/nodes/<node>       lease       {name, addresses, zone, version, clock_offset_ms}
+    tb/<cluster>/nodes/<node>       lease       {name, addresses, zone, version, replica, promised, group, certificate}
+    tb/<cluster>/wish/<group>       lease       {replicas, hand_over_to}: what a command asks the leader for
     tb/<cluster>/secret/<name>      no lease    bytes, written once
+    tb/.reports/<cluster>/<node>    lease       {role, epoch, …}: a replica's figures, for people
 
-The kind comes before the name, so that one range reads the records of all groups, and no more.
+The kind comes before the name, so that one range reads the records of all groups, and no more. Reports change once a
+second, so they stand where no node watches: the name of a cluster begins with a letter or a digit.
 
 A swap whose answer was lost is sent again by the store, and then fails by its own success. It is known by what it has
 left: the record that was wanted (an epoch has one leader, so no other writes the same) and, where a holder was put, the
@@ -20,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from timeball.clock import Clock
-from timeball.cluster.coordinator import GroupView, Holder, Lease, Name, Node, Swap
+from timeball.cluster.coordinator import Asked, GroupView, Holder, Lease, Name, Node, Swap, Wish
 from timeball.cluster.record import Record
 from timeball.cluster.store import (
     VALUE_BYTES_MAX,
@@ -36,6 +39,7 @@ from timeball.cluster.store import (
     Store,
 )
 from timeball.errors import SetupError
+from timeball.monitoring.replica_figures import ReplicaFigures
 
 T = TypeVar("T")
 
@@ -50,6 +54,7 @@ class KeyCoordinator:
     def __init__(self, store: Store, clock: Clock, *, cluster: str, node: str) -> None:
         self._store, self._clock = store, clock
         self._prefix = f"tb/{_checked(cluster, 'cluster')}/"
+        self._reports = f"tb/.reports/{cluster}/"
         self._node = _checked(node, "node")
 
     async def grant(self, ttl_ms: int) -> Lease:
@@ -75,16 +80,16 @@ class KeyCoordinator:
 
     async def read_all(self) -> dict[str, GroupView]:
         """Return all groups that have a record, by name, as they were at one instant."""
-        states, holders = self._keys("state"), self._keys("holder")
-        outcome = await self._store.transact(
-            (), [Read(states, is_prefix=True), Read(holders, is_prefix=True)]
+        kinds = [self._keys(kind) for kind in ("state", "holder", "wish")]
+        outcome = await self._store.transact((), [Read(keys, is_prefix=True) for keys in kinds])
+        states, holders, wishes = (
+            {kv.key.removeprefix(keys): kv for kv in found}
+            for keys, found in zip(kinds, outcome.reads, strict=True)
         )
-        held = {found.key.removeprefix(holders): found for found in outcome.reads[1]}
-        views = {}
-        for found in outcome.reads[0]:
-            group = found.key.removeprefix(states)
-            views[group] = _group_view(group, found, held.get(group), outcome.revision)
-        return views
+        return {
+            group: _group_view(group, state, holders.get(group), wishes.get(group), outcome.revision)
+            for group, state in states.items()
+        }
 
     async def lead(
         self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
@@ -110,6 +115,26 @@ class KeyCoordinator:
         """Swap the record if it has this revision and the group is held by this lease, and give the group up."""
         holder = self._key("holder", group)
         return await self._swap(group, revision, record, [LeaseIs(holder, lease.id)], [Delete(holder)])
+
+    async def force(self, group: str, revision: int, record: Record) -> Swap:
+        """Swap the record if it has this revision and the group has no holder."""
+        return await self._swap(group, revision, record, [RevisionIs(self._key("holder", group), 0)], [])
+
+    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
+        """Ask the leader, if the record has this revision and nothing else is asked for; raise LeaseLost."""
+        key, reads = self._key("wish", group), self._reads(group)
+        outcome = await self._store.transact(
+            [RevisionIs(self._key("state", group), revision), RevisionIs(key, 0)],
+            [Put(key, msgspec.json.encode(wish), lease.id), *reads],
+            reads,
+        )
+        view = self._view(group, outcome)
+        return Swap(view.asked is not None and view.asked.lease_id == lease.id, view)
+
+    async def settle(self, group: str, asked: Asked) -> None:
+        """Remove a wish, unless it is gone or is another one."""
+        key = self._key("wish", group)
+        await self._store.transact([RevisionIs(key, asked.revision)], [Delete(key)])
 
     async def hold(self, group: str, lease: Lease) -> bool:
         """Hold a group by the lease if it has no holder; return whether this lease holds it now; raise LeaseLost."""
@@ -141,6 +166,20 @@ class KeyCoordinator:
         outcome = await self._store.transact((), [Read(prefix, is_prefix=True)])
         return {found.key.removeprefix(prefix): _decoded(found, Node) for found in outcome.reads[0]}
 
+    async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
+        """Tell operators of this node's replica for as long as the lease lives; raise LeaseLost."""
+        await self._store.transact(
+            (), [Put(self._reports + self._node, msgspec.json.encode(figures), lease.id)]
+        )
+
+    async def reports(self) -> dict[str, ReplicaFigures]:
+        """Return what the nodes have reported, by name."""
+        outcome = await self._store.transact((), [Read(self._reports, is_prefix=True)])
+        return {
+            found.key.removeprefix(self._reports): _decoded(found, ReplicaFigures)
+            for found in outcome.reads[0]
+        }
+
     async def secret(self, name: str, proposal: bytes) -> bytes:
         """Return the secret of this name; the first proposal is kept for ever."""
         assert 0 < len(proposal) <= VALUE_BYTES_MAX
@@ -168,7 +207,7 @@ class KeyCoordinator:
         return Swap(outcome.succeeded or view.record == record, view)
 
     def _reads(self, group: str) -> list[Read]:
-        return [Read(self._key("state", group)), Read(self._key("holder", group))]
+        return [Read(self._key(kind, group)) for kind in ("state", "holder", "wish")]
 
     def _put_holder(self, group: str, lease: Lease) -> Put:
         return Put(self._key("holder", group), msgspec.json.encode(_Held(self._node)), lease.id)
@@ -180,17 +219,20 @@ class KeyCoordinator:
         return f"{self._prefix}{kind}/"
 
     def _view(self, group: str, outcome: Outcome) -> GroupView:
-        state, holder = (found[0] if found else None for found in outcome.reads)
-        return _group_view(group, state, holder, outcome.revision)
+        state, holder, wish = (found[0] if found else None for found in outcome.reads)
+        return _group_view(group, state, holder, wish, outcome.revision)
 
 
-def _group_view(group: str, state: KeyValue | None, holder: KeyValue | None, as_of: int) -> GroupView:
+def _group_view(
+    group: str, state: KeyValue | None, holder: KeyValue | None, wish: KeyValue | None, as_of: int
+) -> GroupView:
     return GroupView(
         group,
         None if state is None else _record(state),
         0 if state is None else state.revision,
         None if holder is None else Holder(_decoded(holder, _Held).node, holder.lease_id, holder.revision),
         as_of,
+        None if wish is None else Asked(_decoded(wish, Wish), wish.lease_id, wish.revision),
     )
 
 

@@ -17,15 +17,17 @@ from timeball.cluster import events as on
 from timeball.cluster.connections import Address, parse_address
 from timeball.cluster.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.lease import HeldLease
-from timeball.cluster.record import node_of
 from timeball.cluster.replica_thread import ReplicaThread
+from timeball.cluster.wishes import Step, next_step
 from timeball.errors import LeaseLost, SetupError, Unavailable
+from timeball.monitoring.replica_figures import ReplicaFigures
 
 logger = logging.getLogger(__name__)
 
 REPLICATION = "replication"  # the edge of a node's addresses that other replicas dial
 POLL_S = 1.0  # the record is read at least so often
 AGAIN_S = 0.1  # behind an answer that did not come
+REPORT_S = 1.0  # figures are told to operators at most so often
 
 
 class Duties(Protocol):
@@ -36,6 +38,12 @@ class Duties(Protocol):
 
     def serve(self, epoch: int) -> None:
         """Serve: this replica leads."""
+
+    def hand_over(self, node: str) -> None:
+        """Stop serving, let this node lead, and end the process; nothing when that is under way."""
+
+    def figures(self) -> ReplicaFigures:
+        """Return the replica's figures."""
 
     def end(self, error: BaseException) -> None:
         """End the process: it leads no more, or its disk has failed."""
@@ -61,7 +69,7 @@ class Member:
         self._thread = thread
         self._tasks = [
             asyncio.create_task(self._guarded(duty))
-            for duty in (self._renew(), self._watch(), self._answer())
+            for duty in (self._renew(), self._watch(), self._answer(), self._report())
         ]
 
     async def close(self) -> None:
@@ -77,10 +85,7 @@ class Member:
 
     def leader(self) -> str:
         """Return the node that leads as far as is known; empty when there is none."""
-        if self.view is None or self.view.record is None or self.view.holder is None:
-            return ""
-        node = node_of(self.view.record.leader)
-        return node if self.view.holder.node == node else ""
+        return self.view.leader if self.view is not None else ""
 
     def address(self, edge: str) -> Address | None:
         """Return where the leader listens for an edge; None while no other node leads."""
@@ -155,13 +160,42 @@ class Member:
                 holder = None if view.holder is None else view.holder.node
                 self._thread.tell(on.Seen(view.revision, view.record, holder))
             try:
+                await self._grant(view)
                 await self._coordinator.wait_for_change(view.as_of, POLL_S)
             except (Unavailable, SetupError):
                 await asyncio.sleep(AGAIN_S)
 
+    async def _grant(self, view: GroupView) -> None:
+        """Do what an operator has asked for, if this replica leads."""
+        match next_step(view, self._thread.state):
+            case Step.SETTLE if view.asked is not None:
+                await self._coordinator.settle(self._group, view.asked)
+            case Step.WANT if view.asked is not None:
+                self._thread.tell(on.ReplicasWanted(view.asked.wish.replicas))
+            case Step.FORGET if view.record is not None:
+                self._thread.tell(on.ReplicasWanted(view.record.replicas))
+            case Step.HAND_OVER if view.asked is not None:
+                self._duties.hand_over(view.asked.wish.hand_over_to)
+
+    async def _report(self) -> None:
+        """Tell operators the replica's figures when they have changed."""
+        told: tuple[int, ReplicaFigures] | None = None
+        failing = ""
+        while True:
+            lease, figures = self._held.lease, self._duties.figures()
+            if lease is not None and told != (lease.id, figures):
+                try:
+                    await self._coordinator.report(figures, lease)
+                    told, failing = (lease.id, figures), ""
+                except (Unavailable, SetupError) as error:
+                    if not failing:
+                        logger.warning("figures not reported reason=%s", error)
+                    failing = str(error)
+            await asyncio.sleep(REPORT_S)
+
     def _know(self, nodes: dict[str, Node]) -> None:
         # A node whose lease has ended is dialed on: it is back where it was, or registers another address.
-        self.nodes |= nodes
+        self.nodes |= {name: node for name, node in nodes.items() if node.group in ("", self._group)}
         addresses = {
             name: parse_address(node.addresses[REPLICATION])
             for name, node in self.nodes.items()

@@ -25,10 +25,11 @@ from timeball.broker.registry.epochs import EPOCH_KEY, EpochFacts
 from timeball.clock import Clock
 from timeball.cluster import effects as do
 from timeball.cluster import events as on
+from timeball.cluster.clock_offsets import ClockOffsets
 from timeball.cluster.connections import Address, Connections
 from timeball.cluster.events import Event
 from timeball.cluster.machine import step
-from timeball.cluster.messages import Begin, Bytes, Data, Message
+from timeball.cluster.messages import Begin, Bytes, Data, Message, Pong
 from timeball.cluster.positions import Position
 from timeball.cluster.replica import Replica, Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
@@ -90,7 +91,8 @@ class ReplicaThread(Disk):
             wall_ms=clock.wall_ms(),
         )
         self.committed = Position(0, 0, 0)
-        self.clock_offsets: dict[str, float] = {}  # node -> ms that its wall clock is ahead
+        self.clock_offsets = ClockOffsets()
+        self.since_ms = clock.wall_ms()  # when it entered its role
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._told: SimpleQueue[Event] = SimpleQueue()
         self._events: deque[Event] = deque()
@@ -110,6 +112,11 @@ class ReplicaThread(Disk):
     def epoch(self) -> int:
         """Return the epoch that this replica leads."""
         return self.state.epoch
+
+    @property
+    def connected(self) -> int:
+        """Return how many connections with other replicas there are."""
+        return self._connections.count
 
     # -- from other threads ------------------------------------------------------------------------------------------
 
@@ -232,6 +239,9 @@ class ReplicaThread(Disk):
     def received(self, node: str, message: Message) -> None:
         """Give the protocol a message; raises PeerError."""
         self._received = True
+        if isinstance(message, Pong):
+            round_trip_ms = self._clock.boot_ms() - message.boot_ms
+            self.clock_offsets.add(node, message.wall_ms, round_trip_ms, self._clock.wall_ms())
         self._step(on.Received(node, message))
 
     def closed(self, node: str, *, opened_here: bool) -> None:
@@ -264,6 +274,7 @@ class ReplicaThread(Disk):
                 before = self.state.role
                 self.state, effects = step(self.state, self._events.popleft())
                 if self.state.role is not before:
+                    self.since_ms = self._clock.wall_ms()
                     logger.info(
                         "replica role=%s was=%s promised=%d", self.state.role, before, self.state.promised
                     )
@@ -274,6 +285,9 @@ class ReplicaThread(Disk):
 
     def _carry_out(self, effect: do.Effect) -> None:
         match effect:
+            case do.Send(node, Pong(epoch, _, boot_ms)):
+                # The step knows the clock of the last tick, which is up to TICK_MS old.
+                self._connections.send(node, Pong(epoch, self._clock.wall_ms(), boot_ms))
             case do.Send(node, message):
                 self._connections.send(node, message)
             case do.Write(ordinal, position, frames):

@@ -21,10 +21,15 @@ from timeball.cluster.replica import Lead, Replica, Role
 
 
 def want(state: Replica, event: ReplicasWanted) -> Step:
-    """Begin to change the set, unless a change is under way; this leader has to stay in it."""
+    """Begin to change the set, unless a change is under way; this leader has to stay in it.
+
+    The present set takes back what was asked for and has not begun.
+    """
     lead = state.lead
     if lead is None or lead.joining or state.rules.replica not in event.replicas:
         return state, []
+    if set(event.replicas) == set(lead.replicas):
+        return replace(state, lead=replace(lead, wanted=())), []
     return advance(replace(state, lead=replace(lead, wanted=event.replicas)))
 
 

@@ -1,0 +1,54 @@
+"""Nodes as a coordinator knows them, without processes: registered, with a report each."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+from tests.cluster.worlds import LONG_TTL_MS, World, made, next_record
+
+from timeball.cluster.coordinator import Lease, Node
+from timeball.cluster.keys import KeyCoordinator
+from timeball.cluster.record import node_of
+from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+
+
+async def join(
+    world: World, replica: str, *, promised: int = 0, group: str = "g1", **figures: object
+) -> tuple[KeyCoordinator, Lease]:
+    """Register a node and report its figures; return its coordinator, and the lease that carries both."""
+    name = node_of(replica)
+    coordinator = world.coordinator(name)
+    lease = await coordinator.grant(LONG_TTL_MS)
+    await coordinator.register(
+        Node(name, replica=replica, promised=promised, group=group, version="1"), lease
+    )
+    report = ReplicaFigures(group, replica, "follower", "", promised=promised, version="1")
+    await coordinator.report(replace(report, **figures), lease)
+    return coordinator, lease
+
+
+async def group_of_three(world: World, **leader: object) -> dict[str, tuple[KeyCoordinator, Lease]]:
+    """Return three nodes of a group that a leads in epoch 4; c lacks a row."""
+    peers = {"b": PeerFigures("b/1", 10, 0.2), "c": PeerFigures("c/1", 9, -0.4)}
+    figures = {
+        "role": "leader",
+        "epoch": 4,
+        "promised": 4,
+        "log_seq": 10,
+        "committed_seq": 10,
+        "peers": peers,
+    }
+    nodes = {
+        "a": await join(world, "a/1", **figures | leader),  # type: ignore[arg-type]
+        "b": await join(world, "b/1", log_seq=10, committed_seq=10),
+        "c": await join(world, "c/1", log_seq=9, committed_seq=9),
+    }
+    await led_by(world, nodes["a"])
+    return nodes
+
+
+async def led_by(world: World, node: tuple[KeyCoordinator, Lease]) -> None:
+    """Make the group's record, and have a node lead it."""
+    coordinator, lease = node
+    view = await made(world.coordinator("maker"))
+    swap = await coordinator.lead("g1", view.revision, next_record(view, "a"), lease)
+    assert swap.won
