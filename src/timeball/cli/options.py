@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
@@ -34,6 +34,9 @@ EndpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one document a line.")]
 MasterOption = Annotated[str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")]
+CLUSTER_NAMES = [
+    "cluster", "group", "etcd", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file",
+]  # fmt: skip
 DEFAULT_ENDPOINT, DEFAULT_MASTER = "grpc://127.0.0.1:7400", "local[2]"
 
 
@@ -61,13 +64,27 @@ def naming(option: str) -> Iterator[None]:
 
 def settings_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(settings, …)` one option for each field of Settings, and --settings."""
+    return _with_settings(command, [field.name for field in fields(Settings)], {})
+
+
+def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(settings, …)` the options by which a node finds its cluster, and --settings.
+
+    So the file and the environment of a node serve its operator as well. The operator is no node of the cluster.
+    """
+    return _with_settings(command, CLUSTER_NAMES, {"node": "operator"})
+
+
+def _with_settings(
+    command: Callable[..., None], names: Sequence[str], fixed: dict[str, Any]
+) -> Callable[..., None]:
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-    made = [_option(field, types()[field.name]) for field in fields(Settings)]
+    made = [_option(field, types()[field.name]) for field in fields(Settings) if field.name in names]
     file = inspect.Parameter("settings_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FILE)
 
     @functools.wraps(command)
     def with_settings(**given: Any) -> None:
-        chosen = {field.name: given.pop(field.name) for field in fields(Settings)}
+        chosen = {name: given.pop(name) for name in names} | fixed
         command(build_settings(given.pop("settings_file"), chosen), **given)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
