@@ -46,6 +46,7 @@ from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.metrics import Metrics
+from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.monitoring.tracing_extra import open_traces
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
@@ -77,14 +78,11 @@ class Node:
     """One broker process. `files` and `clock` are arguments so that tests can cut the power and jump in time."""
 
     def __init__(
-        self,
-        settings: Settings,
-        clock: Clock | None = None,
-        files: Files | None = None,
-        leading: Leading | None = None,
-    ) -> None:
+        self, settings: Settings, clock: Clock | None = None, files: Files | None = None,
+        leading: Leading | None = None, replica: Callable[[], ReplicaFigures] | None = None,
+    ) -> None:  # fmt: skip
         """Build on `files`, already claimed, or on those of the settings. `leading`: the log has other replicas."""
-        self.settings, self._leading = settings, leading
+        self.settings, self._leading, self._replica = settings, leading, replica
         self.clock = clock or SystemClock()
         self._real_files = RealFiles(settings.data) if files is None else None
         chosen = files or self._real_files
@@ -232,7 +230,7 @@ class Node:
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
         self.upkeep = Upkeep(self.broker, found.snapshot_seq, found.log_from_seq)
         self.metrics = Metrics(
-            self.broker, __version__, self._loop_lag, self.files.free_bytes, self._connections
+            self.broker, __version__, self._loop_lag, self.files.free_bytes, self._connections, self._replica
         )
 
     async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
@@ -395,6 +393,7 @@ class Node:
             "access": self.security.status(),
             "codec": self.remoting.codec.name if self.remoting is not None else "",
             "pulls": self.remoting.pulls if self.remoting is not None else {},
+            **({"replica": msgspec.structs.asdict(self._replica())} if self._replica is not None else {}),
             **self.broker.status(caller),
         }
 

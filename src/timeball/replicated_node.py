@@ -22,7 +22,8 @@ from timeball.cluster.connect import coordinator_of
 from timeball.cluster.connections import Connections, PeerTls, listen
 from timeball.cluster.coordinator import Node as ClusterNode
 from timeball.cluster.follower_caches import FollowerCaches
-from timeball.cluster.gateway import Gateway
+from timeball.cluster.gateway import Gateway, Http
+from timeball.cluster.local_http import LocalAnswers
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
@@ -37,7 +38,7 @@ from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 from timeball.name_service import NameService
 from timeball.node import Node
 from timeball.protocols.sessions import advertised
-from timeball.security import load_peer_tls
+from timeball.security import Security, load_client_tls, load_peer_tls
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,13 @@ class ReplicatedNode:
         self.thread: ReplicaThread
         self._log: ReplicaLog
         self._gateway: Gateway
+        self._security: Security
         self._names: NameService
 
     async def start(self) -> None:
         """Open the replica's log, join the cluster, and listen; raises SetupError and what the disk says."""
         settings = self.settings
+        self._security = Security(settings)
         check_folder(self.files)
         self.files.lock()
         try:
@@ -107,7 +110,7 @@ class ReplicatedNode:
                 coordinator, self._clock, self._registration(), settings.group, settings.lease_ttl_ms, self
             )
             self._names = NameService(settings, coordinator)
-            self._gateway = Gateway(settings.host, self._ports(), self.member.address)
+            self._gateway = Gateway(settings.host, self._ports(), self.member.address, self._http())
             await self._gateway.start()
             await self._names.start()
             self.thread = ReplicaThread(rules, log, connections, self._clock, self.member)
@@ -128,12 +131,19 @@ class ReplicatedNode:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ask)
+        if self._security.access is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
         both: list[asyncio.Future[Any]] = [asked, self._ended]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self._ended.done():
             return self._ended.result()
         await self.stop()
         return None
+
+    def _reload(self) -> None:
+        self._security.reload()
+        if self.broker_node is not None:
+            self.broker_node.security.reload()
 
     async def stop(self) -> None:
         """Hand over if this replica leads, and end in order."""
@@ -208,9 +218,8 @@ class ReplicatedNode:
             opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
             hot = await in_thread(self._applier, self._caches.apply, opened.segments.next_seq)
             await self._gateway.close()
-            node = Node(
-                self._broker_settings(), self._clock, self.files, Leading(_LentDisk(self.thread), self.thread)
-            )
+            leading = Leading(_LentDisk(self.thread), self.thread)
+            node = Node(self._broker_settings(), self._clock, self.files, leading, self.figures)
             await node.start(hot=(opened, hot))
             self.broker_node = node
             node.when_failed(self.end)
@@ -263,6 +272,16 @@ class ReplicatedNode:
         if not settings.replication_ca:
             return None
         return PeerTls(*load_peer_tls(settings.replication_ca, settings.tls_cert, settings.tls_key))
+
+    def _http(self) -> Http | None:
+        """Return how a follower reads HTTP; None when it forwards it unread."""
+        settings, security = self.settings, self._security
+        answers = LocalAnswers(self.figures, lambda headers: security.caller(headers, self._clock.wall_ms()))
+        if security.tls is None:
+            return Http(answers)
+        if not settings.replication_ca:
+            return None  # the leader's certificate could not be checked
+        return Http(answers, security.tls.http, load_client_tls(settings.replication_ca, "", ""))
 
     def _broker_settings(self) -> Settings:
         """Return the settings of the broker: clients of RocketMQ know a group as a broker.

@@ -89,12 +89,24 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("redeliveries", f"{found['redelivery_messages']:,}"),
         ("kept", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
+        *_replica(found.get("replica")),
         ("released", _punctuality(found["lateness"])),
         *([("codec", found["codec"])] if found.get("codec") else []),
         (
             "memory",
             f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",
         ),
+    ]
+
+
+def _replica(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the line about a node of a cluster."""
+    if found is None:
+        return []
+    lags = {name: max(0, found["log_seq"] - peer["acked_seq"]) for name, peer in found["peers"].items()}
+    behind = ", ".join(f"{name} {rows:,} rows behind" for name, rows in sorted(lags.items()))
+    return [
+        ("group", f"{found['group']}, {found['role']} in epoch {found['epoch']}; {behind or 'no replica'}")
     ]
 
 

@@ -106,7 +106,6 @@ class Node(msgspec.Struct, frozen=True):
     replica: str = ""  # node and incarnation, at the node's start
     promised: int = 0  # the epoch that it had promised then
     group: str = ""  # whose log it keeps
-    certificate: str = ""  # SHA-256 of the certificate that its ports show; empty: they speak plain text
 
 
 class Coordinator(Protocol):

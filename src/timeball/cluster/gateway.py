@@ -2,16 +2,22 @@
 
 So every node answers at every port, and a client's address stays good when the leader moves. A connection that comes
 while no node leads waits for one, for a few seconds. What it carries is not read: TLS and accounts are the leader's.
+
+Of HTTP the first request is read, since a load balancer asks each node for itself (local_http.py). Under TLS that needs
+a certificate here, which this node has, and a way to check the leader's; without one HTTP is forwarded unread, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from timeball.cluster.connections import Address
+from timeball.cluster.local_http import LocalAnswers, read_head
 from timeball.errors import SetupError
 
 logger = logging.getLogger(__name__)
@@ -20,14 +26,29 @@ WAIT_S = 5.0  # for a leader
 LOOK_S = 0.02
 DIAL_S = 1.0
 CHUNK_BYTES = 256 * 1024
+HTTP = "http"  # the edge
+
+
+class Http(NamedTuple):
+    """How HTTP is read here: the answers, and TLS with clients and with the leader, both or neither."""
+
+    answers: LocalAnswers
+    tls: ssl.SSLContext | None = None
+    tls_to_leader: ssl.SSLContext | None = None
 
 
 class Gateway:
     """Listens on this node's ports until it leads. Belongs to the event loop."""
 
-    def __init__(self, host: str, ports: dict[str, int], address: Callable[[str], Address | None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        ports: dict[str, int],
+        address: Callable[[str], Address | None],
+        http: Http | None = None,
+    ) -> None:
         """Forward what comes to `ports` (edge -> port) to `address(edge)`, None while no other node leads."""
-        self._host, self._ports, self._address = host, ports, address
+        self._host, self._ports, self._address, self._http = host, ports, address, http
         self._servers: list[asyncio.Server] = []
         self._pumps: set[asyncio.Task[None]] = set()
 
@@ -41,7 +62,9 @@ class Gateway:
                 await self._forward(edge, reader, writer)
 
             try:
-                self._servers.append(await asyncio.start_server(forward, self._host, port, limit=CHUNK_BYTES))
+                tls = self._http.tls if self._http is not None and edge == HTTP else None
+                server = await asyncio.start_server(forward, self._host, port, limit=CHUNK_BYTES, ssl=tls)
+                self._servers.append(server)
             except OSError as error:
                 await self.close()
                 raise SetupError(
@@ -63,9 +86,21 @@ class Gateway:
         self._pumps.add(task)
         task.add_done_callback(self._pumps.discard)
         try:
+            head = b""
+            if self._http is not None and edge == HTTP:
+                read = await read_head(reader)
+                answer = self._http.answers.answer(read or b"")
+                if answer is not None:
+                    writer.write(answer)
+                if answer is not None or read is None:
+                    return
+                head = read
             found = await self._connect(edge)
             if found is not None:
+                found[1].write(head)
                 await _join(reader, writer, *found)
+        except OSError:
+            return  # the client is gone
         except asyncio.CancelledError:
             return  # `close` ends it; a server's callback that is cancelled would be logged as a fault
         finally:
@@ -73,6 +108,7 @@ class Gateway:
 
     async def _connect(self, edge: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         """Return a connection to the leader; None when there was none for too long."""
+        tls = self._http.tls_to_leader if self._http is not None and edge == HTTP else None
         loop = asyncio.get_running_loop()
         until_s = loop.time() + WAIT_S
         while loop.time() < until_s:
@@ -80,7 +116,7 @@ class Gateway:
             if address is not None:
                 with suppress(OSError, TimeoutError):
                     async with asyncio.timeout(DIAL_S):
-                        return await asyncio.open_connection(*address, limit=CHUNK_BYTES)
+                        return await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=tls)
             await asyncio.sleep(LOOK_S)
         return None
 
@@ -108,3 +144,5 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         await writer.drain()
     if writer.can_write_eof():
         writer.write_eof()
+    else:
+        writer.close()  # TLS: who has ended sending has gone

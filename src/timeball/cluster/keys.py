@@ -2,7 +2,7 @@
 
     tb/<cluster>/state/<group>      no lease    {epoch, leader, replicas, generation}: changed by compare-and-swap only
     tb/<cluster>/holder/<group>     lease       {node}: which node may think that it leads; gone: try
-    tb/<cluster>/nodes/<node>       lease       {name, addresses, zone, version, replica, promised, group, certificate}
+    tb/<cluster>/nodes/<node>       lease       {name, addresses, zone, version, replica, promised, group}
     tb/<cluster>/wish/<group>       lease       {replicas, hand_over_to}: what a command asks the leader for
     tb/<cluster>/secret/<name>      no lease    bytes, written once
     tb/.reports/<cluster>/<node>    lease       {role, epoch, …}: a replica's figures, for people

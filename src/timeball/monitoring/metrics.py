@@ -23,10 +23,11 @@ from timeball.broker.service import Broker
 from timeball.clock import BOUNDS_NS
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.message import DLQ_PREFIX
-from timeball.monitoring import pipeline_metrics
+from timeball.monitoring import pipeline_metrics, replica_figures
 from timeball.monitoring.histograms import buckets, durations, histogram
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.push_figures import PushFigures
+from timeball.monitoring.replica_figures import ReplicaFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
@@ -44,16 +45,18 @@ class Metrics(Collector):
         loop_lag: LoopLag,
         free_bytes: Callable[[], int],
         connections: Callable[[], Mapping[str, int]],
+        replica: Callable[[], ReplicaFigures] | None = None,
     ) -> None:
         self._broker, self._version, self._loop_lag = broker, version, loop_lag
         self._free_bytes, self._connections = free_bytes, connections
+        self.replica = replica  # of a node of a cluster
         self._process = ProcessCollector(registry=None)
         self.push: dict[str, PushFigures] = {}  # by subscription, written by the edge that delivers
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         found = [*self.collect(), *await pipeline_metrics.read(self._broker)]
-        return await asyncio.to_thread(_as_text, found)
+        return await asyncio.to_thread(as_text, found)
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric; on the event loop."""
@@ -64,6 +67,8 @@ class Metrics(Collector):
         yield from self._pushes()
         yield from self._spans()
         yield from self._machine()
+        if self.replica is not None:
+            yield from replica_figures.collect(self.replica())
 
     def _messages(self) -> Iterator[Metric]:
         broker, rates = self._broker, self._broker.parts.rates
@@ -276,7 +281,8 @@ class _Read(Collector):
         return self._found
 
 
-def _as_text(found: Sequence[Metric]) -> bytes:
+def as_text(found: Sequence[Metric]) -> bytes:
+    """Return metrics that have been read in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Read(found))
     return generate_latest(registry)

@@ -261,6 +261,7 @@ OPERATIONS = (
     ),
     Operation("get", "/health/live", "live", "Whether the process answers.", answer=(answers_codec.Health,)),
     Operation("get", "/health/ready", "ready", "Whether messages are taken now.", answer=(answers_codec.Health,)),
+    Operation("get", "/leader/{group}", "leads", "Whether this node of a cluster leads a group."),
 )  # fmt: skip
 
 
@@ -346,7 +347,7 @@ def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
         found["requestBody"] = {"required": True, "content": content}
     if each.name == "subscribe":
         found["responses"]["201"] = found["responses"]["200"]  # as it was there before, or not
-    if each.path.startswith("/health"):
+    if each.path.startswith(("/health", "/leader")):
         found["security"] = []
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from timeball.access import Caller, Verb
 from timeball.broker.service import Broker
-from timeball.errors import Unavailable
+from timeball.errors import NotFound, Unavailable
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
 from timeball.protocols.http.answers_codec import Health, Jobs, TopicDeleted, TopicSize
@@ -31,6 +31,7 @@ class Operators:
         self.open_paths: Paths = {
             "/health/live": {"GET": self._live},
             "/health/ready": {"GET": self._ready},
+            "/leader/{group}": {"GET": self._leads},
         }
 
     async def _look(self, call: Call) -> Answer:
@@ -64,6 +65,13 @@ class Operators:
 
     async def _live(self, call: Call) -> Answer:
         return Answer(200, Health("live"))
+
+    async def _leads(self, call: Call) -> Answer:
+        figures = self._metrics.replica() if self._metrics.replica is not None else None
+        if figures is None or figures.group != call.path["group"]:
+            raise NotFound("this node keeps no group of this name")
+        status = 200 if figures.role == "leader" else 503
+        return Answer(status, {"group": figures.group, "leader": figures.leader, "role": figures.role})
 
     async def _ready(self, call: Call) -> Answer:
         writer = self._broker.parts.writer

@@ -1,0 +1,125 @@
+"""What a follower answers on its HTTP port by itself: who leads, health, metrics. All else is the leader's to answer.
+
+    GET /leader/<group>    503, with the leader's name: a load balancer sends no client here
+    GET /health/live       200
+    GET /health/ready      200 while there is a leader, to which this port forwards
+    GET /metrics           the replica's own figures
+
+The first request of a connection decides: it is answered here and the connection is closed, or the whole connection is
+forwarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+from prometheus_client import ProcessCollector
+
+from timeball.errors import Unauthorized
+from timeball.monitoring.metrics import CONTENT_TYPE, as_text
+from timeball.monitoring.replica_figures import ReplicaFigures, collect
+
+logger = logging.getLogger(__name__)
+
+HEAD_S = 30.0  # for the head of a request; one that takes longer is closed
+END_OF_HEAD = b"\r\n\r\n"
+JSON = "application/json"
+
+
+class Request(NamedTuple):
+    """The head of a request."""
+
+    method: str
+    path: str
+    headers: dict[str, str]  # names in lower case
+
+
+class LocalAnswers:
+    """Belongs to the event loop. `authenticate` raises Unauthorized unless the headers may see the metrics."""
+
+    def __init__(
+        self, figures: Callable[[], ReplicaFigures], authenticate: Callable[[Mapping[str, str]], object]
+    ) -> None:
+        self._figures, self._authenticate = figures, authenticate
+        self._process = ProcessCollector(registry=None)
+
+    def answer(self, head: bytes) -> bytes | None:
+        """Return the answer to a request with this head; None when it is the leader's to answer."""
+        request = _parse(head)
+        if request is None or request.method not in ("GET", "HEAD"):
+            return None
+        found = self._answer(request)
+        return None if found is None else _encode(*found, is_head=request.method == "HEAD")
+
+    def _answer(self, request: Request) -> tuple[int, bytes, str] | None:
+        figures = self._figures()
+        match request.path.strip("/").split("/"):
+            case ["leader", group] if unquote(group) == figures.group:
+                facts = {"group": figures.group, "leader": figures.leader, "role": figures.role}
+                return 503, msgspec.json.encode(facts), JSON
+            case ["leader", _]:
+                return 404, _problem(404, "not_found", f"this node keeps group {figures.group}"), JSON
+            case ["health", "live"]:
+                return 200, b'{"status":"live"}', JSON
+            case ["health", "ready"] if figures.leader:
+                return 200, b'{"status":"ready"}', JSON
+            case ["health", "ready"]:
+                return 503, _problem(503, "unavailable", f"group {figures.group} has no leader"), JSON
+            case ["metrics"]:
+                return self._measure(request, figures)
+        return None
+
+    def _measure(self, request: Request, figures: ReplicaFigures) -> tuple[int, bytes, str]:
+        try:
+            self._authenticate(request.headers)
+        except Unauthorized as error:
+            return 401, _problem(401, error.code, str(error)), JSON
+        return 200, as_text([*collect(figures), *self._process.collect()]), CONTENT_TYPE
+
+
+async def read_head(reader: asyncio.StreamReader) -> bytes | None:
+    """Return the head of the first request, or what came in place of one; None when nothing came for too long."""
+    with suppress(asyncio.LimitOverrunError):  # too long for a head: it stays in the reader
+        try:
+            async with asyncio.timeout(HEAD_S):
+                return await reader.readuntil(END_OF_HEAD)
+        except asyncio.IncompleteReadError as error:
+            return error.partial
+        except TimeoutError:
+            return None
+    return b""
+
+
+def _parse(head: bytes) -> Request | None:
+    if not head.endswith(END_OF_HEAD):
+        return None
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3:
+        return None
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return Request(words[0], words[1].partition("?")[0], headers)
+
+
+def _problem(status: int, code: str, detail: str) -> bytes:
+    return msgspec.json.encode(
+        {"title": HTTPStatus(status).phrase, "status": status, "code": code, "detail": detail}
+    )
+
+
+def _encode(status: int, body: bytes, media_type: str, *, is_head: bool) -> bytes:
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {media_type}\r\n"
+        f"content-length: {len(body)}\r\ncache-control: no-store\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + (b"" if is_head else body)
