@@ -156,9 +156,7 @@ class Member:
                 logger.warning("record not read reason=%s", error)
                 await asyncio.sleep(AGAIN_S)
                 continue
-            if view.record is not None:
-                holder = None if view.holder is None else view.holder.node
-                self._thread.tell(on.Seen(view.revision, view.record, holder))
+            self._show(view)
             try:
                 await self._grant(view)
                 await self._coordinator.wait_for_change(view.as_of, POLL_S)
@@ -242,3 +240,11 @@ class Member:
             return
         self.view = swap.view
         self._thread.tell(on.Proposed(swap.view.revision, record, swap.won))
+        if not swap.won:
+            # At once: it may name this replica, which would otherwise learn it by the next reading, and too late.
+            self._show(swap.view)
+
+    def _show(self, view: GroupView) -> None:
+        if view.record is not None:
+            holder = None if view.holder is None else view.holder.node
+            self._thread.tell(on.Seen(view.revision, view.record, holder))
