@@ -15,7 +15,7 @@ from timeball.cli.units import parse_duration_ms
 from timeball.clock import SystemClock
 from timeball.cluster.record import Record, majority, node_of
 from timeball.config import Settings
-from timeball.errors import RequestError
+from timeball.errors import RequestError, SetupError
 
 if TYPE_CHECKING:
     from timeball.cluster.coordinator import Coordinator, GroupView, Wish
@@ -287,9 +287,7 @@ def _document(settings: Settings, record: Record, dry_run: bool) -> dict[str, An
 def _asked(settings: Settings, ask: Callable[[Coordinator], Awaitable[T]]) -> T:
     """Return what is asked of the cluster's coordinator; raises RequestError, SetupError, Unavailable."""
     if not settings.cluster:
-        raise RequestError(
-            "which cluster? Name it with --cluster and --etcd, or with the --settings of a node"
-        )
+        raise SetupError("which cluster? Name it with --cluster and --etcd, or with the --settings of a node")
 
     from timeball.cluster.connect import coordinator_of
 
