@@ -224,3 +224,23 @@ def test_a_message_that_would_make_a_batch_too_long_is_written_behind_a_sync() -
     assert [type(effect) for effect in effects] == [do.Write]
     _, effects = steps(state, on.Received("a", Data(1, 1, 448, 6, 2, frames[2] + frames[3])))
     assert [type(effect) for effect in effects] == [do.Sync, do.Send, do.Apply, do.Write]
+
+
+# ---- hand-over --------------------------------------------------------------------------------------------------
+
+
+def test_only_the_heir_stands_at_once_after_a_hand_over() -> None:
+    handed, older = Record(2, "c/1", SET), Record(1, "a/1", SET)
+    state = steps(follower(), on.Seen(1, older, "a"), on.Tick(5_000), on.Seen(2, handed, None))[0]
+    assert state.role is Role.FOLLOWER
+    state, effects = steps(state, on.Tick(5_999), on.Seen(2, handed, None))
+    assert effects == []
+    # It has not come: another one may.
+    state, effects = steps(state, on.Tick(6_000), on.Seen(2, handed, None))
+    assert [type(effect) for effect in effects] == [do.Propose]
+
+
+def test_a_holder_that_is_gone_is_followed_at_once_when_the_record_is_old() -> None:
+    state = steps(follower(), on.Seen(1, Record(1, "a/1", SET), "a"), on.Tick(5_000))[0]
+    _, effects = steps(state, on.Seen(1, Record(1, "a/1", SET), None))
+    assert [type(effect) for effect in effects] == [do.Propose]

@@ -1,145 +1,189 @@
-"""Connections that a follower forwards, and those that it answers."""
+"""A node that does not lead forwards what comes to its ports."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import pytest
-from tests.certificates import certificate
+from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import free_ports
 
+from timeball.cluster import gateway as module
 from timeball.cluster.connections import Address
-from timeball.cluster.gateway import HTTP, Gateway, Http
-from timeball.cluster.local_http import LocalAnswers
+from timeball.cluster.gateway import Gateway
 from timeball.errors import SetupError
-from timeball.monitoring.replica_figures import ReplicaFigures
-from timeball.security import load_client_tls, load_tls
 
-FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a")
-LOCAL = LocalAnswers(lambda: FOLLOWER, lambda _: None)
+Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+BYTES = bytes(range(256)) * 40_000  # 10 MB: more than sockets hold
 
 
-@asynccontextmanager
-async def leader(tls: ssl.SSLContext | None = None) -> AsyncIterator[Address]:
-    """A server that answers each line with itself, reversed."""
+class World:
+    """A gateway and a leader that echoes, each on a port of its own."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            writer.write(line.strip()[::-1] + b"\n")
+    def __init__(self) -> None:
+        self.port, self.far_port = free_ports(2)
+        self.leader: Address | None = None
+        self.gateway = Gateway("127.0.0.1", {"flight": self.port}, self.address)
+        self.asked: list[str] = []
+        self.far: asyncio.Server | None = None
+        self.far_peers: list[Peer] = []
+
+    def address(self, edge: str) -> Address | None:
+        self.asked.append(edge)
+        return self.leader
+
+    async def lead(self) -> None:
+        self.far = await asyncio.start_server(self._echo, "127.0.0.1", self.far_port)
+        self.leader = ("127.0.0.1", self.far_port)
+
+    async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.far_peers.append((reader, writer))
+        try:
+            while data := await reader.read(65_536):
+                writer.write(data)
+                await writer.drain()
+            writer.write(b"end")
+            writer.write_eof()
+            await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def dial(self) -> Peer:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+def run(scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def within() -> None:
+        world = World()
+        await world.gateway.start()
+        try:
+            await scenario(world)
+        finally:
+            await world.gateway.close()
+            if world.far is not None:
+                world.far.close()
+            for _, writer in world.far_peers:
+                writer.close()
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(within(), BOUND_S))
+
+
+async def echoed(peer: Peer, sent: bytes) -> bytes:
+    """Send all and say so, and return what comes until the other end has closed."""
+    reader, writer = peer
+
+    async def send() -> None:
+        writer.write(sent)
+        await writer.drain()
+        writer.write_eof()
+
+    _, found = await asyncio.gather(send(), reader.read())
+    writer.close()
+    return found
+
+
+def test_all_bytes_go_both_ways_and_each_end_is_told() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        peers = [await world.dial() for _ in range(4)]
+        found = await asyncio.gather(*(echoed(peer, BYTES + bytes([n])) for n, peer in enumerate(peers)))
+        assert found == [BYTES + bytes([n]) + b"end" for n in range(4)]
+        assert set(world.asked) == {"flight"}
+
+    run(scenario)
+
+
+def test_a_connection_waits_for_a_leader() -> None:
+    async def scenario(world: World) -> None:
+        answer = asyncio.create_task(echoed(await world.dial(), b"early"))
+        while len(world.asked) < 3:
+            await asyncio.sleep(0)
+        assert not answer.done()
+        await world.lead()
+        assert await answer == b"earlyend"
+
+    run(scenario)
+
+
+def test_a_leader_that_does_not_listen_yet_is_tried_again() -> None:
+    async def scenario(world: World) -> None:
+        world.leader = ("127.0.0.1", world.far_port)
+        answer = asyncio.create_task(echoed(await world.dial(), b"early"))
+        while len(world.asked) < 3:
+            await asyncio.sleep(0)
+        await world.lead()
+        assert await answer == b"earlyend"
+
+    run(scenario)
+
+
+def test_a_connection_ends_when_no_node_leads_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_S", 0.05)
+
+    async def scenario(world: World) -> None:
+        reader, writer = await world.dial()
+        assert await reader.read() == b""
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
-    try:
-        yield server.sockets[0].getsockname()[:2]
-    finally:
-        server.close()
+    run(scenario)
 
 
-@asynccontextmanager
-async def gateway(
-    address: Callable[[str], Address | None], http: Http | None = None
-) -> AsyncIterator[dict[str, int]]:
-    ports = dict(zip((HTTP, "flight"), free_ports(2), strict=True))
-    forwarding = Gateway("127.0.0.1", ports, address, http)
-    await forwarding.start()
-    try:
-        yield ports
-    finally:
-        await forwarding.close()
+def test_a_leader_that_hangs_up_ends_the_client_s_connection() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        assert await reader.readexactly(1) == b"x"
+        world.far_peers[0][1].transport.abort()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.close()
+
+    run(scenario)
 
 
-async def said(port: int, sent: bytes, tls: ssl.SSLContext | None = None) -> bytes:
-    """Send one thing and return the first line of the answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
-    writer.write(sent)
-    line = await reader.readline()
-    writer.close()
-    return line
+def test_a_client_that_hangs_up_ends_the_connection_to_the_leader() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        writer.transport.abort()
+        far_reader, _ = world.far_peers[0]
+        while not far_reader.at_eof() and far_reader.exception() is None:
+            await asyncio.sleep(0.001)
+
+    run(scenario)
 
 
-def run(scenario: Awaitable[None]) -> None:
-    async def within() -> None:
-        await scenario
+def test_closing_ends_all_and_frees_the_port() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        waiting_reader, waiting_writer = await world.dial()
+        await world.gateway.close()
+        for each in (reader, waiting_reader):
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await each.readexactly(1)
+        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
+        writer.close()
+        waiting_writer.close()
 
-    asyncio.run(within())
-
-
-def test_all_is_forwarded_but_what_is_asked_of_the_node_itself() -> None:
-    async def scenario() -> None:
-        async with leader() as there, gateway(lambda edge: there, Http(LOCAL)) as ports:
-            assert await said(ports["flight"], b"GET /health/live\n") == b"evil/htlaeh/ TEG\n"
-            assert await said(ports[HTTP], b"GET /v1 HTTP/1.1\r\n\r\n") == b"1.1/PTTH 1v/ TEG\n"
-            assert (
-                await said(ports[HTTP], b"GET /leader/g1 HTTP/1.1\r\n\r\n")
-                == b"HTTP/1.1 503 Service Unavailable\r\n"
-            )
-
-    run(scenario())
+    run(scenario)
 
 
-class Asked:
-    """Where the leader is, and how often that was asked."""
+def test_a_port_that_is_taken_is_said_and_the_others_are_free() -> None:
+    async def scenario(world: World) -> None:
+        free = free_ports(1)[0]
+        second = Gateway("127.0.0.1", {"http": free, "flight": world.port}, world.address)
+        with pytest.raises(SetupError, match=f"{world.port} .flight."):
+            await second.start()
+        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", free)).close()
 
-    def __init__(self, address: Address | None = None) -> None:
-        self.address, self.times = address, 0
-
-    def __call__(self, edge: str) -> Address | None:
-        self.times += 1
-        return self.address
-
-    async def often(self) -> None:
-        """Wait until it was asked some more times."""
-        until = self.times + 3
-        while self.times < until:
-            await asyncio.sleep(0.01)
-
-
-def test_it_waits_for_a_leader() -> None:
-    async def scenario() -> None:
-        known = Asked()
-        async with leader() as there, gateway(known) as ports:
-            asked = asyncio.create_task(said(ports["flight"], b"abc\n"))
-            await known.often()
-            assert not asked.done()
-            known.address = there
-            assert await asked == b"cba\n"
-
-    run(scenario())
-
-
-def test_under_tls_http_is_read_and_the_leader_s_certificate_checked(tmp_path: Path) -> None:
-    made = certificate(tmp_path)
-    ours = load_tls(made.cert, made.key)
-    client = load_client_tls(made.roots, "", "")
-    other = certificate(tmp_path / "other")
-
-    async def scenario() -> None:
-        http = Http(LOCAL, ours.http, client)
-        async with leader(ours.http) as there, gateway(lambda edge: there, http) as ports:
-            assert (await said(ports[HTTP], b"GET /health/live HTTP/1.1\r\n\r\n", client)).startswith(
-                b"HTTP/1.1 200"
-            )
-            assert await said(ports[HTTP], b"GET /x HTTP/1.1\r\n\r\n", client) == b"1.1/PTTH x/ TEG\n"
-        stranger = Http(LOCAL, ours.http, load_client_tls(other.roots, "", ""))
-        async with leader(ours.http) as there:
-            known = Asked(there)
-            async with gateway(known, stranger) as ports:
-                asked = asyncio.create_task(said(ports[HTTP], b"GET /x HTTP/1.1\r\n\r\n", client))
-                await known.often()
-                assert not asked.done(), "a leader that cannot be checked gets nothing"
-                asked.cancel()
-
-    run(scenario())
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    async def scenario() -> None:
-        async with leader() as there:
-            with pytest.raises(SetupError, match=f"{there[1]} .flight"):
-                await Gateway("127.0.0.1", {"flight": there[1]}, lambda edge: None).start()
-
-    run(scenario())
+    run(scenario)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.crash_files import CrashFiles
 from tests.log.small_log import batch
 
 from timeball.cluster.positions import BEGINNING, Position
 from timeball.cluster.replica_log import ReplicaLog
+from timeball.files import Files
 from timeball.log import format as fmt
 
 SEGMENT_BYTES = 8 * 1024
@@ -22,7 +22,7 @@ NODE, GROUP = "b", "g1"
 NOW_MS = 1_700_000_000_000
 
 
-def opened(files: CrashFiles) -> ReplicaLog:
+def opened(files: Files) -> ReplicaLog:
     return ReplicaLog(files, NODE, GROUP, SEGMENT_BYTES, BATCH_BYTES)
 
 

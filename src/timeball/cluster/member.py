@@ -69,7 +69,7 @@ class Member:
         self._thread = thread
         self._tasks = [
             asyncio.create_task(self._guarded(duty))
-            for duty in (self._renew(), self._watch(), self._answer(), self._report())
+            for duty in (self._renew, self._watch, self._answer, self._report)
         ]
 
     async def close(self) -> None:
@@ -133,9 +133,9 @@ class Member:
 
     # -- duties ------------------------------------------------------------------------------------------------------
 
-    async def _guarded(self, duty: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, duty: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await duty
+            await duty()
         except Exception as error:
             # No caller awaits the task: a duty that breaks must end the replica, and not just end.
             self._duties.end(error)

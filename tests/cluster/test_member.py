@@ -1,0 +1,136 @@
+"""A replica's dealings with its coordinator: one that is down, that loses answers, that says who leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cluster.trio import Replica, Trio, running_trio
+
+from timeball.cluster.keys import KeyCoordinator
+from timeball.cluster.member import parse_address
+from timeball.cluster.replica import Role
+
+
+def run(folder: Path, scenario: Callable[[Trio], Awaitable[None]], *, quorum_ms: int = 60_000) -> None:
+    async def within() -> None:
+        async with running_trio(folder, quorum_ms=quorum_ms) as trio:
+            await scenario(trio)
+
+    asyncio.run(asyncio.wait_for(within(), 4 * BOUND_S))
+
+
+def test_all_know_who_leads_and_where(tmp_path: Path) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        address = ("127.0.0.1", leader.port + 1)
+        for follower in trio.others(leader):
+            await trio.seen(lambda f=follower: f.member.leader() == leader.name, "the leader is known")
+            assert follower.member.address("flight") == address
+            assert follower.member.address("grpc") is None, "an edge that it does not have"
+        await trio.seen(lambda: leader.member.leader() == leader.name, "it knows itself")
+        assert leader.member.address("flight") is None, "nothing is forwarded to itself"
+
+    run(tmp_path, scenario)
+
+
+def test_no_node_leads_after_the_leader_has_left(tmp_path: Path) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        follower, third = trio.others(leader)
+        await trio.seen(lambda: follower.member.leader() == leader.name, "the leader is known")
+        await third.close()
+        await leader.close()
+        await trio.seen(lambda: follower.member.leader() != leader.name, "it leads no more")
+        assert follower.role is not Role.LEADER
+
+    run(tmp_path, scenario)
+
+
+def test_an_orderly_end_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        await leader.close()
+        assert not [key for key, kv in trio.memory.keys.items() if key.endswith(f"nodes/{leader.name}")]
+        await trio.leader(leader.epochs[-1])
+
+    run(tmp_path, scenario)
+
+
+def test_a_leader_goes_on_without_a_coordinator_while_all_others_answer(tmp_path: Path) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        await leader.append(1)
+        trio.memory.is_down = True
+        lease_ends_ms = leader.thread.state.lease_until_ms
+        await trio.seen(lambda: leader.thread.state.now_ms > lease_ends_ms + 100, "the lease is over")
+        await leader.append(4)
+        gone = trio.others(leader)[0]
+        await gone.crash()
+        # One that does not answer might be led by another: now the lease counts.
+        await trio.seen(lambda: leader.ended, "it stops")
+        trio.memory.is_down = False
+        await gone.start()
+        successor = await trio.leader(leader.epochs[-1])
+        assert successor is not leader
+        await successor.append(7)
+
+    run(tmp_path, scenario, quorum_ms=3_000)
+
+
+def test_an_election_whose_answers_are_lost_has_one_leader_in_the_end(tmp_path: Path) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        seqs = [await leader.append(number) for number in (1, 4, 7)]
+        trio.memory.loses_answers = True
+        await leader.crash()
+        before = trio.memory.revision
+        await trio.seen(lambda: trio.memory.revision > before, "the record was swapped")
+        trio.memory.loses_answers = False
+        successor = await trio.leader(leader.epochs[-1])
+        assert await successor.append(10) > seqs[-1]
+        assert (await trio.record()).leader == successor.replica
+
+    run(tmp_path, scenario)
+
+
+def test_a_node_that_is_registered_elsewhere_is_dialed_there(tmp_path: Path) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+        moved = trio.others(leader)[0]
+        await moved.close()
+        before, moved.port = moved.port, 0
+        await leader.append(1)
+        await moved.start()
+        assert moved.port != before
+        await trio.equal()
+
+    run(tmp_path, scenario)
+
+
+def test_a_duty_that_breaks_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(trio: Trio) -> None:
+        leader = await trio.leader()
+
+        async def broken(self: KeyCoordinator) -> dict[str, object]:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(KeyCoordinator, "nodes", broken)
+        await trio.seen(lambda: all(has_ended(each) for each in trio.replicas.values()), "all end")
+        assert isinstance(leader.ended[0], ZeroDivisionError)
+
+    def has_ended(replica: Replica) -> bool:
+        return bool(replica.ended)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("10.0.0.1:7410", ("10.0.0.1", 7410)), ("[::1]:7410", ("::1", 7410)), ("b.example:1", ("b.example", 1))],
+)
+def test_an_address_is_read(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address

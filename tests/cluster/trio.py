@@ -1,0 +1,206 @@
+"""Three replicas in one process: their threads, real sockets and folders, one coordinator in memory.
+
+A replica that leads appends through a real LogWriter. One that must end is closed, as its process would end, and stays
+so until the test starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from tests.bounds import BOUND_S
+from tests.cluster.memory_store import Memory, MemoryStore
+from tests.log.small_log import batch
+
+from timeball.clock import SystemClock
+from timeball.cluster.connections import Connections, listen
+from timeball.cluster.coordinator import Node
+from timeball.cluster.keys import KeyCoordinator
+from timeball.cluster.member import REPLICATION, Member
+from timeball.cluster.record import Record
+from timeball.cluster.replica import Role, Rules
+from timeball.cluster.replica_log import ReplicaLog
+from timeball.cluster.replica_thread import ReplicaThread
+from timeball.files import Files, RealFiles
+from timeball.log.segment import Segments
+from timeball.log.writer import LogWriter
+
+CLUSTER, GROUP, TTL_MS = "tests", "g1", 1_000
+SEGMENT_BYTES = 16 * 1024
+CLOCK = SystemClock()
+T = TypeVar("T")
+
+
+class Replica:
+    """One node: its folder and port stay when it is closed."""
+
+    def __init__(self, name: str, files: Files, memory: Memory, *, acks_all: bool, quorum_ms: int) -> None:
+        self.name, self.files, self._memory = name, files, memory
+        self._acks_all, self._quorum_ms = acks_all, quorum_ms
+        self.port = 0
+        self.is_up = False
+        self.epochs: list[int] = []  # in which it served
+        self.applied = 0
+        self.ended: list[BaseException] = []
+        self.writer: LogWriter | None = None
+        self.segments: Segments
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        assert not self.is_up
+        self.is_up, self.ended, self.writer, self.applied = True, [], None, 0
+        self.log = ReplicaLog(self.files, self.name, GROUP, SEGMENT_BYTES)
+        replica = self.log.identity.replica
+        listening = listen("127.0.0.1", self.port)
+        self.port = int(listening.getsockname()[1])
+        addresses = {REPLICATION: f"127.0.0.1:{self.port}", "flight": f"127.0.0.1:{self.port + 1}"}
+        coordinator = KeyCoordinator(MemoryStore(self._memory), CLOCK, cluster=CLUSTER, node=self.name)
+        self.member = Member(
+            coordinator, CLOCK, Node(self.name, addresses, replica=replica), GROUP, TTL_MS, self
+        )
+        rules = Rules(replica, GROUP, self._acks_all, quorum_ms=self._quorum_ms)
+        self.thread = ReplicaThread(
+            rules, self.log, Connections(GROUP, listening, CLOCK.boot_ms), CLOCK, self.member
+        )
+        self.thread.start()
+        self.member.start(self.thread)
+
+    async def crash(self) -> None:
+        """End as a killed process does: the lease stays, the sockets close."""
+        if self.is_up:
+            self.is_up = False
+            for task in self.member._tasks:
+                task.cancel()
+            await asyncio.gather(*self.member._tasks, return_exceptions=True)
+            await asyncio.to_thread(self.thread.shutdown)
+            if self.writer is not None:
+                self.writer.next_segment.close_file()
+                self.writer._encoder.shutdown()
+
+    async def close(self) -> None:
+        """End in order: the lease is given back."""
+        if self.is_up:
+            await self.member.close()
+            await self.crash()
+
+    # -- duties ------------------------------------------------------------------------------------------------------
+
+    def apply(self, seq: int) -> None:
+        self.applied = seq
+
+    def serve(self, epoch: int) -> None:
+        self._serving = asyncio.get_running_loop().create_task(self._serve(epoch))
+
+    def end(self, error: BaseException) -> None:
+        self.ended.append(error)
+
+    async def _serve(self, epoch: int) -> None:
+        opened = await asyncio.wrap_future(self.thread.submit(self.log.opened))
+        self.segments = opened.segments
+        self.writer = LogWriter(
+            self.files, opened.segments, opened.file, CLOCK, self.thread,
+            segment_bytes=SEGMENT_BYTES, replication=self.thread, on_failure=self.end,
+        )  # fmt: skip
+        self.epochs.append(epoch)
+
+    # -- what a test asks --------------------------------------------------------------------------------------------
+
+    @property
+    def role(self) -> Role:
+        return self.thread.state.role
+
+    @property
+    def replica(self) -> str:
+        return self.log.identity.replica
+
+    def append(self, first: int, rows: int = 3) -> asyncio.Future[int]:
+        assert self.writer is not None
+        return self.writer.append(batch(first, rows))[1]
+
+    def content(self) -> dict[str, bytes]:
+        """Return the segments as they are on the disk, spares left out."""
+        names = [name for name in self.files.list_dir("log") if name.endswith(".log")]
+        found = {name: bytes(self.files.map_readonly(f"log/{name}")).rstrip(b"\0") for name in names}
+        return {name: content for name, content in found.items() if content}
+
+
+class Trio:
+    """All replicas of the group."""
+
+    def __init__(self, memory: Memory, replicas: list[Replica]) -> None:
+        self.memory = memory
+        self.replicas = {replica.name: replica for replica in replicas}
+        self.coordinator = KeyCoordinator(MemoryStore(memory), CLOCK, cluster=CLUSTER, node="tests")
+
+    async def begin(self) -> None:
+        """Start all, and make the record."""
+        for replica in self.replicas.values():
+            await replica.start()
+        record = Record(0, "", tuple(replica.replica for replica in self.replicas.values()))
+        await self.coordinator.change(GROUP, 0, record)
+
+    async def leader(self, above: int = 0) -> Replica:
+        """Wait for one that serves in a later epoch."""
+
+        def found() -> Replica | None:
+            up = [each for each in self.replicas.values() if each.is_up and each.role is Role.LEADER]
+            return next((each for each in up if each.epochs and each.epochs[-1] > above), None)
+
+        leader = await self.seen(found, f"a leader above epoch {above}")
+        assert leader is not None
+        return leader
+
+    def others(self, one: Replica) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if replica is not one]
+
+    async def counted(self) -> None:
+        """Wait until the record names the replicas that run."""
+        running = {replica.replica for replica in self.replicas.values()}
+        async with asyncio.timeout(BOUND_S):
+            while set((await self.record()).replicas) != running:
+                await asyncio.sleep(0.01)
+
+    async def record(self) -> Record:
+        record = (await self.coordinator.read(GROUP)).record
+        assert record is not None
+        return record
+
+    async def equal(self) -> None:
+        """Wait until all logs are the same bytes."""
+
+        def are_so() -> bool:
+            first, *others = [replica.content() for replica in self.replicas.values()]
+            return all(content == first for content in others)
+
+        await self.seen(are_so, "equal logs")
+
+    async def seen(self, condition: Callable[[], T], what: str) -> T:
+        """Wait for what other threads bring about."""
+        deadline_ms = CLOCK.boot_ms() + BOUND_S * 1_000
+        while not (found := condition()):
+            roles = {name: (each.role, each.ended) for name, each in self.replicas.items() if each.is_up}
+            assert CLOCK.boot_ms() < deadline_ms, f"not seen: {what} {roles}"
+            await asyncio.sleep(0.005)
+        return found
+
+
+@asynccontextmanager
+async def running_trio(
+    folder: Path, *, acks_all: bool = False, quorum_ms: int = 60_000, files: dict[str, Files] | None = None
+) -> AsyncIterator[Trio]:
+    memory = Memory(CLOCK)
+    replicas = [
+        Replica(name, disk, memory, acks_all=acks_all, quorum_ms=quorum_ms)
+        for name, disk in (files or {name: RealFiles(folder / name) for name in "abc"}).items()
+    ]
+    trio = Trio(memory, replicas)
+    try:
+        await trio.begin()
+        yield trio
+    finally:
+        for replica in replicas:
+            await replica.close()
