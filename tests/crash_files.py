@@ -207,17 +207,27 @@ class CrashFiles(Power):
             file = self.create(fresh)
             file.write_at(0, data)
             file.sync()
-            folder, last = self._parent(name)
+            self.rename(fresh, name)
+            folder, _ = self._parent(name)
+            self._sync_folder(folder, "/".join(_parts(name)[:-1]))
+
+    def rename(self, name: str, to: str) -> None:
+        """See Files."""
+        with self.running():
+            assert _parts(name)[:-1] == _parts(to)[:-1], "a rename stays in its folder"
+            folder, last = self._parent(to)
+            before = _parts(name)[-1]
             if isinstance(folder.current.get(last), Folder):
-                raise DiskFailed(f"replacing {name} failed: it is a folder")
-            self.begin("rename", name, takes_space=True)
-            folder.rename(f"{last}.new", last)
+                raise DiskFailed(f"replacing {to} failed: it is a folder")
+            if before not in folder.current:
+                raise NotFound(f"renaming {name} failed: there is no such file or folder")
+            self.begin("rename", to, takes_space=True)
+            folder.rename(before, last)
             node = folder.current[last]
             if folder.mirror is not None and isinstance(node, Inode):
-                os.replace(folder.mirror / f"{last}.new", folder.mirror / last)
+                os.replace(folder.mirror / before, folder.mirror / last)
                 node.mirror = folder.mirror / last
             self.end()
-            self._sync_folder(folder, "/".join(_parts(name)[:-1]))
 
     def remove(self, name: str) -> None:
         """See Files."""

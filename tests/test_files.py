@@ -234,6 +234,17 @@ def test_replace_swaps_the_content_and_leaves_earlier_mappings(files: Files) -> 
     assert files.list_dir(".") == ["state"]
 
 
+def test_rename_takes_the_place_of_another_file(files: Files) -> None:
+    files.make_dir("x")
+    files.create("x/new").write_at(0, b"new")
+    files.create("x/old").write_at(0, b"old")
+    files.rename("x/new", "x/old")
+    assert content(files, "x/old") == b"new"
+    assert files.list_dir("x") == ["old"]
+    with pytest.raises(AssertionError, match="folder"):
+        files.rename("x/old", "old")
+
+
 def test_folders(files: Files) -> None:
     files.make_dir("x/y/z")
     files.make_dir("x/y/z")
@@ -263,6 +274,7 @@ def test_removing_what_is_not_there_is_fine(files: Files) -> None:
         lambda files: files.sync_dir("a"),
         lambda files: files.create("no/a"),
         lambda files: files.replace("no/a", b""),
+        lambda files: files.rename("a", "b"),
     ],
 )
 def test_a_missing_name_is_not_found(files: Files, call: Callable[[Files], object]) -> None:

@@ -96,6 +96,9 @@ class Files(Protocol):
     def replace(self, name: str, data: bytes) -> None:
         """Make `data` the content of `name`, atomically and durably."""
 
+    def rename(self, name: str, to: str) -> None:
+        """Give a file another name in its folder, a present file's too; not durable before `sync_dir`."""
+
     def remove(self, name: str) -> None:
         """Remove a file's name; not durable before `sync_dir`."""
 
@@ -333,9 +336,14 @@ class RealFiles:
             file.sync()
         finally:
             file.close()
-        with _typed(f"renaming {fresh}"):
-            os.replace(self.root / fresh, self.root / name)
+        self.rename(fresh, name)
         _sync_directory((self.root / name).parent)
+
+    def rename(self, name: str, to: str) -> None:
+        """See Files."""
+        assert name.rpartition("/")[0] == to.rpartition("/")[0], "a rename stays in its folder"
+        with _typed(f"renaming {name}"):
+            os.replace(self.root / name, self.root / to)
 
     def remove(self, name: str) -> None:
         """See Files."""
