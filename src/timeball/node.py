@@ -258,13 +258,9 @@ class Node:
 
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
         return await in_thread(
-            self._threads[0],
-            open_log,
-            self.files,
-            segment_bytes=self.settings.segment_bytes,
-            now_ms=self.clock.wall_ms(),
-            known_durable=saved.facts.seq if saved else 0,
-        )
+            self._threads[0], open_log, self.files, segment_bytes=self.settings.segment_bytes,
+            now_ms=self.clock.wall_ms(), known_durable=saved.facts.seq if saved else 0,
+        )  # fmt: skip
 
     def _scheduler(
         self, reader: LogReader, outcomes: Outcomes, backlog: Backlog, hour_log: HourLog, levels: DelayLevels
@@ -292,16 +288,10 @@ class Node:
 
     def _writer(self, opened: Opened) -> LogWriter:
         return LogWriter(
-            self.files,
-            opened.segments,
-            opened.file,
-            self.clock,
-            self._threads[0],
-            segment_bytes=self.settings.segment_bytes,
-            durability=self.settings.durability,
-            on_failure=self._fail,
-            replication=self._leading.replication if self._leading else None,
-        )
+            self.files, opened.segments, opened.file, self.clock, self._threads[0],
+            segment_bytes=self.settings.segment_bytes, durability=self.settings.durability,
+            on_failure=self._fail, replication=self._leading.replication if self._leading else None,
+        )  # fmt: skip
 
     async def stop(self) -> None:
         """Finish what was accepted, save, and give the folder back."""
@@ -318,7 +308,7 @@ class Node:
         await asyncio.gather(*closing, *([] if flight is None else [flight]))
 
     async def finish(self) -> None:
-        """Append what is in memory, save, and give the folder back; requests that still come are refused."""
+        """Append the state of memory, save, and give the folder back; requests that still come are refused."""
         _ = [task.cancel() for task in self._ticker_tasks]
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
         await self.broker.consuming.close()

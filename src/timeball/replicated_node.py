@@ -286,7 +286,7 @@ class ReplicatedNode:
     def _broker_settings(self) -> Settings:
         """Return the settings of the broker: clients of RocketMQ know a group as a broker.
 
-        This node's name server answers for all groups, whoever leads them.
+        This node's name server answers for all groups, those that other nodes lead included.
         """
         settings = self.settings
         name = settings.group if settings.broker_name == BROKER_NAME else settings.broker_name

@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a backup copies: rows [first_row, row)."""
+    """The extent of a backup: rows [first_row, row)."""
 
     parts: list[Part]
     first_row: int

@@ -1,9 +1,9 @@
 """Bring the broker's caches up to date with rows of the log, in steps; at the end hand them to a broker.
 
-A start applies the whole log in one step. A follower of a replicated log applies what is committed as it comes, so that
+A start applies the whole log in one step. A follower of a replicated log applies rows as they are committed, so that
 a takeover has nothing left to replay. Both get the same state: the same rows, in any steps, add up to the same facts.
 
-    apply    rows -> topics and queue indexes, META tables, attaches, leases, promises that wait, what is settled
+    apply    rows -> topics and queue indexes, META tables, attaches, leases, promises that wait, promises that are settled
     finish   the data files are checked, the Delta log is brought up, and all is put together as `Recovered`
 
 A committed snapshot says all that the rows before it said (log/checkpoint.py). Once its row is applied it becomes the
@@ -173,6 +173,7 @@ class Applying:
         # A starting point that was saved while the snapshot was on its way to the log knows more.
         if known.facts.seq < self._replayed.facts.seq:
             return
+        # The rows between the snapshot's number and its own row came while it was made: it does not know them.
         self._replayed = Replayed(known, self.ledger)
         for rows in self.reader.coalesced(known.facts.seq, end_seq, None, BATCH_ROWS):
             self._replayed.apply(rows)

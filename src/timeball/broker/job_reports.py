@@ -22,6 +22,7 @@ from timeball.broker.policy import Policy
 logger = logging.getLogger(__name__)
 
 STATUS, AUDIT = "pipeline/status", "pipeline/audit.json"
+# The folder is the jobs', not the broker's: one that fills it must not make every look at it slow.
 FILES_MAX = 100
 FILE_BYTES_MAX = 64 * 1024
 
@@ -39,6 +40,7 @@ class Batch(msgspec.Struct, frozen=True):
 class JobFigures(msgspec.Struct, frozen=True):
     """The figures in a job's report."""
 
+    # Bounded here, as the file may be of any program's.
     job: Annotated[str, Meta(max_length=100)]
     state: Annotated[str, Meta(max_length=20)]
     updated_ms: int

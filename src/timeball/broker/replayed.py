@@ -103,6 +103,7 @@ class Replayed:
         """Apply the MOVED rows among which are some to another instant: each settles the version before it."""
         moves = rows.filter(rows.column("from_due_ms").is_valid())
         columns = [moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")]
+        # Kept for every one of them: a request may name a promise by any of the instants that it had.
         self._moved.add(*columns)
         self._settle(columns[3], locations.versions(moves), np.zeros(moves.num_rows, np.bool_))
         # A move ends one version and begins another; `count_new` knows that a half message had none to be ended.
@@ -137,6 +138,8 @@ class Replayed:
             )
         due_ms, number, version, until_ms = self._moved.columns()
         begins, order = _grouped(number)
+        # Of each promise its last version, and the furthest instant that any version of it had: until then an answer
+        # may still name an older one.
         if len(begins):
             last = order[np.append(begins[1:], len(order)) - 1]
             furthest_ms = np.maximum.reduceat(np.maximum(due_ms, until_ms)[order], begins)
@@ -148,6 +151,7 @@ class Replayed:
         facts = self.facts
         due_ms, seq, released = self._settled.columns()
         was_released = released.astype(np.bool_)
+        # Their order tells them apart: `Settled` counts the released ones at its end.
         return Settled(
             facts.settled_before_ms,
             np.concatenate([due_ms[~was_released], due_ms[was_released]]),

@@ -55,6 +55,7 @@ class TailPromises:
         from_seq = max(from_seq, reader.first_seq)
         if from_seq >= self.from_seq:
             return
+        # These rows stand before all that is held, and the columns are in the order of the log.
         later = self._held
         self._held, self._folded_rows = GrowingColumns(3), 0
         for rows in reader.coalesced(from_seq, self.from_seq, locations.KINDS, _BATCH_ROWS, _COUNTED):

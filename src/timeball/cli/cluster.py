@@ -84,7 +84,7 @@ def init(
 @app.command()
 @cluster_options
 def status(settings: Settings, as_json: JsonOption = False) -> None:
-    """Show each group: who leads, how far each replica is, and what is wrong, in a sentence.
+    """Show each group: who leads, how far each replica is, and each fault in a sentence.
 
     With --json each group is a document. Exit code 3 says that a group has no leader, 1 that something else is wrong.
 
@@ -285,7 +285,7 @@ def _document(settings: Settings, record: Record, dry_run: bool) -> dict[str, An
 
 
 def _asked(settings: Settings, ask: Callable[[Coordinator], Awaitable[T]]) -> T:
-    """Return what is asked of the cluster's coordinator; raises RequestError, SetupError, Unavailable."""
+    """Return the answer of the cluster's coordinator; raises RequestError, SetupError, Unavailable."""
     if not settings.cluster:
         raise SetupError("which cluster? Name it with --cluster and --etcd, or with the --settings of a node")
 

@@ -55,7 +55,7 @@ class Holder(NamedTuple):
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What an operator asks the leader of a group for: another set of replicas, or to give way."""
+    """An operator's request to the leader of a group: another set of replicas, or to give way."""
 
     replicas: tuple[str, ...] = ()
     hand_over_to: str = ""  # a node

@@ -1,4 +1,4 @@
-"""The broker's caches of a follower, kept up to what is committed, so that a takeover has nothing left to replay.
+"""The broker's caches of a follower, kept up to the committed rows, so that a takeover has nothing left to replay.
 
 Rows are applied in a thread of its own as the leader tells that they are committed. The first of them waits for the
 queues and tables of the last checkpoint or snapshot; from then on memory follows the log (broker/applying.py).

@@ -2,7 +2,7 @@
 
 A follower's log is its leader's, byte for byte, in the same segments. `log/0000000001.log` and its neighbours are those
 of a broker alone; beside them stands `log/replica.json`: which replica this disk is, and the epoch that it has
-promised. It lies there so that a log that is wiped is another replica, whatever else of the folder stays.
+promised. It lies there so that a log that is wiped is another replica, though other files of the folder may stay.
 
 While this replica leads, the broker's writer appends: it brings its segment (`follow_writer`), and the frames become
 visible to readers by the writer. All methods belong to the replica's thread, but for `opened`, which hands over.

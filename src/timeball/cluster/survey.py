@@ -1,4 +1,4 @@
-"""A cluster as its coordinator and the nodes' reports show it, and what is wrong with it, in sentences.
+"""A cluster as its coordinator and the nodes' reports show it, and its faults, in sentences.
 
 Reports are up to a second old. How far a replica is behind is the leader's word, taken of all replicas at one instant.
 """

@@ -14,7 +14,7 @@ from timeball.cluster.replica import Replica, Role
 
 
 class Step(StrEnum):
-    """What is to be done about a wish now."""
+    """The next step about a wish."""
 
     NOTHING = "nothing"
     SETTLE = "settle"  # it has come true

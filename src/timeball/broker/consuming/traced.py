@@ -25,12 +25,14 @@ class TracedConsuming(Consuming):
     async def receive(self, request: ReceiveRequest, wait_ms: int) -> Received:
         """Receive, and record what a consumer is handed."""
         received = await super().receive(request, wait_ms)
+        # A long poll that ended empty is no event of any message.
         if received.receipts:
             self._traces.received(request.group, received.rows, received.receipts)
         return received
 
     def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
         """End leases kept in memory, and record that."""
+        # Read before the call: the span is to show how long the log took.
         begin_ns = self._traces.now_ns()
         valid = super().acknowledge_positions(receipts)
         self._traces.settled("ack", receipts, valid, begin_ns)

@@ -31,7 +31,7 @@ class JoinedWrites(asyncio.Transport):
         self._parts.append(data)
 
     def close(self) -> None:
-        """Write what is left, then close."""
+        """Write the rest, then close."""
         self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():

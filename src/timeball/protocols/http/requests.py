@@ -105,7 +105,7 @@ class Call:
 
 
 class Room:
-    """What the requests of all clients hold. Belongs to the event loop."""
+    """Bytes held by the requests of all clients. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self.received = ByteShares(RECEIVED_BYTES_MAX, BODY_BYTES_MAX)
@@ -114,7 +114,7 @@ class Room:
 
 
 class Gone(Exception):
-    """The client has gone away: there is nobody to answer."""
+    """The client has gone away before its answer."""
 
 
 Handler = Callable[[Call], Awaitable[Answer | Stream]]

@@ -34,7 +34,7 @@ class Pace:
         return self.failures >= FAILURES_MAX
 
     def held_ms(self) -> int:
-        """Return for how long nothing may be sent, whatever is in flight."""
+        """Return for how long nothing may be sent, although requests in flight would allow it."""
         return max(0, max(self._held_until_ms, self._probe_at_ms) - self._now_ms())
 
     def room(self) -> int:

@@ -131,7 +131,7 @@ class Receiver:
         )
 
     async def post(self, body: bytes, headers: Headers, now_ms: int) -> Answer:
-        """Send a message; return how it went, whatever happens."""
+        """Send a message; return how it went, and raise nothing."""
         # A long one in pieces: written whole, it would hold the event loop.
         data: Any = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
         try:
@@ -175,7 +175,7 @@ def _answer(response: aiohttp.ClientResponse, now_ms: int) -> Answer:
 
 
 async def _discard(response: aiohttp.ClientResponse) -> None:
-    """Read what is left of an answer, if that is little; its status counts however it goes on."""
+    """Read the rest of an answer, if that is little; its status counts however it goes on."""
     left = ANSWER_BYTES_MAX
     try:
         async for part in response.content.iter_any():

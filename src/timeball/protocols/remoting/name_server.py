@@ -4,7 +4,7 @@ RocketMQ's clients look here for the route of a topic: the queues that each grou
 leader is. A group is a broker to them, its name the broker's. While a group has no leader its queues stay in the route,
 as they were last told, without an address: producers then leave it out, and its consumers ask again.
 
-What is no look-up is a broker's business, and goes to the first group that has a leader.
+Other requests are a broker's business: each goes to the first group that has a leader.
 """
 
 from __future__ import annotations
