@@ -13,6 +13,8 @@ from tests.crash.world import HOUR_MS, World
 from timeball import __version__
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.delivery import Lateness
+from timeball.broker.rates import Stat
+from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.clock import BOUNDS_NS
 from timeball.monitoring import metrics
 from timeball.monitoring.metrics import OTHERS
@@ -76,6 +78,25 @@ async def test_what_consumers_have_in_flight(world: World) -> None:
     assert found["timeball_group_retry_messages", "logged", "orders"] == 1
     assert found["timeball_waiting_messages",] == 0, "a lease is no scheduled message"
     assert found["timeball_schedule_rows", "tail"] + found["timeball_schedule_rows", "near"] >= 3
+
+
+@pytest.mark.parametrize("in_log", [True, False])
+@on_node()
+async def test_dead_letters_are_counted_by_group_and_topic(world: World, in_log: bool) -> None:
+    world.broker.parts.groups.update(SubscriptionGroup("g", retry_max_times=0))
+    consuming, dead = world.broker.consuming, "timeball_dead_letters_total"
+    await world.broker.send(batch(3))
+    received = await consuming.receive(ReceiveRequest("g", "orders", in_log=in_log), 0)
+    assert await consuming.dead_letter(received.receipts[0])
+    assert (await samples(world))[dead, "g", "orders"] == 1
+    await world.advance(61_000)  # the leases of the others end, after the only attempt
+    consuming.wake()
+    await world.until(
+        lambda: world.broker.parts.rates.totals(Stat.DEAD_NUMS) == {"orders@g": 3}, "all are dead"
+    )
+    found = await samples(world)
+    assert found[dead, "g", "orders"] == 3
+    assert ("timeball_accepted_messages_total", "%DLQ%g") not in found
 
 
 @on_node()

@@ -235,7 +235,7 @@ def few_release_rows(
         number, version = (source_seq, seq) if kind == Kind.MOVED else (seq, version_seq)
         queue_id, offset = places.choose(
             topics.find_topic(topic) or topics.ensure(topic),
-            at, -1 if queue_id is None else queue_id, stored_size(topic, body, properties), tag,
+            at, -1 if queue_id is None else queue_id, stored_size(topic, body, properties), tag, properties,
         )  # fmt: skip
         built.append(
             (

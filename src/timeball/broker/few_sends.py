@@ -114,7 +114,7 @@ def log_rows(
         else:
             kind = _MESSAGE
             places = places or FewPlaces()
-            queue_id, offset = places.choose(topics[topic], at, queue_id, size_bytes, tag)
+            queue_id, offset = places.choose(topics[topic], at, queue_id, size_bytes, tag, properties)
         built.append(
             (
                 kind, topic, queue_id, offset, tag, keys, unique_key, body, properties,

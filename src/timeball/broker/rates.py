@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from timeball import limits
-from timeball.message import Int64Array
+from timeball.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC, Int64Array, decode_properties
 
 COUNTERS_MAX = 20_000  # some 900 bytes each
 TIMER_TOPIC = (
@@ -48,6 +48,7 @@ class Stat:
     RELEASED_NUMS = "RELEASED_NUMS"
     CANCELLED_NUMS = "CANCELLED_NUMS"
     RESCHEDULED_NUMS = "RESCHEDULED_NUMS"
+    DEAD_NUMS = "DEAD_NUMS"  # of dead letters by "topic@group"
 
 
 STATS = frozenset(value for name, value in vars(Stat).items() if name.isupper())
@@ -121,6 +122,10 @@ class Rates:
         """Return the whole count; 0 for a counter that is not kept."""
         row = self._rows.get((stat, key))
         return 0 if row is None else self._sums[row]
+
+    def totals(self, stat: str) -> dict[str, int]:
+        """Return the whole counts of one kind that are kept, by key."""
+        return {key: self._sums[row] for (name, key), row in self._rows.items() if name == stat}
 
     def rate(self, stat: str, key: str, window: Window, now_ms: int) -> Rate | None:
         """Return a counter over one of the windows; None for a counter that is not kept."""
@@ -215,3 +220,14 @@ class Window:
 def of_group(topic: str, group: str) -> str:
     """Return the key of a group's counter."""
     return f"{topic}@{group}"
+
+
+def of_dead_letter(topic: str, properties: str | None) -> str:
+    """Return the key of the counter of a row of `%DLQ%<group>`: that group, and the topic it had the message from.
+
+    >>> of_dead_letter("%DLQ%g", None)  # without a word of its origin, as a client may send one
+    '%DLQ%g@g'
+    """
+    group = topic.removeprefix(DLQ_PREFIX)
+    origin = decode_properties(properties or "").get(RETRY_TOPIC, topic)
+    return of_group(origin.removeprefix(f"{RETRY_PREFIX}{group}_"), group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -32,6 +33,8 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
 OTHERS = "(others)"
+
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 HORIZONS = (("1m", MINUTE_MS), ("1h", HOUR_MS), ("1d", DAY_MS))
 
 
@@ -74,8 +77,13 @@ class Metrics(Collector):
         broker, rates = self._broker, self._broker.parts.rates
         names = [topic.name for topic in broker.parts.topics.all()]
         accepted = {name: rates.total(Stat.TOPIC_PUT_NUMS, name) for name in names}
+        for name in names:
+            if name.startswith(DLQ_PREFIX):
+                del accepted[name]  # counted below, by the topics that they were sent to
         dead = {
-            name.removeprefix(DLQ_PREFIX): accepted.pop(name) for name in names if name.startswith(DLQ_PREFIX)
+            (group, topic): count
+            for key, count in rates.totals(Stat.DEAD_NUMS).items()
+            for topic, _, group in (key.partition("@"),)
         }
         # Promises are counted by RocketMQ's timer topic until they are released into their own.
         yield _by_name(
@@ -84,8 +92,11 @@ class Metrics(Collector):
             ),
             accepted,
         )
-        yield _by_name(
-            CounterMetricFamily("timeball_dead_letters", "Messages a group gave up.", labels=["group"]), dead
+        yield _by_group(
+            CounterMetricFamily(
+                "timeball_dead_letters", "Messages a group gave up.", labels=["group", "topic"]
+            ),
+            dead,
         )
         for name, text, stat in (
             ("released", "Scheduled messages put into their queues.", Stat.RELEASED_NUMS),
@@ -187,17 +198,17 @@ class Metrics(Collector):
 
     def _consumers(self) -> Iterator[Metric]:
         parts = self._broker.parts
-        yield _by_group(
+        yield _of_groups(
             "timeball_group_lag_messages",
             "Messages behind a group's stored offsets.",
             group_states.lags(parts),
         )
-        yield _by_group(
+        yield _of_groups(
             "timeball_group_in_flight_messages",
             "Messages that members of a group hold.",
             group_states.in_flight(self._broker.consuming.leases, parts.lease_counts),
         )
-        yield _by_group(
+        yield _of_groups(
             "timeball_group_retry_messages",
             "Messages that members have given back and that wait for their next delivery.",
             parts.lease_counts.nacked(),
@@ -298,9 +309,12 @@ def _by_name(family: CounterMetricFamily, counts: Mapping[str, int]) -> CounterM
     return family
 
 
-def _by_group(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
-    """Return the largest by group and topic, and the sum of the others."""
-    family = GaugeMetricFamily(name, text, labels=["group", "topic"])
+def _of_groups(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
+    return _by_group(GaugeMetricFamily(name, text, labels=["group", "topic"]), counts)
+
+
+def _by_group(family: Family, counts: Mapping[tuple[str, str], int]) -> Family:
+    """Add a series for each of the largest by group and topic, and one for the others."""
     ordered = sorted(counts, key=counts.__getitem__, reverse=True)
     for key in ordered[:SERIES_MAX]:
         family.add_metric(list(key), counts[key])

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.registry.test_topics import fresh, visible
 
+from timeball.broker.rates import Rates, Stat
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.registry.topics import Topics
-from timeball.message import stored_sizes
+from timeball.message import RETRY_TOPIC, encode_properties, stored_sizes
 
 # A topic, the queue that is asked for, a tag.
 ROW = st.tuples(st.sampled_from("abc"), st.integers(-1, 9), st.sampled_from([None, "", "red", "red||blue"]))
@@ -40,7 +41,7 @@ def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str 
         placement, few = by_columns.place(rows), FewPlaces()
         sizes = stored_sizes(rows).tolist()
         chosen = [
-            few.choose(by_rows.get(name), row, queue_id, sizes[row], tag)
+            few.choose(by_rows.get(name), row, queue_id, sizes[row], tag, None)
             for row, (name, queue_id, tag) in enumerate(batch)
         ]
         assert chosen == list(zip(placement.queue_id.tolist(), placement.queue_offset.tolist(), strict=True))
@@ -52,12 +53,27 @@ def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str 
         assert state(by_rows) == state(by_columns)
 
 
+def test_dead_letters_are_counted_by_the_topic_that_they_were_sent_to_both_ways() -> None:
+    topics, few, counted = made(), FewPlaces(), (Rates(), Rates())
+    properties = encode_properties({RETRY_TOPIC: "orders"})
+    rows = visible(["%DLQ%g", "a", "%DLQ%g"], [0, 0, 0], properties=[properties, properties, None])
+    topics.ensure("%DLQ%g", 1)
+    for at, (name, text) in enumerate(
+        zip(("%DLQ%g", "a", "%DLQ%g"), (properties, properties, None), strict=True)
+    ):
+        few.choose(topics.get(name), at, 0, 91, None, text)
+    few.count(counted[0])
+    topics.place(rows).count(counted[1])
+    wanted = {"orders@g": 1, "%DLQ%g@g": 1}
+    assert [rates.totals(Stat.DEAD_NUMS) for rates in counted] == [wanted, wanted]
+
+
 def test_nothing_is_given_out_before_it_is_said() -> None:
     topics, refused = made(), FewPlaces()
     before = state(topics)
-    refused.choose(topics.get("a"), 0, -1, 91, "red")
+    refused.choose(topics.get("a"), 0, -1, 91, "red", None)
     assert state(topics) == before
     placed = FewPlaces()
-    assert placed.choose(topics.get("a"), 0, -1, 91, "red") == (0, 0)
+    assert placed.choose(topics.get("a"), 0, -1, 91, "red", None) == (0, 0)
     placed.give_out()
     assert state(topics) != before

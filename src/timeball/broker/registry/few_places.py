@@ -7,23 +7,27 @@ and each of them takes some microseconds for one row too.
 from __future__ import annotations
 
 from timeball.broker.filters.tags import tag_hash, tag_mask
-from timeball.broker.rates import Rates, Stat
+from timeball.broker.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.topic import Topic
+from timeball.message import DLQ_PREFIX
 
 
 class FewPlaces:
     """Places of a few rows, chosen one after the other; `give_out` once nothing can refuse them any more."""
 
-    __slots__ = ("_queues", "_turns")
+    __slots__ = ("_dead", "_queues", "_turns")
 
     def __init__(self) -> None:
         self._queues: dict[tuple[Topic, int], list[tuple[int, int, int]]] = {}  # row, size, tag
         self._turns: dict[Topic, int] = {}
+        self._dead: list[str] = []  # a counter's key for each dead letter
 
     def choose(
-        self, topic: Topic, row: int, queue_id: int, size_bytes: int, tag: str | None
+        self, topic: Topic, row: int, queue_id: int, size_bytes: int, tag: str | None, properties: str | None
     ) -> tuple[int, int]:
         """Return the queue and the offset of a row, which the caller then holds to; `queue_id` -1: any queue."""
+        if topic.name.startswith(DLQ_PREFIX):
+            self._dead.append(of_dead_letter(topic.name, properties))
         if queue_id < 0:
             # Round the queues, from where the last batch ended.
             turn = self._turns.get(topic, topic.turn)
@@ -58,6 +62,7 @@ class FewPlaces:
             rates.put(topic.name, len(entries), sum(size for _, size, _ in entries))
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, len(entries))
+        rates.add_each(Stat.DEAD_NUMS, self._dead)
 
     def queues(self) -> list[tuple[str, int]]:
         """Return the queues that got rows: topic and number."""

@@ -12,6 +12,7 @@ A topic costs no file and no descriptor: the entries of all queues share their f
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -21,7 +22,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker import queue_entries
-from timeball.broker.rates import Rates, Stat
+from timeball.broker.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.topic import (
     FilterType,
@@ -37,7 +38,7 @@ from timeball.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestEr
 from timeball.files import Files
 from timeball.log.queue_index import Lengths, QueueIndexes
 from timeball.log.reader import LogReader
-from timeball.message import RETRY_PREFIX, Int64Array, alike, codes_of, filled, stored_sizes
+from timeball.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, alike, codes_of, filled, stored_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Placement:
     groups: list[tuple[Topic, int, Int64Array]]  # topic, queue, row numbers in order
     sizes: Int64Array  # as RocketMQ would store each message: its clients bound answers by these
     tags: Int64Array
+    dead: list[str]  # a counter's key for each dead letter
 
     def index(self, first_seq: int, row_seqs: Int64Array | None = None) -> None:
         """Write the entries; `row_seqs` when the rows do not simply follow `first_seq`."""
@@ -66,6 +68,7 @@ class Placement:
             rates.put(topic.name, len(rows), int(self.sizes[rows].sum()))
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, len(rows))
+        rates.add_each(Stat.DEAD_NUMS, self.dead)
 
     def queues(self) -> list[tuple[str, int]]:
         """Return the queues that got rows: topic and number."""
@@ -267,7 +270,7 @@ class Topics:
         tags = queue_entries.index_tags(
             rows, codes, names, [topic.filter_type == "MULTI_TAG" for topic in topics]
         )
-        return Placement(queue_id, queue_offset, groups, stored_sizes(rows), tags)
+        return Placement(queue_id, queue_offset, groups, stored_sizes(rows), tags, _dead(rows, groups))
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
         """Recovery: index visible rows of the log again; those a queue has already are skipped."""
@@ -344,6 +347,16 @@ class Topics:
         """Write the topic to the log, ahead of any message that is appended from now on."""
         self._meta.put([(f"topic/{topic.name}", topic.facts())])
         self.version += 1
+
+
+def _dead(rows: pa.RecordBatch, groups: Sequence[tuple[Topic, int, Int64Array]]) -> list[str]:
+    """Return a counter's key for each dead letter among rows of LOG_SCHEMA that have their queues."""
+    found = []
+    for topic, _, at in groups:
+        if topic.name.startswith(DLQ_PREFIX):
+            texts = rows.column("properties").take(pa.array(at)).to_pylist()
+            found += [of_dead_letter(topic.name, text) for text in texts]
+    return found
 
 
 def _empty(topic: Topic) -> None:
