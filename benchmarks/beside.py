@@ -4,7 +4,8 @@
 vain, 1,000 live tails of an idle topic, and requests that no client would send (made from the OpenAPI
 document by schemathesis, and damaged bytes; 5,000, or TIMEBALL_FUZZED of them). Lateness is store_ms - due_ms of
 every release row, read back from the log; a send's time is its client's. The broker's memory is measured beside the
-guests and after they have gone.
+guests and after they have gone. "Machine": how long a process that only sleeps was kept waiting, which is no fault of
+the broker's.
 
 Not measured: guests on other machines, TLS. The guests, two processes, share the cores with broker and stream, and
 are most of the load: a fuzzed request costs its sender ten times what it costs the broker, so they run with less
@@ -74,6 +75,16 @@ def _guest(server: Server, kind: str, count: int) -> Iterator[subprocess.Popen[s
             guest.kill()
 
 
+@contextmanager
+def _sleeper() -> Iterator[subprocess.Popen[str]]:
+    """A process that shows how long the machine keeps one waiting; it says so when its input is closed."""
+    command = [sys.executable, "-m", "benchmarks.sleeper"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT
+    ) as sleeper:
+        yield sleeper
+
+
 def _until(end_s: float) -> Iterator[None]:
     while time.monotonic() < end_s:
         yield
@@ -95,7 +106,7 @@ def _stream(
     """Send until `going` ends; a send that comes late sends the rows it is behind."""
     first_seq = ball.status()["log"]["durable_seq"]
     begun_s, sent, answer_ms = time.monotonic(), 0, []
-    with server.spending(f"beside {row}") as spent:
+    with server.spending(f"beside {row}") as spent, _sleeper() as sleeper:
         for _ in going:
             wanted = int((time.monotonic() - begun_s) * ROWS_PER_S)
             if wanted > sent:
@@ -107,12 +118,14 @@ def _stream(
             time.sleep(1 / ROWS_PER_S / 2)
         held_mib = _held_mib(server)
         time.sleep(2 * AHEAD_MS / 1e3)  # the last ones come due
+        overslept_ms = float(sleeper.communicate()[0])
     late_ms = _lateness_ms(ball, first_seq)
     late = quantiles(late_ms)
     for name, value, bar in zip(("p50", "p99", "max"), late, (None, None, bar_ms), strict=True):
         report.add(f"beside {row}: lateness {name}", value, "ms", bar, "lower")
     for name, value in zip(("p50", "p99", "max"), quantiles(np.array(answer_ms)), strict=True):
         report.add(f"beside {row}: send {name}", value, "ms")
+    report.add(f"beside {row}: machine max", overslept_ms, "ms")
     report.add(f"beside {row}: missing", sent - len(late_ms), "messages")
     report.add(f"beside {row}: held", held_mib, "MiB")
     report.add_cost(spent, sent)

@@ -80,6 +80,7 @@ WANTED = {
         "beside 50 polls: lateness max",
         "beside 10 tails: held",
         "beside 60 fuzzed requests: lateness max",
+        "beside 60 fuzzed requests: machine max",
         "beside 60 fuzzed requests: guests that found a fault",
         "beside 60 fuzzed requests: server CPU",
     ],
