@@ -66,7 +66,7 @@ pictures: $(READY)   ## the dashboard's pictures in docs/, of a real broker that
 	$(BIN)/python -m tests.dashboard.pictures
 
 docs: $(SITE)   ## the documentation as a site, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 	@echo "make: the site is at site/index.html"
 
 lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions

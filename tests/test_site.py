@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,18 +65,23 @@ def test_each_page_that_is_named_is_there() -> None:
     assert set(HOOKS.FOLDERS) <= {path.name for path in DOCS.iterdir()}  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
-@needs_mkdocs
-def test_the_site_is_whole_and_asks_no_other_host(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
-    ran = subprocess.run(
-        command,
-        cwd=ROOT,
+def build(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build as `make docs` does. Not --quiet: mkdocs then counts no warnings, and fails for none."""
+    assert "mkdocs build $(ARGS)" in page("Makefile")
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(site)],
+        cwd=checkout,
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
+
+
+@pytest.mark.slow
+@needs_mkdocs
+def test_the_site_is_whole_and_asks_no_other_host(tmp_path: Path) -> None:
+    ran = build(ROOT, tmp_path / "site")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     built = tmp_path / "site"
     pages = {path.relative_to(built).with_suffix(".md").as_posix() for path in built.rglob("*.html")}
@@ -91,3 +97,20 @@ def test_the_site_is_whole_and_asks_no_other_host(tmp_path: Path) -> None:
         for each in found
         if each["location"].startswith("python-api.html#") and "send_many" in each["title"]
     ]
+
+
+@pytest.mark.slow
+@needs_mkdocs
+@pytest.mark.parametrize(
+    "broken", ["[a page](gone.md)", "![a picture](pictures/gone.png)", "[a heading](faq.md#gone)"]
+)
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, broken: str) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(DOCS, checkout / "docs")
+    for name in ("mkdocs.yml", *HOOKS.BESIDE):  # type: ignore[attr-defined]
+        shutil.copy(ROOT / name, checkout / name)
+    for name in ("src", "deploy", "examples", "tests", "benchmarks", "LICENSE"):
+        (checkout / name).symlink_to(ROOT / name)
+    (checkout / "docs/faq.md").write_text(page("docs/faq.md") + f"\n{broken}\n")
+    ran = build(checkout, tmp_path / "site")
+    assert ran.returncode == 1 and "gone" in ran.stderr, ran.stderr
