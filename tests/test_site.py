@@ -92,11 +92,11 @@ def test_the_site_is_whole_and_asks_no_other_host(tmp_path: Path) -> None:
         )
         assert not asked, path.name
     found = json.loads((built / "search/search_index.json").read_text("utf-8"))["docs"]
-    assert [
-        each
-        for each in found
-        if each["location"].startswith("python-api.html#") and "send_many" in each["title"]
-    ]
+    named = {each["location"] for each in found}
+    for verb in ("send_many", "pull", "consume", "get"):
+        assert f"python-api.html#timeball.client.timeball.Timeball.{verb}" in named
+    reference = (built / "python-api.html").read_text("utf-8")
+    assert "<blockquote>" not in reference, "an example that is no code"
 
 
 @pytest.mark.slow
