@@ -122,7 +122,7 @@ class Applying:
         # The rest of the tail, before the starting point, is read only when no files of the strategy hold it.
         if not self._resumes:
             self.read_tail()
-        self._fold()
+        replayed.fold()
         facts, from_seq = replayed.facts, self._from_seq()
         settled = replayed.settled()
         return Recovered(

@@ -76,7 +76,10 @@ class TailPromises:
             del self._counts[block]
 
     def waiting(self, settled: Settled, from_seq: int) -> Waiting:
-        """Return the promises that wait, sorted by number, each in the last of its rows from `from_seq` on."""
+        """Return the promises that wait, sorted by number, each in the last of its rows from `from_seq` on.
+
+        They may be views of what is held, good until the next change.
+        """
         tail = locations.latest([Waiting(*self._held.columns())], from_seq)
         waits = (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
         cut = len(settled.seq) - settled.released
