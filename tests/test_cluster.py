@@ -233,10 +233,10 @@ def test_only_the_heir_stands_at_once_after_a_hand_over() -> None:
     handed, older = Record(2, "c/1", SET), Record(1, "a/1", SET)
     state = steps(follower(), on.Seen(1, older, "a"), on.Tick(5_000), on.Seen(2, handed, None))[0]
     assert state.role is Role.FOLLOWER
-    state, effects = steps(state, on.Tick(5_999), on.Seen(2, handed, None))
+    state, effects = steps(state, on.Tick(5_000 + Rules("b/1").hand_over_ms - 1), on.Seen(2, handed, None))
     assert effects == []
     # It has not come: another one may.
-    state, effects = steps(state, on.Tick(6_000), on.Seen(2, handed, None))
+    state, effects = steps(state, on.Tick(5_000 + Rules("b/1").hand_over_ms), on.Seen(2, handed, None))
     assert [type(effect) for effect in effects] == [do.Propose]
 
 

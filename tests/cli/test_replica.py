@@ -39,6 +39,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, edge: str) -> None:
 
 
 def test_the_folder_of_another_node_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
     files = RealFiles(tmp_path / "d")
     write_format(files)
     opened(files)

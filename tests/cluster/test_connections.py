@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from tests.bounds import BOUND_S
 
 from timeball.clock import SystemClock
 from timeball.cluster import connections as sockets
-from timeball.cluster.connections import STRANGERS_MAX, Connections, listen
+from timeball.cluster.connections import STRANGERS_MAX, Connections, listen, parse_address
 from timeball.cluster.messages import Ack, Data, Hello, Message, Ping, Refuse, encode
 from timeball.errors import PeerError, SetupError
 
@@ -317,6 +318,19 @@ def test_a_poll_is_woken_by_another_thread(ends: list[End]) -> None:
     assert time.monotonic() - begin < BOUND_S
 
 
+def test_a_wake_behind_the_end_writes_to_no_other_file() -> None:
+    end = End()
+    end.connections.close()
+    end.connections.close()
+    before = os.eventfd(0, os.EFD_NONBLOCK)  # takes the number that is free now
+    try:
+        end.connections.wake()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(before)
+    finally:
+        os.close(before)
+
+
 def test_a_node_without_an_address_that_can_be_resolved_is_tried_again(ends: list[End]) -> None:
     one, other = End(), End()
     ends += [one, other]
@@ -329,3 +343,11 @@ def test_a_node_without_an_address_that_can_be_resolved_is_tried_again(ends: lis
 def test_a_port_that_is_taken_is_said() -> None:
     with listen("127.0.0.1", 0) as taken, pytest.raises(SetupError, match="--replication-port"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("10.0.0.1:7410", ("10.0.0.1", 7410)), ("[::1]:7410", ("::1", 7410)), ("b.example:1", ("b.example", 1))],
+)
+def test_an_address_is_read(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address

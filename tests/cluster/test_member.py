@@ -11,7 +11,6 @@ from tests.bounds import BOUND_S
 from tests.cluster.trio import Replica, Trio, running_trio
 
 from timeball.cluster.keys import KeyCoordinator
-from timeball.cluster.member import parse_address
 from timeball.cluster.replica import Role
 
 
@@ -126,11 +125,3 @@ def test_a_duty_that_breaks_ends_the_process(tmp_path: Path, monkeypatch: pytest
         return bool(replica.ended)
 
     run(tmp_path, scenario)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [("10.0.0.1:7410", ("10.0.0.1", 7410)), ("[::1]:7410", ("::1", 7410)), ("b.example:1", ("b.example", 1))],
-)
-def test_an_address_is_read(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(text) == address

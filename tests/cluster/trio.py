@@ -60,7 +60,7 @@ class Replica:
         addresses = {REPLICATION: f"127.0.0.1:{self.port}", "flight": f"127.0.0.1:{self.port + 1}"}
         coordinator = KeyCoordinator(MemoryStore(self._memory), CLOCK, cluster=CLUSTER, node=self.name)
         self.member = Member(
-            coordinator, CLOCK, Node(self.name, addresses, replica=replica), GROUP, TTL_MS, self
+            coordinator, CLOCK, Node(self.name, addresses, replica=replica, group=GROUP), GROUP, TTL_MS, self
         )
         rules = Rules(replica, GROUP, self._acks_all, quorum_ms=self._quorum_ms)
         self.thread = ReplicaThread(

@@ -15,6 +15,7 @@ import os
 import selectors
 import socket
 import ssl
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -107,6 +108,7 @@ class Connections:
         self.group, self._boot_ms, self._tls = group, boot_ms, tls
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing, self._is_closed = threading.Lock(), False
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         listen_on.setblocking(False)
         self._listening = listen_on
@@ -125,8 +127,10 @@ class Connections:
         return len(self._accepted) + sum(each.is_open for each in list(self._dialed.values()))
 
     def wake(self) -> None:
-        """Let `poll` return; any thread may call it."""
-        os.eventfd_write(self._wake, 1)
+        """Let `poll` return; any thread may call it, also behind `close`."""
+        with self._closing:
+            if not self._is_closed:  # the number of a closed descriptor may be another file's by now
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Close all sockets; nothing is told."""
@@ -134,7 +138,10 @@ class Connections:
             connection.sock.close()
         self._listening.close()
         self._selector.close()
-        os.close(self._wake)
+        with self._closing:
+            if not self._is_closed:
+                os.close(self._wake)
+            self._is_closed = True
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
