@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any
 
 from timeball import __version__
@@ -88,37 +89,37 @@ class ReplicatedNode:
         settings = self.settings
         self._security = Security(settings)
         check_folder(self.files)
-        self.files.lock()
-        try:
+        async with (
+            AsyncExitStack() as undo
+        ):  # a start that fails leaves no folder claimed, and no port in use
+            self.files.lock()
+            undo.callback(self.files.unlock)
             write_format(self.files)
             self._log = log = await asyncio.to_thread(
                 ReplicaLog, self.files, settings.node, settings.group, settings.segment_bytes
             )
+            undo.callback(log.close)
             self._caches = FollowerCaches(self.files, log, settings)
             rules = Rules(
                 log.identity.replica, settings.group, settings.acks == "all",
                 quorum_ms=QUORUM_TTLS * settings.lease_ttl_ms, batch_bytes=BATCH_BYTES,
             )  # fmt: skip
-            connections = Connections(
-                settings.group,
-                listen(settings.host, settings.replication_port),
-                self._clock.boot_ms,
-                self._tls(),
-            )
+            tls, listening = self._tls(), listen(settings.host, settings.replication_port)
+            connections = Connections(settings.group, listening, self._clock.boot_ms, tls)
+            undo.callback(connections.close)
             coordinator = coordinator_of(settings, self._clock)
             self.member = Member(
                 coordinator, self._clock, self._registration(), settings.group, settings.lease_ttl_ms, self
             )
             self._names = NameService(settings, coordinator)
             self._gateway = Gateway(settings.host, self._ports(), self.member.address, self._http())
+            undo.push_async_callback(self._gateway.close)
             await self._gateway.start()
             await self._names.start()
             self.thread = ReplicaThread(rules, log, connections, self._clock, self.member)
-            self.thread.start()
-            self.member.start(self.thread)
-        except BaseException:  # of any kind: the folder must not stay claimed
-            self.files.unlock()
-            raise
+            undo.pop_all()
+        self.thread.start()
+        self.member.start(self.thread)
 
     async def run_until_signal(self) -> BaseException | None:
         """Follow or lead until SIGTERM or SIGINT; return None then, and else why the process must begin anew."""

@@ -39,6 +39,8 @@ class NodeProcess:
     options: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    module: str = "timeball"  # another one is `timeball` with a fault made on purpose
+    environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ports = self.ports or dict(zip(EDGES, free_ports(len(EDGES)), strict=True))
@@ -53,7 +55,7 @@ class NodeProcess:
 
     def start(self) -> None:
         assert self.process is None
-        command = [sys.executable, "-m", "timeball", "serve", "--json", "--log-level", "info"]
+        command = [sys.executable, "-m", self.module, "serve", "--json", "--log-level", "info"]
         command += [
             "--cluster",
             CLUSTER,
@@ -68,7 +70,9 @@ class NodeProcess:
         for name, value in [*self.options.items(), *self.ports.items()]:
             command += [f"--{name}", str(value)]
         with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **self.environment}
+            )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.process is not None
@@ -160,13 +164,18 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(folder: Path, names: str = "abc", **options: str) -> Iterator[Cluster]:
+def running_cluster(
+    folder: Path, names: str = "abc", unfenced: str = "", **options: str
+) -> Iterator[Cluster]:
+    """Three members of etcd and a node for each name; `unfenced`: which fences they lack (unfenced.py)."""
     with EtcdCluster(folder / "etcd") as etcd:
         cluster = Cluster(folder, etcd)
         try:
             for name in names:
-                cluster.nodes[name] = NodeProcess(name, folder, etcd.endpoints, dict(options))
-                cluster.nodes[name].start()
+                node = cluster.nodes[name] = NodeProcess(name, folder, etcd.endpoints, dict(options))
+                if unfenced:
+                    node.module, node.environment = "tests.cluster.unfenced", {"UNFENCED": unfenced}
+                node.start()
             cluster.begin()
             yield cluster
         finally:

@@ -1,0 +1,177 @@
+"""Three replicas under the clients of the siege (tests/crash/siege.py): their leader is killed, wiped or stopped.
+
+The clients reach the group through any of the nodes, whose gateways forward; so each of them meets a node that is gone
+as well as a leader that is. In the end the logs of the replicas are compared byte for byte, and one of the folders is
+opened by a broker alone, for which everything is due.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from tests.bounds import BOUND_S
+from tests.cluster.processes import Cluster, NodeProcess, running_cluster
+from tests.crash.checker import Fault
+from tests.crash.siege import BrokerProcess, Siege
+
+OPTIONS = {"lease-ttl-ms": "1s", "checkpoint-interval-ms": "1s", "compact-rows": "100000000"}
+
+
+class GroupProcesses(BrokerProcess):
+    """A group in the place of a broker alone: its addresses are those of its nodes in turn."""
+
+    def __init__(self, folder: Path, options: dict[str, str], unfenced: str) -> None:
+        self._turns = itertools.count()
+        self._folder, self._given, self._unfenced = folder, options, unfenced
+        self._stack = ExitStack()
+        self.starts_ms: list[int] = []
+        self.cluster: Cluster
+        self.epoch = 0
+
+    @property
+    def _next(self) -> NodeProcess:
+        nodes = list(self.cluster.nodes.values())
+        return nodes[next(self._turns) % len(nodes)]
+
+    @property
+    def endpoint(self) -> str:  # type: ignore[override]
+        return self._next.endpoint
+
+    @property
+    def remoting_port(self) -> int:
+        return self._next.ports["remoting-port"]
+
+    @property
+    def is_up(self) -> bool:
+        return True
+
+    def start(self, give_up_ms: float = 0) -> bool:
+        """Start all, and wait for a leader."""
+        self.cluster = self._stack.enter_context(
+            running_cluster(self._folder, unfenced=self._unfenced, **self._given)
+        )
+        self.epoch = self.wait_leads(0)
+        return True
+
+    def clear(self) -> None:
+        self._stack.close()
+
+    def kill(self) -> None:
+        """Kill all nodes."""
+        for node in self.cluster.nodes.values():
+            node.kill()
+
+    def leader(self) -> NodeProcess:
+        """Return the node that leads."""
+        return self.cluster.leader(self.epoch - 1)
+
+    def wait_leads(self, above: int) -> int:
+        """Return the next epoch above this one, when its leader serves."""
+        return int(
+            self.cluster.wait(  # type: ignore[call-overload]
+                f"an epoch above {above} serves",
+                lambda: max(
+                    (epoch for epoch in map(served, self.cluster.nodes.values()) if epoch > above), default=0
+                ),
+            )
+        )
+
+    def wait_all_count(self, started: NodeProcess, lives: int) -> None:
+        """Wait until a node has begun so many lives, and the record names the very replicas that run."""
+
+        def is_so() -> bool:
+            if len(replicas_of(started)) < lives:
+                return False
+            record = self.cluster.view().record
+            assert record is not None
+            return set(record.replicas) == {replicas_of(node)[-1] for node in self.cluster.nodes.values()}
+
+        self.cluster.wait("all replicas count", is_so)
+
+
+def replicas_of(node: NodeProcess) -> list[str]:
+    """Return which replica a node has been, life by life."""
+    return [str(event["replica"]) for event in node.events() if event["event"] == "ready"]
+
+
+def served(node: NodeProcess) -> int:
+    """Return the last epoch in which a node said that it serves."""
+    return max((int(str(event["epoch"])) for event in node.events() if event["event"] == "leads"), default=0)
+
+
+class GroupSiege(Siege):
+    """A siege of a group: `strike` is against its leader."""
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        options: dict[str, str] | None = None,
+        *,
+        wipes: bool = False,
+        unfenced: str = "",
+    ) -> None:
+        super().__init__(folder / "unused", seed, options)
+        self.broker: GroupProcesses = GroupProcesses(folder, {**OPTIONS, **(options or {})}, unfenced)
+        self._compacts = False  # a compaction's files are not what is tried here
+        self._wipes = wipes
+        self.serving_s: list[float] = []  # from the kill until another node serves
+        self.acknowledged_s: list[float] = []  # and until a client was answered by it
+
+    def strike(self) -> None:
+        """Kill the leader, see another one lead, and start the killed one again."""
+        broker, leader = self.broker, self.broker.leader()
+        lives = len(replicas_of(leader))
+        begin_s = time.monotonic()
+        leader.kill()
+        self.counts["killed"] += 1
+        broker.epoch = broker.wait_leads(broker.epoch)
+        self.serving_s.append(time.monotonic() - begin_s)
+        before = self.counts["acknowledged"]
+        self.until(lambda: self.counts["acknowledged"] > before, "an acknowledgement after a takeover")
+        self.acknowledged_s.append(time.monotonic() - begin_s)
+        if self._wipes:
+            leader.wipe()
+        leader.start()
+        broker.wait_all_count(leader, lives + 1)
+
+    def faults(self, schedule: str = "hour_log") -> list[Fault]:
+        """Compare the logs, then what one of them holds with what clients were told."""
+        self.end_clients()
+        found = self.differences()
+        leader = self.broker.leader()
+        self.broker.data = leader.data
+        return [*found, *super().faults(schedule)]
+
+    def differences(self) -> list[Fault]:
+        """Wait until all logs are equal: the leader writes on now and then, by itself."""
+        deadline, texts = time.monotonic() + BOUND_S, []
+        while time.monotonic() < deadline:
+            logs = [log_of(node) for node in self.broker.cluster.nodes.values()]
+            if all(log == logs[0] for log in logs):
+                return []
+            texts = [str({name: len(content) for name, content in log.items()}) for log in logs]
+            time.sleep(0.05)
+        return [Fault("unequal", text) for text in texts]
+
+    def times(self) -> str:
+        """Return how long a takeover took."""
+        figures = {"serving": self.serving_s, "first acknowledgement": self.acknowledged_s}
+        return ", ".join(
+            f"{what}: p50 {median(each):.2f} s, max {max(each):.2f} s"
+            for what, each in figures.items()
+            if each
+        )
+
+    def _note_saved_offsets(self) -> None:
+        """Do nothing: a row on the disk of a leader that was killed need not be committed."""
+
+
+def log_of(node: NodeProcess) -> dict[str, bytes]:
+    """Return a replica's segments without the zeros behind them; spares are none."""
+    found = {path.name: path.read_bytes().rstrip(b"\0") for path in (node.data / "log").glob("*.log")}
+    return {name: content for name, content in found.items() if content}

@@ -1,0 +1,194 @@
+"""Real processes of a group under load: their leader is killed, wiped or stopped, their etcd is gone.
+
+What clients were told is compared with what there is in the end by the total-queue checker; see besieged.py. Each test
+prints how long takeovers took: `pytest -s`.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cluster.besieged import GroupSiege, replicas_of, served
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.processes import NodeProcess, running_cluster
+from tests.crash.siege import CLOCK, cancel, consume, reschedule, send_levels, send_many, send_one
+from tests.protocols.remoting.wire import Wire
+
+from timeball import Timeball
+from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+
+SENDS = 50
+TOPIC = "stopped"
+
+
+def besiege(folder: Path, seed: int, strikes: int, *, wipes: bool = False) -> None:
+    need_etcd()
+    with GroupSiege(folder, seed, wipes=wipes) as siege:
+        siege.clients()
+        for _ in range(strikes):
+            siege.kill()
+        done = (
+            ["acknowledged", "levels", "seen", "cancelled", "rescheduled"]
+            if strikes > 2
+            else ["acknowledged"]
+        )
+        siege.until(lambda: all(siege.counts[event] for event in done), f"each of {done}")
+        found = siege.faults()
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:20])
+    print(f"{siege}\n{siege.times()}")
+    assert not found, f"{len(found)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
+
+
+@pytest.mark.timeout(0)
+def test_a_leader_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    besiege(tmp_path, 1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_a_leader_that_is_killed_twenty_times_loses_nothing(tmp_path: Path) -> None:
+    besiege(tmp_path, 2, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_a_leader_that_is_killed_and_wiped_ten_times_loses_nothing(tmp_path: Path) -> None:
+    besiege(tmp_path, 3, 10, wipes=True)
+
+
+# ---- a leader that is stopped, and wakes when another one leads -------------------------------------------------
+
+
+def stop_and_wake(siege: GroupSiege) -> int:
+    """Stop the leader, see another one lead, send to the stopped one, wake it: return how many it acknowledged."""
+    broker, leader = siege.broker, siege.broker.leader()
+    lives, sent = len(replicas_of(leader)), siege.ask("a", [None] * SENDS)
+    with Wire(leader.ports["remoting-port"]) as wire:
+        wire.ask(RequestCode.GET_BROKER_CONFIG)  # it is the leader's own, and no gateway's
+        leader.kill(signal.SIGSTOP)
+        broker.epoch = broker.wait_leads(broker.epoch)
+        asked = [
+            wire.send(RequestCode.SEND_MESSAGE_V2, one.body, **send_headers(one.topic, one.key))
+            for one in sent
+        ]
+        leader.kill(signal.SIGCONT)
+        acknowledged = 0
+        with suppress(EOFError, ConnectionError):
+            for opaque in asked:
+                acknowledged += wire.answer_to(opaque).code == ResponseCode.SUCCESS
+    if leader.environment.get("UNFENCED") != "all":
+        broker.wait_all_count(leader, lives + 1)
+    return acknowledged
+
+
+def send_headers(topic: str, key: str) -> dict[str, object]:
+    properties = f"UNIQ_KEY\x01{key}\x02"
+    return {
+        "a": "besiegers", "b": topic, "c": "TBW102", "d": 4, "e": 0, "f": 0, "g": CLOCK.wall_ms(), "h": 0,
+        "i": properties, "j": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("unfenced", ["", "lease"], ids=["all fences", "without the lease check"])
+def test_a_leader_that_wakes_when_another_leads_acknowledges_nothing(tmp_path: Path, unfenced: str) -> None:
+    need_etcd()
+    with GroupSiege(tmp_path, 4, unfenced=unfenced) as siege:
+        siege.clients(send_one, send_many, send_levels, consume, cancel, reschedule)
+        found = [stop_and_wake(siege) for _ in range(10)]
+        faults = siege.faults()
+    print(f"acknowledged {found}, {siege}")
+    assert found == [0] * 10
+    assert not faults, faults[:20]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_a_leader_without_fences_would_be_noticed(tmp_path: Path) -> None:
+    need_etcd()
+    with GroupSiege(tmp_path, 5, unfenced="all") as siege:
+        assert stop_and_wake(siege) == SENDS
+
+
+# ---- no majority, no coordinator ----------------------------------------------------------------------------------
+
+
+def send(wire: Wire, key: str) -> int:
+    return wire.send(RequestCode.SEND_MESSAGE_V2, b"body", **send_headers(TOPIC, key))
+
+
+def is_answered(wire: Wire, opaque: int, within_s: float) -> bool:
+    """Return whether an acknowledgement comes in that time."""
+    wire._socket.settimeout(within_s)
+    try:
+        return wire.answer_to(opaque).code == ResponseCode.SUCCESS
+    except (TimeoutError, EOFError, ConnectionError):
+        return False
+    finally:
+        with suppress(OSError):
+            wire._socket.settimeout(BOUND_S)
+
+
+def log_bytes(node: NodeProcess) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted((node.data / "log").glob("*.log")))
+
+
+@pytest.mark.slow
+def test_a_leader_without_followers_acknowledges_nothing_and_goes_on_with_one(tmp_path: Path) -> None:
+    need_etcd()
+    # It may be without them for three times that, before it stops.
+    with running_cluster(tmp_path, **{"lease-ttl-ms": "10s"}) as cluster:
+        leader = cluster.leader()
+        with Timeball(leader.endpoint) as ball:
+            ball.create_topic(TOPIC, 1)
+        followers = [node for node in cluster.nodes.values() if node is not leader]
+        with Wire(leader.ports["remoting-port"]) as wire:
+            assert is_answered(wire, send(wire, "before"), BOUND_S)
+            for follower in followers:
+                follower.kill(signal.SIGSTOP)
+            opaque = send(wire, "alone")
+            cluster.wait("it is on the leader's disk", lambda: b"alone" in log_bytes(leader))
+            assert not is_answered(wire, opaque, 1)
+            followers[0].kill(signal.SIGCONT)
+            assert wire.answer_to(opaque).code == ResponseCode.SUCCESS
+            assert is_answered(wire, send(wire, "after"), BOUND_S)
+            followers[1].kill(signal.SIGCONT)
+            cluster.wait("all have it", lambda: all(b"after" in log_bytes(node) for node in followers))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_a_leader_goes_on_without_etcd_while_both_followers_answer(tmp_path: Path) -> None:
+    need_etcd()
+    with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
+        leader = cluster.leader()
+        epoch = served(leader)
+        with Timeball(leader.endpoint) as ball:
+            ball.create_topic(TOPIC, 1)
+        for member in cluster.etcd.members:
+            member.kill()
+        with Wire(leader.ports["remoting-port"]) as wire:
+            until_ms, number = CLOCK.boot_ms() + 4_000, 0
+            while CLOCK.boot_ms() < until_ms:
+                assert is_answered(wire, send(wire, f"without-{number}"), BOUND_S), number
+                number += 1
+            follower = next(node for node in cluster.nodes.values() if node is not leader)
+            follower.kill()
+            # It might be led by another: without a lease that cannot be known.
+            cluster.wait("it stops", lambda: len(replicas_of(leader)) == 2)
+            assert not is_answered(wire, send(wire, "stopped"), 1)
+        for member in cluster.etcd.members:
+            member.start()
+        cluster.etcd.wait_ready()
+        follower.start()
+        again = cluster.leader(epoch)
+        with Wire(again.ports["remoting-port"]) as wire:
+            assert is_answered(wire, send(wire, "again"), BOUND_S)
+            found = wire.ask_ok(RequestCode.GET_MAX_OFFSET, topic=TOPIC, queueId=0).ext["offset"]
+        # Those that were answered, the last one, and perhaps the one that was not.
+        assert number + 1 <= int(found) <= number + 2

@@ -1,0 +1,53 @@
+"""`timeball` with a fence taken out: `python -m tests.cluster.unfenced serve …`, UNFENCED says which.
+
+    lease       the leader does not look at its lease
+    all         nor at a refusal or another's record, and followers acknowledge what is of an epoch that is over
+
+For tests alone: the first shows that the epoch fences by itself, the second that the tests would see a leader without.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from timeball.cli.main import main
+from timeball.cluster import following, leading, machine, replicas
+from timeball.cluster.effects import Send
+from timeball.cluster.following import Step
+from timeball.cluster.messages import Ack, Data, Message
+from timeball.cluster.replica import Replica
+
+FENCES = "UNFENCED"
+
+
+def remove(fences: str) -> None:
+    """Take fences out of this process."""
+    patched: Any = leading
+    patched.may_go_on = lambda state, now_ms: True
+    if fences == "lease":
+        return
+    receive = following.receive
+
+    def acknowledge_all(state: Replica, node: str, message: Message) -> Step:
+        if isinstance(message, Data) and message.epoch < state.promised:
+            end = message.position + len(message.frames)
+            return state, [Send(node, Ack(message.epoch, message.ordinal, end, message.end_seq))]
+        return receive(state, node, message)
+
+    def go_on(state: Replica, *_: object) -> Step:
+        return state, []
+
+    for module, name, call in (
+        (following, "receive", acknowledge_all),
+        (leading, "stop", go_on),
+        (machine, "_refused", go_on),
+        (replicas, "see", go_on),
+        (replicas, "stop", go_on),
+    ):
+        setattr(module, name, call)
+
+
+if __name__ == "__main__":
+    remove(os.environ[FENCES])
+    main()
