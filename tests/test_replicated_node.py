@@ -1,0 +1,76 @@
+"""A node of a cluster as a process: it forwards, leads, hands over, and begins anew; tests/cluster tries the rest."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cluster.besieged import replicas_of, served
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.processes import Cluster, NodeProcess, running_cluster
+
+from timeball import Timeball
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    need_etcd()
+    with running_cluster(tmp_path_factory.mktemp("nodes"), **{"lease-ttl-ms": "1s"}) as running:
+        yield running
+
+
+def followers(cluster: Cluster, leader: NodeProcess) -> list[NodeProcess]:
+    return [node for node in cluster.nodes.values() if node is not leader]
+
+
+def test_every_node_answers_for_the_leader(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    with Timeball(leader.endpoint) as ball:
+        ball.create_topic("orders", 1)
+    for node in cluster.nodes.values():
+        with Timeball(node.endpoint) as ball:
+            ball.send("orders", node.name.encode(), message_id=node.name)
+            assert "orders" in ball.topics()
+
+
+def test_a_leader_that_is_asked_to_end_hands_over(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    epoch = served(leader)
+    process = leader.process
+    assert process is not None
+    leader.kill(signal.SIGTERM)
+    assert process.returncode == 0
+    successor = cluster.leader(epoch)
+    assert successor is not leader and served(successor) == epoch + 1
+    with Timeball(successor.endpoint) as ball:
+        assert "orders" in ball.topics()
+    leader.start()
+    cluster.wait("it is the same replica", lambda: len(replicas_of(leader)) == 2)
+    assert len(set(replicas_of(leader))) == 1
+
+
+def test_a_leader_without_a_majority_begins_anew_in_the_same_process(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    epoch, lives = served(leader), len(replicas_of(leader))
+    process = leader.process
+    assert process is not None
+    for node in followers(cluster, leader):
+        node.kill(signal.SIGSTOP)
+    cluster.wait("it begins anew", lambda: len(replicas_of(leader)) > lives)
+    assert process.poll() is None and leader.events()[-1]["pid"] == process.pid
+    for node in followers(cluster, leader):
+        node.kill(signal.SIGCONT)
+    with Timeball(cluster.leader(epoch).endpoint, timeout_ms=BOUND_S * 1_000) as ball:
+        assert "orders" in ball.topics()
+
+
+def test_what_is_taken_by_another_is_said(cluster: Cluster, tmp_path: Path) -> None:
+    leader = cluster.leader()
+    other = NodeProcess("d", tmp_path, leader.etcd, ports=dict(leader.ports))
+    other.start()
+    assert other.process is not None
+    assert other.process.wait(BOUND_S) == 4
+    assert str(leader.ports["replication-port"]) in other.text and "Traceback" not in other.text
